@@ -1,4 +1,4 @@
-"""The operator's API of a server, for programs. The command `fedplat` is made of it.
+"""The operator's API of a server, for programs. The command `fedplat` is built on it.
 
 >>> from fedplat.admin import AdminClient, profile
 >>> with AdminClient(profile.load(Path("admin.toml"))) as client:  # doctest: +SKIP

@@ -26,10 +26,10 @@ _PAUSE_S = 0.1
 class AdminClient:
     """A client of the server of a profile, with TLS unless the profile is `insecure`.
 
-    Every method raises `ServerUnreachableError` when no server answers, and `ServerRefusedError` with the server's
-    reason when it refuses the call. `job` is a job's id, or a name that only one job has. A call may take `timeout_s`
-    seconds, one that transfers a model `transfer_s`. Nothing is connected before the first call. Raises `ValueError`
-    when the profile's server is not `host:port`.
+    Every method raises `ServerUnreachableError` if no server answers, and `ServerRefusedError` with the server's reason
+    if it refuses the call. `job` is a job's id, or a name that only one job has. The deadline of a call is `timeout_s`
+    seconds; that of a model transfer is `transfer_s`. The connection is opened by the first call. Raises `ValueError`
+    if the profile's server is not `host:port`.
     """
 
     def __init__(self, profile: Profile, *, timeout_s: float = 30.0, transfer_s: float = 3600.0) -> None:
@@ -52,7 +52,7 @@ class AdminClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connection; calls under way are cancelled."""
+        """Close the connection; pending calls are cancelled."""
         self._connection.close()
 
     def wait_until_ready(self, timeout_s: float | None = None) -> admin_pb2.GetStatusResponse:
@@ -61,11 +61,11 @@ class AdminClient:
         left_s = timeout_s
         while True:
             try:
-                # Not grpc.channel_ready_future: its polling thread dies with a traceback when the channel is closed.
+                # Not grpc.channel_ready_future: its polling thread fails with a traceback when the channel is closed.
                 with self._connection.translate_errors(timeout_s):
                     request, metadata = admin_pb2.GetStatusRequest(), self._connection.metadata
                     return self._operators.GetStatus(request, timeout=left_s, wait_for_ready=True, metadata=metadata)
-            except ServerUnreachableError:  # a connection may also break right after it was made
+            except ServerUnreachableError:  # a connection may also break right after it was opened
                 if time.monotonic() + _PAUSE_S >= end:
                     raise
             time.sleep(_PAUSE_S)
@@ -137,9 +137,9 @@ class AdminClient:
     ) -> Generator[admin_pb2.JobEvent]:
         """Yield the events of a job after a sequence number, past ones first, until the job has ended.
 
-        With `progress_every_s` it also yields events about the progress of the open attempt, at most one in so many
-        seconds. Close the generator to stop earlier. If the server stops, it ends too, or raises
-        `ServerUnreachableError`; `fedplat.cli.watch.follow` continues then.
+        With `progress_every_s` it also yields progress events of the open attempt, at most one per that many seconds.
+        Close the generator to stop earlier. If the server stops, it ends as well, or raises `ServerUnreachableError`;
+        `fedplat.cli.watch.follow` retries in this case.
         """
         request = admin_pb2.WatchJobRequest(job=job, after_sequence=after_sequence, progress_every_s=progress_every_s)
         call = self._jobs.WatchJob(request, metadata=self._connection.metadata)
@@ -170,13 +170,13 @@ class AdminClient:
         return self._connection.rows(self._clients.ListClients, request, lambda page: page.clients, limit)
 
     def revoke_client(self, client_id: str) -> admin_pb2.Client:
-        """End a client's membership for good."""
+        """Revoke a client for good."""
         return self._connection.call(self._clients.RevokeClient, admin_pb2.RevokeClientRequest(client_id=client_id))
 
     def create_enrollment(
         self, population: str, num_uses: int, expires_s: float, address: str
     ) -> admin_pb2.CreateEnrollmentResponse:
-        """Create a token with which clients enroll, and the ticket that carries it; clients connect to `address`."""
+        """Create an enrollment token, and a ticket with the token and the `address` that clients connect to."""
         request = admin_pb2.CreateEnrollmentRequest(
             population=population, num_uses=num_uses, expires_s=expires_s, address=address
         )
@@ -217,13 +217,12 @@ class AdminClient:
     ) -> model_pb2.ModelRef:
         """Write a version (None: the latest) to a safetensors file that only its owner can read, in one atomic step.
 
-        Raises `ModelError` when the received bytes are not those of the version, and `OSError` when they cannot be
-        written.
+        Raises `ModelError` if the received bytes are not those of the version, and `OSError` if they cannot be written.
         """
         request = admin_pb2.ExportModelRequest(job=job)
         if version is not None:
             request.version = version
-        # A model may reveal its data: only the owner may read it, whatever the umask.
+        # A model may reveal its training data: only the owner may read it, whatever the umask.
         with durable.atomic_write(Path(path), 0o600) as file:
             return self._receive_model(request, file, progress)
 
@@ -247,7 +246,7 @@ class AdminClient:
         return self._connection.rows(self._operators.ListAudit, request, lambda page: page.events, limit)
 
     def show_privacy(self, job: str = "") -> admin_pb2.ShowPrivacyResponse:
-        """Return the releases of a job so far and at most, and their costs; without a name, of all private jobs."""
+        """Return the releases of a job so far and at most, with their costs; without a name, of all private jobs."""
         merged = admin_pb2.ShowPrivacyResponse()
         request = admin_pb2.ShowPrivacyRequest(job=job)
         for page in self._connection.pages(self._privacy.ShowPrivacy, request):
@@ -286,9 +285,9 @@ class AdminClient:
         finally:
             call.cancel()
         if model is None or size != model.size_bytes or digest.hexdigest() != model.digest:
-            promised = f"{model.size_bytes} bytes with the digest {model.digest}" if model is not None else "a model"
+            expected = f"{model.size_bytes} bytes with the digest {model.digest}" if model is not None else "a model"
             raise ModelError(
-                f"the model that arrived is damaged: the server promised {promised}; {size} bytes "
-                f"with the digest {digest.hexdigest()} came; try again"
+                f"the received model is damaged: expected {expected}, received {size} bytes with the digest "
+                f"{digest.hexdigest()}; try again"
             )
         return model

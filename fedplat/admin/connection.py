@@ -1,4 +1,4 @@
-"""The connection to a server: sends the operator's token, bounds calls in time, and translates gRPC's errors."""
+"""The connection to a server: sends the operator's token, sets deadlines, and translates gRPC errors."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from fedplat.wire import handshake
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
-    # A watch may be silent for hours; pings find out whether the server is still there.
+    # A watch may be silent for hours; pings detect whether the server is still reachable.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # A person waits for the server to come back: look often. (min_reconnect_backoff_ms would also be the time that
-    # a connection may take to be made, and a server far away needs its 20 seconds.)
+    # A person waits for the server, so reconnect often. (min_reconnect_backoff_ms would also limit the time to connect,
+    # and a distant server needs its default of 20 seconds.)
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # A server in a container comes back with another address: do not trust the old one for gRPC's 30 seconds.
+    # A restarted container may have another address: do not cache the old one for gRPC's default of 30 seconds.
     ("grpc.dns_min_time_between_resolutions_ms", 2_000),
 )
 _GONE = frozenset(
     {
         grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.DEADLINE_EXCEEDED,
-        grpc.StatusCode.CANCELLED,  # by the server, which is stopping: no call is cancelled here and then waited for
+        grpc.StatusCode.CANCELLED,  # by a stopping server: a call cancelled here is never awaited
     }
 )
 
@@ -52,7 +52,7 @@ Response = TypeVar("Response")
 class AdminConnection:
     """A connection to the server of a profile, with TLS unless the profile is `insecure`.
 
-    It is made at the first call. Raises `ValueError` when the profile's server is not `host:port`.
+    It is opened by the first call. Raises `ValueError` if the profile's server is not `host:port`.
     """
 
     def __init__(self, profile: Profile, timeout_s: float) -> None:
@@ -64,17 +64,17 @@ class AdminConnection:
         self._timeout_s = timeout_s
 
     def close(self) -> None:
-        """Close the connection; calls under way are cancelled."""
+        """Close the connection; pending calls are cancelled."""
         self.channel.close()
 
     def call(self, method: Callable[..., Response], request: object, timeout_s: float | None = None) -> Response:
-        """Return the response to a request, within `timeout_s` instead of the connection's usual time."""
+        """Return the response to a request, within `timeout_s` instead of the connection's default."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         with self.translate_errors(limit_s):
             return method(request, timeout=limit_s, metadata=self.metadata)
 
     def pages(self, method: Callable[..., Page], request: Any) -> Iterator[Page]:
-        """Yield the pages of a list, one call each; `request` is changed."""
+        """Yield the pages of a list, one call each; `request` is modified."""
         while True:
             page = self.call(method, request)
             yield page
@@ -85,13 +85,13 @@ class AdminConnection:
     def rows(
         self, method: Callable[..., Page], request: Any, rows_of: Callable[[Page], Iterable[Row]], limit: int | None
     ) -> Iterator[Row]:
-        """Yield the rows of a list, at most `limit` of them, as its pages arrive; `request` is changed."""
+        """Yield the rows of a list, at most `limit` of them, as its pages arrive; `request` is modified."""
         request.page_size = min(limit or 0, 2**31)
         return itertools.islice((row for page in self.pages(method, request) for row in rows_of(page)), limit)
 
     @contextlib.contextmanager
     def translate_errors(self, timeout_s: float | None) -> Generator[None]:
-        """Raise `ServerUnreachableError` or `ServerRefusedError` for an error of gRPC, of a call within `timeout_s`."""
+        """Translate gRPC errors to `ServerUnreachableError` or `ServerRefusedError`, for a call within `timeout_s`."""
         try:
             yield
         except grpc.RpcError as exc:
@@ -100,9 +100,9 @@ class AdminConnection:
     def _translate(self, exc: Any, timeout_s: float | None) -> ServerUnreachableError | ServerRefusedError:
         server, code, details = self._profile.server, exc.code(), exc.details() or exc.code().name
         trailers = {entry.key: entry.value for entry in exc.trailing_metadata() or ()}
-        if METADATA_CODE in trailers:  # the message is fedplat's
+        if METADATA_CODE in trailers:  # the message is fedplat's own
             if code is grpc.StatusCode.UNAVAILABLE:
-                text = f"the fedplat server at {server} does not serve now: {details}"
+                text = f"the fedplat server at {server} is not available: {details}"
                 return ServerUnreachableError(text, reason=details)
             return ServerRefusedError(details + _format_retry(str(trailers.get(wire.METADATA_RETRY, ""))))
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
@@ -111,22 +111,21 @@ class AdminConnection:
             return self._unreachable(_shorten(details))
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return ServerRefusedError(
-                f"{server} does not know this request ({details}): it is not a fedplat server, or its version is not "
-                f"that of this program, {__version__}; expected the same version, so update the older one"
+                f"{server} does not support this request ({details}): it is not a fedplat server, or its version is "
+                f"not that of this program, {__version__}; expected the same version, so update the older one"
             )
         if code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL):
-            details = f"the server at {server} failed ({details}); its log says more"
+            details = f"the server at {server} failed ({details}); see its log"
         return ServerRefusedError(details)
 
     def _unreachable(self, reason: str) -> ServerUnreachableError:
         profile = self._profile
         if problem := handshake.problem(profile.server, ca=profile.ca, insecure=profile.insecure):
             return ServerUnreachableError(
-                f"cannot talk to the server at {profile.server}: {problem}", reason=problem, is_lasting=True
+                f"cannot connect to the server at {profile.server}: {problem}", reason=problem, is_lasting=True
             )
         return ServerUnreachableError(
-            f"no fedplat server answers at {profile.server} ({reason}); is it running? start one with: "
-            "fedplat-server run",
+            f"no fedplat server answers at {profile.server} ({reason}); check that it is running (fedplat-server run)",
             reason=reason,
         )
 
@@ -149,7 +148,7 @@ def _format_retry(window: str) -> str:
 
 
 def _shorten(details: str) -> str:
-    """Return the part of gRPC's message that helps a person."""
+    """Return the part of gRPC's message that helps an operator."""
     if "address lookup failed" in details:
         return "the host name is not known"
     if details in ("Cancelling all calls", "Socket closed", "CANCELLED"):

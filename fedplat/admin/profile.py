@@ -1,4 +1,4 @@
-"""An operator's profile: the server's address, its certificates and the operator's token, in a file for its owner only.
+"""An operator's profile: the server's address, its certificates and the operator's token, in a private file.
 
 ```toml
 server = "fed.example.org:7443"
@@ -8,7 +8,7 @@ ca = '''
 ...
 '''
 ```
-`fedplat-server init` and `operator add` write it. Without `ca` the certificate authorities of this machine are trusted.
+`fedplat-server init` and `operator add` write it. Without `ca`, the certificate authorities of this machine are used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEFAULT_SERVER = "127.0.0.1:7443"
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a server is reached. `ca`: the trusted certificates as PEM. `insecure`: plaintext, without TLS."""
+    """The address and credentials of a server. `ca`: trusted certificates as PEM. `insecure`: without TLS."""
 
     server: str = DEFAULT_SERVER
     token: str = ""
@@ -38,8 +38,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def default_path() -> Path:
-    """Return the path of the profile that is used when none is named."""
-    import platformdirs  # programs that name their profile do without
+    """Return the path of the default profile."""
+    import platformdirs  # not required by programs that pass a path
 
     return platformdirs.user_config_path("fedplat") / "profile.toml"
 
@@ -51,7 +51,7 @@ def load(path: Path) -> Profile:
     except OSError as exc:
         raise ProfileError(f"the profile {path} cannot be read: {exc.strerror}") from exc
     except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise ProfileError(f"the profile {path} is no profile: {exc}") from exc
+        raise ProfileError(f"the profile {path} is not valid: {exc}") from exc
 
 
 def load_ca(path: Path) -> str:
@@ -63,7 +63,7 @@ def load_ca(path: Path) -> str:
     except UnicodeDecodeError:
         text = ""
     if "-----BEGIN CERTIFICATE-----" not in text:
-        raise ProfileError(f"{path} holds no certificates in PEM; expected the server's ca.pem")
+        raise ProfileError(f"{path} contains no PEM certificates; expected the server's ca.pem")
     return text
 
 
@@ -80,12 +80,12 @@ def dump(profile: Profile) -> str:
 
 
 def save(profile: Profile, path: Path) -> None:
-    """Write a new file that only its owner may read, whole or not at all. Raises `ProfileError`."""
+    """Write a new file that only its owner can read, in one atomic step. Raises `ProfileError`."""
     try:
-        with contextlib.suppress(FileExistsError):  # a file in place of the folder: the next line raises a better error
+        with contextlib.suppress(FileExistsError):  # the path of the folder is a file: the next line has a better error
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         durable.write_bytes(path, dump(profile).encode(), 0o600, overwrite=False)
     except FileExistsError as exc:
-        raise ProfileError(f"{path} is there already; it is not replaced") from exc
+        raise ProfileError(f"{path} exists already, and is not replaced") from exc
     except OSError as exc:
         raise ProfileError(f"the profile {path} cannot be written: {exc.strerror}") from exc

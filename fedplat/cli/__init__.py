@@ -1,6 +1,6 @@
 """The operator's command `fedplat` (extra "cli"). Programs use `fedplat.admin` instead.
 
-Only the command needs typer, rich and platformdirs; the module `submission` does without.
+Only the command requires typer, rich and platformdirs; the module `submission` does not.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import sys
 
 
 def main() -> None:
-    """Runs the command with the arguments of this process."""
-    # gRPC's C library writes lines of its own to stderr when a server goes away; we say that in words.
+    """Run the command with the arguments of this process."""
+    # gRPC's C library writes its own lines to stderr when a server goes away; our error message covers that.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no reason to fail
+            stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show must not be an error
     try:
         from fedplat.cli.app import app
     except ModuleNotFoundError as exc:

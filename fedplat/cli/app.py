@@ -22,7 +22,7 @@ from fedplat.cli.session import (
 )
 from fedplat.wire.v1 import admin_pb2
 
-# No panels: usage errors are plain lines, as all other errors are.
+# No panels: usage errors are plain lines, like all other errors.
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -39,8 +39,8 @@ app.command("audit")(operators.audit)
 app.command("simulate")(simulate.simulate)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         sys.stdout.write(f"fedplat {fedplat.__version__}\n")
         raise typer.Exit
 
@@ -53,32 +53,38 @@ def options(  # noqa: PLR0913 - a command's parameters are its options
         typer.Option(
             envvar="FEDPLAT_PROFILE",
             metavar="FILE",
-            help="Server, certificates and token; else profile.toml in the folder fedplat of the user's configuration.",
+            help="Profile with the server, its certificates and your token. Default: profile.toml in the fedplat "
+            "folder of the user's configuration.",
         ),
     ] = None,
     server: Annotated[
         str | None,
-        typer.Option("--server", envvar="FEDPLAT_SERVER", metavar="HOST:PORT", help="Instead of the profile's server."),
+        typer.Option(
+            "--server", envvar="FEDPLAT_SERVER", metavar="HOST:PORT", help="Server to use instead of the profile's."
+        ),
     ] = None,
     ca: Annotated[
         Path | None,
-        typer.Option(envvar="FEDPLAT_CA", metavar="FILE", help="Certificates to trust instead of the profile's (PEM)."),
+        typer.Option(
+            envvar="FEDPLAT_CA", metavar="FILE", help="Trusted certificates (PEM) to use instead of the profile's."
+        ),
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", envvar="FEDPLAT_INSECURE", help="Plaintext, for a server without TLS.")
+        bool,
+        typer.Option("--insecure", envvar="FEDPLAT_INSECURE", help="Connect without TLS."),
     ] = False,
     as_json: JsonOption = False,
     timeout: AnyTimeoutOption = None,
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and leave.")
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Operate a fedplat server: submit jobs, follow them, export models.
 
-    --server and --json may stand before or after the command; --timeout before any. The token comes from the profile or
-    FEDPLAT_TOKEN.
+    --server and --json may be given before or after the command; --timeout before any command. The token is read from
+    the profile or from FEDPLAT_TOKEN.
     """
-    del version  # its callback did all
+    del version  # handled by its callback
     context.obj = Settings(server, as_json, profile, ca, insecure, timeout)
 
 
@@ -90,15 +96,15 @@ def status(
     timeout: StatusTimeoutOption = None,
 ) -> None:
     """Show server status."""
-    with session(context, server, as_json, own_timeout_s(context, timeout, 0.0)) as here:
-        state = here.patience.run(here.client, here.client.status)
-        if here.output.as_json:
-            here.output.json(to_record(state))
+    with session(context, server, as_json, own_timeout_s(context, timeout, 0.0)) as command:
+        state = command.patience.run(command.client, command.client.status)
+        if command.output.as_json:
+            command.output.json(to_record(state))
             return
         jobs_by_state = ", ".join(f"{count} {name}" for name, count in sorted(state.num_jobs.items()))
-        here.output.fields(
+        command.output.fields(
             {
-                "server": here.client.server,
+                "server": command.client.server,
                 "connection": _connection(state),
                 "version": f"{state.software_version} (protocol {state.protocol_version})",
                 "role": _role(state),
@@ -122,6 +128,6 @@ def _role(state: admin_pb2.GetStatusResponse) -> str:
 
 def _connection(state: admin_pb2.GetStatusResponse) -> str:
     if state.insecure:
-        return "WITHOUT TLS: whoever is on the way can read everything, models and tokens too"
+        return "WITHOUT TLS: anyone on the network can read everything, including models and tokens"
     until = formats.moment(state.certificate_expires_unix_s)
     return f"TLS, the server's certificate expires in {state.certificate_days_left:.0f} days ({until})"

@@ -1,4 +1,4 @@
-"""`fedplat privacy audit`: a job's claim beside what canaries show in one simulated run of it."""
+"""`fedplat privacy audit`: compare a job's privacy claim with a lower bound from canaries in one simulated run."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from fedplat.user_code import wrap_errors
 
 def audit(  # noqa: PLR0913 - a command's parameters are its options
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A simulation file (TOML) of a private job.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Simulation file (TOML) of a private job.")],
     canaries: Annotated[
-        int, typer.Option(min=0, metavar="N", help="How many of the clients are canaries; else half of them.")
+        int, typer.Option(min=0, metavar="N", help="Number of clients that are canaries; 0: half of them.")
     ] = 0,
-    confidence: Annotated[float, typer.Option(help="Of the lower bound, between 0.5 and 1.")] = 0.95,
-    seed: Annotated[int | None, typer.Option(help="Instead of the file's simulation.seed.")] = None,
+    confidence: Annotated[float, typer.Option(help="Confidence of the lower bound, from 0.5 to below 1.")] = 0.95,
+    seed: Annotated[int | None, typer.Option(help="Seed to use instead of the file's simulation.seed.")] = None,
     changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change any key of the file; repeatable.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the file; repeatable.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Simulate a private job with canaries, and bound its epsilon from below by what they show.
+    """Audit a private job with canaries in a simulation.
 
-    The exit status is 1 if the bound is above what the job claims.
+    Computes a lower bound of the job's epsilon. The exit status is 1 if the bound is above the job's claim.
     """
     with reporting(context, as_json) as out:
         if not 0.5 <= confidence < 1.0:
@@ -55,9 +55,9 @@ def audit(  # noqa: PLR0913 - a command's parameters are its options
 
 
 def _run_audit(out: Output, file: SimulationFile, canaries: int, confidence: float) -> Audit:
-    planning.private(file.job)
+    planning.require_privacy(file.job)
     if TABLE not in file.raw:
-        raise JobFileError(f"{TABLE}: there is no such table; expected one that says what surrounds the job")
+        raise JobFileError(f"{TABLE}: missing; expected a table that describes the simulated fleet and its data")
     board = progress.ProgressEstimate(file.job.name, file.job.rounds, file.simulation.target_metric, time.monotonic)
     tell: Callable[[str], object] = (lambda text: None) if out.as_json else out.note
     with (
@@ -75,12 +75,12 @@ def _print(out: Output, file: SimulationFile, found: Audit) -> None:
     out.fields(
         {
             "claimed": f"epsilon {claimed.epsilon:.4g} at delta {claimed.delta:g} for {claimed.releases} releases",
-            "canaries": f"{best.canaries} of {found.num_clients:,} clients, of which {found.included} were in, each in "
+            "canaries": f"{best.canaries} of {found.num_clients:,} clients; {found.included} were included, each in "
             f"{found.merged:.3g} of {file.job.rounds} rounds",
             "guesses": f"{best.guesses}, of which {best.right} were right",
             "lower bound": f"epsilon {found.bound.epsilon:.4g} with {found.confidence:.4g} confidence",
-            "verdict": "nothing contradicts the claim, which does not prove it"
+            "verdict": "consistent with the claim, but not a proof of it"
             if found.holds
-            else f"THE CLAIM IS WRONG, unless chance was against it, as it is in {1 - found.confidence:.2g} of audits",
+            else f"THE CLAIM IS WRONG, except by chance, as in at most {1 - found.confidence:.2g} of audits",
         }
     )

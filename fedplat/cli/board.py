@@ -1,4 +1,4 @@
-"""What a watcher knows of a job: its attempts, put together from the job's events. No input, no output, no clock."""
+"""The attempts of a watched job, reconstructed from its events. No input, no output, no clock."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _COUNTED = {
 
 
 class AttemptTable:
-    """The attempts of a job, oldest first, as the server's ListRounds would tell them.
+    """The attempts of a job, oldest first, as the server's ListRounds returns them.
 
-    The server's moments count only among themselves: the seconds of an open attempt are those until its last event.
-    In a job with a buffer an update may be merged by a later attempt than that of its assignment; so what an attempt
-    has received is known when it is committed, by what was merged then.
+    The server's moments are only compared with each other: the seconds of an open attempt are those until its last
+    event. In a job with a buffer, an update may be merged by a later attempt than that of its assignment; so the
+    number of reports of an attempt is known only when it is committed, from the updates merged then.
     """
 
     def __init__(self) -> None:
@@ -42,11 +42,11 @@ class AttemptTable:
         return self.job_status in _ENDED_JOB
 
     def latest(self, count: int) -> Sequence[admin_pb2.Round]:
-        """The last attempts."""
+        """Return the last `count` attempts."""
         return self.attempts[-count:] if count > 0 else []
 
     def add(self, event: admin_pb2.JobEvent) -> admin_pb2.Round | None:
-        """Takes an event in; returns the attempt that it ended, or the one whose version it scored, if it did so."""
+        """Add an event; return the attempt that it ended, or whose version it scored, if any."""
         match event.entity:
             case "job":
                 self.job_status = event.to_state
@@ -60,7 +60,7 @@ class AttemptTable:
                 attempt = self.attempts[self._position(event)]
                 attempt.progress.CopyFrom(event.progress)
                 attempt.seconds = event.unix_s - attempt.opened_unix_s
-            case _:  # of a newer server
+            case _:  # from a newer server
                 pass
         return None
 

@@ -1,4 +1,4 @@
-"""`fedplat privacy show` and `fedplat privacy budget`: what jobs have released, and what populations allow."""
+"""`fedplat privacy show` and `fedplat privacy budget`: the releases of jobs, and the budgets of populations."""
 
 from __future__ import annotations
 
@@ -16,44 +16,47 @@ from fedplat.wire.v1 import admin_pb2
 
 def show(
     context: typer.Context,
-    job: Annotated[str, typer.Argument(metavar="[JOB]", help="Id or name; without it, all that are private.")] = "",
+    job: Annotated[str, typer.Argument(metavar="JOB", help="Id or name of a job. Default: all private jobs.")] = "",
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what private jobs have released, what that costs, and the budgets of populations."""
-    with session(context, server, as_json) as here:
-        found = here.client.show_privacy(job)
-        if here.output.as_json:
-            here.output.json(to_record(found))
+    """Show the releases and costs of private jobs, and budgets."""
+    with session(context, server, as_json) as command:
+        found = command.client.show_privacy(job)
+        if command.output.as_json:
+            command.output.json(to_record(found))
         elif job:
-            _show_one(here.output, found)
+            _show_one(command.output, found)
         else:
-            _show_all(here.output, found)
+            _show_all(command.output, found)
 
 
 def budget(  # noqa: PLR0913 - a command's parameters are its options
     context: typer.Context,
-    population: Annotated[str, typer.Argument(metavar="POPULATION", help="Whose clients the budget protects.")],
-    epsilon: Annotated[float | None, typer.Option(help="What all private jobs may cost together.")] = None,
-    delta: Annotated[float | None, typer.Option(help="At which delta, such as 1e-6.")] = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Take the budget away.")] = False,
+    population: Annotated[str, typer.Argument(metavar="POPULATION", help="Population that the budget protects.")],
+    epsilon: Annotated[float | None, typer.Option(help="Total epsilon of all private jobs.")] = None,
+    delta: Annotated[float | None, typer.Option(help="Delta of the budget, such as 1e-6.")] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the budget.")] = False,
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Give a population a budget, or take it away. A population with a budget takes private jobs only."""
-    with session(context, server, as_json) as here:
+    """Set or remove the privacy budget of a population.
+
+    A population with a budget accepts private jobs only.
+    """
+    with session(context, server, as_json) as command:
         if remove and epsilon is None and delta is None:
-            here.client.remove_privacy_budget(population)
-            here.output.note(f"population {population} has no privacy budget now")
+            command.client.remove_privacy_budget(population)
+            command.output.note(f"population {population} has no privacy budget now")
             return
         if remove or epsilon is None or delta is None:
-            here.output.error("expected --epsilon and --delta, or --remove")
+            command.output.error("expected --epsilon and --delta, or --remove")
             raise typer.Exit(WRONG_USAGE)
-        made = here.client.set_privacy_budget(population, epsilon, delta)
-        if here.output.as_json:
-            here.output.json(to_record(made))
+        made = command.client.set_privacy_budget(population, epsilon, delta)
+        if command.output.as_json:
+            command.output.json(to_record(made))
         else:
-            here.output.line(_of_population(made))
+            command.output.line(_of_population(made))
 
 
 def _show_one(output: Output, found: admin_pb2.ShowPrivacyResponse) -> None:
@@ -72,7 +75,7 @@ def _show_one(output: Output, found: admin_pb2.ShowPrivacyResponse) -> None:
             "participation": f"{job.participation}: {job.sampling}",
             "noise multiplier": _noise(job),
             "clip norm": clip,
-            "budget of the job": f"epsilon {job.epsilon:g}" if job.HasField("epsilon") else "none but its rounds",
+            "budget of the job": f"epsilon {job.epsilon:g}" if job.HasField("epsilon") else "none except its rounds",
             "population": "; ".join(map(_of_population, found.populations)),
             "not covered": "; ".join(job.not_covered),
             "more": "docs/privacy.md",
@@ -104,7 +107,7 @@ def _show_all(output: Output, found: admin_pb2.ShowPrivacyResponse) -> None:
 def _noise(job: admin_pb2.JobPrivacy) -> str:
     if math.isclose(job.noise_multiplier, job.model_noise_multiplier):
         return f"{job.noise_multiplier:g}"
-    return f"{job.noise_multiplier:g} of a round ({job.model_noise_multiplier:g} of the model, the rest of its metrics)"
+    return f"{job.noise_multiplier:g} per round ({job.model_noise_multiplier:g} for the model, the rest for metrics)"
 
 
 def _of_cost(cost: admin_pb2.PrivacyCost) -> str:
@@ -115,7 +118,7 @@ def _of_cost(cost: admin_pb2.PrivacyCost) -> str:
 def _of_population(population: admin_pb2.PopulationPrivacy) -> str:
     jobs = f"{population.num_private} private jobs"
     if population.num_others:
-        jobs += f", {population.num_others} without noise that nothing covers"
+        jobs += f", {population.num_others} without noise, which no budget covers"
     if not population.HasField("epsilon"):
         return f"population {population.population} has no budget: {jobs}"
     return (

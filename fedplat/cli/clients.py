@@ -10,27 +10,27 @@ from fedplat.cli import formats
 from fedplat.cli.output import to_record
 from fedplat.cli.session import JsonOption, LimitOption, ServerOption, session
 
-app = typer.Typer(no_args_is_help=True, help="See who is enrolled, and revoke.", rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, help="List and revoke clients.", rich_markup_mode=None)
 
 
 @app.callback()
 def clients() -> None:
-    """See who is enrolled, and revoke."""
+    """List and revoke clients."""
 
 
 @app.command("list")
 def list_clients(
     context: typer.Context,
-    population: Annotated[str, typer.Option(metavar="NAME", help="Only clients of this population.")] = "",
+    population: Annotated[str, typer.Option(metavar="NAME", help="List only clients of this population.")] = "",
     limit: LimitOption = None,
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the enrolled clients."""
-    with session(context, server, as_json) as here:
-        found = here.client.iter_clients(population, limit)
-        if here.output.as_json:
-            here.output.records(found)
+    with session(context, server, as_json) as command:
+        found = command.client.iter_clients(population, limit)
+        if command.output.as_json:
+            command.output.records(found)
             return
         rows = (
             (
@@ -46,24 +46,29 @@ def list_clients(
             for client in found
         )
         columns = ("CLIENT", "POPULATION", "STATE", "JOB", "LAST SEEN", "ENROLLMENT", "VERSION", "LABELS")
-        here.output.table(columns, rows, "no clients are enrolled" + (f" in {population}" if population else ""))
+        command.output.table(columns, rows, "no clients are enrolled" + (f" in {population}" if population else ""))
 
 
 @app.command("revoke")
 def revoke(
     context: typer.Context,
-    client: Annotated[str, typer.Argument(metavar="CLIENT", help="A client's id.")],
+    client: Annotated[str, typer.Argument(metavar="CLIENT", help="Id of the client.")],
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """End a client's membership for good, from its next request on. Its ticket stays good: revoke that as well."""
-    with session(context, server, as_json) as here:
-        revoked = here.client.revoke_client(client)
-        if here.output.as_json:
-            here.output.json(to_record(revoked))
+    """Revoke a client for good.
+
+    The server refuses its requests from now on. Its enrollment token stays valid; revoke it separately with
+    fedplat enrollment revoke.
+    """
+    with session(context, server, as_json) as command:
+        revoked = command.client.revoke_client(client)
+        if command.output.as_json:
+            command.output.json(to_record(revoked))
             return
-        here.output.line(f"{revoked.client_id} is {revoked.state}")
+        command.output.line(f"{revoked.client_id} is {revoked.state}")
         if revoked.enrollment_id:
-            here.output.note(
-                f"its ticket may have uses left; revoke it as well: fedplat enrollment revoke {revoked.enrollment_id}"
+            command.output.note(
+                f"its enrollment token may still be valid; revoke it with: "
+                f"fedplat enrollment revoke {revoked.enrollment_id}"
             )

@@ -1,4 +1,4 @@
-"""`fedplat enrollment ...`: let new clients in."""
+"""`fedplat enrollment ...`: tokens with which new clients enroll."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fedplat.cli.session import JsonOption, LimitOption, ServerOption, session
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
-app = typer.Typer(no_args_is_help=True, help="Let new clients in.", rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, help="Manage the tokens with which clients enroll.", rich_markup_mode=None)
 
 
 def seconds(text: str) -> float:
-    """Reads a duration such as 30m, 24h or 7d. Raises `typer.BadParameter`."""
+    """Parse a duration such as 30m, 24h or 7d into seconds. Raises `typer.BadParameter`."""
     match = re.fullmatch(r"([0-9]{1,6})([smhd])", text)
     if match is None or int(match[1]) == 0:
         raise typer.BadParameter(f"{text!r}: expected a number and s, m, h or d, such as 24h")
@@ -28,29 +28,36 @@ def seconds(text: str) -> float:
 @app.command("create")
 def create(  # noqa: PLR0913 -- one parameter for each option of the command line
     context: typer.Context,
-    population: Annotated[str, typer.Option(metavar="NAME", help="The population that the clients join.")],
-    uses: Annotated[int, typer.Option(min=1, max=1_000_000, help="How many clients may enroll by it.")] = 1,
-    expires: Annotated[str, typer.Option(metavar="TIME", help="How long it is good: 30m, 24h, 7d.")] = "24h",
+    population: Annotated[str, typer.Option(metavar="NAME", help="Population that the clients join.")],
+    uses: Annotated[int, typer.Option(min=1, max=1_000_000, help="Number of clients that may enroll with it.")] = 1,
+    expires: Annotated[str, typer.Option(metavar="TIME", help="Validity, such as 30m, 24h or 7d.")] = "24h",
     address: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where clients reach the server; else as this command does.")
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Address at which clients reach the server. Default: the address that this command uses.",
+        ),
     ] = "",
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a ticket, by which new clients enroll; prints one line, which is secret until it is used up."""
+    """Create a ticket for new clients.
+
+    Prints the ticket as one line. Keep it secret until it is used up.
+    """
     expires_s = seconds(expires)
     if address and not is_address(address):
-        raise typer.BadParameter(f"--address {address!r}: expected HOST:PORT, as the clients shall call it")
-    with session(context, server, as_json) as here:
-        made = here.client.create_enrollment(population, uses, expires_s, address or here.client.server)
-        if here.output.as_json:
-            here.output.json(to_record(made))
+        raise typer.BadParameter(f"--address {address!r}: expected HOST:PORT, the address that clients connect to")
+    with session(context, server, as_json) as command:
+        made = command.client.create_enrollment(population, uses, expires_s, address or command.client.server)
+        if command.output.as_json:
+            command.output.json(to_record(made))
             return
-        here.output.line(made.ticket)
+        command.output.line(made.ticket)
         clients = "one client" if uses == 1 else f"{uses} clients"
-        here.output.note(
-            f"for {clients}, good for {expires}: give it to fedplat-client as FEDPLAT_TICKET or --ticket-file; "
-            f"to take it back: fedplat enrollment revoke {made.enrollment.enrollment_id}"
+        command.output.note(
+            f"for {clients}, valid for {expires}: give it to fedplat-client as FEDPLAT_TICKET or --ticket-file; "
+            f"revoke it with: fedplat enrollment revoke {made.enrollment.enrollment_id}"
         )
 
 
@@ -58,11 +65,11 @@ def create(  # noqa: PLR0913 -- one parameter for each option of the command lin
 def list_enrollments(
     context: typer.Context, limit: LimitOption = None, server: ServerOption = None, as_json: JsonOption = False
 ) -> None:
-    """List the enrollment tokens, good or not."""
-    with session(context, server, as_json) as here:
-        found = here.client.iter_enrollments(limit)
-        if here.output.as_json:
-            here.output.records(found)
+    """List the enrollment tokens, valid or not."""
+    with session(context, server, as_json) as command:
+        found = command.client.iter_enrollments(limit)
+        if command.output.as_json:
+            command.output.records(found)
             return
         rows = (
             (
@@ -77,25 +84,28 @@ def list_enrollments(
             for one in found
         )
         columns = ("ENROLLMENT", "POPULATION", "STATE", "#LEFT", "#USES", "CREATED", "EXPIRES")
-        here.output.table(columns, rows, "there are no enrollment tokens")
+        command.output.table(columns, rows, "there are no enrollment tokens")
 
 
 @app.command("revoke")
 def revoke(
     context: typer.Context,
-    enrollment: Annotated[str, typer.Argument(metavar="ENROLLMENT", help="The id of an enrollment token.")],
+    enrollment: Annotated[str, typer.Argument(metavar="ENROLLMENT", help="Id of the enrollment token.")],
     with_clients: Annotated[
-        bool, typer.Option("--with-clients", help="Also revoke all clients that have enrolled by it.")
+        bool, typer.Option("--with-clients", help="Also revoke all clients that enrolled with it.")
     ] = False,
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let no client enroll by a token any more; clients that have enrolled stay, unless --with-clients is given."""
-    with session(context, server, as_json) as here:
-        revoked = here.client.revoke_enrollment(enrollment, with_clients=with_clients)
-        if here.output.as_json:
-            here.output.json(to_record(revoked))
+    """Revoke an enrollment token.
+
+    Clients that enrolled with it stay enrolled, unless --with-clients is given.
+    """
+    with session(context, server, as_json) as command:
+        revoked = command.client.revoke_enrollment(enrollment, with_clients=with_clients)
+        if command.output.as_json:
+            command.output.json(to_record(revoked))
             return
-        here.output.line(f"{revoked.enrollment_id} is {revoked.state}")
+        command.output.line(f"{revoked.enrollment_id} is {revoked.state}")
         if with_clients:
-            here.output.note(f"clients that have enrolled by it, all revoked now: {revoked.num_revoked_clients}")
+            command.output.note(f"clients that enrolled with it, all revoked now: {revoked.num_revoked_clients}")

@@ -1,4 +1,4 @@
-"""Sizes, durations, moments and numbers as people read them, and text that is safe to print."""
+"""Human-readable sizes, durations, times and numbers, and text that is safe to print."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ duration = texts.duration
 
 
 def size(num_bytes: float) -> str:
-    """`36.1 KiB`."""
+    """Format a size in bytes: `36.1 KiB`."""
     if num_bytes < 1024:
         return f"{num_bytes:.0f} B"
     value = float(num_bytes)
@@ -28,17 +28,17 @@ def size(num_bytes: float) -> str:
 
 
 def moment(unix_s: float) -> str:
-    """Local time, `2026-07-23 14:03:05`; `-` for 0, which stands for never."""
+    """Format a time as local time, `2026-07-23 14:03:05`; `-` for 0, which means never."""
     if not unix_s:
         return NOTHING
     try:
         return datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M:%S")
-    except (ValueError, OverflowError, OSError):  # NaN, or a year that no calendar has
+    except (ValueError, OverflowError, OSError):  # NaN, or a year beyond the calendar's range
         return NOTHING
 
 
 def metrics(client: Mapping[str, float], server: Mapping[str, float]) -> str:
-    """`loss 0.312` of clients alone; of both `server: accuracy 0.91; clients: loss 0.312`."""
+    """Format metrics: `loss 0.312` of clients only; `server: accuracy 0.91; clients: loss 0.312` of both."""
     if not server:
         return _format_list(client)
     return f"server: {_format_list(server)}" + (f"; clients: {_format_list(client)}" if client else "")
@@ -49,7 +49,7 @@ def _format_list(values: Mapping[str, float]) -> str:
 
 
 def progress(progress: admin_pb2.AttemptProgress) -> str:
-    """`12 at work (median 40%, slowest 10%: c-0123456789abcdef), 2 uploading`; empty if no client is at work."""
+    """Format progress: `12 at work (median 40%, slowest 10%: c-0123456789abcdef), 2 uploading`; empty if all is 0."""
     parts: list[str] = []
     if progress.num_training:
         parts.append(f"{progress.num_training} at work ({_fractions(progress)})")
@@ -66,7 +66,7 @@ def _fractions(progress: admin_pb2.AttemptProgress) -> str:
 
 
 def name_of(enum: EnumDescriptor, number: int) -> str:
-    """The name of an enum's value without the enum's own name: `RUNNING` of `JOB_STATUS_RUNNING`."""
+    """Return the name of an enum value without the enum's own name: `RUNNING` for `JOB_STATUS_RUNNING`."""
     value = enum.values_by_number.get(number)
     if value is None:  # from a newer server
         return str(number)
@@ -75,20 +75,20 @@ def name_of(enum: EnumDescriptor, number: int) -> str:
 
 
 def job_status(status: int) -> str:
-    """`RUNNING`."""
+    """Return the name of a job status: `RUNNING`."""
     return name_of(admin_pb2.JobStatus.DESCRIPTOR, status)
 
 
 def attempt_phase(phase: int) -> str:
-    """`COLLECTING`."""
+    """Return the name of an attempt phase: `COLLECTING`."""
     return name_of(admin_pb2.AttemptPhase.DESCRIPTOR, phase)
 
 
 def attempt_kind(kind: int) -> str:
-    """`train`, `warm start`."""
+    """Return the name of an attempt kind in lower case: `train`, `warm start`."""
     return name_of(admin_pb2.AttemptKind.DESCRIPTOR, kind).lower().replace("_", " ")
 
 
 def printable(text: str) -> str:
-    """The text with every control character escaped: labels and reasons come from devices, not from us."""
+    """Escape every control character of a text: labels and reasons are received from devices."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

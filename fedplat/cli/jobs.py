@@ -32,9 +32,9 @@ from fedplat.errors import JobFileError, ServerUnreachableError
 from fedplat.job import parse_job, warnings
 from fedplat.wire.v1 import admin_pb2
 
-app = typer.Typer(no_args_is_help=True, help="Submit jobs, follow them and control them.", rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, help="Submit, follow and control jobs.", rich_markup_mode=None)
 
-FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A job file (TOML).")]
+FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="Job file (TOML).")]
 
 
 @app.command("submit")
@@ -44,35 +44,36 @@ def submit_job(  # noqa: PLR0913 - a command's parameters are its options
     start: Annotated[bool, typer.Option("--start/--no-start", help="Start the job, or leave it a draft.")] = True,
     follow: Annotated[bool, typer.Option("--watch", help="Watch the job until it ends.")] = False,
     idempotency_key: Annotated[
-        str, typer.Option(metavar="KEY", help="8 to 200 characters; submitting again with them gives the same job.")
+        str,
+        typer.Option(metavar="KEY", help="Key of 8 to 200 characters; submitting again with it returns the same job."),
     ] = "",
     timeout: TimeoutOption = None,
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Upload the initial model, create the job and start it."""
-    with session(context, server, as_json, own_timeout_s(context, timeout)) as here:
+    """Submit a job: upload its initial model, create and start it."""
+    with session(context, server, as_json, own_timeout_s(context, timeout)) as command:
         submission = _load(file)
-        with here.output.transfer("uploading the model") as progress:
+        with command.output.transfer("uploading the model") as progress:
             job = submit(
-                here.client,
+                command.client,
                 submission,
                 start=start,
                 idempotency_key=idempotency_key,
                 progress=progress,
-                patience=here.patience,
+                patience=command.patience,
             )
-        _warn(here.output, submission)
-        _print_state(here.output, job)
+        _warn(command.output, submission)
+        _print_state(command.output, job)
         if follow:
-            _watch(here, job)
-        elif not here.output.as_json:
-            here.output.note(f"watch it with: fedplat job watch {job.job_id}")
+            _watch(command, job)
+        elif not command.output.as_json:
+            command.output.note(f"watch it with: fedplat job watch {job.job_id}")
 
 
 @app.command("check")
 def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = False) -> None:
-    """Check a job file and its initial model, without a server."""
+    """Check a job file and its initial model without a server."""
     with reporting(context, as_json) as output:
         try:
             submission = _load(file)
@@ -97,7 +98,7 @@ def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = 
             return
         output.line(
             f"{file} is a valid job: {spec.name}, {spec.rounds} rounds for population {spec.population}, "
-            f"{spec.selection.target} clients assigned and {spec.selection.goal} reports wanted in each; "
+            f"{spec.selection.target} clients assigned and {spec.selection.goal} reports needed in each; "
             f"its model has {len(schema.tensors)} tensors ({formats.size(schema.file_size_bytes)})"
         )
         _warn(output, submission)
@@ -107,11 +108,11 @@ def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = 
 def list_jobs(
     context: typer.Context, limit: LimitOption = None, server: ServerOption = None, as_json: JsonOption = False
 ) -> None:
-    """List all jobs."""
-    with session(context, server, as_json) as here:
-        jobs = here.client.iter_jobs(limit)
-        if here.output.as_json:
-            here.output.records(jobs)
+    """List jobs."""
+    with session(context, server, as_json) as command:
+        jobs = command.client.iter_jobs(limit)
+        if command.output.as_json:
+            command.output.records(jobs)
             return
         rows = (
             (
@@ -126,18 +127,18 @@ def list_jobs(
             for job in jobs
         )
         columns = ("JOB", "NAME", "POPULATION", "STATUS", "#ROUND", "CREATED", "REASON")
-        here.output.table(columns, rows, "no jobs yet; submit one with: fedplat job submit FILE")
+        command.output.table(columns, rows, "no jobs yet; submit one with: fedplat job submit FILE")
 
 
 @app.command("show")
 def show_job(
     context: typer.Context, job: JobArgument, server: ServerOption = None, as_json: JsonOption = False
 ) -> None:
-    """Show one job."""
-    with session(context, server, as_json) as here:
-        found = here.client.show_job(job)
-        if here.output.as_json:
-            here.output.json(to_record(found))
+    """Show a job."""
+    with session(context, server, as_json) as command:
+        found = command.client.show_job(job)
+        if command.output.as_json:
+            command.output.json(to_record(found))
             return
         fields = {
             "job": found.job_id,
@@ -153,25 +154,25 @@ def show_job(
             fields["attempt"] = _sentence(found.current)
             if found.current.HasField("progress"):
                 fields["progress"] = formats.progress(found.current.progress)
-        here.output.fields(fields)
+        command.output.fields(fields)
 
 
 @app.command("rounds")
 def list_rounds(
     context: typer.Context,
     job: JobArgument,
-    all_attempts: Annotated[bool, typer.Option("--all", help="Abandoned attempts too.")] = False,
+    all_attempts: Annotated[bool, typer.Option("--all", help="Include abandoned attempts.")] = False,
     limit: LimitOption = None,
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List a job's rounds: who took part, how long it took, and how good the model was."""
-    with session(context, server, as_json) as here:
-        rounds = here.client.iter_rounds(job, limit, all_attempts=all_attempts)
-        if here.output.as_json:
-            here.output.records(rounds)
+    """List a job's rounds with participation, duration and metrics."""
+    with session(context, server, as_json) as command:
+        rounds = command.client.iter_rounds(job, limit, all_attempts=all_attempts)
+        if command.output.as_json:
+            command.output.records(rounds)
             return
-        here.output.table(watch.ROUND_COLUMNS, map(watch.round_row, rounds), "no rounds yet")
+        command.output.table(watch.ROUND_COLUMNS, map(watch.round_row, rounds), "no rounds yet")
 
 
 @app.command("watch")
@@ -182,51 +183,54 @@ def watch_job(
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Follow a job until it ends; the exit status is 0 if it is completed. Ctrl-C leaves, and the job goes on."""
-    with session(context, server, as_json, own_timeout_s(context, timeout)) as here:
-        _watch(here, here.patience.run(here.client, lambda: here.client.show_job(job)))
+    """Watch a job until it ends.
+
+    The exit status is 0 if the job is completed. Ctrl-C stops watching; the job continues.
+    """
+    with session(context, server, as_json, own_timeout_s(context, timeout)) as command:
+        _watch(command, command.patience.run(command.client, lambda: command.client.show_job(job)))
 
 
 @app.command("start")
 def start_job(
     context: typer.Context, job: JobArgument, server: ServerOption = None, as_json: JsonOption = False
 ) -> None:
-    """Start a draft."""
-    with session(context, server, as_json) as here:
-        _control(here, AdminClient.start, job)
+    """Start a draft job."""
+    with session(context, server, as_json) as command:
+        _control(command, AdminClient.start, job)
 
 
 @app.command("pause")
 def pause_job(
     context: typer.Context, job: JobArgument, server: ServerOption = None, as_json: JsonOption = False
 ) -> None:
-    """Pause a running job; the open attempt is given up."""
-    with session(context, server, as_json) as here:
-        _control(here, AdminClient.pause, job)
+    """Pause a running job. Its open attempt is abandoned."""
+    with session(context, server, as_json) as command:
+        _control(command, AdminClient.pause, job)
 
 
 @app.command("resume")
 def resume_job(
     context: typer.Context, job: JobArgument, server: ServerOption = None, as_json: JsonOption = False
 ) -> None:
-    """Let a paused job go on."""
-    with session(context, server, as_json) as here:
-        _control(here, AdminClient.resume, job)
+    """Resume a paused job."""
+    with session(context, server, as_json) as command:
+        _control(command, AdminClient.resume, job)
 
 
 @app.command("cancel")
 def cancel_job(
     context: typer.Context, job: JobArgument, server: ServerOption = None, as_json: JsonOption = False
 ) -> None:
-    """End a job for good; its models stay."""
-    with session(context, server, as_json) as here:
-        _control(here, AdminClient.cancel, job)
+    """Cancel a job for good. Its models are kept."""
+    with session(context, server, as_json) as command:
+        _control(command, AdminClient.cancel, job)
 
 
 _RULE_STATES = {
-    "kept": "the aggregation rule goes on with its state of then",
-    "initial": "the aggregation rule begins anew: its state of then is not kept (retention.states)",
-    "latest": "the aggregation rule goes on with its latest state, and nothing is charged to the privacy budget",
+    "kept": "the aggregation rule continues with its state at that version",
+    "initial": "the aggregation rule starts without state: that of the version is not kept (retention.states)",
+    "latest": "the aggregation rule continues with its latest state, and the privacy budget is not charged",
 }
 
 
@@ -234,19 +238,21 @@ _RULE_STATES = {
 def rollback_job(
     context: typer.Context,
     job: JobArgument,
-    version: Annotated[int, typer.Argument(min=0, max=2**32 - 1, metavar="VERSION", help="An older version.")],
+    version: Annotated[
+        int, typer.Argument(min=0, max=2**32 - 1, metavar="VERSION", help="Older version to continue from.")
+    ],
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let a job go on from an older version; the open attempt is given up."""
-    with session(context, server, as_json) as here:
-        done = here.client.rollback(job, version)
-        if here.output.as_json:
-            here.output.json(to_record(done))
+    """Roll back a job to an older version. Its open attempt is abandoned."""
+    with session(context, server, as_json) as command:
+        done = command.client.rollback(job, version)
+        if command.output.as_json:
+            command.output.json(to_record(done))
             return
-        _print_state(here.output, done.job)
+        _print_state(command.output, done.job)
         state = _RULE_STATES.get(done.rule_state, "")
-        here.output.line(
+        command.output.line(
             f"version {done.job.model.version} has the bytes of version {version}" + (f"; {state}" if state else "")
         )
 
@@ -263,8 +269,8 @@ def _warn(output: Output, submission: Submission) -> None:
         output.note(f"warning: {warning}")
 
 
-def _control(here: CommandSession, change: Callable[[AdminClient, str], admin_pb2.Job], job: str) -> None:
-    _print_state(here.output, change(here.client, job))
+def _control(command: CommandSession, change: Callable[[AdminClient, str], admin_pb2.Job], job: str) -> None:
+    _print_state(command.output, change(command.client, job))
 
 
 def _print_state(output: Output, job: admin_pb2.Job) -> None:
@@ -275,38 +281,38 @@ def _print_state(output: Output, job: admin_pb2.Job) -> None:
         output.line(f"job {job.name} ({job.job_id}) is {formats.job_status(job.status)}{reason}")
 
 
-def _watch(here: CommandSession, job: admin_pb2.Job) -> None:
+def _watch(command: CommandSession, job: admin_pb2.Job) -> None:
     try:
-        with watch.view_for(here.output, job) as view:
-            # Its own: on a terminal the view alone knows where a sentence can stand.
-            patience = Patience(here.patience.timeout_s, view.tell)
-            ended = watch.follow(here.client, job.job_id, view, patience)
+        with watch.view_for(command.output, job) as view:
+            # The view has its own: on a terminal only the view can print below its live table.
+            patience = Patience(command.patience.timeout_s, view.tell)
+            ended = watch.follow(command.client, job.job_id, view, patience)
     except KeyboardInterrupt as exc:
-        here.output.note(f"left the watch; the job goes on. Watch it again with: fedplat job watch {job.job_id}")
+        command.output.note(f"stopped watching; the job continues. Watch it again with: fedplat job watch {job.job_id}")
         raise typer.Exit(INTERRUPTED) from exc
     except ServerUnreachableError as exc:
-        exc.add_note(f"the job goes on. Watch it again with: fedplat job watch {job.job_id}")
+        exc.add_note(f"the job continues. Watch it again with: fedplat job watch {job.job_id}")
         raise
-    if not here.output.as_json:
-        _print_state(here.output, ended)
+    if not command.output.as_json:
+        _print_state(command.output, ended)
     if ended.status != admin_pb2.JOB_STATUS_COMPLETED:
         raise typer.Exit(FAILED)
 
 
 def _model(job: admin_pb2.Job) -> str:
-    """A job's latest model."""
+    """Describe a job's latest model."""
     model = job.model
     text = f"version {model.version}, {formats.size(model.size_bytes)}, sha256 {model.digest}"
-    return text + (f" (that of version {job.restored_from}, by a rollback)" if job.HasField("restored_from") else "")
+    return text + (f" (restored from version {job.restored_from})" if job.HasField("restored_from") else "")
 
 
 def _encoding(job_file: str) -> str:
-    """How the updates of a job are encoded."""
+    """Describe the encoding of a job's updates."""
     try:
         uplink = parse_job(job_file).compression.uplink
-    except JobFileError:  # of a newer server
+    except JobFileError:  # from a newer server
         return formats.NOTHING
-    return "not compressed" if uplink is None else f"compressed by {options_to_text(uplink)}"
+    return "not compressed" if uplink is None else f"compressed with {options_to_text(uplink)}"
 
 
 def _sentence(attempt: admin_pb2.Round) -> str:
@@ -317,7 +323,7 @@ def _sentence(attempt: admin_pb2.Round) -> str:
     )
     if attempt.update_bytes and attempt.reported:
         mean = attempt.update_bytes / attempt.reported
-        text += f", {formats.size(attempt.update_bytes)} received ({formats.size(mean)} for each update)"
+        text += f", {formats.size(attempt.update_bytes)} received ({formats.size(mean)} per update)"
     if attempt.max_staleness:
         text += f", {attempt.mean_staleness:.2g} versions behind on average and {attempt.max_staleness} at most"
     return text + (f" ({attempt.reason})" if attempt.reason else "")

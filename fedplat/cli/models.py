@@ -12,7 +12,7 @@ from fedplat.cli.output import to_record
 from fedplat.cli.session import FAILED, WRONG_USAGE, JobArgument, JsonOption, LimitOption, ServerOption, session
 from fedplat.wire.v1 import admin_pb2
 
-app = typer.Typer(no_args_is_help=True, help="List and export a job's models.", rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, help="List and export a job's model versions.", rich_markup_mode=None)
 
 
 @app.command("list")
@@ -24,10 +24,10 @@ def list_versions(
     as_json: JsonOption = False,
 ) -> None:
     """List the model versions of a job."""
-    with session(context, server, as_json) as here:
-        versions = here.client.iter_versions(job, limit)
-        if here.output.as_json:
-            here.output.records(versions)
+    with session(context, server, as_json) as command:
+        versions = command.client.iter_versions(job, limit)
+        if command.output.as_json:
+            command.output.records(versions)
             return
         rows = (
             (
@@ -56,40 +56,44 @@ def list_versions(
             "SHA256",
             "METRICS",
         )
-        here.output.table(columns, rows, "no versions yet")
+        command.output.table(columns, rows, "no versions yet")
 
 
 def _files(version: admin_pb2.ModelVersion) -> str:
-    """Which files of a version are kept, and whose bytes they are."""
+    """Describe the files of a version that are kept, and the version that it repeats."""
     kept = "removed" if version.model_removed_unix_s else "model"
     if version.has_state:
         kept += ", state"
-    return kept + (f" (version {version.restored_from} again)" if version.HasField("restored_from") else "")
+    return kept + (f" (restored from {version.restored_from})" if version.HasField("restored_from") else "")
 
 
 @app.command("export")
 def export_model(
     context: typer.Context,
     job: JobArgument,
-    output: Annotated[Path, typer.Option(metavar="FILE", help="Where to write it (safetensors).")],
+    output: Annotated[Path, typer.Option(metavar="FILE", help="File to write (safetensors).")],
     version: Annotated[
-        int | None, typer.Option(min=0, max=2**32 - 1, metavar="N", help="0 is the initial model; else the latest.")
+        int | None,
+        typer.Option(min=0, max=2**32 - 1, metavar="N", help="Version, 0 for the initial model. Default: the latest."),
     ] = None,
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a model version to a file, checked."""
-    with session(context, server, as_json) as here:
+    """Export a model version to a safetensors file.
+
+    The received bytes are checked against the version's digest.
+    """
+    with session(context, server, as_json) as command:
         try:
             if output.is_dir() or not output.absolute().parent.is_dir():
-                here.output.error(f"--output is {output}; expected a file in a folder that exists")
+                command.output.error(f"--output is {output}; expected a file in an existing folder")
                 raise typer.Exit(WRONG_USAGE)
-            with here.output.transfer("receiving the model") as progress:
-                model = here.client.export_model(job, version, output, progress)
+            with command.output.transfer("downloading the model") as progress:
+                model = command.client.export_model(job, version, output, progress)
         except OSError as exc:
-            here.output.error(f"{output} cannot be written: {exc.strerror or exc}")
+            command.output.error(f"{output} cannot be written: {exc.strerror or exc}")
             raise typer.Exit(FAILED) from exc
-        if here.output.as_json:
-            here.output.json(to_record(model) | {"path": str(output)})
+        if command.output.as_json:
+            command.output.json(to_record(model) | {"path": str(output)})
             return
-        here.output.line(f"version {model.version} ({formats.size(model.size_bytes)}) is in {output}")
+        command.output.line(f"wrote version {model.version} ({formats.size(model.size_bytes)}) to {output}")

@@ -1,4 +1,4 @@
-"""What a command prints: results on stdout, as tables or as JSON, and messages on stderr."""
+"""The output of commands: results on stdout, as tables or as JSON, and messages on stderr."""
 
 from __future__ import annotations
 
@@ -30,50 +30,50 @@ from fedplat import admin
 from fedplat.cli import formats
 
 PROGRESS_FROM_BYTES = 8 * 2**20
-"""Smaller transfers are over before a bar is seen."""
+"""Smaller transfers end before a progress bar would be visible."""
 _RESULT_WIDTH = 1000
 _ROWS_AT_ONCE = 1000
 
 
 class Output:
-    """Prints for people, or for programs when `as_json`. Colours appear on a terminal only, and never with NO_COLOR."""
+    """Prints results as text, or as JSON if `as_json`. Colours appear only on a terminal, and never with NO_COLOR."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
-        # Results are as wide as they are, as kubectl's: an id that is cut or folded cannot be copied.
+        # Results are not wrapped, as in kubectl: an id that is truncated or folded cannot be copied.
         self.console = Console(width=_RESULT_WIDTH, markup=False, highlight=False, emoji=False)
         self.screen = Console(markup=False, highlight=False, emoji=False)
         self.messages = Console(stderr=True, soft_wrap=True, markup=False, highlight=False, emoji=False)
 
     def json(self, value: object) -> None:
-        """One line of JSON, at once."""
+        """Print one line of JSON, and flush."""
         _write(sys.stdout, json.dumps(value, allow_nan=False))
 
     def line(self, text: str) -> None:
-        """One line of a result for people, at once."""
+        """Print one line of a result, and flush."""
         _write(sys.stdout, formats.printable(text))
 
     def note(self, text: str) -> None:
-        """One line that is no result."""
+        """Print one line on stderr that is not part of the result."""
         _write(sys.stderr, formats.printable(text))
 
     def error(self, text: str) -> None:
-        """One line that says what went wrong."""
+        """Print one line of an error message on stderr."""
         self.messages.print(Text("error: ", style="bold red"), Text(formats.printable(text)), sep="")
 
     def records(self, messages: Iterable[Message]) -> None:
-        """One line of JSON, a list, whose elements are written as they come."""
+        """Print a list as one line of JSON, whose elements are written as they arrive."""
         rest = iter(messages)
-        first = next(rest, None)  # before anything is written: the server may refuse
+        first = next(rest, None)  # before any output: the server may refuse the request
         sys.stdout.write("[")
         for number, message in enumerate(itertools.chain(() if first is None else (first,), rest)):
             sys.stdout.write((", " if number else "") + json.dumps(to_record(message), allow_nan=False))
         _write(sys.stdout, "]")
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> None:
-        """A table; columns whose name begins with `#` hold numbers. Without rows the sentence `empty` on stderr.
+        """Print a table; columns with a name that begins with `#` hold numbers. Without rows, print `empty` on stderr.
 
-        Rows are printed as they come, many at a time; later ones may be wider than the first.
+        Rows are printed in batches as they arrive; later ones may be wider than the first.
         """
         rest = iter(rows)
         if not (part := list(itertools.islice(rest, _ROWS_AT_ONCE))):
@@ -88,7 +88,7 @@ class Output:
             part, shows_names = list(itertools.islice(rest, _ROWS_AT_ONCE)), False
 
     def fields(self, pairs: Mapping[str, str]) -> None:
-        """Names and values, a line each."""
+        """Print names and values, one pair per line."""
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="bold", no_wrap=True)
         grid.add_column(overflow="fold")
@@ -99,12 +99,12 @@ class Output:
     def _print(self, renderable: RenderableType) -> None:
         with self.console.capture() as captured:
             self.console.print(renderable)
-        # rich fills every line up to the width of the table.
+        # rich pads every line to the width of the table.
         self.console.file.writelines(line.rstrip() + "\n" for line in captured.get().splitlines())
 
     @contextlib.contextmanager
     def steps(self, description: str) -> Generator[admin.ProgressCallback]:
-        """Show a progress bar on stderr, if that is a terminal; yields the function that is told of each step."""
+        """Show a progress bar on stderr, if that is a terminal; yield the callback for its steps."""
         if self.as_json or not self.messages.is_terminal or self.messages.is_dumb_terminal:
             yield lambda done, total: None
             return
@@ -115,7 +115,7 @@ class Output:
 
     @contextlib.contextmanager
     def transfer(self, description: str) -> Generator[admin.ProgressCallback]:
-        """A progress bar on stderr, if that is a terminal and the transfer is large."""
+        """Show a progress bar on stderr, if that is a terminal and the transfer is large; yield its callback."""
         if not self.messages.is_terminal:
             yield lambda done, total: None
             return
@@ -128,7 +128,7 @@ class Output:
 
 
 def _write(stream: TextIO, text: str) -> None:
-    # Not through rich: when Ctrl-C comes while it prints, it prints the same again with its next line.
+    # Not through rich: if Ctrl-C interrupts it while printing, it prints the same text again with its next line.
     stream.write(text + "\n")
     stream.flush()
 
@@ -136,13 +136,13 @@ def _write(stream: TextIO, text: str) -> None:
 def table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[int] = (), shows_names: bool = True
 ) -> Table:
-    """A table without lines. Columns whose name begins with `#` are right-aligned; the last one is cut if need be.
+    """Return a table without lines. Columns with a name that begins with `#` are right-aligned.
 
-    Columns but the last are at least as wide as their names and `widths`.
+    All columns except the last are at least as wide as their names and `widths`; the last is truncated if necessary.
     """
     result = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0), show_header=shows_names)
     for position, name in enumerate(columns):
-        # rich takes width from columns that may wrap; only the last may, and its cells are cut instead.
+        # rich takes width from columns that may wrap: only the last may, and its cells are truncated instead.
         is_last = position == len(columns) - 1
         justify = "right" if name.startswith("#") else "left"
         shown = name.removeprefix("#")
@@ -154,9 +154,9 @@ def table(
 
 
 def to_record(message: Message) -> dict[str, Any]:
-    """A protobuf message as JSON: every field by its name, enums without their prefix, absent messages as null.
+    """Convert a protobuf message to JSON: every field by name, enums without their prefix, absent messages as null.
 
-    protobuf's own JSON writes 64-bit integers as text and NaN as "NaN"; here they are a number and null.
+    protobuf's own JSON writes 64-bit integers as strings and NaN as "NaN"; this writes numbers and null.
     """
     record: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:

@@ -1,10 +1,10 @@
-"""Trying again while a server cannot be reached for a moment: its name, its connection, or the leader is away.
+"""Retries while a server cannot be reached temporarily: unknown host name, lost connection, or no leader.
 
 >>> patience = Patience(60.0, print)  # doctest: +SKIP
 >>> patience.run(client, lambda: client.create_job(text, digest, key))  # doctest: +SKIP
 waiting for fed.example.org:7443: the host name is not known; trying for 60 s
 
-What does not pass by itself (a certificate that is not trusted, a token that the server refuses) is raised at once.
+Lasting errors (a certificate that is not trusted, a token that the server refuses) are raised at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class Patience:
-    """How long a command tries again. The time counts from the first failure, and anew after each success."""
+    """The retry limit of a command, in seconds from the first failure. It starts again after each success."""
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class Patience:
         self._num_pauses, self._ends_at = 0, 0.0
 
     def run(self, client: AdminClient, call: Callable[[], Result]) -> Result:
-        """Return what `call` returns, which is called again until the server answers; it must be safe to repeat.
+        """Call `call` until the server answers, and return its result; `call` must be safe to repeat.
 
-        Raises what `call` does, and `ServerUnreachableError` when the time is over.
+        Raises the errors of `call`, and `ServerUnreachableError` when the time is over.
         """
         while True:
             try:
@@ -57,13 +57,13 @@ class Patience:
                 return result
 
     def reset(self) -> None:
-        """Begin anew: the server has answered."""
+        """Start again, because the server has answered."""
         self._num_pauses = 0
 
     def _wait(self, client: AdminClient, failure: ServerUnreachableError) -> None:
-        """Return when the server answers again; pauses become longer, and are random so that many do not come at once.
+        """Wait until the server answers, with exponential random pauses, so that many commands do not retry at once.
 
-        Raises the latest failure when the time is over, or at once when it will not pass.
+        Raises the latest failure when the time is over, or at once if it is lasting.
         """
         if not self._num_pauses:
             self._ends_at = self._now() + self.timeout_s

@@ -1,4 +1,4 @@
-"""`fedplat privacy plan`: epsilon against rounds, cohort and noise, and what the simulator expects of each."""
+"""`fedplat privacy plan`: epsilon by rounds, cohort and noise, and the simulated metric for each noise."""
 
 from __future__ import annotations
 
@@ -37,23 +37,26 @@ WITHOUT_NOISE = 1e-9
 
 def plan(  # noqa: PLR0913 - a command's parameters are its options
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A job file or a simulation file (TOML).")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Job file or simulation file (TOML).")],
     clients: Annotated[
-        int, typer.Option(min=0, max=10**9, metavar="N", help="Size of the population; else what the file says of it.")
+        int, typer.Option(min=0, max=10**9, metavar="N", help="Size of the population; 0: that of the file.")
     ] = 0,
     noise: Annotated[
-        list[float] | None, typer.Option(metavar="Z", help="A noise multiplier to compare; repeatable.")
+        list[float] | None, typer.Option(metavar="Z", help="Noise multiplier to compare; repeatable.")
     ] = None,
     changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change any key of the file; repeatable.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the file; repeatable.")
     ] = None,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Simulate the job with each noise multiplier, and without noise.")
     ] = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw a picture.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Write a plot to a PNG file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a private job costs, and what other rounds, cohorts and noise would."""
+    """Plan the privacy of a job.
+
+    Shows its epsilon, and that of other numbers of rounds, cohorts and noise.
+    """
     with reporting(context, as_json) as out:
         if plot is not None and plot.suffix.lower() != ".png":
             raise JobFileError(f"--plot {plot}: expected a name that ends in .png")
@@ -83,11 +86,11 @@ def _make_plan(out: Output, file: SimulationFile, clients: int, noise: Sequence[
 
 @contextlib.contextmanager
 def _processes(file: SimulationFile) -> Generator[planning.Run]:
-    """Yield the `map` of a pool of processes, for jobs whose costs take long to compute; else the builtin one."""
+    """Yield the `map` of a process pool for jobs with long computations, else the builtin one."""
     if file.job.privacy is None or file.job.privacy.participation != "poisson":
         yield map
         return
-    ignore = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, which ends the pool
+    ignore = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the command, which ends the pool
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context, signal.signal, ignore) as pool:
         try:
@@ -98,7 +101,7 @@ def _processes(file: SimulationFile) -> Generator[planning.Run]:
 
 
 def _clients(file: SimulationFile, data: Federation | None) -> int:
-    """What a simulation file says of its population."""
+    """Return the population size by the simulation file."""
     if data is not None:
         return data.num_clients
     return getattr(file.simulation.partition, "clients", 0) or file.simulation.fleet.num_clients
@@ -106,20 +109,20 @@ def _clients(file: SimulationFile, data: Federation | None) -> int:
 
 def _data(out: Output, file: SimulationFile) -> Federation | None:
     if TABLE not in file.raw:
-        raise JobFileError(f"{TABLE}: there is no such table; --simulate needs one that says what surrounds the job")
+        raise JobFileError(f"{TABLE}: missing; --simulate requires a table that describes the fleet and its data")
     if not file.simulation.training:
         raise JobFileError("simulation.training = false: expected true with --simulate, which scores models")
-    planning.private(file.job)
+    planning.require_privacy(file.job)
     return load_data(file, (lambda text: None) if out.as_json else out.note)
 
 
 def _simulate_plan(
     out: Output, file: SimulationFile, plan: PrivacyPlan, data: Federation | None
 ) -> dict[float, float | None]:
-    """The metric at the end, by noise multiplier; the key 0 is without noise. None where there is no such job."""
+    """Simulate each noise multiplier (0: without noise) and return the final metrics; None if the job is not valid."""
     scores: dict[float, float | None] = {}
     runs = (0.0, *(choice.noise_multiplier for choice in plan.by_noise))
-    for place, multiplier in enumerate(runs, start=1):
+    for number, multiplier in enumerate(runs, start=1):
         try:
             job = planning.with_noise(file.job, multiplier or WITHOUT_NOISE)
         except ValueError as exc:
@@ -128,7 +131,7 @@ def _simulate_plan(
             continue
         name = f"noise multiplier {multiplier:g}" if multiplier else "without noise"
         if not out.as_json:
-            out.note(f"simulation {place} of {len(runs)}: {name}")
+            out.note(f"simulation {number} of {len(runs)}: {name}")
         scores[multiplier] = _run(out, dataclasses.replace(file, job=job), name, data)
     return scores
 
@@ -159,7 +162,7 @@ def _draw(path: Path, file: SimulationFile, found: PrivacyPlan, scores: dict[flo
     try:
         plots.save(path, lambda figure: privacy.draw(figure, picture))
     except (OSError, ValueError) as exc:
-        raise JobFileError(f"--plot {path}: the picture cannot be written: {exc}") from exc
+        raise JobFileError(f"--plot {path}: the plot cannot be written: {exc}") from exc
 
 
 def _record(file: SimulationFile, found: PrivacyPlan, scores: dict[float, float | None] | None) -> dict[str, Any]:
@@ -176,7 +179,7 @@ def _print(out: Output, file: SimulationFile, found: PrivacyPlan, scores: dict[f
     out.fields(_facts(found))
     own = found.noise_multiplier
     out.line("")
-    out.line("epsilon after so many rounds")
+    out.line("epsilon by number of rounds")
     rows = [
         (f"{each.rounds:,}", _number(each.epsilon), _number(each.epsilon_rdp), _mark(each.rounds == found.rounds))
         for each in found.by_rounds
@@ -184,7 +187,7 @@ def _print(out: Output, file: SimulationFile, found: PrivacyPlan, scores: dict[f
     out.table(("#ROUNDS", "#EPSILON", "#BY RENYI", ""), rows, "")
     out.line("")
     rough = ", to about 0.1 %" if found.mechanism.kind == "poisson" else ""
-    out.line(f"what other cohorts need for epsilon {found.budget:.4g}{rough}")
+    out.line(f"noise that other cohorts need for epsilon {found.budget:.4g}{rough}")
     spread = "#PROBABILITY" if found.mechanism.kind == "poisson" else "#ONCE IN"
     rows = [
         (
@@ -198,7 +201,7 @@ def _print(out: Output, file: SimulationFile, found: PrivacyPlan, scores: dict[f
     ]
     out.table(("#REPORTS", spread, "#NOISE MULTIPLIER", "#IN THE MEAN", ""), rows, "")
     out.line("")
-    out.line(f"what other noise costs in {_rounds(found.rounds)}{rough}")
+    out.line(f"cost of other noise in {_rounds(found.rounds)}{rough}")
     columns = ["#NOISE MULTIPLIER", "#EPSILON", f"#ROUNDS WITHIN {found.budget:.4g}", "#IN THE MEAN"]
     if scores is not None:
         columns.append("#" + file.simulation.target_metric.upper())
@@ -222,9 +225,9 @@ def _facts(found: PrivacyPlan) -> dict[str, str]:
         + (f" ({found.num_clients:,} clients)" if found.num_clients else ""),
         "promise": f"epsilon {_number(spent)} at delta {found.delta:g} after {_rounds(found.rounds)}; adjacency: "
         f"{found.adjacency}",
-        "participation": f"{_participation(found.mechanism)}; {found.expected_reports:,} reports are expected",
-        "noise": f"multiplier {found.noise_multiplier:.4g} ({why}); in each entry of {_what(found)} it is "
-        f"{found.deviation:.3g} clip norms",
+        "participation": f"{_participation(found.mechanism)}; {found.expected_reports:,} expected reports",
+        "noise": f"multiplier {found.noise_multiplier:.4g} ({why}); {found.deviation:.3g} clip norms in each entry of "
+        f"{_what(found)}",
         "budget": f"enough for {_rounds(found.max_rounds)}"
         + ("" if found.max_rounds >= found.rounds else ": the job pauses before the next"),
     }
@@ -243,7 +246,7 @@ def _what(found: PrivacyPlan) -> str:
 
 
 def _most(found: PrivacyPlan, noise: NoiseCost) -> str:
-    far = min(planning.MAX_ROUNDS, planning.FAR * found.rounds)
+    far = min(planning.MAX_ROUNDS, planning.MAX_ROUNDS_FACTOR * found.rounds)
     return f"{noise.max_rounds:,}" + ("+" if noise.max_rounds == far else "")
 
 

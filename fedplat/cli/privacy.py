@@ -1,4 +1,4 @@
-"""`fedplat privacy`: what jobs promise, before and after they are run."""
+"""`fedplat privacy`: plan, audit and show the privacy guarantees of jobs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import typer
 
 from fedplat.cli import auditing, budgets, planning
 
-app = typer.Typer(no_args_is_help=True, help="Plan what a private job promises, see what it costs, and bound it.")
+app = typer.Typer(no_args_is_help=True, help="Plan, audit and show the privacy of jobs.")
 app.command("plan")(planning.plan)
 app.command("audit")(auditing.audit)
 app.command("show")(budgets.show)

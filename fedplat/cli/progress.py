@@ -1,4 +1,4 @@
-"""What is seen of a simulation while it runs: a live table on a terminal, else a line now and then."""
+"""The progress of a running simulation: a live table on a terminal, otherwise a line from time to time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Clock = Callable[[], float]
 
 
 class ProgressEstimate:
-    """What is known of a running simulation; `clock` is the real one, everything else is virtual."""
+    """The progress of a running simulation. `clock` is real time; all other times are virtual."""
 
     def __init__(self, name: str, num_rounds: int, metric: str, clock: Clock) -> None:
         self.name, self.num_rounds, self.metric = name, num_rounds, metric
@@ -37,11 +37,11 @@ class ProgressEstimate:
         self._began_at, self._began_with = clock(), (0, 0)
 
     def begin(self) -> None:
-        """What was added until now was computed earlier: speed counts from here on."""
+        """Start measuring the speed; the attempts added so far were computed by an earlier run."""
         self._began_at, self._began_with = self._clock(), (self.round, self.merged)
 
     def add(self, record: AttemptResult) -> None:
-        """An attempt has ended."""
+        """Add an attempt that has ended."""
         self.latest.append(record)
         self.now_s = record.ended_at
         self.merged += record.counts.get("MERGED", 0)
@@ -55,17 +55,17 @@ class ProgressEstimate:
             self.best = value if self.best is None else better(self.best, value)
 
     def speed(self) -> float:
-        """Client updates a second, of real time."""
+        """Return the client updates per second of real time."""
         seconds = self._clock() - self._began_at
         return (self.merged - self._began_with[1]) / seconds if seconds > 0.0 else 0.0
 
     def left_s(self) -> float:
-        """Real seconds until the last round, at the pace of those since `begin`; infinite while there is none."""
+        """Estimate the real seconds until the last round, at the pace since `begin`; infinite before a round ends."""
         done = self.round - self._began_with[0]
         return (self._clock() - self._began_at) / done * (self.num_rounds - self.round) if done else float("inf")
 
     def sentence(self) -> str:
-        """All of it in one line."""
+        """Summarize the progress in one line."""
         parts = [f"{self.round}/{self.num_rounds} rounds", f"virtual {formats.duration(self.now_s)}"]
         if self.best is not None:
             parts.append(f"best {self.metric} {self.best:.4g}")
@@ -78,7 +78,7 @@ class ProgressEstimate:
 
 @contextlib.contextmanager
 def showing(output: Output, board: ProgressEstimate) -> Generator[Callable[[AttemptResult], None]]:
-    """Yields what is to be told of each attempt. Everything goes to stderr; with JSON nothing is shown."""
+    """Show progress on stderr, or nothing with JSON; yield the callback for ended attempts."""
     if output.as_json:
         yield board.add
     elif output.messages.is_terminal and not output.messages.is_dumb_terminal:
@@ -89,7 +89,7 @@ def showing(output: Output, board: ProgressEstimate) -> Generator[Callable[[Atte
 
 
 def picture(board: ProgressEstimate, output: Output) -> Group:
-    """The latest attempts, as many as fit, above a progress bar over the rounds."""
+    """Render the latest attempts, as many as fit, above a progress bar over the rounds."""
     shown = list(board.latest)[-max(1, output.messages.height - 4) :]
     bar = Table.grid(padding=(0, 2))
     done = min(board.round, board.num_rounds)
@@ -102,7 +102,7 @@ def picture(board: ProgressEstimate, output: Output) -> Group:
 
 
 def row(record: AttemptResult) -> tuple[str, ...]:
-    """An attempt's cells, in the order of `COLUMNS`."""
+    """Return an attempt's cells, in the order of `COLUMNS`."""
     return (
         str(record.round),
         str(record.attempt),
@@ -118,7 +118,7 @@ def row(record: AttemptResult) -> tuple[str, ...]:
 
 
 def _lines(output: Output, board: ProgressEstimate, clock: Clock = time.monotonic) -> Callable[[AttemptResult], None]:
-    """A line for the last round, and for another when the last line is some time ago."""
+    """Print a line for the last round, and for others if the last line is at least `LINE_EVERY_S` old."""
     shown_at = -LINE_EVERY_S
 
     def add(record: AttemptResult) -> None:

@@ -1,6 +1,6 @@
-"""What all commands share: the options, the profile, the connection, and errors as one line and a status.
+"""Common parts of all commands: options, profile, connection, and errors as one line and an exit status.
 
-Exit status: 0 done, 1 the server or the job says no, 2 the command line or the job file is wrong, 130 Ctrl-C.
+Exit status: 0 success, 1 refused by the server or failed job, 2 wrong command line or job file, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _USAGE_ERRORS = (JobFileError, UserCodeError, ProfileError, DataError, JournalEr
 
 ServerOption = Annotated[
     str | None,
-    typer.Option("--server", metavar="HOST:PORT", help="The server; else FEDPLAT_SERVER, else the profile's."),
+    typer.Option("--server", metavar="HOST:PORT", help="Server to use. Default: FEDPLAT_SERVER, then the profile's."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="At most so many rows; else all.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Maximum number of rows.")]
 
 
 def _finite(seconds: float | None) -> float | None:
@@ -44,8 +44,8 @@ TimeoutOption = Annotated[
         "--timeout",
         metavar="SECONDS",
         callback=_finite,
-        help="How long to try again while the server cannot be reached (a name that is not known, a refused "
-        f"connection, no leader). Default: {DEFAULT_TIMEOUT_S:g}.",
+        help="How long to retry while the server cannot be reached (unknown host name, refused connection, no "
+        f"leader). Default: {DEFAULT_TIMEOUT_S:g}.",
     ),
 ]
 StatusTimeoutOption = Annotated[
@@ -64,12 +64,12 @@ AnyTimeoutOption = Annotated[
         "0 for all other commands.",
     ),
 ]
-JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or its name if only one job has it.")]
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job, or its name if it is unique.")]
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The options that were given before the command."""
+    """The options given before the command."""
 
     server: str | None = None
     as_json: bool = False
@@ -79,7 +79,7 @@ class Settings:
     timeout_s: float | None = None
 
     def resolve(self, server: str | None) -> profile.Profile:
-        """The profile with what the command line and the environment say instead. Raises `ProfileError`."""
+        """Return the profile, overridden by the command line and the environment. Raises `ProfileError`."""
         path = self.profile if self.profile is not None else profile.default_path()
         named = self.profile is not None or path.exists()
         found = profile.load(path) if named else profile.Profile()
@@ -94,15 +94,15 @@ class Settings:
             changes["token"] = token
         if not named and not token:
             raise ProfileError(
-                f"there is no operator's profile {path}; put one there, or name it with --profile FILE or "
-                "FEDPLAT_PROFILE. On the server's machine fedplat-server init makes the first one (DATA_DIR/admin.toml)"
+                f"there is no profile at {path}; expected one there, or --profile FILE or FEDPLAT_PROFILE. "
+                "fedplat-server init writes the first profile on the server's machine (DATA_DIR/admin.toml)"
             )
         return msgspec.structs.replace(found, **changes)
 
 
 @dataclasses.dataclass(frozen=True)
 class CommandSession:
-    """A command's connection and its printer, and how long it tries again."""
+    """A command's connection, output and retry limit."""
 
     client: AdminClient
     output: Output
@@ -111,7 +111,7 @@ class CommandSession:
 
 @contextlib.contextmanager
 def reporting(context: typer.Context, as_json: bool) -> Generator[Output]:
-    """Within it every error of fedplat ends the command with a line on stderr and an exit status."""
+    """End the command with one line per error on stderr and an exit status if fedplat raises an error."""
     output = Output(as_json or _settings(context).as_json)
     try:
         yield output
@@ -127,10 +127,10 @@ def reporting(context: typer.Context, as_json: bool) -> Generator[Output]:
 def session(
     context: typer.Context, server: str | None, as_json: bool, timeout_s: float | None = None
 ) -> Generator[CommandSession]:
-    """A connection to the server that the options name; `server` and `as_json` are those after the command.
+    """Connect to the server that the options name; `server` and `as_json` are those given after the command.
 
-    A command that tries again by itself gives `timeout_s`, from `own_timeout_s`. Any other one begins when the server
-    has answered, within the global --timeout, and is not repeated.
+    A command that retries on its own passes `timeout_s`, from `own_timeout_s`. Other commands begin when the server has
+    answered, within the global --timeout, and are not repeated.
     """
     with reporting(context, as_json) as output:
         settings = _settings(context)
@@ -147,10 +147,10 @@ def session(
             yield CommandSession(client, output, patience)
 
 
-def own_timeout_s(context: typer.Context, given: float | None, default_s: float = DEFAULT_TIMEOUT_S) -> float:
-    """Return the --timeout after the command, else the one before it, else the command's own."""
-    if given is not None:
-        return given
+def own_timeout_s(context: typer.Context, timeout_s: float | None, default_s: float = DEFAULT_TIMEOUT_S) -> float:
+    """Return the --timeout given after the command, or the one given before it, or the command's default."""
+    if timeout_s is not None:
+        return timeout_s
     before = _settings(context).timeout_s
     return default_s if before is None else before
 

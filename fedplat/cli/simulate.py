@@ -1,4 +1,4 @@
-"""`fedplat simulate`: a job and its fleet on this machine, in virtual time."""
+"""`fedplat simulate`: a job and its fleet, simulated in virtual time."""
 
 from __future__ import annotations
 
@@ -32,33 +32,35 @@ NUM_GROUPS = 3
 
 def simulate(  # noqa: PLR0913 - a command's parameters are its options
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A simulation file (TOML): a job and [simulation].")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Simulation file (TOML): a job and [simulation].")],
     training: Annotated[
         bool | None,
-        typer.Option("--training/--no-training", help="Train, or study scheduling alone.", show_default=False),
+        typer.Option("--training/--no-training", help="Train, or simulate scheduling only.", show_default=False),
     ] = None,
-    engine: Annotated[str, typer.Option(metavar="NAME", help="auto, loop, processes, ray or vmap.")] = "",
-    workers: Annotated[int | None, typer.Option(help="Processes that train; 0: as many as there are cores.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Instead of the file's simulation.seed.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Instead of the file's rounds.")] = None,
+    engine: Annotated[str, typer.Option(metavar="NAME", help="Engine: auto, loop, processes, ray or vmap.")] = "",
+    workers: Annotated[int | None, typer.Option(help="Number of training processes; 0: one per core.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed to use instead of the file's simulation.seed.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Number of rounds to use instead of the file's.")] = None,
     changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change any key of the file; repeatable.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the file; repeatable.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Where results go; else runs/NAME.")
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Folder for the results. Default: runs/NAME.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in that folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the output folder.")] = False,
     plots: Annotated[
-        bool | None, typer.Option("--plots/--no-plots", help="Draw pictures; else if matplotlib is there.")
+        bool | None, typer.Option("--plots/--no-plots", help="Draw plots. Default: if matplotlib is installed.")
     ] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write event files for TensorBoard.")] = False,
     checkpoint_s: Annotated[
-        float, typer.Option(min=0.0, help="Seconds between two points that a run that was stopped can go on from.")
+        float, typer.Option(min=0.0, help="Seconds between checkpoints, from which a run can be resumed.")
     ] = CHECKPOINT_S,
-    show_data: Annotated[bool, typer.Option("--show-data", help="Show who has which data, and leave.")] = False,
+    show_data: Annotated[
+        bool, typer.Option("--show-data", help="Show how data is split over clients, and exit.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Simulate a job and its fleet in virtual time, with the production coordinator."""
+    """Simulate a job and its fleet in virtual time."""
     with reporting(context, as_json) as out:
         chosen = _changes(training, engine, workers, seed, rounds) + (changes or [])
         read = read_file(file, chosen)
@@ -71,7 +73,7 @@ def simulate(  # noqa: PLR0913 - a command's parameters are its options
         try:
             run = _run(out, read, keep)
         except KeyboardInterrupt as exc:
-            out.note(f"stopped; go on with: {_command(file, keep, chosen)}")
+            out.note(f"stopped; resume with: {_command(file, keep, chosen)}")
             raise typer.Exit(INTERRUPTED) from exc
         _draw(out, run, keep.folder, plots)
         _print(out, run, keep.folder)
@@ -80,7 +82,7 @@ def simulate(  # noqa: PLR0913 - a command's parameters are its options
 def _changes(
     training: bool | None, engine: str, workers: int | None, seed: int | None, rounds: int | None
 ) -> list[str]:
-    """Options that stand for keys."""
+    """Convert options to changes of the file's keys."""
     named = {
         "rounds": rounds,
         "simulation.seed": seed,
@@ -92,7 +94,7 @@ def _changes(
 
 
 def read_file(file: Path, changes: list[str]) -> SimulationFile:
-    """Reads a simulation file, or a job file. Raises `JobFileError`, whose lines name the file."""
+    """Read a simulation file or a job file. Raises `JobFileError`, with the file's name in each line."""
     try:
         return files.read(file, changes)
     except JobFileError as exc:
@@ -100,7 +102,7 @@ def read_file(file: Path, changes: list[str]) -> SimulationFile:
 
 
 def _command(file: Path, keep: RunFolderOptions, changes: list[str]) -> str:
-    """What goes on with a run."""
+    """Return the command that resumes a run."""
     words = ["fedplat", "simulate", str(file), "--resume", "--output", str(keep.folder)]
     for change in changes:
         words += ["--set", change]
@@ -126,7 +128,7 @@ def _introduction(file: SimulationFile, engine: str, workers: int, num_clients: 
 def _show_data(out: Output, file: SimulationFile) -> None:
     federation = load_data(file)
     if federation is None:
-        raise JobFileError("simulation.data: there is no such table, and so no data to show")
+        raise JobFileError("simulation.data: missing; expected a table that describes the data to show")
     if out.as_json:
         out.json(data_report.facts(federation))
         return
@@ -134,13 +136,13 @@ def _show_data(out: Output, file: SimulationFile) -> None:
         out.line(line)
 
 
-def _draw(out: Output, run: Run, folder: Path, wanted: bool | None) -> None:
-    if wanted is False:
+def _draw(out: Output, run: Run, folder: Path, plots: bool | None) -> None:
+    if plots is False:
         return
     try:
         run.plot(folder)
     except MissingExtraError as exc:
-        if wanted:
+        if plots:
             raise
         out.note(str(exc))
 
@@ -160,7 +162,7 @@ def _print(out: Output, run: Run, folder: Path) -> None:
         + ", ".join(
             f"{count:,} {state.lower()}" for state, count in sorted(totals.counts.items(), key=lambda x: -x[1])
         ),
-        "clients": f"{totals.distinct_clients:,} of {result.num_clients:,} were assigned work",
+        "clients": f"{totals.distinct_clients:,} of {result.num_clients:,} were assigned",
         "traffic": f"{formats.size(totals.bytes_down)} down, {formats.size(totals.bytes_up)} up",
     }
     if summary.best is not None and summary.last is not None:
@@ -169,7 +171,7 @@ def _print(out: Output, run: Run, folder: Path) -> None:
         )
     if (scored := summary.federated) is not None:
         fields["on clients"] = (
-            f"{summary.metric} {scored.value:.4f} on what they keep from training, round {scored.round}"
+            f"{summary.metric} {scored.value:.4f} on data held out from their training, round {scored.round}"
         )
     if summary.target:
         fields[f"{summary.metric} {summary.target:g}"] = (
@@ -184,7 +186,7 @@ def _print(out: Output, run: Run, folder: Path) -> None:
         )
     if groups := [group for group in result.groups if abs(group.over - 1.0) > 0.05]:
         groups.sort(key=lambda group: -abs(group.over - 1.0))
-        shown = (f"{group.name} has {group.over:.2f} of its share" for group in groups[:NUM_GROUPS])
+        shown = (f"{group.name} has {group.over:.2f} times its share" for group in groups[:NUM_GROUPS])
         fields["participation"] = ", ".join(shown)
     fields["computed"] = f"in {formats.duration(computed.wall_s)}, {computed.updates_per_s:.3g} client updates/s"
     fields["results"] = str(folder)

@@ -1,4 +1,4 @@
-"""From a job file to a job on the server."""
+"""Submission: from a job file to a job on the server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedplat.wire.v1 import admin_pb2
 
 @dataclasses.dataclass(frozen=True)
 class Submission:
-    """A job file that was found good, and the model that it starts from."""
+    """A valid job file, and the model that it starts from."""
 
     text: str
     spec: JobSpec
@@ -27,9 +27,9 @@ class Submission:
 
 
 def load(path: Path) -> Submission:
-    """Reads a job file, or the job of a simulation file, and makes its initial model. Raises `JobFileError`.
+    """Read a job file, or the job of a simulation file, and build its initial model. Raises `JobFileError`.
 
-    The table `[simulation]` is checked, and left out: no server ever sees it.
+    The table `[simulation]` is checked and then removed: it is not sent to the server.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -50,22 +50,22 @@ def submit(
     progress: ProgressCallback | None = None,
     patience: Patience | None = None,
 ) -> admin_pb2.Job:
-    """Uploads the model, creates the job and starts it; the same key again returns the same job.
+    """Upload the model, create the job and start it. Repeating a key returns the same job.
 
-    While the server cannot be reached, `patience` tries again, with the same key: there is one job in the end.
+    While the server cannot be reached, `patience` retries with the same key, so that only one job is created.
     """
     key = idempotency_key or uuid.uuid4().hex
     waiting = patience or Patience(0.0, lambda text: None)
 
     def create() -> admin_pb2.Job:
-        # The model again, too: a server that was started anew has removed what no job had named.
+        # The model is uploaded again, too: a restarted server has removed models without a job.
         uploaded = client.upload_model(chunks(submission.parameters, progress))
         return client.create_job(submission.text, uploaded.digest, key)
 
     try:
         job = waiting.run(client, create)
     except ServerUnreachableError as exc:
-        exc.add_note(f"if the job was made all the same, submitting again with --idempotency-key {key} finds it")
+        exc.add_note(f"if the job was created nevertheless, submit again with --idempotency-key {key} to get it")
         raise
     if not start or job.status != admin_pb2.JOB_STATUS_DRAFT:
         return job
@@ -77,13 +77,13 @@ def submit(
 
 
 def _start_draft(client: AdminClient, job_id: str) -> admin_pb2.Job:
-    """Starts a draft. It may be started already: the answer to an earlier try may have been lost."""
+    """Start a draft. It may have been started already, if the answer to an earlier try was lost."""
     job = client.show_job(job_id)
     return client.start(job_id) if job.status == admin_pb2.JOB_STATUS_DRAFT else job
 
 
 def chunks(parameters: Parameters, progress: Callable[[int, int], object] | None = None) -> Iterator[bytes]:
-    """The safetensors file in pieces for the wire; `progress` is told the bytes taken and the bytes in all."""
+    """Yield the safetensors file in chunks; `progress` is called with the bytes taken so far and the total."""
     done, total = 0, parameters.schema.file_size_bytes
     for part in (memoryview(parameters.schema.header), parameters.buffer.data):
         for start in range(0, len(part), wire.UPLOAD_CHUNK_BYTES):

@@ -21,7 +21,7 @@ from fedplat.errors import ServerUnreachableError
 from fedplat.wire.v1 import admin_pb2
 
 ENDED = frozenset({admin_pb2.JOB_STATUS_COMPLETED, admin_pb2.JOB_STATUS_FAILED, admin_pb2.JOB_STATUS_CANCELLED})
-"""States that a job never leaves."""
+"""Final statuses of a job."""
 ROUND_COLUMNS = (
     "#ROUND",
     "#TRY",
@@ -39,7 +39,7 @@ ROUND_COLUMNS = (
     "METRICS",
 )
 PICTURE_COLUMNS = ("#ROUND", "PHASE", "#ASSIGNED", "#REPORTED", "#LATE", "#FAILED", "#TIME", "METRICS")
-"""Fewer, for a terminal of 80 columns; rejected updates count as failed here."""
+"""Fewer columns, for a terminal of 80 characters; rejected updates are counted as failed."""
 LIVE_PROGRESS_EVERY_S = 1.0
 JSON_PROGRESS_EVERY_S = 5.0
 LINE_PROGRESS_EVERY_S = 30.0
@@ -47,7 +47,10 @@ LINE_PROGRESS_EVERY_S = 30.0
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """Shows a job's events, sentences about the watch itself, and the progress of clients every so many seconds."""
+    """How a watch is displayed: a callback for events, one for notes on the watch itself, and a progress interval.
+
+    Progress events arrive every `progress_every_s` seconds (0: never).
+    """
 
     show: Callable[[admin_pb2.JobEvent], object]
     tell: Callable[[str], object]
@@ -55,11 +58,11 @@ class View:
 
 
 def follow(client: AdminClient, job_id: str, view: View, patience: Patience | None = None) -> admin_pb2.Job:
-    """Shows every event of a job once, in order, until the job has ended; returns it as it is then.
+    """Show every event of a job once, in order, until the job has ended, and return the ended job.
 
-    When the server goes away, `patience` tries again (for a minute, as it is told to the view, if none is given), and
-    the watch goes on after the last event that was shown. Raises `ServerUnreachableError` when the server stays away,
-    and `ServerRefusedError` when it knows the job no more.
+    When the server becomes unreachable, `patience` retries (by default for a minute), and the watch continues after the
+    last event that was shown. Raises `ServerUnreachableError` if the server stays unreachable, and `ServerRefusedError`
+    if it no longer has the job.
     """
     last_sequence = 0
     waiting = patience or Patience(DEFAULT_TIMEOUT_S, view.tell)
@@ -74,9 +77,9 @@ def follow(client: AdminClient, job_id: str, view: View, patience: Patience | No
 
     def until_ended() -> admin_pb2.Job:
         if show_rest().status in ENDED:
-            return show_rest()  # once more: the watch may have been cut off before the job ended
+            return show_rest()  # once more: the watch may have been interrupted before the job ended
         raise ServerUnreachableError(
-            f"the server at {client.server} ended the watch before the job has ended", reason="it ended the watch"
+            f"the server at {client.server} closed the watch before the job ended", reason="it closed the watch"
         )
 
     return waiting.run(client, until_ended)
@@ -84,7 +87,7 @@ def follow(client: AdminClient, job_id: str, view: View, patience: Patience | No
 
 @contextlib.contextmanager
 def view_for(output: Output, job: admin_pb2.Job) -> Generator[View]:
-    """JSON lines for programs, a live table on a terminal, else a line for each attempt."""
+    """Yield the view for an output: JSON lines, a live table on a terminal, otherwise a line per attempt."""
     if output.as_json:
         yield View(lambda event: output.json(to_record(event)), output.note, JSON_PROGRESS_EVERY_S)
     elif output.screen.is_terminal and not output.screen.is_dumb_terminal:
@@ -96,7 +99,7 @@ def view_for(output: Output, job: admin_pb2.Job) -> Generator[View]:
                 live.update(picture(board, job, output.screen.height))
 
             def tell(text: str) -> None:
-                # Not on stderr: the table is drawn where the cursor was, and only its own console knows where that is.
+                # Not on stderr: the live table is redrawn at the cursor, whose position only its own console tracks.
                 output.screen.print(Text(formats.printable(text)))
 
             live.update(picture(board, job, output.screen.height))
@@ -106,7 +109,7 @@ def view_for(output: Output, job: admin_pb2.Job) -> Generator[View]:
 
 
 def picture(board: AttemptTable, job: admin_pb2.Job, height: int) -> Group:
-    """The latest attempts, as many as fit, above a progress bar over the job's rounds."""
+    """Render the latest attempts, as many as fit, above a progress bar over the job's rounds."""
     rows = [_short_row(attempt) for attempt in board.latest(max(1, height - 4))]
     bar = Table.grid(padding=(0, 2))
     bar.add_row(
@@ -119,12 +122,12 @@ def picture(board: AttemptTable, job: admin_pb2.Job, height: int) -> Group:
 
 
 def lines(line: Callable[[str], object], job: admin_pb2.Job) -> Callable[[admin_pb2.JobEvent], None]:
-    """Print a line for each attempt that ended, version that was scored, state of the job, and event about progress."""
+    """Return a callback that prints a line for each ended attempt, scored version, job status and progress event."""
     board = AttemptTable()
 
     def show(event: admin_pb2.JobEvent) -> None:
         attempt = board.add(event)
-        if event.entity == "job" and not board.has_ended:  # the end is told by whoever watches
+        if event.entity == "job" and not board.has_ended:  # the caller of `follow` prints the final status
             line(f"job {job.name} is {event.to_state}" + (f": {event.reason}" if event.reason else ""))
         if event.entity == "progress":
             line(f"round {event.round}/{job.num_rounds}  {formats.progress(event.progress)}")
@@ -152,7 +155,7 @@ def lines(line: Callable[[str], object], job: admin_pb2.Job) -> Callable[[admin_
 
 
 def _cohort(attempt: admin_pb2.Round) -> list[str]:
-    """What became of the clients of an attempt."""
+    """Return the counts of the clients of an attempt, in words."""
     return [
         f"assigned {attempt.assigned}",
         f"reported {attempt.reported}",
@@ -164,7 +167,7 @@ def _cohort(attempt: admin_pb2.Round) -> list[str]:
 
 
 def round_row(attempt: admin_pb2.Round) -> Sequence[str]:
-    """The cells of `ROUND_COLUMNS`."""
+    """Return the cells of `ROUND_COLUMNS`."""
     return (
         str(attempt.round),
         str(attempt.attempt),
@@ -199,12 +202,12 @@ def _short_row(attempt: admin_pb2.Round) -> Sequence[str]:
 
 
 def _format_update_size(attempt: admin_pb2.Round) -> str:
-    """The size of all updates, as they were sent."""
+    """Format the total size of all updates as sent."""
     return formats.size(attempt.update_bytes) if attempt.update_bytes else formats.NOTHING
 
 
 def _staleness(attempt: admin_pb2.Round) -> str:
-    """How many versions behind the updates were: on average, and at most."""
+    """Format the staleness of the updates: the mean, and the maximum."""
     if not attempt.max_staleness:
         return formats.NOTHING
     return f"{attempt.mean_staleness:.2g} (max {attempt.max_staleness})"

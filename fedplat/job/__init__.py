@@ -1,9 +1,9 @@
-"""The job file: what a training job is, in TOML, validated as a whole before anything starts.
+"""The job file: the definition of a training job in TOML, validated as a whole before anything starts.
 
-Every section is one frozen record with its own rules (`sections.py`); unknown keys are errors. `spec.py` is the job as
-a whole, with the checks of tables against each other; `rule.py` and `privacy.py` build what a job runs with, and
-`advice.py` warns of settings that are allowed and seldom wanted. `parse_job` reports each mistake with its key, its
-value and what was expected, and suggests similar names.
+Every section is one frozen record with its own checks (`sections.py`); unknown keys are errors. `spec.py` is the whole
+job, with the checks of tables against each other; `rule.py` and `privacy.py` build the objects that a job runs with,
+and `advice.py` warns about settings that are allowed but seldom useful. `parse_job` reports each mistake with its key,
+its value and the expected values, and suggests similar names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is allowed in a job file, and seldom wanted."""
+"""Warnings about job settings that are allowed but seldom useful."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fedplat.job.spec import JobSpec
 
 
 def warnings(spec: JobSpec) -> list[str]:
-    """Return a sentence for each setting that leaves a job open to a single client."""
+    """Return a warning for each setting that lets a single client dominate a job."""
     found: list[str] = []
     updates = spec.updates
     if not (updates.clips or updates.max_norm or spec.robust is not None):

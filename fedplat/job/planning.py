@@ -1,8 +1,8 @@
-"""Plan a private job: epsilon against rounds, cohort and noise, before anything is trained.
+"""Plan a private job: epsilon by rounds, cohort and noise, before training.
 
-Like the job's own accounting it needs the extra `privacy`; a plan takes some seconds. The figures of the job itself are
-those that a server computes. Other cohorts and other noise are computed with less precision (`losses.ROUGH`): these
-are upper bounds too, and differ from a server's by 1 % at most, mostly by less than 0.1 %.
+Like the job's own accounting it requires the extra `privacy`; a plan takes some seconds. The figures of the job itself
+are those that a server computes. Other cohorts and other noise are computed with less precision (`losses.ROUGH`): these
+are upper bounds too, and differ from a server's by at most 1 %, mostly by less than 0.1 %.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from fedplat.sampling import Poisson
 PARTS_OF_ROUNDS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 MAX_ROUNDS = 1_000_000
-FAR = 100
-"""Of a choice's rounds so many times those of the job are counted at most."""
+MAX_ROUNDS_FACTOR = 100
+"""Factor that bounds the rounds of an alternative, relative to those of the job."""
 CURVE_POINTS = 24
 
 Row = TypeVar("Row")
 Task = Callable[[], "CohortCost | NoiseCost"]
 Run = Callable[[Callable[[Task], "CohortCost | NoiseCost"], Sequence[Task]], Iterable["CohortCost | NoiseCost"]]
-"""A `map`: the builtin one, or that of a pool of processes."""
+"""A `map` function: the builtin one, or that of a process pool."""
 
 
 class Rounds(Struct, frozen=True, kw_only=True):
-    """Epsilon after so many rounds, by privacy loss distributions and by Rényi divergences."""
+    """Epsilon after a number of rounds, by privacy loss distributions and by Rényi divergences."""
 
     rounds: int
     epsilon: float
@@ -46,10 +46,10 @@ class Rounds(Struct, frozen=True, kw_only=True):
 
 
 class CohortCost(Struct, frozen=True, kw_only=True):
-    """What a number of expected reports needs for the epsilon of the plan.
+    """The noise that a number of expected reports needs for the epsilon of the plan.
 
-    `noise_multiplier` is None where no noise is enough. `deviation` is that of the noise in each entry of the mean
-    update, in units of the clip norm: how much of what clients say is left.
+    `noise_multiplier` is None if no noise is enough. `deviation` is that of the noise in each entry of the mean update,
+    in units of the clip norm.
     """
 
     expected_reports: int
@@ -60,9 +60,9 @@ class CohortCost(Struct, frozen=True, kw_only=True):
 
 
 class NoiseCost(Struct, frozen=True, kw_only=True):
-    """What a noise multiplier costs in the job's rounds.
+    """The cost of a noise multiplier in the job's rounds.
 
-    `max_rounds` are those that the epsilon of the plan is enough for, but a hundred times the job's at most.
+    `max_rounds` is the number of rounds that the epsilon of the plan allows, at most a hundred times the job's.
     """
 
     noise_multiplier: float
@@ -72,9 +72,9 @@ class NoiseCost(Struct, frozen=True, kw_only=True):
 
 
 class PrivacyPlan(Struct, frozen=True, kw_only=True):
-    """A private job before it is submitted. `num_clients` is 0 where nothing says it.
+    """The plan of a private job before its submission. `num_clients` is 0 if it is unknown.
 
-    `budget` is the epsilon that other choices are compared at: the job's, or what its noise comes to.
+    `budget` is the epsilon at which alternatives are compared: the job's, or the epsilon of its noise.
     """
 
     job: str
@@ -96,12 +96,12 @@ class PrivacyPlan(Struct, frozen=True, kw_only=True):
     remarks: tuple[str, ...]
 
 
-def private(spec: JobSpec) -> Privacy:
-    """The job's promise. Raises `JobFileError` if it makes none."""
+def require_privacy(spec: JobSpec) -> Privacy:
+    """Return the privacy options of a job. Raises `JobFileError` if it has none."""
     if spec.privacy is None:
         raise JobFileError(
-            "privacy: there is no such table, so nothing is promised; expected [privacy] with participation, delta and "
-            "epsilon or noise_multiplier"
+            "privacy: the job has no such table, so it has no guarantee; expected [privacy] with participation, delta "
+            "and epsilon or noise_multiplier"
         )
     return spec.privacy
 
@@ -113,16 +113,16 @@ def plan(
     progress: Callable[[int, int], object] = lambda done, total: None,
     run: Run = map,
 ) -> PrivacyPlan:
-    """Return the plan of a job; `multipliers` are compared in place of some around the job's own.
+    """Return the plan of a job; `multipliers` are compared instead of some around the job's own.
 
-    `progress` is called with the number of rows that are computed, and of all. `run` computes the rows of other cohorts
-    and other noise, perhaps in other processes, while this one computes the job's own.
+    `progress` is called with the number of computed rows, and of all rows. `run` computes the rows of other cohorts and
+    other noise, possibly in other processes, while this process computes the job's own.
 
-    Raises `JobFileError` for a job that cannot keep its promise, and `MissingExtraError`.
+    Raises `JobFileError` for a job that cannot keep its privacy guarantee, and `MissingExtraError`.
     """
-    options = private(spec)
+    options = require_privacy(spec)
     calibrated = calibrate(spec)
-    mechanism, found = find_mechanism(calibrated), private(calibrated)
+    mechanism, found = find_mechanism(calibrated), require_privacy(calibrated)
     assert mechanism is not None
     assert found.noise_multiplier is not None
     assert found.max_releases is not None
@@ -143,7 +143,7 @@ def plan(
         *((partial(_noise, calibrated, each, budget), each == found.noise_multiplier) for each in chosen),
     ]
     others = iter(run(_call, [task for task, is_own in tasks if not is_own]))
-    # The costs that the job's own rows share are cached in this process.
+    # The job's own rows share costs that are cached in this process.
     by_rounds = tuple(advance(_rounds(mechanism, options.delta, count)) for count in counts)
     own = iter([advance(task()) for task, is_own in tasks if is_own])
     rows = [next(own) if is_own else advance(next(others)) for _, is_own in tasks]
@@ -174,10 +174,10 @@ def _call(task: Task) -> CohortCost | NoiseCost:
 
 def _noise(calibrated: JobSpec, multiplier: float, budget: float) -> NoiseCost:
     """Return the cost of another `privacy.noise_multiplier` of the same job."""
-    spec, options = calibrated, private(calibrated)
-    mechanism = build_mechanism(spec, options.whole(multiplier))
+    spec, options = calibrated, require_privacy(calibrated)
+    mechanism = build_mechanism(spec, options.total_multiplier(multiplier))
     precision = FINE if multiplier == options.noise_multiplier else ROUGH
-    limit = min(MAX_ROUNDS, FAR * spec.rounds)
+    limit = min(MAX_ROUNDS, MAX_ROUNDS_FACTOR * spec.rounds)
     return NoiseCost(
         noise_multiplier=multiplier,
         epsilon=epsilon([Charge(mechanism, spec.rounds)], options.delta, precision),
@@ -187,15 +187,15 @@ def _noise(calibrated: JobSpec, multiplier: float, budget: float) -> NoiseCost:
 
 
 def curve(spec: JobSpec, multiplier: float) -> tuple[list[int], list[float]]:
-    """Rounds, evenly spaced on a logarithmic scale, and epsilon after them; for a picture."""
-    options, last = private(spec), 4 * spec.rounds
+    """Return numbers of rounds, evenly spaced on a logarithmic scale, and epsilon after each; for a plot."""
+    options, last = require_privacy(spec), 4 * spec.rounds
     counts = sorted({round(last ** (step / (CURVE_POINTS - 1))) for step in range(CURVE_POINTS)})
-    return counts, epsilons(build_mechanism(spec, options.whole(multiplier)), counts, options.delta, ROUGH)
+    return counts, epsilons(build_mechanism(spec, options.total_multiplier(multiplier)), counts, options.delta, ROUGH)
 
 
 def with_noise(spec: JobSpec, multiplier: float) -> JobSpec:
-    """The job with this noise and without a budget. Raises `ValueError` where the noise does not go with the rest."""
-    options = structs.replace(private(spec), noise_multiplier=multiplier, epsilon=None, max_releases=None)
+    """Return the job with this noise and without a budget. Raises `ValueError` if the noise contradicts its options."""
+    options = structs.replace(require_privacy(spec), noise_multiplier=multiplier, epsilon=None, max_releases=None)
     return structs.replace(spec, privacy=options)
 
 
@@ -219,7 +219,7 @@ def _goals(spec: JobSpec) -> list[int]:
 
 
 def _cohort(calibrated: JobSpec, goal: int, budget: float, num_clients: int) -> CohortCost:
-    spec, options, mechanism = calibrated, private(calibrated), find_mechanism(calibrated)
+    spec, options, mechanism = calibrated, require_privacy(calibrated), find_mechanism(calibrated)
     assert mechanism is not None
     if mechanism.kind == "poisson":
         rate = min(1.0, goal / num_clients)
@@ -233,11 +233,11 @@ def _cohort(calibrated: JobSpec, goal: int, budget: float, num_clients: int) -> 
     is_own = goal == spec.selection.goal
     try:
         if is_own and options.epsilon is None:
-            multiplier = options.noise_multiplier  # the budget is what this noise comes to
+            multiplier = options.noise_multiplier  # the budget is the epsilon of this noise
         else:
             precision = FINE if is_own else ROUGH
             whole = accounting.calibrate(mechanism, spec.rounds, budget, options.delta, precision).noise_multiplier
-            multiplier = options.of_model(whole)
+            multiplier = options.model_multiplier(whole)
     except ValueError:
         multiplier = None
     return CohortCost(
@@ -250,7 +250,7 @@ def _cohort(calibrated: JobSpec, goal: int, budget: float, num_clients: int) -> 
 
 
 def _widest(selection: Selection, goal: int, num_clients: int) -> int:
-    """In how many consecutive rounds a client takes part once, if all clients take turns."""
+    """Return the number of consecutive rounds in which a client takes part once, if all clients take turns."""
     return max(1, num_clients // structs.replace(selection, goal=goal).target)
 
 
@@ -262,7 +262,7 @@ def _remarks(spec: JobSpec, num_clients: int) -> Iterator[str]:
         drawn = selection.sampling.rate * num_clients
         if not 0.8 <= drawn / selection.goal <= 1.25:
             yield (
-                f"of {num_clients:,} clients {drawn:,.1f} are drawn in a round, and their sum is divided by "
+                f"{drawn:,.1f} of {num_clients:,} clients are drawn per round, but their sum is divided by "
                 f"selection.goal = {selection.goal}; expected selection.sampling.rate near "
                 f"{min(1.0, selection.goal / num_clients):.3g}"
             )
@@ -271,7 +271,7 @@ def _remarks(spec: JobSpec, num_clients: int) -> Iterator[str]:
     if needed > num_clients:
         yield (
             f"{num_clients:,} clients are too few: with selection.min_separation = {selection.min_separation} and "
-            f"{selection.target} assignments a round {needed:,} take turns, and a round waits, or goes on with fewer"
+            f"{selection.target} assignments per round, {needed:,} are needed; rounds will wait or have fewer clients"
         )
 
 

@@ -1,7 +1,7 @@
-"""What a job asks of the server's own accelerators: the tables `[pool]`, `[warm_start]` and `[server_step]`.
+"""A job's use of the server's own accelerators: the tables `[pool]`, `[warm_start]` and `[server_step]`.
 
-The math is that of `pool.ranks` ranks, however many processes do it: fewer of them take turns, so a pool that has lost
-some, or none at all, changes how long the work takes and not what comes out.
+The result is that of `pool.ranks` ranks, whatever the number of processes: fewer processes take turns, so a pool that
+has lost some, or all, changes how long the work takes but not its result.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ class PoolOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """Ranks of the server's accelerators that work for the job."""
 
     ranks: Annotated[int, Meta(ge=1, le=4096)] = 1
-    """Number of ranks that the work is divided for. With more processes some are idle; with fewer, each does the work
+    """Number of ranks that the work is divided into. With more processes some are idle; with fewer, each does the work
     of several."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """`"nccl"`: a pool with GPUs only, else the server does the work itself. `"gloo"`: the ranks compute on CPUs.
-    `"auto"`: as the pool was started."""
+    """`"nccl"`: only a pool with GPUs, otherwise the server does the work itself. `"gloo"`: the ranks compute on CPUs.
+    `"auto"`: the backend that the pool was started with."""
     split: Literal["columns", "reports"] = "columns"
     """`"columns"`: each rank folds its part of every update, and the result has the bits of one process. `"reports"`:
-    each folds whole updates, which differs by rounding and is faster where updates have to be decoded."""
+    each rank folds whole updates, which differs by rounding and is faster if updates must be decoded."""
 
 
 class ServerLearning(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Training of the model on the server's own data, by a trainer that the operator gave to the server.
+    """Training of the model on the server's own data, by a trainer that the operator installed on the server.
 
     The learning rate is scaled as in Goyal et al. 2017, arXiv 1706.02677, Section 2.1, or Krizhevsky 2014, arXiv
     1404.5997, Section 5.
@@ -69,7 +69,7 @@ class WarmStart(ServerLearning, frozen=True, forbid_unknown_fields=True, kw_only
     epochs: Count = 1
     """Passes over the data."""
     checkpoint_every: Count = 100
-    """Steps between two checkpoints, from which a warm start that was killed goes on."""
+    """Steps between two checkpoints, from which a killed warm start continues."""
 
 
 class ServerStep(ServerLearning, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""The mechanism, the noise and the releases of a job with `[privacy]`."""
+"""The mechanism, the calibrated noise and the releases of a job with `[privacy]`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedplat.sampling.poisson import OVERFLOW
 def calibrate(spec: JobSpec) -> JobSpec:
     """Return the job with its noise calibrated, and with the number of releases that its budget allows.
 
-    A job without `[privacy]` is returned as it is. Takes about a second. Raises `JobFileError` if no noise is enough,
+    A job without `[privacy]` is returned unchanged. Takes about a second. Raises `JobFileError` if no noise is enough,
     and `MissingExtraError` without the extra `privacy`.
     """
     options = spec.privacy
@@ -30,9 +30,9 @@ def calibrate(spec: JobSpec) -> JobSpec:
             whole = accounting.calibrate(
                 build_mechanism(spec, 1.0), most, options.epsilon, options.delta
             ).noise_multiplier
-            spec = _with(spec, noise_multiplier=options.of_model(whole))
+            spec = _with(spec, noise_multiplier=options.model_multiplier(whole))
         elif options.epsilon is not None:
-            found = build_mechanism(spec, options.whole(options.noise_multiplier))
+            found = build_mechanism(spec, options.total_multiplier(options.noise_multiplier))
             most = accounting.max_releases(found, options.epsilon, options.delta, most)
             if not most:
                 raise ValueError(
@@ -50,15 +50,15 @@ def _with(spec: JobSpec, **changes: Any) -> JobSpec:
 
 
 def find_mechanism(spec: JobSpec) -> privacy.Mechanism | None:
-    """Return the mechanism of a job's releases; None if it is not private, or not calibrated yet."""
+    """Return the mechanism of a job's releases; None if the job is not private, or not calibrated yet."""
     options = spec.privacy
     if options is None or options.noise_multiplier is None:
         return None
-    return build_mechanism(spec, options.whole(options.noise_multiplier))
+    return build_mechanism(spec, options.total_multiplier(options.noise_multiplier))
 
 
 def plan_charge(spec: JobSpec) -> privacy.Charge | None:
-    """Return what the job may release in all; None if it is not private, or not calibrated yet."""
+    """Return the charge of all releases that the job may make; None if it is not private, or not calibrated yet."""
     mechanism = find_mechanism(spec)
     if spec.privacy is None or spec.privacy.max_releases is None or mechanism is None:
         return None
@@ -66,12 +66,12 @@ def plan_charge(spec: JobSpec) -> privacy.Charge | None:
 
 
 def build_mechanism(spec: JobSpec, total_multiplier: float) -> privacy.Mechanism:
-    """Return the mechanism that a private job would have with this noise multiplier of a whole round."""
+    """Return the mechanism that a private job would have with this total noise multiplier of a round."""
     assert spec.privacy is not None
     sampling = spec.selection.sampling
     if isinstance(sampling, Poisson):
-        # OVERFLOW is the probability that the cap is reached; given that one client is drawn it may be 1 / rate times
-        # as large.
+        # OVERFLOW is the probability that the cap is reached; given that one client is drawn it may be larger by a
+        # factor of 1 / rate.
         overflow = min(1.0, OVERFLOW / sampling.rate)
         return privacy.Mechanism(
             kind="poisson", noise_multiplier=total_multiplier, sampling_probability=sampling.rate, overflow=overflow
@@ -85,7 +85,7 @@ def build_mechanism(spec: JobSpec, total_multiplier: float) -> privacy.Mechanism
 
 
 def build_release(spec: JobSpec) -> privacy.Release | None:
-    """Return what turns an attempt's sum into a release; None if the job is not private."""
+    """Return the parameters that turn an attempt's sum into a release; None if the job is not private."""
     options = spec.privacy
     if options is None:
         return None

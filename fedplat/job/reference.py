@@ -2,7 +2,7 @@
 
     python -m fedplat.job.reference > docs/job-reference.md
 
-Types, bounds and defaults are those of the fields. The sentence below a field in the source is its meaning.
+Types, bounds and defaults are those of the fields. The string below a field in the source is its meaning.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def render() -> str:
 
 
 def describe_fields(record: type[Struct]) -> dict[str, str]:
-    """Return the sentence below each field of a record and of its base records, by the field's name."""
+    """Return the string below each field of a record and of its base records, by the field's name."""
     found: dict[str, str] = {}
     for owner in reversed(record.__mro__):
         if issubclass(owner, Struct) and owner is not Struct:
@@ -60,7 +60,7 @@ def _strings_below_fields(record: type[Struct]) -> dict[str, str]:
 
 
 def _sections(job: types.StructType) -> Iterator[str]:
-    """Yield the table of the job, and one for each table in it, in the order of the keys."""
+    """Yield the section of the job, and one for each table in it, in the order of the keys."""
     waiting: list[tuple[str, Sequence[types.StructType]]] = [("", [job])]
     paths: dict[frozenset[type], str] = {}
     while waiting:
@@ -83,7 +83,7 @@ def _record(path: str, record: types.StructType) -> str:
 
 
 def _union(path: str, records: Sequence[types.StructType]) -> str:
-    """Return the section of a table whose tag decides the record that reads it."""
+    """Return the section of a table in which a tag selects the record."""
     tag = str(records[0].tag_field)
     rows = [
         (f"`{_toml(record.tag)}`", *(f"`{key}`" if key else "", *cells))
@@ -96,7 +96,7 @@ def _union(path: str, records: Sequence[types.StructType]) -> str:
 
 
 def _rows(record: types.StructType) -> list[tuple[str, str, str, str]]:
-    """Return key, type, default and meaning of each field. Raises `KeyError` for a field without its sentence."""
+    """Return key, type, default and meaning of each field. Raises `KeyError` for a field without a string below it."""
     meanings = describe_fields(record.cls)
     return [
         (field.encode_name, _type(field.type), _default(field), meanings[field.encode_name]) for field in record.fields
@@ -121,7 +121,7 @@ def _tables(info: types.Type) -> list[types.StructType]:
 
 
 def _type(info: types.Type) -> str:
-    """Return a type and its bounds, in the words of TOML."""
+    """Describe a type and its bounds in the terms of TOML."""
     match info:
         case types.VarTupleType():
             return f"list, {_length(info)} items, each: {_type(info.item_type)}"
@@ -196,7 +196,7 @@ def _join(path: str, key: str) -> str:
 
 
 def _anchor(path: str) -> str:
-    """Return the anchor that Markdown makes of a section's heading."""
+    """Return the anchor that Markdown generates for a section's heading."""
     return path.replace(".", "")
 
 

@@ -1,4 +1,4 @@
-"""The aggregation rule of a job: its options, a robust rule, clipping and noise, wrapped in this order."""
+"""The aggregation rule of a job: its options, wrapped by a robust rule, clipping and noise, in this order."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def build_rule(
     noise: privacy.Noise | None = None,
     keep_step: Callable[[bytes], None] | None = None,
 ) -> aggregate.Rule:
-    """Return the aggregation rule of a job; `seed` seeds its draws in an attempt.
+    """Return the aggregation rule of a job; `seed` seeds its random draws in an attempt.
 
-    `aggregate.seed_of(job_id, version)` is the seed of the attempt that leads to that version. `noise`, fresh for each
-    attempt, is what a private job makes its releases with; without it, the rule makes none. With `keep_step`, the rule
-    of a job with a downlink encodes its step, and calls `keep_step` with the result.
+    `aggregate.seed_of(job_id, version)` is the seed of the attempt that makes that version. `noise`, fresh for each
+    attempt, is added to the releases of a private job; without it, the rule cannot release anything. With `keep_step`,
+    the rule of a job with a downlink encodes its step, and calls `keep_step` with the result.
     """
     rule = spec.aggregation.build()
     if spec.robust is not None:

@@ -1,6 +1,6 @@
-"""The tables of a job file, each a frozen record with its own rules.
+"""The tables of a job file, each a frozen record with its own checks.
 
-The sentence below each field is its entry in docs/job-reference.md (`reference.py`).
+The string below each field is its entry in docs/job-reference.md (`reference.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedplat.toml import format_value
 Scalar = bool | int | float | str
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 Positive = Annotated[float, Meta(gt=0.0, le=31_536_000.0)]
-# Not any positive number: a back-off of a nanosecond would be a busy loop.
+# The minimum is not 0: a back-off of a nanosecond would be a busy loop.
 Duration = Annotated[float, Meta(ge=0.01, le=31_536_000.0)]
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 Factor = Annotated[float, Meta(ge=0.0, le=1e30)]
@@ -54,7 +54,7 @@ class Selection(Struct, frozen=True, forbid_unknown_fields=True):
     """Expression over labels that eligible clients satisfy, such as `region == 'eu' and memory_mb >= 4096`, with
     `and or not in` and `== != < <= > >=`."""
     wait_for: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-    """Number of eligible clients that must wait before the sample is drawn; 0: as many as are assigned."""
+    """Number of eligible clients that must wait before the sample is drawn; 0: the number to assign."""
     min_separation: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     """A client that was assigned in a round is not drawn in this many rounds after it, also across restarts of the
     server."""
@@ -69,17 +69,17 @@ class Selection(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def target(self) -> int:
-        """Number of clients to assign. Rounded first: 1.1 * 10 is 11, not 12."""
+        """The number of clients to assign. The product is rounded first: 1.1 * 10 is 11, not 12."""
         return math.ceil(round(self.over_selection * self.goal, 9))
 
     @property
     def minimum(self) -> int:
-        """Number of reports that are enough at the deadline."""
+        """The number of reports that are enough at the deadline."""
         return max(1, math.ceil(round(self.min_fraction * self.goal, 9)))
 
     @property
     def remembers(self) -> bool:
-        """Whether selection asks what clients did in earlier rounds."""
+        """Whether selection depends on participation in earlier rounds."""
         return self.min_separation > 0 or self.sampling.remembers
 
 
@@ -100,15 +100,15 @@ class Deadlines(Struct, frozen=True, forbid_unknown_fields=True):
     """Duration of each phase, in seconds on the server's monotonic clock."""
 
     selection_s: Duration = 60.0
-    """After this, the clients that wait are taken, if they are at least the minimum."""
+    """After this, the waiting clients are taken, if they are at least the minimum."""
     training_s: Duration = 600.0
     """Time for download and training."""
     upload_s: Duration = 300.0
     """Time for the upload, from its start."""
     heartbeat_s: Annotated[float, Meta(ge=0.05, le=600.0)] = 10.0
-    """Interval at which a client reports its progress, and is told the time that is left."""
+    """Interval at which a client reports its progress, and receives the remaining time."""
     adaptive: Adaptive | None = None
-    """Training deadline that follows past durations; none: `training_s` always."""
+    """Training deadline that follows past durations; none: always `training_s`."""
 
     def __post_init__(self) -> None:
         if self.adaptive is not None and self.adaptive.min_s > self.training_s:
@@ -121,7 +121,7 @@ class Retry(Struct, frozen=True, forbid_unknown_fields=True):
     """Back-off between attempts at the same round."""
 
     base_s: Duration = 1.0
-    """The n-th failed attempt is tried again after `base_s × 2^(n-1)` seconds, halved to whole at random."""
+    """The n-th failed attempt is retried after `base_s × 2^(n-1)` seconds, times a random factor from 0.5 to 1."""
     max_s: Duration = 300.0
     """Longest back-off, in seconds."""
     max_attempts: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
@@ -150,9 +150,7 @@ class Updates(Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.clip_norm and self.adaptive_clip is not None:
-            raise ValueError(
-                f"clip_norm = {self.clip_norm}: expected 0 beside adaptive_clip, which bounds the norms too"
-            )
+            raise ValueError(f"clip_norm = {self.clip_norm}: expected 0 with adaptive_clip, which bounds the norms too")
         for name in ("outlier_factor", "max_weight_factor"):
             factor: float | None = getattr(self, name)
             if factor is not None and 0.0 < factor < 1.0:
@@ -169,25 +167,25 @@ class Updates(Struct, frozen=True, forbid_unknown_fields=True):
         return self.clip_norm > 0.0 or self.adaptive_clip is not None
 
     def clip(self, rule: aggregate.Rule) -> aggregate.Rule:
-        """A rule that sees updates within the bound only, if there is one."""
+        """Wrap a rule so that it gets only updates within the bound, if there is one."""
         if self.adaptive_clip is not None:
             return self.adaptive_clip.build()(rule)
         return aggregate.clip_by_norm(self.clip_norm)(rule) if self.clip_norm else rule
 
 
 class Compression(Struct, frozen=True, forbid_unknown_fields=True):
-    """Codecs of the updates and versions that travel."""
+    """Codecs of transferred updates and versions."""
 
     uplink: codecs.Options | None = None
     """Codec of the updates that clients send, such as `uplink = { codec = "bf16" }`; none: float32. Clients that do not
-    know the codec are not eligible."""
+    support the codec are not eligible."""
     downlink: codecs.Options | None = None
-    """Codec of the step from one version to the next, which clients with the version before download; none: whole
-    models. Clients without that version, or that do not know the codec, download the whole model."""
+    """Codec of the step from one version to the next, which clients with the previous version download; none: whole
+    models. Clients without that version, or that do not support the codec, download the whole model."""
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the codecs that a client has to know. Without that of the downlink it gets whole models."""
+        """The codecs that a client must support. One without that of the downlink gets whole models."""
         return frozenset() if self.uplink is None else frozenset({str(self.uplink.__struct_config__.tag)})
 
 
@@ -219,7 +217,7 @@ class Evaluation(Struct, frozen=True, forbid_unknown_fields=True):
     """Federated evaluation; none: clients evaluate nothing."""
 
     def is_due(self, round_number: int, num_rounds: int) -> bool:
-        """Return whether the version that a round has made is scored, in a job of `num_rounds` rounds."""
+        """Return whether the version of a round is evaluated, in a job of `num_rounds` rounds."""
         return round_number % self.every == 0 or round_number >= num_rounds
 
 
@@ -230,15 +228,15 @@ class Retention(Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     versions: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-    """Model files of the newest versions that are kept; 0: those of all versions."""
+    """Number of newest versions with model files; 0: all versions keep theirs."""
     every: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-    """Model files of each version whose number is a multiple of this are kept as well; needs `versions`."""
+    """Versions that are a multiple of this keep their model files as well; needs `versions`."""
     states: Count = 2
-    """States of the aggregation rule of the newest versions that are kept. A private job keeps the latest only, and
-    none once it has ended."""
+    """Number of newest versions with states of the aggregation rule. A private job keeps only the latest, and none once
+    it has ended."""
     history_days: Annotated[float, Meta(ge=0.0, le=36_500.0)] = 0.0
-    """The history of attempts that ended more days ago than this is removed; 0: never."""
+    """History of attempts that ended more days ago than this is removed; 0: never."""
 
     def __post_init__(self) -> None:
         if self.every and not self.versions:
-            raise ValueError(f"every = {self.every}: expected versions beside it; without it all versions are kept")
+            raise ValueError(f"every = {self.every}: expected versions with it; without it all versions are kept")

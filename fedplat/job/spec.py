@@ -1,4 +1,4 @@
-"""A training job as a whole: its tables, and what they ask of each other."""
+"""A training job as a whole: its tables, and the checks between them."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     config: dict[str, Scalar] = {}
     """Hyper-parameters that the trainer finds in `task.config`."""
     durability: Literal["spool", "memory"] = "spool"
-    """`"spool"`: accepted updates lie on the server's disk until their version is committed, so a server that is killed
-    goes on with the open attempt. `"memory"`: updates never touch the disk (Linux), and a crash costs the open attempt,
-    which is tried again, and never the job."""
+    """`"spool"`: accepted updates are stored on the server's disk until their version is committed, so a killed server
+    continues the open attempt. `"memory"`: updates are never written to disk (Linux), and a crash costs the open
+    attempt, which is retried, but never the job."""
     deadlines: Deadlines = Deadlines()
     """Duration of each phase."""
     retry: Retry = Retry()
@@ -66,7 +66,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     robust: aggregate.Robust | None = None
     """Robust aggregation in place of the mean; none: the rule's own mean."""
     privacy: privacy.Privacy | None = None
-    """Differential privacy of clients; none: no promise."""
+    """Differential privacy of clients; none: no guarantee."""
     evaluation: Evaluation = Evaluation()
     """Evaluation of committed models."""
     retention: Retention = Retention()
@@ -76,7 +76,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     warm_start: WarmStart | None = None
     """Training on the server's data before round 1; none: round 1 begins with the initial model."""
     server_step: ServerStep | None = None
-    """Training on the server's data at the end of rounds; none: clients alone train."""
+    """Training on the server's data at the end of rounds; none: only clients train."""
 
     def __post_init__(self) -> None:
         if len(self.config) > 1000:
@@ -92,34 +92,34 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the server's own training is made for."""
+        """The number of ranks that the server's own training is divided into."""
         return self.pool.ranks if self.pool is not None else 1
 
     @property
     def buffered(self) -> modes.Buffered | None:
-        """How the job's updates are buffered; None if it has synchronous rounds."""
+        """The buffer options of an asynchronous job; None if it has synchronous rounds."""
         return self.mode if isinstance(self.mode, modes.Buffered) else None
 
     @property
     def max_participations(self) -> int:
-        """In how many rounds a client may take part; 0: in any number."""
+        """The number of rounds in which a client may take part; 0: no limit."""
         return self.privacy.max_participations if self.privacy is not None else 0
 
     @property
     def remembers(self) -> bool:
-        """Whether selection asks what clients did in earlier rounds."""
+        """Whether selection depends on participation in earlier rounds."""
         return self.selection.remembers or self.max_participations > 0
 
     @property
     def num_wanted(self) -> int:
-        """How many clients the job wants at work at the same time."""
+        """The number of clients that the job needs at work at the same time."""
         return self.mode.concurrency if isinstance(self.mode, modes.Buffered) else self.selection.target
 
     @property
     def outlier_factor(self) -> float:
-        """How many times the median norm an update may have; 0: any number.
+        """The maximum norm of an update, relative to the median; 0: no limit.
 
-        By default 1000, and 0 where clipping or a robust rule bounds what an update does.
+        By default 1000, and 0 if clipping or a robust rule bounds the influence of an update.
         """
         if self.updates.outlier_factor is not None:
             return self.updates.outlier_factor
@@ -127,9 +127,9 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def max_weight_factor(self) -> float:
-        """How many times the median number of examples an update may count for; 0: any number.
+        """The maximum number of examples that an update counts for, relative to the median; 0: no limit.
 
-        By default 10 with `weighting = "examples"`. A private job has a bound of its own: no update weighs above 1.
+        By default 10 with `weighting = "examples"`. A private job has its own bound: no update has a weight above 1.
         """
         if self.updates.weighting == "uniform" or self.privacy is not None:
             return 0.0
@@ -137,19 +137,19 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
         return MAX_WEIGHT_FACTOR if factor is None else factor
 
     def weight(self, num_examples: float, staleness: int = 0, most: float = math.inf) -> float:
-        """The weight of an update that was trained on `num_examples` examples, and is so many versions behind.
+        """Return the weight of an update that was trained on `num_examples` and is `staleness` versions behind.
 
-        It counts for `most` examples at most.
+        It counts for at most `most` examples.
         """
         most = min(most, self.updates.max_examples)
         weight = 1.0 if self.updates.weighting == "uniform" else min(num_examples, most)
         if self.privacy is not None and self.updates.weighting == "examples":
-            weight /= self.updates.max_examples  # 1 at most
+            weight /= self.updates.max_examples  # at most 1
         return self.mode.weight(staleness) * weight
 
 
 def parse_job(text: str) -> JobSpec:
-    """Parse a job file. Raises `JobFileError`, whose message has a line for each mistake."""
+    """Parse a job file. Raises `JobFileError`, with one line per mistake."""
     return read_record(read_toml(text), JobSpec)
 
 
@@ -175,7 +175,7 @@ def _check_rule(spec: JobSpec, rule: aggregate.Rule) -> None:
         raise ValueError(f'aggregation.rule = "{name}": it needs [updates] weighting = "uniform"')
     if algorithm and spec.config.get("algorithm") != algorithm:
         raise ValueError(
-            f'aggregation.rule = "{name}": clients have to do their half of it; it needs [config] algorithm = '
+            f'aggregation.rule = "{name}": clients must run their part of it; expected [config] algorithm = '
             f'"{algorithm}"'
         )
 
@@ -193,7 +193,8 @@ def _check_buffered(spec: JobSpec) -> None:
 def _check_server_step(spec: JobSpec, step: ServerStep) -> None:
     if spec.compression.downlink is not None:
         raise ValueError(
-            "server_step: a version would not be the one before plus the encoded step; expected no compression.downlink"
+            "server_step: a version would not be the previous one plus the encoded step; expected no "
+            "compression.downlink"
         )
     if step.method == "train":
         return
@@ -205,7 +206,7 @@ def _check_server_step(spec: JobSpec, step: ServerStep) -> None:
     }
     if found := [name for name, is_so in contrary.items() if is_so]:
         raise ValueError(
-            f'server_step.method = "distill": it looks at the model of each client of a round, which {found[0]} '
+            f'server_step.method = "distill": it uses the model of each client of a round, which {found[0]} '
             'excludes; expected "train"'
         )
 
@@ -214,7 +215,7 @@ def _check_robust(spec: JobSpec, robust: aggregate.Robust) -> None:
     if type(spec.aggregation) not in aggregate.SERVER_OPTIMIZERS:
         known = ", ".join(str(each.__struct_config__.tag) for each in aggregate.SERVER_OPTIMIZERS)
         name = spec.aggregation.__struct_config__.tag
-        raise ValueError(f"robust: goes with aggregation.rule = {known}; {name} has a mean of its own")
+        raise ValueError(f"robust: expected aggregation.rule = {known}; {name} has a mean of its own")
     selection = spec.selection
     name, most = ("goal", selection.goal)
     if selection.close == "deadline":  # every assigned client may report
@@ -228,7 +229,7 @@ def _check_robust(spec: JobSpec, robust: aggregate.Robust) -> None:
         robust.check(selection.minimum)
     except ValueError as exc:
         raise ValueError(
-            f"robust: {exc}: so many may close an attempt, ceil(min_fraction x goal); raise selection.goal or "
+            f"robust: {exc}: this number may close an attempt, ceil(min_fraction x goal); raise selection.goal or "
             "selection.min_fraction, or lower robust.byzantine"
         ) from exc
 
@@ -248,7 +249,7 @@ def _check_privacy(spec: JobSpec, options: privacy.Privacy) -> None:
 def _updates_mistakes(spec: JobSpec) -> Iterator[str]:
     updates = spec.updates
     if not (updates.clip_norm or updates.adaptive_clip):
-        yield "what one client changes needs a bound; expected updates.clip_norm or updates.adaptive_clip"
+        yield "the influence of one client needs a bound; expected updates.clip_norm or updates.adaptive_clip"
     if updates.weighting == "examples" and updates.max_examples >= Updates().max_examples:
         yield (
             f"updates.max_examples = {updates.max_examples:g}: a client with so many examples weighs 1, and all others "
@@ -257,8 +258,8 @@ def _updates_mistakes(spec: JobSpec) -> Iterator[str]:
     for name in ("max_norm", "outlier_factor", "max_weight_factor"):
         if value := getattr(updates, name):
             yield (
-                f"updates.{name} = {value:g}: expected 0, since what a client counts for would depend on what it and "
-                "the others sent; clipping bounds each update, and no weight is above 1"
+                f"updates.{name} = {value:g}: expected 0, since the weight of a client would depend on the updates of "
+                "all clients; clipping bounds each update, and no weight is above 1"
             )
 
 
@@ -268,19 +269,19 @@ def _other_mistakes(spec: JobSpec) -> Iterator[str]:
         name = spec.aggregation.__struct_config__.tag
         yield f'aggregation.rule = "{name}": expected {known}; others have a mean of their own'
     if spec.robust is not None:
-        yield "robust: expected none, since what one client changes in such a rule's result has no small bound"
+        yield "robust: expected none, since the influence of one client on the result of such a rule has no small bound"
     if spec.buffered is not None:
         yield 'mode.kind = "buffered": expected "sync", since a buffer closes at a number of reports'
     if spec.evaluation.clients is not None:
         yield "evaluation.clients: expected none, since its results would be releases without noise"
     if spec.deadlines.adaptive is not None:
-        yield "deadlines.adaptive: expected none, since it tells clients how long others took"
+        yield "deadlines.adaptive: expected none, since it reveals to clients how long others took"
 
 
 def _participation_mistakes(spec: JobSpec, options: privacy.Privacy) -> Iterator[str]:
     selection, kind = spec.selection, options.participation
     if selection.close != "deadline":
-        yield 'selection.close = "goal": expected "deadline", since the fastest would be in the model for certain'
+        yield 'selection.close = "goal": expected "deadline", since the fastest would certainly be in the model'
     expected, policy = Poisson if kind == "poisson" else Uniform, selection.sampling
     if type(policy) is not expected:
         yield (
@@ -293,7 +294,7 @@ def _participation_mistakes(spec: JobSpec, options: privacy.Privacy) -> Iterator
         if selection.min_separation or options.max_participations:
             yield (
                 "expected neither selection.min_separation nor privacy.max_participations with participation = "
-                '"poisson": who must rest is not drawn by a trial'
+                '"poisson": a client that must rest is not drawn by a trial'
             )
     if kind == "min_separation" and not selection.min_separation:
         yield 'selection.min_separation: expected rounds above 0 with participation = "min_separation"'
@@ -304,12 +305,12 @@ def _clip_mistakes(spec: JobSpec, options: privacy.Privacy) -> Iterator[str]:
         return
     if options.participation == "min_separation":
         yield (
-            "updates.adaptive_clip: expected updates.clip_norm, since the noise of a tree goes over all rounds and "
-            "needs one bound"
+            "updates.adaptive_clip: expected updates.clip_norm, since the noise of a tree spans all rounds and needs "
+            "one bound"
         )
     goal, multiplier = spec.selection.goal, options.noise_multiplier
     if multiplier is not None and 2.0 * options.count_deviation(goal) <= multiplier:
         yield (
             f"updates.adaptive_clip: expected selection.goal above {10 * multiplier:g}, ten times the noise "
-            f"multiplier, not {goal}: else the count that it follows leaves nothing to the updates"
+            f"multiplier, not {goal}: otherwise the count that it follows uses up the budget"
         )

@@ -1,8 +1,8 @@
-"""Client-level differential privacy: what a job promises, the noise that keeps it, and what releases cost.
+"""Client-level differential privacy: the job's options, the noise, and the cost of releases.
 
-`options.py` is the table of the job file, `mechanism.py` the wrapper that makes releases of a rule's results,
-`noise.py` and `tree.py` the noise, `releases.py` what an accountant is told of it. `accounting.py` does the arithmetic,
-with the extra `privacy`.
+`options.py` is the table of the job file, `mechanism.py` the wrapper that turns a rule's results into releases,
+`noise.py` and `tree.py` the noise, `releases.py` the accountant's view of a release, and `accounting.py` the arithmetic
+(with the extra `privacy`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What releases cost: epsilon at a given delta, the noise that a budget needs, the releases that it allows.
+"""The cost of releases: epsilon at a given delta, the noise that a budget needs, the releases that it allows.
 
-`poisson` is accounted for one client more or less; `fixed` and `tree` for one client whose reports count for nothing.
-All that one client can change in a job of these two is one Gaussian release: a vector of length participations^(1/2)
-and `tree_sensitivity`. Numbers err upwards.
+`poisson` is accounted for adding or removing one client; `fixed` and `tree` for replacing one client's reports by
+zeros. For these two, all that one client can change in a job is one Gaussian release: a vector of length
+participations^(1/2), or `tree_sensitivity`. Results err upwards.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from fedplat.privacy.losses import FINE, Precision
 from fedplat.privacy.releases import Charge, Mechanism, tree_sensitivity
 
 CACHED = 4096
-"""Results that are kept, of each kind; a private job of a server needs two for each release, and two for its plan."""
+"""Number of cached results of each kind; a private job of a server needs two per release, and two for its plan."""
 _SMALLEST, _LARGEST = -4, 6
-"""Decimal exponents of the multipliers between which the noise is sought."""
+"""Decimal exponents of the smallest and the largest multiplier in a search."""
 _NUMBERS = 9000
 """Numbers of 4 significant digits in a decade."""
 _FLOAT_ERROR = 1e-12
 _FLOAT_ERROR_PER_RELEASE = 1e-16
-"""What Fourier transforms of 64-bit floats may lose of delta; 2e-17 a release was seen."""
+"""Bound on the error of delta from Fourier transforms of 64-bit floats; 2e-17 per release was measured."""
 
 _COARSER = 16
-"""How much coarser the grid is on which noise and releases are sought first."""
+"""Factor by which the grid is coarser on which noise and releases are searched first."""
 _NEAR = 5e-3
-"""How near to the budget, as a logarithm, the coarse grid's answer is."""
+"""Distance of the coarse grid's answer from the budget, as a logarithm."""
 _SECANTS = 8
-"""Evaluations after which a search goes on by bisection."""
+"""Number of evaluations after which a search continues by bisection."""
 
 _Sampled = list[tuple[Mechanism, int]]
 
 
 def epsilon(charges: Sequence[Charge], delta: float, precision: Precision = FINE) -> float:
-    """Return epsilon by privacy loss distributions; `inf` where delta is too small for that arithmetic.
+    """Return epsilon by privacy loss distributions; `inf` if delta is too small for that arithmetic.
 
-    It errs upwards, by little with the default precision. Raises `ValueError` for a delta that is no probability
-    between 0 and 1, and `MissingExtraError`.
+    It errs upwards, by little with the default precision. Raises `ValueError` unless delta is between 0 and 1, and
+    `MissingExtraError`.
     """
     return _epsilon(tuple(charges), delta, precision)
 
 
 @lru_cache(maxsize=CACHED)
 def _epsilon(charges: tuple[Charge, ...], delta: float, precision: Precision, coarser: int = 1) -> float:
-    """Return epsilon with losses on a grid that is so many times coarser: faster, and larger by little."""
+    """Return epsilon on a grid of losses that is coarser by a factor: faster, and slightly larger."""
     _check(delta)
     sampled, deviation = _group_charges(charges)
     if not sampled:
@@ -60,7 +60,7 @@ def _epsilon(charges: tuple[Charge, ...], delta: float, precision: Precision, co
     sampled, usable = _without_rare(sampled, delta, precision.rare)
     usable -= _FLOAT_ERROR + _FLOAT_ERROR_PER_RELEASE * sum(count for _, count in sampled)
     interval = losses.interval(sampled, deviation, precision.points)
-    if interval > losses.WIDEST:
+    if interval > losses.MAX_INTERVAL:
         return losses.gaussian_epsilon(_without_amplification(sampled, deviation), delta)
     if usable <= 0.0:
         return math.inf
@@ -75,7 +75,7 @@ def _epsilon(charges: tuple[Charge, ...], delta: float, precision: Precision, co
 
 
 def epsilon_rdp(charges: Sequence[Charge], delta: float) -> float:
-    """Epsilon by Rényi divergences, a cross-check: larger, but for jobs with an `overflow`, which it leaves out."""
+    """Return epsilon by Rényi divergences, a cross-check: larger, except with an `overflow`, which it ignores."""
     return _epsilon_rdp(tuple(charges), delta)
 
 
@@ -89,7 +89,7 @@ def _epsilon_rdp(charges: tuple[Charge, ...], delta: float) -> float:
 
 
 def epsilons(mechanism: Mechanism, counts: Sequence[int], delta: float, precision: Precision = FINE) -> list[float]:
-    """Return epsilon after each of so many releases."""
+    """Return epsilon after each number of releases."""
     return [epsilon([Charge(mechanism, count)], delta, precision) for count in counts]
 
 
@@ -98,7 +98,7 @@ def calibrate(
 ) -> Mechanism:
     """Return the mechanism with the least noise whose epsilon is within `budget`; its multiplier has 4 digits.
 
-    The search begins at the multiplier of `mechanism`. Raises `ValueError` where no noise is enough.
+    The search begins at the multiplier of `mechanism`. Raises `ValueError` if no noise is enough.
     """
 
     def quieter(step: int, coarser: int = 1) -> float:
@@ -128,7 +128,7 @@ def max_releases(
     before: Sequence[Charge] = (),
     precision: Precision = FINE,
 ) -> int:
-    """Return the most releases, `limit` at most, whose epsilon with the charges `before` is within `budget`."""
+    """Return the number of releases, at most `limit`, whose epsilon with the charges `before` is within `budget`."""
 
     def after(count: int, coarser: int = 1) -> float:
         return _epsilon((*before, Charge(mechanism, count)), delta, precision, coarser)
@@ -145,7 +145,7 @@ def _check(delta: float) -> None:
 
 
 def _group_charges(charges: Sequence[Charge]) -> tuple[_Sampled, float]:
-    """Equal mechanisms with independent trials once, with their releases; all others as one Gaussian's deviation."""
+    """Group equal mechanisms with independent trials; combine all others into the deviation of one Gaussian release."""
     counts: Counter[Mechanism] = Counter()
     for charge in charges:
         if charge.releases:
@@ -157,7 +157,7 @@ def _group_charges(charges: Sequence[Charge]) -> tuple[_Sampled, float]:
 
 
 def _without_rare(sampled: _Sampled, delta: float, part: float) -> tuple[_Sampled, float]:
-    """The mechanisms without overflows that are so rare that all of them may be a part of delta, and what is left."""
+    """Ignore overflows so rare that all of them take at most `part` of delta; return the remaining delta, too."""
     kept: _Sampled = []
     for mechanism, count in sampled:
         chance = mechanism.overflow * count
@@ -168,7 +168,7 @@ def _without_rare(sampled: _Sampled, delta: float, part: float) -> tuple[_Sample
 
 
 def _length(charge: Charge) -> float:
-    """What one client can change in all releases together (L2), in units of what it can change in one."""
+    """Return how much one client can change in all releases together (L2), relative to its change in one."""
     mechanism, releases = charge.mechanism, charge.releases
     match mechanism.kind:
         case "poisson":
@@ -180,7 +180,7 @@ def _length(charge: Charge) -> float:
 
 
 def _without_amplification(sampled: _Sampled, deviation: float) -> float:
-    """The deviation of one Gaussian release that costs no less, as if every client took part in every round."""
+    """Return the deviation of one Gaussian release that costs at least as much: every client in every round."""
     parts = [
         count * ((2 if mechanism.overflow else 1) / mechanism.noise_multiplier) ** 2 for mechanism, count in sampled
     ]
@@ -192,16 +192,16 @@ def _with_noise(mechanism: Mechanism, multiplier: float) -> Mechanism:
 
 
 def _multiplier(step: int) -> float:
-    """All decimal numbers of 4 significant digits in order; step 0 is 1."""
+    """Return the decimal number of 4 significant digits at a position of their order; step 0 is 1."""
     exponent, rest = divmod(step, _NUMBERS)
     return float(f"{1000 + rest}e{exponent - 3}")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Search:
-    """Where a search for the last step within a budget begins: the cost of the first step is within it.
+    """The start of a search for the last step within a budget; the cost of the first step is within it.
 
-    `slope` is about how much the logarithm of the cost grows with `scale`.
+    `slope` is an estimate of the growth of the logarithm of the cost with `scale`.
     """
 
     bounds: tuple[int, int]
@@ -213,8 +213,8 @@ class _Search:
 def _last_on_two_grids(cost: Callable[[int, int], float], budget: float, search: _Search, near: float) -> int:
     """Return the last step whose cost on the finest grid is within the budget; `cost` takes a step and a coarseness.
 
-    Or one whose cost is below the budget by `near` at most, as a logarithm. The coarse grid finds the neighbourhood,
-    in which the fine one takes two or three evaluations.
+    With `near`, a step is enough whose cost is below the budget by at most `near`, as a logarithm. The coarse grid
+    finds the neighbourhood, in which the fine one needs two or three evaluations.
     """
     step, slope = _last(lambda step: cost(step, _COARSER), budget, search, _NEAR)
     search = dataclasses.replace(search, start=step, slope=slope)
@@ -222,10 +222,10 @@ def _last_on_two_grids(cost: Callable[[int, int], float], budget: float, search:
 
 
 def _last(cost: Callable[[int], float], budget: float, search: _Search, near: float = 0.0) -> tuple[int, float]:
-    """Return the last step whose cost is within the budget, or one whose cost is `near` it, and the slope there.
+    """Return the last step whose cost is within the budget, or one with a cost `near` it, and the slope there.
 
-    Costs grow with the steps. By secants of the logarithm of the cost over `scale`, for a cost may take a second to
-    compute; by bisection where a cost is 0 or infinite, or secants take too long.
+    Costs grow with the steps. The search uses secants of the logarithm of the cost over `scale`, because one cost may
+    take a second to compute; it uses bisection if a cost is 0 or infinite, or if secants take too long.
     """
     low, high = search.bounds[0], search.bounds[1] + 1
     place, slope = search.start, search.slope
@@ -242,7 +242,7 @@ def _last(cost: Callable[[int], float], budget: float, search: _Search, near: fl
             place = low + max(1, bisect_right(range(low + 1, high), target, key=search.scale))
         else:
             place = (low + high) // 2
-    raise AssertionError("a search ends")
+    raise AssertionError("the search did not end")
 
 
 def _excess(cost: float, budget: float) -> float:

@@ -1,9 +1,9 @@
-"""What guesses about canaries say of epsilon: a lower bound from one run of training.
+"""A lower bound of epsilon from guesses about canaries in one run of training.
 
 Source: Steinke, Nasr and Jagielski 2023, "Privacy Auditing with One (1) Training Run", arXiv 2305.08846, Theorem 5.2
-and the algorithm of its Appendix D. Each of m canaries was included or left out by a fair coin of its own; somebody who
-sees what was released guesses for r of them. Of a mechanism with (epsilon, delta) so many right guesses have a
-probability of at most the p-value.
+and the algorithm of its Appendix D. Each of m canaries was included or left out by its own fair coin; an attacker who
+sees the releases guesses for r of them. For a mechanism with (epsilon, delta), the probability of so many right guesses
+is at most the p-value.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy.typing as npt
 from fedplat.errors import MissingExtraError
 
 SHARES = (1.0, 0.3, 0.1)
-"""Parts of the canaries that are guessed, one after another: the highest and the lowest scores."""
+"""Parts of the canaries that are guessed, one after the other: those with the highest and the lowest scores."""
 _HALVINGS = 40
 
 
 @dataclasses.dataclass(frozen=True)
 class Guesses:
-    """So many guesses of so many canaries, and how many were right."""
+    """The numbers of canaries, of guesses, and of right guesses."""
 
     canaries: int
     guesses: int
@@ -33,14 +33,14 @@ class Guesses:
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """Epsilon is no less than `epsilon`, with the confidence asked for; `best` are the guesses that show it."""
+    """A lower bound of epsilon at a given confidence; `best` are the guesses that prove it."""
 
     epsilon: float
     best: Guesses
 
 
 def p_value(found: Guesses, epsilon: float, delta: float) -> float:
-    """The probability of so many right guesses or more, at most, if releases are (epsilon, delta)-private."""
+    """Return a bound on the probability of at least as many right guesses, if releases are (epsilon, delta)-private."""
     try:
         from scipy.stats import binom
     except ModuleNotFoundError as exc:
@@ -56,7 +56,7 @@ def p_value(found: Guesses, epsilon: float, delta: float) -> float:
 
 
 def lower_bound(found: Guesses, delta: float, confidence: float = 0.95) -> float:
-    """The largest epsilon that the guesses contradict with this confidence; 0 where they contradict none."""
+    """Return the largest epsilon that the guesses refute with this confidence; 0 if they refute none."""
     level = 1.0 - confidence
     if p_value(found, 0.0, delta) >= level:
         return 0.0
@@ -79,9 +79,9 @@ def bound_of(
     confidence: float = 0.95,
     shares: Sequence[float] = SHARES,
 ) -> Bound:
-    """The best bound of several numbers of guesses, each of which gets its part of the chance to be wrong.
+    """Return the best bound over several numbers of guesses, each with an equal part of the probability of error.
 
-    `scores` are high for canaries that seem to be in: half of the guesses are the highest, half the lowest ones.
+    `scores` are high for canaries that seem to be included: half of the guesses are the highest, half the lowest ones.
     """
     order = np.argsort(scores, kind="stable")
     num_canaries = len(order)

@@ -1,4 +1,4 @@
-"""What a job's releases have cost so far."""
+"""The cost of a job's releases so far."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fedplat.privacy.releases import Charge, Mechanism
 
 
 class Cost(Struct, frozen=True, kw_only=True):
-    """So many releases, and epsilon at `delta` of all of them together, by PLD and, as a cross-check, by RDP.
+    """A number of releases, and their total epsilon at `delta`, by PLD and, as a cross-check, by RDP.
 
-    `budget` is the most that the job may cost; None: it has noise, and no bound on epsilon.
+    `budget` is the job's bound on epsilon; None: it has noise, but no bound.
     """
 
     releases: int
@@ -26,7 +26,7 @@ class Cost(Struct, frozen=True, kw_only=True):
 
 
 def cost_of(options: Privacy, mechanism: Mechanism, releases: int) -> Cost:
-    """The cost of so many releases of a private job. Raises `MissingExtraError` without the extra `privacy`."""
+    """Return the cost of a number of releases of a private job. Raises `MissingExtraError` without extra `privacy`."""
     charges = [Charge(mechanism, releases)]
     return Cost(
         releases=releases,

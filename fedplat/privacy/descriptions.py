@@ -1,4 +1,4 @@
-"""What a mechanism promises, in words."""
+"""The guarantee of a mechanism, in words."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ ADJACENCY = {
     "add-or-remove": "one client more or less",
     "zero-out": "one client's reports replaced by zeros",
 }
-"""The difference of two populations that cannot be distinguished, by the name of the adjacency."""
+"""The difference between two populations that cannot be distinguished, by the name of the adjacency."""
 NOT_COVERED = (
     "the server and its operators: updates and reports reach them without noise",
     "who took part, when, for how long and with how many bytes, which operators see",
     "several clients of one person: the promise is made to each client",
     "what other jobs release, unless the population has a budget that covers them together",
 )
-"""What no mechanism of the server promises."""
+"""What no mechanism of the server protects."""
 
 
 def adjacency(mechanism: Mechanism) -> Literal["add-or-remove", "zero-out"]:
@@ -26,27 +26,27 @@ def adjacency(mechanism: Mechanism) -> Literal["add-or-remove", "zero-out"]:
 
 
 def describe_adjacency(mechanism: Mechanism) -> str:
-    """Return the difference of two populations that the mechanism makes indistinguishable."""
+    """Return the difference between two populations that the mechanism makes indistinguishable."""
     return ADJACENCY[adjacency(mechanism)]
 
 
 def participation(mechanism: Mechanism) -> Literal["poisson", "fixed", "min_separation"]:
-    """The `[privacy] participation` that has this mechanism."""
+    """Return the `[privacy] participation` of this mechanism."""
     return "min_separation" if mechanism.kind == "tree" else mechanism.kind
 
 
 def sampling(mechanism: Mechanism) -> str:
-    """What the accounting takes for granted of who takes part."""
+    """Describe what the accounting assumes about participation."""
     if mechanism.kind == "poisson":
         return (
-            f"each client takes part in each round with probability {mechanism.sampling_probability:g}, by a trial of "
-            "its own that nobody else sees"
+            f"each client takes part in each round with probability {mechanism.sampling_probability:g}, by a secret "
+            "trial of its own"
         )
-    seldom = (
+    limit = (
         "a client takes part in any round" if mechanism.separation == 1 else _describe_separation(mechanism.separation)
     )
     at_most = f", {mechanism.max_participations} times in all" if mechanism.max_participations else ""
-    return f"{seldom}{at_most}; who takes part may be known"
+    return f"{limit}{at_most}; the participants may be known"
 
 
 def _describe_separation(separation: int) -> str:

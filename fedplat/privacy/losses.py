@@ -1,4 +1,4 @@
-"""Privacy losses, by dp-accounting (extra "privacy"), which has no types: what is used of it is described here."""
+"""Privacy losses, by dp-accounting (extra "privacy"), which is not typed: the parts in use are described here."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import numpy as np
 from fedplat.errors import MissingExtraError
 from fedplat.privacy.releases import Mechanism
 
-NARROWEST = 1e-6
-"""The finest grid of privacy losses, in nats."""
-WIDEST = 1.0
-"""The coarsest. Losses that need a coarser one are in the thousands, where amplification is no longer of interest."""
+MIN_INTERVAL = 1e-6
+"""The finest grid interval of privacy losses, in nats."""
+MAX_INTERVAL = 1.0
+"""The coarsest. Losses that need a coarser one are in the thousands, where amplification is irrelevant."""
 RELEASE_POINTS = 200_000
 TOTAL_POINTS = 500_000
 
 
 class Precision(NamedTuple):
-    """How fine the arithmetic is; less of it is faster, and errs upwards by a little more.
+    """The precision of the arithmetic; less is faster, and errs upwards by slightly more.
 
-    `points`: of the grid, in the standard deviation of a release's loss; the error of epsilon grows with the square of
-    the interval. `rare`: the part of delta that overflows may take without a look at what they cost. `near`: how much
-    of a budget a search may leave, as a logarithm; 0: it finds the last step within the budget.
+    `points`: grid points per standard deviation of a release's loss; the error of epsilon grows with the square of the
+    interval. `rare`: the part of delta that overflows may take without computing their cost. `near`: how much of a
+    budget a search may leave unused, as a logarithm; 0: it finds the last step within the budget.
     """
 
     points: int
@@ -37,26 +37,26 @@ class Precision(NamedTuple):
 
 FINE = Precision(points=50, rare=1e-3, near=0.0)
 ROUGH = Precision(points=16, rare=1e-2, near=5e-4)
-"""Epsilon is about 0.1 % larger on this grid, and may be smaller where overflows become a part of delta."""
+"""Epsilon is about 0.1 % larger on this grid, and may be smaller where overflows are counted as a part of delta."""
 
 
 class Losses(Protocol):
-    """A distribution of privacy losses (Koskela et al. 2020, arXiv 1906.03049), rounded so that it errs upwards."""
+    """A distribution of privacy losses (Koskela et al. 2020, arXiv 1906.03049), rounded upwards."""
 
     def compose(self, privacy_loss_distribution: Losses) -> Losses:
-        """Losses of both releases."""
+        """Return the losses of both releases."""
         ...
 
     def self_compose(self, num_times: int) -> Losses:
-        """Losses of so many such releases."""
+        """Return the losses of `num_times` such releases."""
         ...
 
     def compute_mixture(self, other: Losses, self_weight: float) -> Losses:
-        """Losses of one of two releases; it is known which, and this one has the probability `self_weight`."""
+        """Return the losses of one of two releases; which one is known, and this one has probability `self_weight`."""
         ...
 
     def get_epsilon_for_delta(self, delta: float) -> float:
-        """The least epsilon; may be infinite."""
+        """Return the least epsilon, which may be infinite."""
         ...
 
 
@@ -84,26 +84,29 @@ def _rdp() -> Any:
 
 
 def gaussian_epsilon(deviation: float, delta: float) -> float:
-    """Epsilon of one Gaussian release of sensitivity 1, exactly (Balle and Wang 2018, arXiv 1805.06530, Theorem 8)."""
-    with np.errstate(divide="ignore"):  # log 0 is what it reckons with
+    """Return epsilon of one Gaussian release of sensitivity 1, exactly.
+
+    Balle and Wang 2018, arXiv 1805.06530, Theorem 8.
+    """
+    with np.errstate(divide="ignore"):  # the computation uses log 0
         return float(_library().get_epsilon_gaussian(deviation, delta))
 
 
 def gaussian(deviation: float, interval: float) -> Losses:
-    """Losses of one Gaussian release of sensitivity 1."""
+    """Return the losses of one Gaussian release of sensitivity 1."""
     return cast(Losses, _distributions().from_gaussian_mechanism(deviation, value_discretization_interval=interval))
 
 
 def compute_sampled_losses(release: Mechanism, interval: float) -> Losses:
-    """Losses of one release with independent trials, for one client more or less.
+    """Return the losses of one release with independent trials, for adding or removing one client.
 
-    Let K be how many of the other clients are drawn. With K below the cap the client is added with probability q: a
-    sensitivity of 1. Else (`overflow`) the client may take the place of one of the others, a sensitivity of 2, and with
-    a cap that depends on how many clients there are, even if it is not drawn one of the others may be let go: there is
-    no amplification. Which of both it was has the same probability with and without the client, but the output may
-    tell it: many were drawn. So it is taken as known, and the losses are the mixture of both cases' losses. One mixture
-    of Gaussians, with sensitivities 0, 1 and 2, would be less, and wrong: it takes for granted that the output tells
-    nothing of K.
+    Let K be the number of other clients that are drawn. With K below the cap the client is added with probability q: a
+    sensitivity of 1. Otherwise (`overflow`) the client may replace one of the others, a sensitivity of 2. If the cap
+    depends on the number of clients, one of the others may be dropped even if the client is not drawn: there is no
+    amplification. Both cases have the same probability with and without the client, but the output may reveal the
+    case: many clients were drawn. So the case is taken as known, and the losses are the mixture of the losses of both
+    cases. One mixture of Gaussians, with sensitivities 0, 1 and 2, would be smaller, and wrong: it assumes that the
+    output reveals nothing about K.
     """
     return _compute_sampled(release.noise_multiplier, release.sampling_probability, release.overflow, interval)
 
@@ -120,9 +123,9 @@ def _compute_sampled(deviation: float, probability: float, overflow: float, inte
 
 
 def renyi_epsilon(releases: Sequence[tuple[Mechanism, int]], fixed: float, delta: float) -> float:
-    """Epsilon by Rényi divergences (Mironov 2017, arXiv 1702.07476); `fixed` is the deviation of one more release."""
+    """Return epsilon by Rényi divergences (Mironov 2017, arXiv 1702.07476); `fixed` is one more release's deviation."""
     library = _library()
-    # It warns of every order that it leaves out, which only makes the result larger.
+    # It warns about every order that it leaves out, which only makes the result larger.
     logger = logging.getLogger("absl")
     logger.addFilter(_silence)
     try:
@@ -142,10 +145,10 @@ def _renyi(library: Any, releases: Sequence[tuple[Mechanism, int]], fixed: float
 
 
 def interval(releases: Sequence[tuple[Mechanism, int]], fixed: float, points: int = FINE.points) -> float:
-    """Return a grid that is fine beside the deviation of the losses, and covers them with few points; a power of 2.
+    """Return a grid interval, a power of 2: small relative to the losses' deviation, and covering them with few points.
 
-    Rounding to a grid adds to the variance of each release's loss a sixth of the interval's square at most (losses
-    split between both neighbours). With the points of `FINE` in the deviation that is some 1e-4 of the variance.
+    Rounding to a grid adds at most a sixth of the interval's square to the variance of each release's loss (losses are
+    split between both neighbours). With the points of `FINE` per deviation that is about 1e-4 of the variance.
     """
     counted = [(_divergence(release), count) for release, count in releases]
     if math.isfinite(fixed):
@@ -153,12 +156,12 @@ def interval(releases: Sequence[tuple[Mechanism, int]], fixed: float, points: in
     total = sum(divergence * count for divergence, count in counted)
     wanted = math.sqrt(total / sum(count for _, count in counted)) / points
     width = max([*(_width(release) for release, _ in releases), 2 * _greatest(fixed)])
-    least = max(width / RELEASE_POINTS, (2 * total + 16 * math.sqrt(total) + width) / TOTAL_POINTS, NARROWEST)
+    least = max(width / RELEASE_POINTS, (2 * total + 16 * math.sqrt(total) + width) / TOTAL_POINTS, MIN_INTERVAL)
     return 2.0 ** math.ceil(math.log2(max(wanted, least)))
 
 
 def _divergence(release: Mechanism) -> float:
-    """The Rényi divergence of order 2, about the variance of the loss where that is small."""
+    """Return the Rényi divergence of order 2, about the variance of the loss if that is small."""
     exponent = release.noise_multiplier**-2
     if exponent > 500:
         return exponent
@@ -166,7 +169,7 @@ def _divergence(release: Mechanism) -> float:
 
 
 def _width(release: Mechanism) -> float:
-    """From the least to the greatest loss of a release, but for 1e-22 of the probability."""
+    """Return the distance from the least to the greatest loss of a release, except for 1e-22 of the probability."""
     if release.overflow:
         return 2 * _greatest(release.noise_multiplier / 2)
     greatest = _greatest(release.noise_multiplier)

@@ -1,11 +1,11 @@
-"""The Gaussian mechanism as a wrapper of a rule: what is added to a model is noised, and divided by a constant.
+"""The Gaussian mechanism as a wrapper of a rule: the sum of the updates gets noise, and is divided by a constant.
 
 Source: McMahan et al. 2018, "Learning Differentially Private Recurrent Language Models", arXiv 1710.06963, Algorithm 1
 with the estimator f̃_f of its Section 2: a sum of clipped updates over a denominator that does not depend on who takes
-part. Clients that are lost, late or rejected make the result worse, and never what is promised.
+part. Clients that are lost, late or rejected make the result worse, but do not weaken the guarantee.
 
-With adaptive clipping (Andrew et al. 2021, arXiv 1905.03871, Algorithm 1) the count of updates within the norm is
-noised too: with σ_b the deviation of its noise, the sum's noise has the multiplier (z⁻² - (2 σ_b)⁻²)^(-1/2), so that
+With adaptive clipping (Andrew et al. 2021, arXiv 1905.03871, Algorithm 1) the count of updates within the norm gets
+noise too: with σ_b the deviation of its noise, the sum's noise has the multiplier (z⁻² - (2 σ_b)⁻²)^(-1/2), so that
 both together are one mechanism with z. Each vote is shifted by a half, so that one client changes the count by a half.
 
 With metrics, each is mapped to [-1, 1] and summed; all of them together have a multiplier of their own.
@@ -31,11 +31,11 @@ _METRIC = "private metric "
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Release:
-    """What turns an attempt's sum into a release.
+    """The parameters that turn an attempt's sum into a release.
 
     `noise_multiplier` is that of the model's entries, with the count of adaptive clipping if there is one (None: not
     calibrated yet); `clip` bounds each update's norm. The sum is divided by `expected_weight`, counts and metrics by
-    `expected_reports`. With a `tree` the noise of a round completes that of the rounds before it.
+    `expected_reports`. With a `tree`, the noise of a round complements that of earlier rounds.
     """
 
     noise_multiplier: float | None
@@ -50,10 +50,10 @@ class Release:
     def sum_multiplier(self) -> float:
         """The noise multiplier of the sum alone.
 
-        Raises `ValueError` if the noise was not calibrated, or if the count's noise is too little for it.
+        Raises `ValueError` if the noise was not calibrated, or if the count's noise is too small for it.
         """
         if self.noise_multiplier is None:
-            raise ValueError("the job's noise was not calibrated, so nothing of it can be released")
+            raise ValueError("the job's noise was not calibrated, so none of its results can be released")
         if not isinstance(self.clip, AdaptiveClip):
             return self.noise_multiplier
         left = self.noise_multiplier**-2 - (2.0 * self.count_deviation) ** -2
@@ -64,15 +64,15 @@ class Release:
         return left**-0.5
 
     def clip_norm(self, partial: Partial) -> float:
-        """The L2 norm that no update of the attempt is above."""
+        """Return the bound on the L2 norm of each update of the attempt."""
         return partial.scalars[CLIP_NORM] if isinstance(self.clip, AdaptiveClip) else self.clip
 
 
 def privatize(release: Release, noise: Noise | None) -> Wrapper:
-    """A rule whose results are releases. It must clip updates already, to `release.clip`, and weigh them by 1 at most.
+    """Make the results of a rule releases. The rule must clip updates to `release.clip`, and weigh them by at most 1.
 
-    Without `noise` nothing can be released: `apply`, and whatever else noise is in, raise `ValueError`. The noise must
-    be fresh for each attempt. The same noise gives the same result again.
+    Without `noise` nothing can be released: `apply`, and all other functions that add noise, raise `ValueError`. The
+    noise must be fresh for each attempt. The same noise gives the same result again.
     """
 
     def wrap(inner: Rule) -> Rule:
@@ -94,7 +94,7 @@ def privatize(release: Release, noise: Noise | None) -> Wrapper:
                 partial,
                 total=noised.astype(np.float32),
                 weight=release.expected_weight,
-                num_updates=max(partial.num_updates, 1),  # noise alone is a release too
+                num_updates=max(partial.num_updates, 1),  # noise alone is also a release
             )
             return inner.apply(state, noised_partial)
 
@@ -131,7 +131,7 @@ def _counterpart(inner: ClientRequirements) -> ClientRequirements:
 
 def _certain(noise: Noise | None) -> Noise:
     if noise is None:
-        raise ValueError("the rule of a private job was made without noise, so nothing of it can be released")
+        raise ValueError("the rule of a private job was built without noise, so none of its results can be released")
     return noise
 
 
@@ -143,14 +143,14 @@ def _normals(release: Release, partial: Partial, noise: Noise) -> Normals:
 
 
 def _noised_share(release: Release, partial: Partial, noise: Noise) -> float:
-    """The part of the updates that were within the norm, of those that are expected."""
+    """Return the noised fraction of the expected updates that were within the norm."""
     votes = partial.sums.get(WITHIN, 0.0) - 0.5 * partial.num_updates
     noised = votes + release.count_deviation * float(noise.normal("count", 0, 1)[0])
     return noised / release.expected_reports + 0.5
 
 
 def _scale_metrics(metrics: PublishedMetrics | None, reported: Mapping[str, float]) -> Mapping[str, float]:
-    """A client's metrics in [-1, 1]; one that it lacks, or that is no number, is the middle."""
+    """Map a client's metrics to [-1, 1]; one that is missing or not a number counts as 0, the middle."""
     if metrics is None:
         return {}
     mapped: dict[str, float] = {}
@@ -164,7 +164,7 @@ def _scale_metrics(metrics: PublishedMetrics | None, reported: Mapping[str, floa
 def _release_metrics(release: Release, partial: Partial, noise: Noise) -> Mapping[str, float]:
     assert release.metrics is not None
     bounds = release.metrics.bounds
-    # One client changes each of them by 1, so all together by the root of their number.
+    # One client changes each metric by 1, so all together by the root of their number.
     deviation = release.metrics.noise_multiplier * math.sqrt(len(bounds))
     normals = noise.normal("metrics", 0, len(bounds)).tolist()
     found: dict[str, float] = {}

@@ -1,8 +1,8 @@
-"""Gaussian noise that nobody can tell from true noise without the key, entry by entry.
+"""Gaussian noise that cannot be distinguished from true noise without the key, with random access to its entries.
 
 The key stream is AES-256 in counter mode (NIST SP 800-38A), of which every 16 bytes become two normal numbers (Box and
-Muller 1958). So any part of a vector can be had without what comes before it, and the same part twice is the same. No
-number is beyond 8.6, which is rarer than 1e-17.
+Muller 1958). So any part of a vector can be computed without the preceding entries, and repeatedly with the same
+result. No number is beyond 8.6, which is rarer than 1e-17.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ KEY_BYTES = 32
 
 
 class Noise:
-    """Standard normal numbers of a key, in streams by name. The key is a secret: whoever has it can take noise away."""
+    """Standard normal numbers from a key, in named streams. The key is a secret: with it, noise can be removed."""
 
     def __init__(self, key: bytes) -> None:
         if len(key) != KEY_BYTES:
-            raise ValueError(f"a key of noise has {len(key)} bytes; expected {KEY_BYTES}")
+            raise ValueError(f"a noise key has {len(key)} bytes; expected {KEY_BYTES}")
         self._key = key
 
     def __repr__(self) -> str:
         return "Noise(...)"
 
     def derive_key(self, name: str) -> bytes:
-        """A key that follows from this one, and does not tell it."""
+        """Derive a key from this one, which it does not reveal."""
         return hmac.digest(self._key, name.encode(), hashlib.sha256)
 
     def normal(self, stream: str, first: int, size: int) -> Normals:
-        """Entries `first` to `first + size` of a stream, [size]."""
+        """Return entries `first` to `first + size` of a stream, shape [size]."""
         begin, end = first // 2, (first + size + 1) // 2
         words = np.frombuffer(_key_stream(self.derive_key(stream), begin, end - begin), "<u8").reshape(-1, 2) >> 11
-        radius = np.sqrt(-2.0 * np.log((words[:, 0] + 1.0) * 2.0**-53))  # of numbers above 0, up to 1
+        radius = np.sqrt(-2.0 * np.log((words[:, 0] + 1.0) * 2.0**-53))  # from numbers in (0, 1]
         angle = words[:, 1] * (2.0 * np.pi * 2.0**-53)
         pairs = np.empty((end - begin, 2))
         np.multiply(radius, np.cos(angle), out=pairs[:, 0])
@@ -49,7 +49,7 @@ class Noise:
 
 
 def _key_stream(key: bytes, first: int, count: int) -> bytes:
-    """Blocks of 16 bytes of a key's stream."""
+    """Return 16-byte blocks of a key's stream."""
     try:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
     except ImportError as exc:

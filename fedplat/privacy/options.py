@@ -41,37 +41,38 @@ class Privacy(Struct, frozen=True, forbid_unknown_fields=True):
     delta: Delta
     """δ of the promise."""
     participation: Literal["poisson", "min_separation", "fixed"]
-    """What the promise counts on. `"poisson"`: the chance that a client is not drawn (with `selection.sampling`
-    Poisson). `"min_separation"`: the rounds between two turns of a client (with `selection.min_separation`; the noise
-    is that of a tree). `"fixed"`: nothing."""
+    """Basis of the promise. `"poisson"`: the chance that a client is not drawn (with `selection.sampling` Poisson).
+    `"min_separation"`: the rounds between two participations of a client (with `selection.min_separation`; the noise is
+    that of a tree). `"fixed"`: no assumption."""
     epsilon: Epsilon | None = None
-    """Most that all releases together may cost at `delta`. Without `noise_multiplier` the noise is calibrated for it
-    and for `rounds`; the job pauses before the round that would cost more. None: no bound."""
+    """Bound on the cost of all releases together at `delta`. Without `noise_multiplier` the noise is calibrated for it
+    and for `rounds`; the job pauses before the round that would exceed it. None: no bound."""
     noise_multiplier: Multiplier | None = None
     """z: the standard deviation of the noise over what one client can change in a round's sum; none: calibrated for
     `epsilon`."""
     max_participations: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-    """A client that was assigned in this many rounds is not drawn again, whatever came of it; 0: no limit. Not with
-    `"poisson"`."""
+    """A client that was assigned in this many rounds is not drawn again, even if its updates were lost; 0: no limit.
+    Not with `"poisson"`."""
     expected_weight: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
-    """Expected mean weight of a report, where reports weigh less than 1."""
+    """Expected mean weight of a report, if reports weigh less than 1."""
     count_noise: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
     """Standard deviation of the noise of the count that adaptive clipping follows; 0: a twentieth of the goal."""
     metrics: PublishedMetrics | None = None
     """Metrics of clients that are released with noise; none: they are withheld."""
     max_releases: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None
-    """Bound on the rounds beside `rounds`; the server writes the number that the budget allows into the stored job."""
+    """Bound on the rounds in addition to `rounds`; the server writes the number that the budget allows into the stored
+    job."""
 
     def __post_init__(self) -> None:
         if self.epsilon is None and self.noise_multiplier is None:
             raise ValueError("expected epsilon, for which the noise is calibrated, or noise_multiplier, or both")
         if self.metrics is not None and self.participation == "min_separation":
             raise ValueError(
-                'metrics: expected none with participation = "min_separation", whose noise goes over all rounds'
+                'metrics: expected none with participation = "min_separation", whose noise spans all rounds'
             )
 
-    def whole(self, noise_multiplier: float) -> float:
-        """The multiplier of a round's release with its metrics, of that of the model alone.
+    def total_multiplier(self, noise_multiplier: float) -> float:
+        """Return the multiplier of a round's release with its metrics, from that of the model alone.
 
         Two Gaussian mechanisms on the same clients are one, with z⁻² the sum of theirs.
         """
@@ -79,8 +80,8 @@ class Privacy(Struct, frozen=True, forbid_unknown_fields=True):
             return noise_multiplier
         return (noise_multiplier**-2 + self.metrics.noise_multiplier**-2) ** -0.5
 
-    def of_model(self, whole: float) -> float:
-        """The multiplier of the model alone with which a round has that of `whole`, rounded up.
+    def model_multiplier(self, whole: float) -> float:
+        """Return the multiplier of the model alone, rounded up, from that of a round's release with its metrics.
 
         Raises `ValueError` if the metrics alone cost more.
         """
@@ -90,10 +91,10 @@ class Privacy(Struct, frozen=True, forbid_unknown_fields=True):
         if left <= 0:
             raise ValueError(
                 f"privacy.metrics.noise_multiplier = {self.metrics.noise_multiplier:g}: expected more than {whole:g}, "
-                "the noise that the round as a whole needs"
+                "the noise that the whole round needs"
             )
         return math.ceil(left**-0.5 * 1e6) / 1e6
 
     def count_deviation(self, goal: int) -> float:
-        """Standard deviation of the noise of adaptive clipping's count; Andrew et al. 2021, Section 3.2: m / 20."""
+        """Return the deviation of the noise of adaptive clipping's count; Andrew et al. 2021, Section 3.2: m / 20."""
         return self.count_noise or goal / 20.0

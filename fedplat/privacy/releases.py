@@ -1,4 +1,4 @@
-"""What a private job releases, as an accountant sees it. Plain numbers: the arithmetic is in `accounting.py`."""
+"""The releases of a private job, as an accountant sees them. Plain numbers: the arithmetic is in `accounting.py`."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ Multiplier = Annotated[float, Meta(gt=0.0, le=1e6)]
 
 
 class Mechanism(Struct, frozen=True, forbid_unknown_fields=True):
-    """How each release of a job is made; all of them are made alike.
+    """The mechanism of a job's releases, the same for each of them.
 
-    `noise_multiplier` is the standard deviation of the noise over what one client can change (L2), of all that a round
-    releases taken together.
+    `noise_multiplier` is the standard deviation of the noise divided by what one client can change (L2), over all that
+    a round releases together.
 
-    - `poisson`: each client takes part with `sampling_probability`, by a trial of its own in each round. More than a
-      cap are never drawn: `overflow` is the chance, in a round, that so many are drawn without a given client that the
-      cap lets one of them go if that client is drawn too. Adjacency: one client more or less.
-    - `fixed`: independent noise in each round; whoever takes part is known. Adjacency: one client's reports count for
-      nothing.
+    - `poisson`: each client takes part with `sampling_probability`, by its own trial in each round. More than a cap
+      are never drawn: `overflow` is the probability, in a round, that without a given client so many are drawn that
+      the cap would drop one of them if that client were drawn too. Adjacency: one client more or less.
+    - `fixed`: independent noise in each round; the participants are known. Adjacency: one client's reports replaced by
+      zeros.
     - `tree`: the noise of round t completes that of a binary tree over the rounds (DP-FTRL, Kairouz et al. 2021, arXiv
-      2103.00039), whose every node has `noise_multiplier`. Adjacency: one client's reports count for nothing.
+      2103.00039), in which every node has `noise_multiplier`. Adjacency: one client's reports replaced by zeros.
 
-    A client takes part in one of any `separation` consecutive rounds at most, and, unless it is 0, in
+    A client takes part in at most one of any `separation` consecutive rounds, and, unless it is 0, in at most
     `max_participations` rounds of the job.
     """
 
@@ -36,22 +36,22 @@ class Mechanism(Struct, frozen=True, forbid_unknown_fields=True):
     max_participations: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
 
     def participations(self, releases: int) -> int:
-        """In how many of so many rounds a client takes part at most."""
+        """Return the maximum number of participations of a client in a number of rounds."""
         most = math.ceil(releases / self.separation)
         return min(most, self.max_participations) if self.max_participations else most
 
 
 class Charge(Struct, frozen=True, forbid_unknown_fields=True):
-    """A job's part of what was released: so many releases of a mechanism."""
+    """A number of releases of a mechanism, as a job's part of all releases."""
 
     mechanism: Mechanism
     releases: Annotated[int, Meta(ge=0)]
 
 
 def tree_sensitivity(releases: int, separation: int, participations: int) -> float:
-    """What one client can change in all nodes of the tree together (L2), in units of what it can change in one round.
+    """Return how much one client can change in all nodes of the tree (L2), relative to its change in one round.
 
-    Of the nodes that cover 2^l rounds each, the client is in one at most per participation, and at most
+    Of the nodes that cover 2^l rounds each, the client is in at most one per participation, and at most
     ceil(2^l / separation) times in the same one. The sum of c² over nodes is at most the largest c times the sum of c.
     """
     if not releases or not participations:

@@ -1,9 +1,8 @@
-"""Example-level privacy: what private steps at one client cost, and who keeps the count.
+"""Example-level privacy: the cost of private training steps at one client, and its ledger.
 
-A step draws each example with the same probability, by a trial of its own, and adds noise to the sum of what the drawn
-ones give, each of which is clipped (DP-SGD: Abadi et al. 2016, "Deep Learning with Differential Privacy", arXiv
-1607.00133, Algorithm 1). Adjacency: one example more or less. Plain numbers: the arithmetic is in
-`fedplat.pytorch.dp`.
+A step draws each example with the same probability, by its own trial, and adds noise to the sum of the clipped
+gradients of the drawn examples (DP-SGD: Abadi et al. 2016, "Deep Learning with Differential Privacy", arXiv 1607.00133,
+Algorithm 1). Adjacency: one example more or less. Plain numbers: the arithmetic is in `fedplat.pytorch.dp`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from msgspec.structs import replace
 
 
 class StepCharge(Struct, frozen=True, forbid_unknown_fields=True):
-    """So many steps made alike. `noise_multiplier` is the noise's standard deviation over the clipping norm."""
+    """A number of equal steps. `noise_multiplier` is the noise's standard deviation over the clipping norm."""
 
     noise_multiplier: Annotated[float, Meta(gt=0.0)]
     sampling_probability: Annotated[float, Meta(gt=0.0, le=1.0)]
@@ -25,19 +24,19 @@ class StepCharge(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StepLedger(Protocol):
-    """Keeps what steps on one client's data have cost; it may count too many and never too few."""
+    """A ledger of the steps on one client's data; it may count too many and never too few."""
 
     def charge(self, planned: StepCharge) -> None:
-        """Notes a training's steps for good, before the first is made. Raises `PrivacyLimitError`: then none may be."""
+        """Record the planned steps durably, before the first. Raises `PrivacyLimitError` if they exceed the limit."""
         ...
 
     def settle(self, planned: StepCharge, made: int) -> Sequence[StepCharge]:
-        """Takes back what was charged for steps that were not made; returns all that the job has made so far."""
+        """Remove the planned steps that were not made; return all steps that the job has made so far."""
         ...
 
 
 def merge_charges(charges: Iterable[StepCharge], *more: StepCharge) -> list[StepCharge]:
-    """All charges, equal steps together."""
+    """Return all charges, with equal steps merged."""
     counts: Counter[StepCharge] = Counter()
     for charge in (*charges, *more):
         counts[replace(charge, num_steps=0)] += charge.num_steps
@@ -45,10 +44,10 @@ def merge_charges(charges: Iterable[StepCharge], *more: StepCharge) -> list[Step
 
 
 def taken_back(charges: Iterable[StepCharge], unmade: StepCharge) -> list[StepCharge]:
-    """The charges without steps that were not made. Raises `ValueError` if so many were never charged."""
+    """Return the charges without steps that were not made. Raises `ValueError` if fewer were charged."""
     counts = {replace(charge, num_steps=0): charge.num_steps for charge in merge_charges(charges)}
     kind = replace(unmade, num_steps=0)
     counts[kind] = counts.get(kind, 0) - unmade.num_steps
     if counts[kind] < 0:
-        raise ValueError(f"{unmade.num_steps} steps cannot be taken back; so many were not charged")
+        raise ValueError(f"{unmade.num_steps} steps cannot be subtracted; fewer were charged")
     return [replace(kind, num_steps=count) for kind, count in counts.items() if count]

@@ -1,10 +1,10 @@
 """The pure coordinator: the rules of federated learning, without clock, socket, database or global randomness.
 
-Read in this order: `states` (what may follow what), `records` (what is known), `events` and `commands` (what
-comes in and goes out), `sync` (the rules of a round), `reporting` (how its attempts take reports in), `closing` (how
-they end), `buffered` (what is different when versions are made of a buffer), `warm_start` (what the server does before
-round 1), `restart` (how attempts go on after a crash), `rollback` (how a job goes on from an older version),
-`selection`, `pool` and `memory` (who is drawn), `coordinator` (several jobs, one fleet).
+Read in this order: `states` (the allowed transitions), `records` (the stored state), `events` and `commands` (input and
+output), `sync` (the rules of a round), `reporting` (how attempts accept reports), `closing` (how attempts end),
+`buffered` (jobs with a buffer of updates), `warm_start` (server training before round 1), `restart` (recovery after a
+crash), `rollback` (return to an older version), `selection`, `eligible` and `participation` (which clients are drawn),
+`coordinator` (several jobs, one fleet).
 """
 
 from fedplat.rounds.changes import Change, HistoryRow, difference

@@ -1,4 +1,4 @@
-"""What happens to single assignments. Pure functions."""
+"""Transitions of single assignments. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedplat.texts import shorten
 
 
 def put(job: JobState, assignment: Assignment) -> JobState:
-    """Replace one assignment of the job, wherever it is."""
+    """Replace one assignment of the job, in its attempt or among those carried over."""
     if job.carried_over.find(assignment.key, assignment.client_id) is not None:
         return structs.replace(job, carried_over=job.carried_over.with_assignments([assignment]))
     assert job.attempt is not None
@@ -21,11 +21,11 @@ def put(job: JobState, assignment: Assignment) -> JobState:
 
 
 def end(assignment: Assignment, state: AssignmentState, reason: Reason, text: str = "") -> Assignment:
-    """End an assignment for a reason. `text`, in which a client may be quoted, is kept shortened."""
-    wanted = require(ASSIGNMENT_TRANSITIONS, assignment.state, state)
-    return structs.replace(assignment, state=wanted, reason=reason, text=shorten(text))
+    """End an assignment for a reason. `text` may quote a client; it is shortened before it is stored."""
+    ended = require(ASSIGNMENT_TRANSITIONS, assignment.state, state)
+    return structs.replace(assignment, state=ended, reason=reason, text=shorten(text))
 
 
 def abort_commands(ended: Iterable[Assignment]) -> tuple[Command, ...]:
-    """Return the commands that stop the clients of assignments that have ended."""
+    """Return the commands that stop the clients of ended assignments."""
     return tuple(Abort(each.key, each.client_id, each.reason) for each in ended if each.reason is not None)

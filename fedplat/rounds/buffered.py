@@ -1,11 +1,11 @@
-"""What is different in a job with a buffer (`[mode] kind = "buffered"`): FedBuff. Pure functions.
+"""The rules of a job with a buffer (`[mode] kind = "buffered"`): FedBuff. Pure functions.
 
-Nguyen et al. 2022, arXiv 2106.06639, Algorithm 1. An attempt to train is the filling of one buffer. As long as it
-collects, the job wants clients until `concurrency` are at work, and each begins with the latest version. `goal`
-reports close it. Assignments that are busy then are *carried*: the job keeps them, over the commit and a federated
-evaluation, until the next attempt takes them over (`take_over`). A report that comes meanwhile waits there, and is
-folded in the next attempt. An update's staleness is the number of versions that were committed since its base version,
-at the moment when an attempt takes it in; it does not change any more then, since the next version is made of it.
+Nguyen et al. 2022, arXiv 2106.06639, Algorithm 1. An attempt to train fills one buffer. While it collects, the job
+draws clients until `concurrency` are at work, and each begins with the latest version. `goal` reports close the
+attempt. Assignments that are busy then are *carried over*: the job keeps them during the commit and a federated
+evaluation, until the next attempt takes them over (`take_over`). A report that arrives in between waits, and is folded
+in the next attempt. An update's staleness is the number of versions committed after its base version when an attempt
+accepts it. It stays fixed from then on, because the next version is made from the update.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from fedplat.rounds.states import (
 from fedplat.rounds.transition import Context, Transition
 
 
-def carries(job: JobState) -> bool:
-    """Return whether the job carries open assignments, which the next attempt has to take over."""
+def has_carried_over(job: JobState) -> bool:
+    """Return whether the job has open assignments that the next attempt must take over."""
     return job.carried_over.num_busy > 0 or job.carried_over.num_reported > 0
 
 
 def hold_report(job: JobState, reported: Assignment) -> JobState:
-    """Let the report of a carried assignment wait for the next attempt."""
+    """Queue the report of a carried-over assignment for the next attempt."""
     waiting = structs.replace(reported, report_number=job.carried_over.next_report)
     return structs.replace(job, carried_over=job.carried_over.with_assignments([waiting]))
 
 
-def carry(job: JobState, attempt: Attempt) -> tuple[JobState, Attempt]:
-    """Move the busy assignments of an attempt that closes to those that the job carries."""
+def carry_over(job: JobState, attempt: Attempt) -> tuple[JobState, Attempt]:
+    """Move the busy assignments of a closing attempt to those that the job carries over."""
     staying = [each for each in attempt.assignments.values() if not each.is_busy]
     carried = make_assignment_set([*_open(job.carried_over), *attempt.busy])
     bare = structs.replace(attempt, assignments={}, counts={}, next_deadline=None)
@@ -45,7 +45,10 @@ def carry(job: JobState, attempt: Attempt) -> tuple[JobState, Attempt]:
 
 
 def take_over(job: JobState, context: Context) -> Transition:
-    """Let the new attempt take over the carried assignments: all busy ones, and as many reports as its buffer holds."""
+    """Let the new attempt take over carried assignments: all busy ones, and as many reports as its buffer holds.
+
+    Reports that have become too stale are dropped.
+    """
     attempt, mode = job.attempt, job.spec.buffered
     assert attempt is not None
     assert mode is not None
@@ -57,18 +60,18 @@ def take_over(job: JobState, context: Context) -> Transition:
     accepted = [
         reporting.accept_report(job, attempt, each, number) for number, each in enumerate(fresh[: attempt.goal], 1)
     ]
-    # More may wait than a buffer holds: the rule divides by its size.
-    left = [structs.replace(each, report_number=n) for n, each in enumerate(fresh[attempt.goal :], 1)]
+    # More reports may wait than a buffer holds, and the rule divides by the buffer's size.
+    waiting = [structs.replace(each, report_number=n) for n, each in enumerate(fresh[attempt.goal :], 1)]
     ended = [assignments.end(each, AssignmentState.DROPPED, Reason.TOO_STALE) for each in stale]
     phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COLLECTING)
     attempt = structs.replace(attempt, phase=phase).with_assignments([*ended, *accepted, *job.carried_over.busy])
-    after = structs.replace(job, attempt=attempt, carried_over=make_assignment_set(left))
+    after = structs.replace(job, attempt=attempt, carried_over=make_assignment_set(waiting))
     after = after if attempt.num_busy else reporting.await_clients(after, context)
     return Transition(after, reporting.fold_commands(attempt, accepted))
 
 
 def stop_stale(job: JobState) -> tuple[JobState, tuple[Command, ...]]:
-    """Stop the clients whose base version has become too old by the latest one."""
+    """Stop the clients whose base version is too old compared with the latest one."""
     mode = job.spec.buffered
     if mode is None or mode.max_staleness is None:
         return job, ()
@@ -83,10 +86,10 @@ def stop_stale(job: JobState) -> tuple[JobState, tuple[Command, ...]]:
 
 
 def forget_updates(job: JobState) -> JobState:
-    """Drop the accepted updates, which a job in memory loses when the server dies. Busy clients go on."""
+    """Drop the accepted updates, which a job with `durability = "memory"` loses in a crash. Busy clients continue."""
 
-    def drop(crew: AssignmentSet) -> list[Assignment]:
-        return [assignments.end(each, AssignmentState.DROPPED, Reason.ATTEMPT_ABANDONED) for each in crew.reported]
+    def drop(group: AssignmentSet) -> list[Assignment]:
+        return [assignments.end(each, AssignmentState.DROPPED, Reason.ATTEMPT_ABANDONED) for each in group.reported]
 
     attempt = job.attempt
     if attempt is not None and reporting.fills_buffer(job, attempt) and attempt.num_reported:
@@ -97,5 +100,5 @@ def forget_updates(job: JobState) -> JobState:
     return structs.replace(job, attempt=attempt, carried_over=carried)
 
 
-def _open(crew: AssignmentSet) -> list[Assignment]:
-    return [each for each in crew.assignments.values() if each.is_open]
+def _open(group: AssignmentSet) -> list[Assignment]:
+    return [each for each in group.assignments.values() if each.is_open]

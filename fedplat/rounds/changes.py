@@ -1,20 +1,21 @@
-"""What a step changed, as rows for a store: the difference of two job states, and its history."""
+"""The difference of two job states, and its history, as rows for a store."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from fedplat.rounds.persistent_map import cohort_of
+from fedplat.rounds.persistent_map import to_persistent
 from fedplat.rounds.privacy_rules import shown_metrics
 from fedplat.rounds.records import Assignment, Attempt, JobState, ModelVersion
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HistoryRow:
-    """One change of one state. `entity`: job, attempt, assignment or version; `kind`: an attempt's.
+    """One change of one state.
 
-    `update_bytes` and `norm`: of an assignment that was reported.
+    `entity` is "job", "attempt", "assignment" or "version"; `kind` is that of an attempt. `update_bytes` and `norm` are
+    those of a reported assignment.
     """
 
     entity: str
@@ -32,7 +33,7 @@ class HistoryRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
-    """All that one step changed; a store writes it in one transaction, if it still holds `expected_revision`."""
+    """All changes of one step. A store writes them in one transaction, if it still holds `expected_revision`."""
 
     job: JobState
     expected_revision: int
@@ -43,7 +44,7 @@ class Change:
 
 
 def difference(before: JobState, after: JobState) -> Change:
-    """The change that leads from one state to another; `after.revision` must be one more."""
+    """Return the change that leads from one state to another; `after.revision` must be one more."""
     assert after.revision == before.revision + 1
     attempt = after.attempt if after.attempt is not before.attempt else None
     changed = tuple(_find_changed(before, after))
@@ -59,15 +60,15 @@ def difference(before: JobState, after: JobState) -> Change:
 
 
 def _find_changed(before: JobState, after: JobState) -> Iterator[Assignment]:
-    """The assignments that are new or other ones; not those that merely went from one crew to the other."""
+    """Yield new and modified assignments; moving from the attempt to those carried over is not a modification."""
     same_attempt = before.attempt is not None and after.attempt is not None and before.attempt.key == after.attempt.key
-    for was, crew in (
+    for was, group in (
         (before.attempt if same_attempt else None, after.attempt),
         (before.carried_over, after.carried_over),
     ):
-        if crew is None or (was is not None and crew.assignments is was.assignments):
+        if group is None or (was is not None and group.assignments is was.assignments):
             continue
-        for each in cohort_of(crew.assignments).changed_since(was.assignments if was is not None else {}):
+        for each in to_persistent(group.assignments).changed_since(was.assignments if was is not None else {}):
             if before.find(each.key, each.client_id) is not each:
                 yield each
 
@@ -78,7 +79,7 @@ def _history(
     rows: list[HistoryRow] = []
     for assignment in changed:
         earlier = before.find(assignment.key, assignment.client_id)
-        if earlier is None or earlier.state is not assignment.state:  # else: a new token, not a new state
+        if earlier is None or earlier.state is not assignment.state:  # otherwise only its token changed
             rows.append(_assignment_row(earlier, assignment, shown_metrics(after, assignment.metrics)))
     if attempt is not None:
         same = before.attempt is not None and before.attempt.key == attempt.key

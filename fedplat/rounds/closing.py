@@ -1,4 +1,4 @@
-"""How attempts end: closed at their goal, committed, abandoned, or failed and tried again. Pure functions."""
+"""The end of attempts: closed at their goal, committed, abandoned, or failed and retried. Pure functions."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from fedplat.rounds.states import (
 from fedplat.rounds.transition import Context, Transition
 
 MAX_METRICS = 64
-"""How many metrics an attempt has at most."""
+"""Maximum number of metrics of an attempt."""
 _Set = TypeVar("_Set", bound=AssignmentSet)
 
 
 def close_if_due(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
     """Close the attempt when its goal is reached, when no client is left to wait for, or when it cannot succeed.
 
-    With `selection.close = "deadline"` the goal does not close it. An attempt that hides its sample closes at its own
-    moment only.
+    With `selection.close = "deadline"` the goal does not close it. An attempt that hides its sample closes only at
+    `closes_at`.
     """
     attempt = job.open_attempt
     assert attempt is not None
@@ -54,10 +54,10 @@ def close_if_due(job: JobState, commands: tuple[Command, ...], context: Context)
 
 
 def close(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
-    """Close the attempt with its reports. Busy clients are surplus, or are carried into the next attempt.
+    """Close the attempt with its reports. Busy clients become surplus, or are carried over into the next attempt.
 
-    First the influence of each report is bounded (`influence`). An outlier is dropped, and then all is as if its client
-    had failed: the attempt may have to wait for others.
+    First the influence of each report is bounded (`influence`). An outlier is dropped as if its client had failed, so
+    the attempt may have to wait for other clients.
     """
     attempt = job.open_attempt
     assert attempt is not None
@@ -68,9 +68,9 @@ def close(job: JobState, commands: tuple[Command, ...], context: Context) -> Tra
     weighed = influence.reweigh(job, attempt)
     if not can_refold:
         if heavy := influence.describe_too_heavy(attempt, weighed):
-            text = f"an update in memory cannot be weighed anew: {influence.join_texts(heavy)}"
+            text = f"the weight of an update in memory cannot be changed: {influence.join_texts(heavy)}"
             return _prepend(commands, fail_attempt(job, text, context))
-        weighed = []  # so near to their bounds that the median has moved since, and not they
+        weighed = []  # the weights are within tolerance: only the median has moved since they were set
     if attempt.kind is AttemptKind.TRAIN and (weighed or influence.has_dropped_folds(attempt)):
         attempt = attempt.with_assignments(weighed)
         commands += (Restart(attempt.key), *reporting.fold_commands(attempt, attempt.reported))
@@ -81,7 +81,7 @@ def _begin_commit(job: JobState, attempt: Attempt, commands: tuple[Command, ...]
     job = structs.replace(job, attempt=attempt)
     phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COMMITTING)
     if reporting.fills_buffer(job, attempt) and attempt.key.round < job.spec.rounds:
-        job, attempt = buffered.carry(job, attempt)
+        job, attempt = buffered.carry_over(job, attempt)
     else:
         job, more = drop_carried_over(job, Reason.SURPLUS) if attempt.kind is AttemptKind.TRAIN else (job, ())
         surplus = [assignments.end(each, AssignmentState.SURPLUS, Reason.SURPLUS) for each in attempt.busy]
@@ -97,7 +97,7 @@ def _waits_for_all(job: JobState, attempt: Attempt) -> bool:
 
 
 def close_without_clients(job: JobState, context: Context) -> Transition:
-    """Close or fail the attempt: no client works for it, and none came to do so in time."""
+    """Close or fail the attempt: no client works for it, and none was available in time."""
     attempt = job.open_attempt
     assert attempt is not None
     enough = attempt.num_reported >= attempt.minimum
@@ -107,7 +107,7 @@ def close_without_clients(job: JobState, context: Context) -> Transition:
 def _fail_for_few(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
     attempt = job.open_attempt
     assert attempt is not None
-    found, needed, outcome = attempt.num_reported, attempt.minimum, _describe_counts(attempt) or "nobody came"
+    found, needed, outcome = attempt.num_reported, attempt.minimum, _describe_counts(attempt) or "no client checked in"
     text = f"{found} of at least {needed} needed clients reported ({outcome})"
     if culprits := influence.describe_outliers(attempt):
         text += f"; dropped as outliers: {culprits}"
@@ -117,7 +117,7 @@ def _fail_for_few(job: JobState, commands: tuple[Command, ...], context: Context
 def _fail_for_outliers(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
     attempt = job.open_attempt
     assert attempt is not None
-    text = f"an update in memory cannot be taken out of the sum again: {influence.describe_outliers(attempt)}"
+    text = f"an update in memory cannot be removed from the sum: {influence.describe_outliers(attempt)}"
     return _prepend(commands, fail_attempt(job, text, context))
 
 
@@ -126,7 +126,7 @@ def _prepend(commands: tuple[Command, ...], transition: Transition) -> Transitio
 
 
 def drop_late(job: JobState, context: Context) -> Transition:
-    """End the assignments whose deadline has passed, and the attempt if it waited for these alone or is over."""
+    """End assignments whose deadline has passed; close the attempt if it waited only for them, or if it is time."""
     carried, commands = _end_late(job.carried_over, context.now)
     job = structs.replace(job, carried_over=carried) if carried is not job.carried_over else job
     attempt = job.open_attempt
@@ -139,23 +139,23 @@ def drop_late(job: JobState, context: Context) -> Transition:
     return close_if_due(structs.replace(job, attempt=after), commands + more, context)
 
 
-def _end_late(crew: _Set, now: float) -> tuple[_Set, tuple[Command, ...]]:
-    if crew.next_deadline is None or crew.next_deadline > now:
-        return crew, ()  # no deadline can have passed
+def _end_late(group: _Set, now: float) -> tuple[_Set, tuple[Command, ...]]:
+    if group.next_deadline is None or group.next_deadline > now:
+        return group, ()  # no deadline can have passed
     late: list[Assignment] = []
     next_deadline: float | None = None
-    for assignment in crew.busy:
+    for assignment in group.busy:
         if assignment.deadline_at <= now:
             training = assignment.state is AssignmentState.TRAINING
             reason = Reason.TRAIN_TIMEOUT if training else Reason.UPLOAD_TIMEOUT
             late.append(assignments.end(assignment, AssignmentState.LATE, reason))
         elif next_deadline is None or assignment.deadline_at < next_deadline:
             next_deadline = assignment.deadline_at
-    return structs.replace(crew.with_assignments(late), next_deadline=next_deadline), assignments.abort_commands(late)
+    return structs.replace(group.with_assignments(late), next_deadline=next_deadline), assignments.abort_commands(late)
 
 
 def commit(job: JobState, attempt: Attempt, context: Context, metrics: Mapping[str, float] | None = None) -> JobState:
-    """Commit the attempt: every accepted report is merged. `metrics` are shown instead of the means of the reports."""
+    """Commit the attempt and mark every accepted report as merged. `metrics` replace the means of the reports."""
     merged = [
         structs.replace(assignment, state=require(ASSIGNMENT_TRANSITIONS, assignment.state, AssignmentState.MERGED))
         for assignment in attempt.assignments.values()
@@ -172,10 +172,10 @@ def commit(job: JobState, attempt: Attempt, context: Context, metrics: Mapping[s
 
 
 def average_metrics(merged: Iterable[Assignment]) -> dict[str, float]:
-    """Return the means of what clients reported, each metric weighted over the clients that have it.
+    """Return the weighted mean of each reported metric, over the clients that reported it.
 
-    Only of the metrics that more than half of the reports have, and of the `MAX_METRICS` most frequent ones at most:
-    one client cannot give each attempt new names.
+    Only metrics that more than half of the reports have are included, and at most the `MAX_METRICS` most frequent ones,
+    so that a single client cannot add new names to each attempt.
     """
     found: dict[str, list[tuple[float, float]]] = {}
     reports = list(merged)
@@ -190,15 +190,15 @@ def average_metrics(merged: Iterable[Assignment]) -> dict[str, float]:
         total = math.fsum(weight for weight, _ in pairs)
         if total <= 0.0:
             continue
-        # Shares first: weight * value would overflow for a value near the largest number, and one client's report
-        # could write an infinity that no JSON column takes.
+        # Weights are normalized first: weight * value could overflow for very large values, and a single client could
+        # cause an infinity, which a JSON column cannot store.
         mean = sum(weight / total * value for weight, value in pairs)
         means[name] = min(max(mean, -sys.float_info.max), sys.float_info.max)
     return means
 
 
 def withdraw(job: JobState, revoked: Assignment, context: Context) -> Transition:
-    """Drop a report of a client that was revoked. One that a version is made of already stays in that version."""
+    """Drop the report of a revoked client. A report that is already part of a version stays in that version."""
     attempt, dropped = job.open_attempt, assignments.end(revoked, AssignmentState.DROPPED, Reason.REVOKED)
     if attempt is None or attempt.find(revoked.key, revoked.client_id) is None:
         return Transition(assignments.put(job, dropped))
@@ -206,13 +206,13 @@ def withdraw(job: JobState, revoked: Assignment, context: Context) -> Transition
         return Transition(job)
     job = assignments.put(job, dropped)
     if attempt.kind is AttemptKind.TRAIN and not influence.can_refold(job.spec):
-        text = f"{revoked.client_id} was revoked; an update in memory cannot be taken out of the sum again"
+        text = f"{revoked.client_id} was revoked; an update in memory cannot be removed from the sum"
         return fail_attempt(job, text, context)
     return close_if_due(job, (), context)
 
 
 def fail_attempt(job: JobState, text: str, context: Context) -> Transition:
-    """Abandon the attempt and back off; a federated evaluation is not tried again."""
+    """Abandon the attempt and back off; a federated evaluation is not retried."""
     attempt = job.open_attempt
     assert attempt is not None
     if attempt.kind is AttemptKind.EVALUATE:
@@ -220,25 +220,25 @@ def fail_attempt(job: JobState, text: str, context: Context) -> Transition:
     after, commands = abandon_all(job, Reason.ATTEMPT_ABANDONED, text, context)
     failures, retry = job.failures + 1, job.spec.retry
     after = structs.replace(after, failures=failures)
-    if job.status is not JobStatus.RUNNING:  # it was paused while the version was made durable
+    if job.status is not JobStatus.RUNNING:  # it was paused while the version was written
         return Transition(after, commands)
     if retry.max_attempts and failures >= retry.max_attempts:
-        reason = f"{_describe(attempt)} failed {failures} times; at last: {text}"
+        reason = f"{_describe(attempt)} failed {failures} times; last failure: {text}"
         return Transition(set_status(after, JobStatus.FAILED, reason), commands)
     wait = pacing.backoff_s(retry, failures, context.rng)
-    reason = f"{_describe(attempt)} attempt {attempt.key.number} was abandoned: {text}; trying again"
+    reason = f"{_describe(attempt)} attempt {attempt.key.number} was abandoned: {text}; retrying"
     return Transition(structs.replace(after, reason=reason, resume_at=context.now + wait), commands)
 
 
 def abandon_all(job: JobState, reason: Reason, text: str, context: Context) -> tuple[JobState, tuple[Command, ...]]:
-    """Abandon the attempt, and the assignments that the job carries."""
+    """Abandon the attempt, and the assignments that the job carries over."""
     after, commands = drop_carried_over(job, reason)
     after, more = abandon(after, reason, text, context)
     return after, commands + more
 
 
 def abandon(job: JobState, reason: Reason, text: str, context: Context) -> tuple[JobState, tuple[Command, ...]]:
-    """End the attempt without a result: busy clients are stopped, and its updates are thrown away."""
+    """End the attempt without a result: stop its busy clients and discard its updates."""
     attempt = job.open_attempt
     assert attempt is not None
     dropped, commands = _drop_open(attempt, reason)
@@ -248,20 +248,20 @@ def abandon(job: JobState, reason: Reason, text: str, context: Context) -> tuple
 
 
 def drop_carried_over(job: JobState, reason: Reason) -> tuple[JobState, tuple[Command, ...]]:
-    """End the assignments that the job carries."""
+    """End the assignments that the job carries over."""
     dropped, commands = _drop_open(job.carried_over, reason)
     after = structs.replace(job, carried_over=job.carried_over.with_assignments(dropped)) if dropped else job
     return after, commands
 
 
-def _drop_open(crew: AssignmentSet, reason: Reason) -> tuple[list[Assignment], tuple[Command, ...]]:
-    still = [each for each in crew.assignments.values() if each.is_open]
-    dropped = [assignments.end(each, AssignmentState.DROPPED, reason) for each in still]
-    return dropped, tuple(Abort(each.key, each.client_id, reason) for each in still if each.is_busy)
+def _drop_open(group: AssignmentSet, reason: Reason) -> tuple[list[Assignment], tuple[Command, ...]]:
+    still_open = [each for each in group.assignments.values() if each.is_open]
+    dropped = [assignments.end(each, AssignmentState.DROPPED, reason) for each in still_open]
+    return dropped, tuple(Abort(each.key, each.client_id, reason) for each in still_open if each.is_busy)
 
 
 def set_status(job: JobState, status: JobStatus, reason: str) -> JobState:
-    """Put the job into another status."""
+    """Set the job's status."""
     assert job.status not in ENDED_JOBS
     return structs.replace(job, status=require(JOB_TRANSITIONS, job.status, status), reason=reason)
 

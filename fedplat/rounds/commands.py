@@ -1,4 +1,4 @@
-"""What the coordinator wants done. Whoever drives it stores the change first, and then does these in order."""
+"""The coordinator's output. Its driver first stores the change, and then executes these commands in order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedplat.rounds.states import AttemptKind, Reason
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RetryWindow:
-    """When to come back: a uniformly drawn moment, in seconds from now."""
+    """When a client should retry: a uniformly drawn moment, in seconds from now."""
 
     min_s: float
     max_s: float
@@ -19,7 +19,7 @@ class RetryWindow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Assign:
-    """Tell a waiting client what to do. `token` is the secret whose hash the assignment holds."""
+    """Give work to a waiting client. `token` is the secret whose hash the assignment stores."""
 
     key: AttemptKey
     client_id: str
@@ -32,7 +32,7 @@ class Assign:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refuse:
-    """Tell a waiting client that there is nothing for it now."""
+    """Answer a waiting client that there is no work for it now."""
 
     client_id: str
     reason: Reason
@@ -50,10 +50,10 @@ class Abort:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fold:
-    """Add an accepted update to the sum of the attempt `key`, with the weight that it has there.
+    """Add an accepted update, with its weight, to the sum of the attempt `key`.
 
-    `assignment` names the update; it may have been assigned in an earlier attempt. `base_version` is the version that
-    the client began with.
+    `assignment` identifies the update; it may have been assigned in an earlier attempt. `base_version` is the version
+    that the client began with.
     """
 
     key: AttemptKey
@@ -65,14 +65,14 @@ class Fold:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restart:
-    """Throw away what the attempt's updates were added up to: those that count are folded anew, in their order."""
+    """Discard the sum of the attempt. The updates that count are folded again, in order."""
 
     key: AttemptKey
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Commit:
-    """Aggregate, make the new version's bytes durable, and answer with `AttemptAggregated`."""
+    """Aggregate, make the new version durable, and answer with `AttemptAggregated` or `AggregationFailed`."""
 
     key: AttemptKey
     base_version: int
@@ -81,9 +81,9 @@ class Commit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunWarmStart:
-    """Train the base version on the server's own data, and answer as to `Commit`. It goes on where an earlier try was.
+    """Train the base version on the server's own data, continuing from the checkpoint of an earlier try.
 
-    `AttemptAggregated` with a version of no updates, or `AggregationFailed`.
+    The answer is `AttemptAggregated` with a version of no updates, or `AggregationFailed`.
     """
 
     key: AttemptKey
@@ -92,7 +92,7 @@ class RunWarmStart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Abandon:
-    """Throw away what was received for the attempt."""
+    """Discard what was received for the attempt."""
 
     key: AttemptKey
 

@@ -1,13 +1,14 @@
 """The coordinator: several jobs and one waiting room; events in, changes and commands out.
 
-It reads no clock and touches nothing outside. Its driver turns the world into events and does this:
+It reads no clock and does no I/O. Its driver turns sockets, clocks and operators into events:
 
-1. `proposal = coordinator.propose(events, context)`
-2. store `proposal.changes` in one transaction;
-3. stored: `coordinator.accept(proposal)`, then carry out `proposal.commands` in order and set `proposal.timers`;
-   not stored: `coordinator.reject(proposal)`: nothing has happened, the events may be proposed again.
+1. Call `proposal = coordinator.propose(events, context)`.
+2. Store `proposal.changes` in one transaction.
+3. If they were stored, call `coordinator.accept(proposal)`, then execute `proposal.commands` in order and set
+   `proposal.timers`. Otherwise call `coordinator.reject(proposal)`, which undoes the proposal; the events may be
+   proposed again.
 
-Only one proposal may be under way at a time.
+Only one proposal may be pending at a time.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ from fedplat.rounds.transition import ACCEPTED, Context, Transition, Verdict
 
 @dataclasses.dataclass
 class Proposal:
-    """What a batch of events would change, what it wants done, and the answer to each event, in order.
+    """The changes and commands that follow from a batch of events, and the verdict on each event, in order.
 
     `timers` has the moment of the next `TimerFired` of each job for which that moment has changed; None: never.
-    `drawn` holds who was given work, which the coordinator itself knows on `accept` only. `moved` holds what the
-    waiting room said, before the batch, of each client that the batch moved: `reject` puts it back.
+    `drawn` maps the clients that were given work to their attempts; the coordinator records them only on `accept`.
+    `moved` maps each client that entered or left the waiting room in the batch to its entry before (None: not waiting),
+    so that `reject` can restore it.
     """
 
     jobs: dict[str, JobState] = dataclasses.field(default_factory=dict[str, JobState])
@@ -59,10 +61,10 @@ class Proposal:
 
 @dataclasses.dataclass(frozen=True)
 class _PopulationSummary:
-    """What refused clients of a population may expect: the jobs that run, and what these have and need together.
+    """The running jobs of a population and their combined demand, from which refused clients get a retry window.
 
-    `fleet` is how many clients there are, for all that is said to any of them: 0 unless a job of the population hides
-    its sample. Whoever was drawn does not wait, and for a while after its work nobody knows where it is.
+    `fleet` is the fleet size to assume for all of them, or 0 unless a job of the population hides its sample. Drawn
+    clients do not wait, and for a while after their work their number is unknown.
     """
 
     running: tuple[JobState, ...]
@@ -74,63 +76,63 @@ class _PopulationSummary:
 
 
 class Coordinator:
-    """All jobs of a server (or of a simulation). `max_waiting` bounds the waiting room."""
+    """All jobs of a server (or of a simulation). At most `max_waiting` clients wait at a time."""
 
     def __init__(self, jobs: Iterable[JobState] = (), max_waiting: int = 100_000) -> None:
         self.jobs: dict[str, JobState] = {}
         self.room = WaitingRoom()
-        self.memories: dict[str, ParticipationHistory] = {}
+        self.histories: dict[str, ParticipationHistory] = {}
         self.max_waiting = max_waiting
         self._busy: dict[str, AttemptKey] = {}
         self._timers: dict[str, float | None] = {}
-        self._outlooks: dict[str, _PopulationSummary] = {}
+        self._summaries: dict[str, _PopulationSummary] = {}
         for job in jobs:
             self.add(job)
 
     def add(self, job: JobState, participations: Iterable[Participation] = ()) -> None:
-        """Takes over a job that the store holds already, with what its clients did, if that is to be remembered."""
+        """Add a job that is already stored, with the participations of its clients if the job needs them."""
         assert job.job_id not in self.jobs
         self.jobs[job.job_id] = job
-        self._outlooks.clear()
-        memory = ParticipationHistory.recall(job.spec, participations) if job.status not in ENDED_JOBS else None
-        if memory is not None:
-            self.memories[job.job_id] = memory
-        for crew in job.assignment_sets:
-            self._busy |= {assignment.client_id: assignment.key for assignment in crew.busy}
-        self.room.follow(job, memory)
+        self._summaries.clear()
+        history = ParticipationHistory.recall(job.spec, participations) if job.status not in ENDED_JOBS else None
+        if history is not None:
+            self.histories[job.job_id] = history
+        for group in job.assignment_sets:
+            self._busy |= {assignment.client_id: assignment.key for assignment in group.busy}
+        self.room.follow(job, history)
 
     @property
     def num_busy(self) -> int:
-        """Number of clients with an open assignment."""
+        """The number of clients with a busy assignment."""
         return len(self._busy)
 
     def assignment_of(self, client_id: str) -> AttemptKey | None:
-        """The attempt that a client works for now."""
+        """Return the attempt that a client works for now, if any."""
         return self._busy.get(client_id)
 
     def find(self, key: AttemptKey, client_id: str) -> Assignment | None:
         """Return a client's assignment that was made in an attempt.
 
-        None for those that no attempt of today depends on: only the store knows them.
+        None for assignments that no current attempt depends on: only the store has those.
         """
         job = self.jobs.get(key.job_id)
         return job.find(key, client_id) if job is not None else None
 
     def propose(self, events: Sequence[Event], context: Context) -> Proposal:
-        """Works out what the events do. The waiting room moves at once; jobs move on `accept`."""
+        """Compute the effects of the events. The waiting room changes at once; jobs change on `accept`."""
         proposal = Proposal()
         for event in events:
             proposal.verdicts.append(self._handle(proposal, event, context))
-        self._fill(proposal, context)
+        self._draw_ready(proposal, context)
         proposal.commands = self._last_answers(proposal.commands)
         proposal.timers = self._changed_timers(proposal, events)
         return proposal
 
     def accept(self, proposal: Proposal) -> None:
-        """The changes are stored: they are the truth now."""
+        """Apply the changes, which are stored now."""
         for job_id, job in proposal.jobs.items():
             self.jobs[job_id] = job
-            self._outlooks.clear()
+            self._summaries.clear()
         self._timers |= proposal.timers
         for change in proposal.changes:
             for assignment in change.assignments:
@@ -138,12 +140,12 @@ class Coordinator:
                     self._busy[assignment.client_id] = assignment.key
                 elif self._busy.get(assignment.client_id) == assignment.key:
                     del self._busy[assignment.client_id]
-            self._remember(change)
+            self._record_participations(change)
 
     def reject(self, proposal: Proposal) -> None:
-        """The changes were not stored: the waiting room is as before, and jobs want what they wanted before."""
+        """Undo a proposal that was not stored: restore the waiting room, and what jobs demand of it."""
         for job_id in proposal.jobs:
-            self.room.undo(self.jobs[job_id], self.memories.get(job_id))
+            self.room.undo(self.jobs[job_id], self.histories.get(job_id))
         for client_id, before in proposal.moved.items():
             if before is None:
                 self.room.leave(client_id)
@@ -151,47 +153,47 @@ class Coordinator:
                 self.room.enter(before)
 
     def refusal(self, client: ClientCheckedIn) -> Refuse:
-        """What to tell a client that waited for nothing: the reason, and when to come back."""
-        outlook = self._outlooks.get(client.population) or self._summarize(client.population)
-        reason, rest_s = Reason.NOT_ELIGIBLE if outlook.running else Reason.NO_WORK, 0.0
-        train = [job for job in outlook.running if selection.may_train(job, client)]
-        rests = [self._rest_s(client.client_id, job) for job in train if not self._is_spent(client.client_id, job)]
-        rests += [0.0 for job in outlook.running if selection.may_evaluate(job, client)]
+        """Return the answer to a client that waited in vain: the reason, and when to retry."""
+        summary = self._summaries.get(client.population) or self._summarize(client.population)
+        reason, rest_s = Reason.NOT_ELIGIBLE if summary.running else Reason.NO_WORK, 0.0
+        train = [job for job in summary.running if selection.may_train(job, client)]
+        rests = [self._rest_s(client.client_id, job) for job in train if not self._is_at_limit(client.client_id, job)]
+        rests += [0.0 for job in summary.running if selection.may_evaluate(job, client)]
         if rests:
             reason, rest_s = Reason.NOT_SELECTED, min(rests)
         elif train:
             reason = Reason.LIMIT_REACHED
-        num_clients = outlook.fleet or self.room.num_waiting(client.population) + outlook.num_busy
+        num_clients = summary.fleet or self.room.num_waiting(client.population) + summary.num_busy
         if reason in (Reason.NO_WORK, Reason.LIMIT_REACHED):
-            num_clients = pacing.round_up_to_power_of_two(num_clients) if outlook.hides else num_clients
+            num_clients = pacing.round_up_to_power_of_two(num_clients) if summary.hides else num_clients
             return Refuse(client.client_id, reason, pacing.idle_window(num_clients))
-        window = pacing.busy_window(num_clients, outlook.num_needed, outlook.round_s)
+        window = pacing.busy_window(num_clients, summary.num_needed, summary.round_s)
         return Refuse(client.client_id, reason, pacing.after_rest(window, rest_s))
 
     def _summarize(self, population: str) -> _PopulationSummary:
-        """Looked up once between two changes of jobs: thousands of clients are refused meanwhile."""
+        """Summarize a population. Cached until a job changes, because thousands of clients are refused meanwhile."""
         jobs = [job for job in self.jobs.values() if job.spec.population == population]
         running = tuple(job for job in jobs if job.status is JobStatus.RUNNING)
-        outlook = self._outlooks[population] = _PopulationSummary(
+        summary = self._summaries[population] = _PopulationSummary(
             running,
             num_busy=sum(job.num_busy for job in running),
-            # Whoever waits for a pool needs all of it there at once, however few it draws.
+            # A job with `wait_for` needs that many clients to wait at the same time, even if it draws fewer.
             num_needed=sum(max(job.spec.num_wanted, job.spec.selection.wait_for) for job in running),
             round_s=min((job.spec.deadlines.training_s for job in running), default=0.0),
             fleet=max((job.spec.selection.wait_for for job in running if privacy_rules.hides_sample(job)), default=0),
             hides=any(privacy_rules.hides_sample(job) for job in jobs),
         )
-        return outlook
+        return summary
 
-    def _is_spent(self, client_id: str, job: JobState) -> bool:
-        """Whether the client took part in as many rounds of a job as it may."""
-        memory = self.memories.get(job.job_id)
-        return memory is not None and memory.has_had_its_share(client_id)
+    def _is_at_limit(self, client_id: str, job: JobState) -> bool:
+        """Return whether the client has reached the job's participation limit."""
+        history = self.histories.get(job.job_id)
+        return history is not None and history.is_at_limit(client_id)
 
     def _rest_s(self, client_id: str, job: JobState) -> float:
-        """About how long it takes until the job may draw the client again."""
-        memory = self.memories.get(job.job_id)
-        num_rounds = memory.rounds_to_rest(client_id, job.round + 1) if memory is not None else 0
+        """Estimate the seconds until the job may draw the client again."""
+        history = self.histories.get(job.job_id)
+        num_rounds = history.rounds_to_rest(client_id, job.round + 1) if history is not None else 0
         return num_rounds * pacing.round_s(job.spec.deadlines, job.durations) if num_rounds else 0.0
 
     def _handle(self, proposal: Proposal, event: Event, context: Context) -> Verdict:
@@ -203,13 +205,13 @@ class Coordinator:
             return self._revoke(proposal, event, context)
         if isinstance(event, TimerFired):
             return self._on_timer(proposal, event, context)
-        assert not isinstance(event, CandidatesDrawn | AssignmentReclaimed), "these follow from other events"
+        assert not isinstance(event, CandidatesDrawn | AssignmentReclaimed), "the coordinator makes these events itself"
         return self._step(proposal, event, context)
 
     def _check_in(self, proposal: Proposal, event: ClientCheckedIn, context: Context) -> Verdict:
         client_id, waiting = event.client_id, self.room.clients
         key = proposal.drawn.get(client_id) or self._busy.get(client_id)
-        # Its reply was lost, or it was restarted: it gets the same work again, if that is still open.
+        # Its reply was lost, or it was restarted: it gets the same assignment again, if that is still open.
         if key is not None and self._step(proposal, AssignmentReclaimed(key, client_id), context).accepted:
             return ACCEPTED
         if len(waiting) >= self.max_waiting and client_id not in waiting:
@@ -227,21 +229,21 @@ class Coordinator:
         return ACCEPTED
 
     def _revoke(self, proposal: Proposal, event: ClientRevoked, context: Context) -> Verdict:
-        """The client waits no longer. Its work, and what it has reported to open attempts, comes to nothing."""
+        """Remove the client from the waiting room and end its open assignments, reported ones included."""
         self._leave(proposal, ClientLeft(event.client_id))
         for job in list((self.jobs | proposal.jobs).values()):
-            for crew in job.assignment_sets:
-                found = crew.assignments.get(event.client_id)
-                if found is not None and found.is_open:
-                    self._step(proposal, AssignmentRevoked(found.key, event.client_id), context)
+            for group in job.assignment_sets:
+                assignment = group.assignments.get(event.client_id)
+                if assignment is not None and assignment.is_open:
+                    self._step(proposal, AssignmentRevoked(assignment.key, event.client_id), context)
         return ACCEPTED
 
     def _on_timer(self, proposal: Proposal, event: TimerFired, context: Context) -> Verdict:
-        """End the assignments that are late; then a selection whose time is over, with the clients that wait."""
+        """End late assignments; then complete a selection whose time is over with the clients that wait."""
         before = self._latest(proposal, event.job_id)
         if before is None:
-            return _no_such_job(event.job_id)
-        self._take(proposal, before, closing.drop_late(before, context), context)
+            return _refuse_unknown_job(event.job_id)
+        self._apply(proposal, before, closing.drop_late(before, context), context)
         job = self._latest(proposal, event.job_id)
         attempt = job.open_attempt if job is not None else None
         if attempt is not None and attempt.awaits_clients and attempt.selection_ends_at <= context.now:
@@ -249,8 +251,8 @@ class Coordinator:
         return ACCEPTED
 
     def _changed_timers(self, proposal: Proposal, events: Sequence[Event]) -> dict[str, float | None]:
-        """Return the next deadlines of the jobs whose timer is set to another moment, or has fired."""
-        # A timer that fired is gone, also if it fired too early to change anything.
+        """Return the next deadline of each job whose timer has fired or must be set to another moment."""
+        # A timer that fired must be set again, even if it fired too early to change anything.
         fired = {event.job_id for event in events if isinstance(event, TimerFired)}
         restarted = {event.job_id for event in events if isinstance(event, ServerRestarted)}
         timers: dict[str, float | None] = {}
@@ -261,10 +263,10 @@ class Coordinator:
         return timers
 
     def _last_answers(self, commands: Sequence[Command]) -> list[Command]:
-        """Leaves one answer for each client, the last; whoever waits again has none yet.
+        """Keep the last Assign or Refuse per client, and drop it if the client is waiting again.
 
-        Else a client that left and came back within one batch would hear, where it waits now, what was meant for
-        where it waited before: a refusal while it is in the room, or a token that is fenced already.
+        Otherwise a client that left and came back within one batch would receive the answer to its previous poll in the
+        new one: a refusal although it waits, or a token that has been replaced.
         """
         last = {command.client_id: command for command in commands if isinstance(command, Assign | Refuse)}
         return [
@@ -277,17 +279,17 @@ class Coordinator:
     def _step(self, proposal: Proposal, event: JobEvent, context: Context) -> Verdict:
         before = self._latest(proposal, event.job_id)
         if before is None:
-            return _no_such_job(event.job_id)
+            return _refuse_unknown_job(event.job_id)
         transition = sync.step(before, event, context)
-        self._take(proposal, before, transition, context)
+        self._apply(proposal, before, transition, context)
         return transition.verdict
 
     def _latest(self, proposal: Proposal, job_id: str) -> JobState | None:
-        """Return a job as the events of the batch have left it until now."""
+        """Return a job in its state after the events of the batch that were handled so far."""
         return proposal.jobs.get(job_id) or self.jobs.get(job_id)
 
-    def _take(self, proposal: Proposal, before: JobState, transition: Transition, context: Context) -> None:
-        """Notes a transition and those that follow from it by themselves."""
+    def _apply(self, proposal: Proposal, before: JobState, transition: Transition, context: Context) -> None:
+        """Record a transition and those that follow from it without an event (`sync.advance`)."""
         current: Transition | None = transition
         while current is not None:
             proposal.commands.extend(current.commands)
@@ -296,10 +298,10 @@ class Coordinator:
                 proposal.changes.append(difference(before, after))
                 proposal.jobs[after.job_id] = before = after
             current = sync.advance(before, context)
-        self.room.follow(before, self.memories.get(before.job_id))
+        self.room.follow(before, self.histories.get(before.job_id))
 
-    def _fill(self, proposal: Proposal, context: Context) -> None:
-        """Gives clients to every attempt that enough of them wait for; who has wanted longest comes first."""
+    def _draw_ready(self, proposal: Proposal, context: Context) -> None:
+        """Draw clients for each attempt with enough eligible ones; the attempt that has waited longest is first."""
         progress = True
         while progress:
             progress = False
@@ -313,7 +315,7 @@ class Coordinator:
         counts = room.num_resting(job_id), room.num_eligible(job_id), room.num_spent(job_id)
         key, drawn = demand.key, self.room.draw(job_id, context.rng)
         client_ids = tuple(client.client_id for client in drawn)
-        final = final or demand.sampling.is_trial  # nobody has a second trial
+        final = final or demand.sampling.is_trial  # trials of each client are not repeated
         self._step(proposal, CandidatesDrawn(job_id, client_ids, final, *counts), context)
         attempt = proposal.jobs[job_id].attempt
         taken = attempt.assignments if attempt is not None and attempt.key == key else {}
@@ -322,24 +324,25 @@ class Coordinator:
             if client.client_id in taken:
                 proposal.drawn[client.client_id] = key
             else:
-                self.room.enter(client)  # too few to begin with: they go on waiting
+                self.room.enter(client)  # the attempt did not get enough clients: they keep waiting
 
-    def _remember(self, change: Change) -> None:
-        """Notes what a stored change tells of clients."""
+    def _record_participations(self, change: Change) -> None:
+        """Record the participations in a stored change."""
         job_id = change.job.job_id
-        memory = self.memories.get(job_id)
-        if memory is None:
+        history = self.histories.get(job_id)
+        if history is None:
             return
         if change.job.status in ENDED_JOBS:
-            del self.memories[job_id]
+            del self.histories[job_id]
             return
         trained = [each for each in change.assignments if each.kind is AttemptKind.TRAIN]
         for participation in participations_of(trained):
-            is_new, waiting = memory.note(participation), self.room.clients.get(participation.client_id)
+            is_new, waiting = history.record(participation), self.room.clients.get(participation.client_id)
             if is_new and waiting is not None:
-                # It was given work, lost it and came back, all in one batch: now it is known whether it has to rest.
+                # The client was assigned, lost the assignment and checked in again within one batch. Only now is it
+                # known whether it must rest.
                 self.room.enter(waiting)
 
 
-def _no_such_job(job_id: str) -> Verdict:
+def _refuse_unknown_job(job_id: str) -> Verdict:
     return Verdict(Reason.STALE, f"there is no job {job_id}")

@@ -1,8 +1,8 @@
 """The waiting clients that one job may draw from.
 
-A million may wait, and a thousand be drawn a hundred times over. So entering and leaving take constant time, drawing k
-of them uniformly takes time that grows with k, and the next round finds the pool as it is: nothing is rebuilt, and no
-client is looked at again, unless its rest has ended.
+A million clients may wait, and a thousand be drawn a hundred times. So entering and leaving take constant time, drawing
+k clients uniformly takes O(k) time, and the structure is kept between rounds: a client is examined again only when its
+rest has ended.
 """
 
 from __future__ import annotations
@@ -18,131 +18,140 @@ Accepts = Callable[[ClientCheckedIn], bool]
 
 
 class EligibleClients:
-    """The eligible clients of a round, as `sampling.Candidates`; those that have to rest stand beside them.
+    """The eligible clients of a round, as `sampling.Candidates`, and separately those that must rest.
 
-    They lie in an array without gaps: whoever leaves is replaced by the last. The order, and so what a seed draws,
-    depends on nothing but who came and went.
+    Eligible clients are stored in a list without gaps: the last client replaces one that leaves. The order, and so the
+    clients drawn with a seed, depends only on the sequence of clients that entered and left.
     """
 
-    def __init__(self, accepts: Accepts, memory: ParticipationHistory | None, key: AttemptKey) -> None:
+    def __init__(self, accepts: Accepts, history: ParticipationHistory | None, key: AttemptKey) -> None:
         self.key = key
         self._accepts = accepts
-        self._memory = memory
+        self._history = history
         self._clients: list[ClientCheckedIn] = []
-        self._places: dict[str, int] = {}
-        # Who rests, by the round from which it may be drawn; and who may be drawn for this round, but not for the next.
+        self._indices: dict[str, int] = {}
+        # Resting clients by the first round that may draw them, and clients that this round may draw but not the next.
         self._resting: dict[int, dict[str, ClientCheckedIn]] = {}
-        self._until: dict[str, int] = {}
-        self._again: dict[str, None] = {}
-        # Who of those that rest will never be drawn again, unless this very round is tried again.
-        self._spent: set[str] = set()
-        # Who takes part in the attempt already, and those of them that wait.
+        self._resting_until: dict[str, int] = {}
+        self._this_round_only: dict[str, None] = {}
+        # The resting clients that are at their limit: only another attempt at this round may draw them.
+        self._at_limit: set[str] = set()
+        # The clients that already take part in the attempt, and those of them that wait again.
         self._attempt: AttemptKey | None = None
-        self._barred: Mapping[str, object] = {}
-        self._aside: dict[str, ClientCheckedIn] = {}
+        self._excluded: Mapping[str, object] = {}
+        self._excluded_waiting: dict[str, ClientCheckedIn] = {}
 
     @property
     def round(self) -> int:
-        """The round that they are drawn for."""
+        """The round for which clients are drawn."""
         return self.key.round
 
     def __len__(self) -> int:
-        """How many may be drawn."""
+        """Return the number of clients that may be drawn."""
         return len(self._clients)
 
     @property
     def num_resting(self) -> int:
-        """How many others wait that may be drawn in a later round."""
-        return len(self._until) - len(self._spent)
+        """The number of other waiting clients that a later round may draw."""
+        return len(self._resting_until) - len(self._at_limit)
 
     @property
     def num_spent(self) -> int:
-        """How many others wait that took part in as many rounds as they may."""
-        return len(self._spent)
+        """The number of other waiting clients that have reached the participation limit."""
+        return len(self._at_limit)
 
     def __getitem__(self, index: int) -> ClientCheckedIn:
         return self._clients[index]
 
     @property
     def utilities(self) -> Sequence[float]:
-        """See `sampling.Candidates`."""
-        return self._memory.utilities if self._memory is not None else ()
+        """The sum of utilities per round, as in `sampling.Candidates`."""
+        return self._history.utilities if self._history is not None else ()
 
     def values_of(self, label: str) -> list[str | None]:
-        """One label of all that may be drawn."""
+        """Return one label of each client that may be drawn."""
         return [client.labels.get(label) for client in self._clients]
 
     def list_known(self) -> list[tuple[int, ClientHistory]]:
-        """The numbers and the past of those that took part before; looks at the fewer of the known and the waiting."""
-        pasts = self._memory.clients if self._memory is not None else {}
-        places = self._places
-        if len(pasts) < len(places):
-            found = [(places[client_id], past) for client_id, past in pasts.items() if client_id in places]
+        """Return index and history of each client that took part before.
+
+        Iterates over the participants or over the eligible clients, whichever are fewer.
+        """
+        pasts = self._history.clients if self._history is not None else {}
+        indices = self._indices
+        if len(pasts) < len(indices):
+            found = [(indices[client_id], past) for client_id, past in pasts.items() if client_id in indices]
         else:
-            found = [(place, pasts[client_id]) for client_id, place in places.items() if client_id in pasts]
+            found = [(index, pasts[client_id]) for client_id, index in indices.items() if client_id in pasts]
         return sorted(found, key=lambda each: each[0])
 
     def enter(self, client: ClientCheckedIn) -> None:
-        """A client that is not in it waits."""
+        """Add a waiting client that is not in it yet, if the job accepts it."""
         if self._accepts(client):
             self._put(client)
 
     def leave(self, client_id: str) -> None:
-        """A client, which may be in it or not, waits no longer."""
-        place = self._places.pop(client_id, None)
-        if place is not None:
+        """Remove a client that no longer waits; clients that are not in it are ignored."""
+        index = self._indices.pop(client_id, None)
+        if index is not None:
             last = self._clients.pop()
-            if place < len(self._clients):
-                self._clients[place] = last
-                self._places[last.client_id] = place
-            self._again.pop(client_id, None)
-        elif (until := self._until.pop(client_id, None)) is not None:
+            if index < len(self._clients):
+                self._clients[index] = last
+                self._indices[last.client_id] = index
+            self._this_round_only.pop(client_id, None)
+        elif (until := self._resting_until.pop(client_id, None)) is not None:
             del self._resting[until][client_id]
-            self._spent.discard(client_id)
+            self._at_limit.discard(client_id)
         else:
-            self._aside.pop(client_id, None)
+            self._excluded_waiting.pop(client_id, None)
 
-    def turn(self, key: AttemptKey) -> None:
-        """A later attempt begins: for whoever has rested, or whose attempt at the same round came to nothing."""
+    def advance_to(self, key: AttemptKey) -> None:
+        """Move on to a later attempt, and add the clients that may be drawn for it.
+
+        These are the clients whose rest is over, and those of a failed attempt at the same round.
+        """
         assert key >= self.key
         if key == self.key:
             return
-        moved = [self._clients[self._places[client_id]] for client_id in self._again]
-        # Those who took part in the latest round rest longest, but for those who have had their share.
+        returning = [self._clients[self._indices[client_id]] for client_id in self._this_round_only]
+        # Clients of the latest round rest longest, except those at their limit.
         latest = max((until for until in self._resting if until < NEVER), default=0)
         if key.round > self.key.round:
             latest = 0
         self.key = key
         for until in [until for until in self._resting if until <= key.round or until == latest]:
-            moved += self._resting[until].values()
-        for client in moved:
+            returning += self._resting[until].values()
+        for client in returning:
             self.leave(client.client_id)
             self._put(client)
         self._resting = {until: clients for until, clients in self._resting.items() if clients}
 
-    def bar(self, attempt: AttemptKey | None, barred: Mapping[str, object]) -> None:
-        """Nobody of these may be drawn for an attempt. As long as it lasts, only those who were drawn come to them."""
-        self._barred = barred
+    def exclude(self, attempt: AttemptKey | None, excluded: Mapping[str, object]) -> None:
+        """Exclude the participants of an attempt; while it lasts, only newly drawn clients may be added to them."""
+        self._excluded = excluded
         if attempt == self._attempt:
             return
         self._attempt = attempt
-        moved = [*self._aside.values(), *(self._clients[self._places[name]] for name in barred if name in self._places)]
-        for client in moved:
+        returning = [
+            *self._excluded_waiting.values(),
+            *(self._clients[self._indices[name]] for name in excluded if name in self._indices),
+        ]
+        for client in returning:
             self.leave(client.client_id)
             self._put(client)
 
     def _put(self, client: ClientCheckedIn) -> None:
-        client_id, memory = client.client_id, self._memory
-        if memory is not None and (rest := memory.rounds_to_rest(client_id, self.round, self.key.number)):
-            self._until[client_id] = until = min(self.round + rest, NEVER)
+        client_id, history = client.client_id, self._history
+        if history is not None and (rest := history.rounds_to_rest(client_id, self.round, self.key.number)):
+            self._resting_until[client_id] = until = min(self.round + rest, NEVER)
             self._resting.setdefault(until, {})[client_id] = client
-            if memory.has_had_its_share(client_id):
-                self._spent.add(client_id)
+            if history.is_at_limit(client_id):
+                self._at_limit.add(client_id)
             return
-        if client_id in self._barred:
-            self._aside[client_id] = client
+        if client_id in self._excluded:
+            self._excluded_waiting[client_id] = client
             return
-        if memory is not None and memory.rounds_to_rest(client_id, self.round + 1):
-            self._again[client_id] = None
-        self._places[client_id] = len(self._clients)
+        if history is not None and history.rounds_to_rest(client_id, self.round + 1):
+            self._this_round_only[client_id] = None
+        self._indices[client_id] = len(self._clients)
         self._clients.append(client)

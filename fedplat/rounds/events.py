@@ -1,4 +1,4 @@
-"""What happens to the coordinator. Whoever drives it turns sockets, clocks and operators into these."""
+"""The coordinator's input. Its driver turns sockets, clocks and operators into these events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedplat.rounds.states import Reason
 
 
 class JobAction(StrEnum):
-    """What an operator may do to a job."""
+    """An action of an operator on a job."""
 
     START = "start"
     PAUSE = "pause"
@@ -29,9 +29,9 @@ class OperatorCommand:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RollbackOrdered:
-    """An operator wants a job to go on from an older version, whose file is there.
+    """An operator rolls a job back to an older version, whose file exists.
 
-    The version has a state if the state's file is there, too.
+    The version has a state digest if the state's file exists, too.
     """
 
     job_id: str
@@ -40,7 +40,7 @@ class RollbackOrdered:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServerRestarted:
-    """The job was read back after a restart: whoever did its work is gone, what the store and the spool hold is not."""
+    """The job was read back after a restart. Its workers are gone; the contents of store and spool are not."""
 
     job_id: str
 
@@ -54,7 +54,7 @@ class TimerFired:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClientCheckedIn:
-    """A client is free and waits for work."""
+    """A client is free and waits for an assignment."""
 
     client_id: str
     population: str
@@ -66,24 +66,24 @@ class ClientCheckedIn:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClientLeft:
-    """A waiting client waits no longer: its time is over, or its connection is gone."""
+    """A client no longer waits: its poll timed out, or its connection was lost."""
 
     client_id: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClientRevoked:
-    """An operator revoked a client: it waits no longer, and its open assignments end."""
+    """An operator revoked a client: it no longer waits, and its open assignments end."""
 
     client_id: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CandidatesDrawn:
-    """The waiting room gives clients to an attempt that selects. `final`: nobody else will come.
+    """The clients that the waiting room drew for an attempt that selects. `final`: no more will follow.
 
-    They were drawn of `num_eligible`. `num_resting` others waited, who may not be drawn before a later round, and
-    `num_spent`, who may never be: they took part in as many rounds as they may.
+    They were drawn from `num_eligible` clients. `num_resting` other clients wait that a later round may draw, and
+    `num_spent` that have reached the participation limit, so that no later round may.
     """
 
     job_id: str
@@ -96,26 +96,26 @@ class CandidatesDrawn:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttemptEvent:
-    """What the events of one attempt have in common."""
+    """Base of the events of one attempt."""
 
     key: AttemptKey
 
     @property
     def job_id(self) -> str:
-        """The job it belongs to."""
+        """The job of the attempt."""
         return self.key.job_id
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AssignmentReclaimed(AttemptEvent):
-    """A client that has an open assignment checked in: it lost the reply, or was restarted."""
+    """A client with an open assignment checked in: it lost the reply, or was restarted."""
 
     client_id: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UploadStarted(AttemptEvent):
-    """A client has finished training and begins to send its update."""
+    """A client has finished training and begins to upload its update."""
 
     client_id: str
 
@@ -124,7 +124,7 @@ class UploadStarted(AttemptEvent):
 class UpdateReported(AttemptEvent):
     """A client commits an update (or an evaluation) whose bytes were received and checked.
 
-    `norm` is the update's L2 norm, as it will be folded; None of an evaluation.
+    `norm` is the L2 norm of the update as it will be folded; None for an evaluation.
     """
 
     client_id: str
@@ -137,7 +137,7 @@ class UpdateReported(AttemptEvent):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UpdateRejected(AttemptEvent):
-    """An update was received and is not acceptable."""
+    """An update was received and refused."""
 
     client_id: str
     reason: Reason
@@ -146,7 +146,7 @@ class UpdateRejected(AttemptEvent):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AssignmentFailed(AttemptEvent):
-    """A client gives its assignment up."""
+    """A client gave up its assignment."""
 
     client_id: str
     reason: Reason
@@ -155,16 +155,16 @@ class AssignmentFailed(AttemptEvent):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AssignmentRevoked(AttemptEvent):
-    """The client of an open assignment was revoked: what it has reported does not count."""
+    """The client of an open assignment was revoked, and its report does not count."""
 
     client_id: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttemptAggregated(AttemptEvent):
-    """The updates of an attempt were aggregated; the new version's bytes are durable.
+    """The updates of an attempt were aggregated, and the new version is durable.
 
-    `metrics` are shown of the attempt; None: the means of what its clients reported.
+    `metrics` are stored as those of the attempt; None: the means of its clients' metrics.
     """
 
     version: ModelVersion
@@ -192,7 +192,7 @@ JobEvent = (
     | AttemptAggregated
     | AggregationFailed
 )
-"""What happens to one job."""
+"""Events of one job."""
 
 Event = JobEvent | TimerFired | ClientCheckedIn | ClientLeft | ClientRevoked
-"""Everything that happens to the coordinator."""
+"""All events of the coordinator."""

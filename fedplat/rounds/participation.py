@@ -1,7 +1,7 @@
-"""What the coordinator remembers of a job's clients: who took part when, and what was last heard of them.
+"""The participation of a job's clients, as the coordinator remembers it: when they took part, and their last reports.
 
-It stands beside the jobs' states, not in them: a step copies nothing of it. Only clients that took part are in it.
-It follows from the stored assignments alone, so that a server that is started again makes the very same (`recall`).
+It is kept beside the jobs' states, so that no step copies it, and contains only clients that took part. It is derived
+from the stored assignments alone, so that a restarted server rebuilds the same history (`recall`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fedplat.sampling import ClientHistory
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Participation:
-    """What is remembered of one assignment of an attempt to train. `took_s` is None unless it was reported."""
+    """One assignment of an attempt to train. `took_s` is None unless it was reported."""
 
     client_id: str
     round: int
@@ -29,7 +29,7 @@ class Participation:
 
 
 def participations_of(assignments: Iterable[Assignment]) -> list[Participation]:
-    """Assignments in the order of their reports, and after them those without one."""
+    """Return assignments as participations: first the reported ones in the order of their reports, then the others."""
     ordered = sorted(assignments, key=lambda each: (each.report_number is None, each.report_number or 0))
     return [
         Participation(each.client_id, each.key.round, each.key.number, each.num_examples, each.took_s, each.metrics)
@@ -38,75 +38,75 @@ def participations_of(assignments: Iterable[Assignment]) -> list[Participation]:
 
 
 NEVER = 1 << 40
-"""Beyond all rounds."""
+"""A round number beyond all rounds."""
 
 
 class ParticipationHistory:
-    """The clients of one job. `min_separation`: how many rounds a client rests after one that it took part in.
+    """The participation history of one job's clients. `min_separation`: rounds that a client rests after taking part.
 
-    A client that was assigned in round r is not drawn before round r + min_separation + 1, and never again once it was
-    assigned in `max_participations` rounds (0: any number). But a further attempt at round r may draw it, since nothing
-    came of the attempt before. Rounds count in which its update was lost, or is not there yet: whether it is in the
-    version is not known when the next round draws, and a limit that counts too much costs use, not privacy.
+    A client that was assigned in round r is not drawn before round r + min_separation + 1, and never again after it was
+    assigned in `max_participations` rounds (0: no limit). Another attempt at round r may draw it, because the attempt
+    before had no result. A round counts even if the client's update was lost or has not arrived: when the next round
+    draws, it is unknown whether the version contains it, and counting too much costs utility, not privacy.
     """
 
     def __init__(self, min_separation: int = 0, max_participations: int = 0) -> None:
         self.clients: dict[str, ClientHistory] = {}
         self.utilities: list[float] = []
         self._rest = min_separation
-        self._most = max_participations
+        self._max_rounds = max_participations
         self._reported: dict[str, tuple[int, int]] = {}
 
     @classmethod
     def recall(cls, spec: JobSpec, participations: Iterable[Participation]) -> ParticipationHistory | None:
-        """The memory of a job with these in its store, in the order of rounds; None if it has no use for one."""
+        """Rebuild the history from stored participations, in order of rounds; None if the job does not need one."""
         if not spec.remembers:
             return None
-        memory = cls(spec.selection.min_separation, spec.max_participations)
+        history = cls(spec.selection.min_separation, spec.max_participations)
         for each in participations:
-            memory.note(each)
-        return memory
+            history.record(each)
+        return history
 
-    def note(self, now: Participation) -> bool:
-        """Remembers a participation, as far as it has come. Says whether it is new; said again, it changes nothing."""
-        name = (now.round, now.attempt)
+    def record(self, now: Participation) -> bool:
+        """Record the current state of a participation and return whether it is new. Recording is idempotent."""
+        key = (now.round, now.attempt)
         past = self.clients.get(now.client_id)
-        is_new = past is None or (past.round, past.attempt) < name
+        is_new = past is None or (past.round, past.attempt) < key
         if past is None:
-            past = self.clients[now.client_id] = ClientHistory(*name)
+            past = self.clients[now.client_id] = ClientHistory(*key)
         elif is_new:
             past.num_rounds += past.round < now.round
-            past.round, past.attempt = name
+            past.round, past.attempt = key
             past.num_participations += 1
-        if now.took_s is not None and self._reported.get(now.client_id, (0, 0)) < name:
-            self._reported[now.client_id] = name
+        if now.took_s is not None and self._reported.get(now.client_id, (0, 0)) < key:
+            self._reported[now.client_id] = key
             past.num_examples, past.duration_s, past.loss = now.num_examples, now.took_s, _loss(now.metrics)
             self.utilities += [0.0] * (now.round + 1 - len(self.utilities))
             self.utilities[now.round] += past.utility
         return is_new
 
     def rounds_to_rest(self, client_id: str, round_: int, attempt: int = 0) -> int:
-        """How many rounds have to pass before the client may be drawn; 0: it may be for this attempt at this round.
+        """Return how many rounds must pass before the client may be drawn; 0 if this attempt may draw it.
 
-        `NEVER` for one at its limit; but in the last round that it took part in, and while it rests, it is asked about
-        again, since a further attempt at that round may draw it.
+        `NEVER` for a client at its limit, once its rest after its last round is over. Until then the result is finite,
+        because another attempt at that round may draw it.
         """
         past = self.clients.get(client_id)
-        if past is None or not (self._rest or self._most) or (past.round == round_ and past.attempt != attempt):
+        if past is None or not (self._rest or self._max_rounds) or (past.round == round_ and past.attempt != attempt):
             return 0
-        is_last = self.has_had_its_share(client_id)
+        is_at_limit = self.is_at_limit(client_id)
         if past.round + self._rest < round_:
-            return NEVER if is_last else 0
-        return past.round + self._rest + 1 - round_ if self._rest or is_last else 0
+            return NEVER if is_at_limit else 0
+        return past.round + self._rest + 1 - round_ if self._rest or is_at_limit else 0
 
-    def has_had_its_share(self, client_id: str) -> bool:
-        """Whether the client took part in as many rounds as it may."""
+    def is_at_limit(self, client_id: str) -> bool:
+        """Return whether the client took part in as many rounds as it may."""
         past = self.clients.get(client_id)
-        return past is not None and 0 < self._most <= past.num_rounds
+        return past is not None and 0 < self._max_rounds <= past.num_rounds
 
 
 def rounds_to_recall(job: JobState) -> range:
-    """The rounds whose participations a memory needs; none for a job that has no use for one."""
+    """Return the rounds whose participations a history needs; an empty range if the job needs no history."""
     spec, selection = job.spec, job.spec.selection
     if job.status in ENDED_JOBS or not spec.remembers:
         return range(0)
@@ -116,7 +116,7 @@ def rounds_to_recall(job: JobState) -> range:
 
 
 def _loss(metrics: Mapping[str, float]) -> float | None:
-    """The root mean square of the loss, as far as the client tells it; a negative one is worth nothing."""
+    """Return the root mean square of the loss from the metrics that the client reports; negative values count as 0."""
     squared, mean = metrics.get("loss_squared"), metrics.get("loss")
     if squared is not None and math.isfinite(squared):
         return math.sqrt(max(squared, 0.0))

@@ -1,14 +1,17 @@
-"""The assignments of an attempt as an immutable map that shares almost everything with the one it was made from.
+"""An immutable map that shares most of its content with the map that it was derived from.
 
-A report changes one assignment of thousands, and every step makes a new state. Copying a plain dictionary each time
-costs time and memory with the square of the cohort: a batch of a thousand reports held a thousand copies of it.
-Here a step copies about sqrt(cohort) entries: a shared base, and a small map of what changed since it was made.
+It holds the assignments of an attempt. A report changes one of thousands of them, and every step makes a new state:
+copying a plain dictionary each time costs time and memory with the square of the cohort (a batch of a thousand reports
+held a thousand copies). Here a step copies about sqrt(cohort) entries: a map is a shared base, and a small dictionary
+of the items changed since the base was made.
 """
 
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from typing import Any, Generic, TypeVar
+
+from typing_extensions import override
 
 _Value = TypeVar("_Value")
 _ABSENT: Any = object()
@@ -17,8 +20,8 @@ _ABSENT: Any = object()
 class PersistentMap(Mapping[str, _Value], Generic[_Value]):
     """An immutable map in order of insertion; equal to any mapping with the same items.
 
-    >>> before = Cohort({"a": 1, "b": 2})
-    >>> after = before.updated({"b": 3})
+    >>> before = PersistentMap({"a": 1, "b": 2})
+    >>> after = before.update({"b": 3})
     >>> dict(before), dict(after), after.changed_since(before)
     ({'a': 1, 'b': 2}, {'a': 1, 'b': 3}, (3,))
     """
@@ -30,7 +33,7 @@ class PersistentMap(Mapping[str, _Value], Generic[_Value]):
         self._recent: dict[str, _Value] = {}
 
     def update(self, changed: Mapping[str, _Value]) -> PersistentMap[_Value]:
-        """This map with some items added or replaced."""
+        """Return this map with some items added or replaced."""
         after: PersistentMap[_Value] = PersistentMap()
         after._base, after._recent = self._base, {**self._recent, **changed}
         # Copying r recent items in each step, and n of the base every r steps, is cheapest at r = sqrt(2 n).
@@ -39,8 +42,8 @@ class PersistentMap(Mapping[str, _Value], Generic[_Value]):
         return after
 
     def changed_since(self, before: Mapping[str, _Value]) -> tuple[_Value, ...]:
-        """The values that `before` has not, or has others for."""
-        # Plain dictionaries are compared first: through `Mapping` each entry cost ten times as much.
+        """Return the values that are missing or different in `before`."""
+        # Plain dictionaries are compared: access through `Mapping` takes ten times as long per entry.
         if isinstance(before, PersistentMap) and before._base is self._base:
             now, then = self._recent, before._recent
             names = [name for name, value in now.items() if then.get(name, _ABSENT) is not value]
@@ -59,21 +62,21 @@ class PersistentMap(Mapping[str, _Value], Generic[_Value]):
     def __len__(self) -> int:
         return len(self._base) + sum(name not in self._base for name in self._recent)
 
+    @override
     def values(self) -> ValuesView[_Value]:
-        """The values, in order."""
         return self._merge().values()
 
+    @override
     def items(self) -> ItemsView[str, _Value]:
-        """The items, in order."""
         return self._merge().items()
 
     def __repr__(self) -> str:
-        return f"Cohort({self._merge()!r})"
+        return f"PersistentMap({self._merge()!r})"
 
     def _merge(self) -> Mapping[str, _Value]:
         return {**self._base, **self._recent} if self._recent else self._base
 
 
-def cohort_of(items: Mapping[str, _Value]) -> PersistentMap[_Value]:
-    """The items as a cohort; a cohort is returned as it is."""
+def to_persistent(items: Mapping[str, _Value]) -> PersistentMap[_Value]:
+    """Convert a mapping to a persistent map; a persistent map is returned as it is."""
     return items if isinstance(items, PersistentMap) else PersistentMap(items)

@@ -1,11 +1,10 @@
-"""What the coordinator knows about a job, as frozen records; a store keeps one row for each.
+"""The coordinator's state of a job, as frozen records; a store keeps one row for each.
 
-An assignment is named by the attempt that it was made in, for good: so are its row and its upload. In a job with a
-buffer it may outlive that attempt; then the job carries it, and the next attempt takes it over.
+An assignment is identified for good by the attempt that it was made in: so are its row and its upload. In a job with a
+buffer it may outlive that attempt; then the job carries it over, and the next attempt takes it over.
 
-Moments (`…_at`) are seconds on the clock of the coordinator's driver: monotonic in the daemon, virtual in
-a simulation. After a restart that clock is another one: a store gives back those of assignments, translated to the
-new clock, and no others.
+Moments (`..._at`) are seconds on the clock of the coordinator's driver: monotonic in the daemon, virtual in a
+simulation. A restart begins a new clock: a store returns only the moments of assignments, translated to the new clock.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from msgspec import Struct, field, structs
 
 from fedplat.aggregate import Contribution
 from fedplat.job import JobSpec
-from fedplat.rounds.persistent_map import PersistentMap, cohort_of
+from fedplat.rounds.persistent_map import PersistentMap, to_persistent
 from fedplat.rounds.states import (
     BUSY_STATES,
     OPEN_PHASES,
@@ -32,7 +31,7 @@ from fedplat.rounds.states import (
 
 
 class AttemptKey(NamedTuple):
-    """Names an attempt: (job, round, attempt)."""
+    """The identity of an attempt: job, round and number."""
 
     job_id: str
     round: int
@@ -43,7 +42,7 @@ class AttemptKey(NamedTuple):
 
 
 class AssignmentId(NamedTuple):
-    """Names an assignment, and its update: the attempt that it was made in, and the client."""
+    """The identity of an assignment and of its update: the attempt that it was made in, and the client."""
 
     attempt: AttemptKey
     client_id: str
@@ -55,11 +54,11 @@ class AssignmentId(NamedTuple):
 class Assignment(Struct, frozen=True):
     """One client's participation in a job: the attempt that it was made in, and the version that it began with.
 
-    `kind` is that of the attempt: what the client is asked to do. `took_s` is the time from the assignment to the
-    report; `report_number` grows from report to report, which is the order in which updates are folded; `update_bytes`
-    the size of the update as it was received. `folded_into` is the attempt whose sum the update is part of, `staleness`
-    the number of versions that were committed meanwhile, and `weight` what it counts for there; a report that waits for
-    the next attempt is folded into none yet. `norm` is the update's L2 norm, which private jobs do not keep.
+    `kind` is that of the attempt: what the client has to do. `took_s` is the time from the assignment to the report;
+    `report_number` grows from report to report, which is the order in which updates are folded; `update_bytes` is the
+    size of the update as received. `folded_into` is the attempt whose sum the update is part of, `staleness` the number
+    of versions committed in between, and `weight` its weight there; `folded_into` is None for a report that waits for
+    the next attempt. `norm` is the update's L2 norm, which private jobs do not store.
     """
 
     key: AttemptKey
@@ -85,30 +84,30 @@ class Assignment(Struct, frozen=True):
 
     @property
     def id(self) -> AssignmentId:
-        """The name of the assignment and of its update."""
+        """The identity of the assignment and of its update."""
         return AssignmentId(self.key, self.client_id)
 
     @property
     def is_busy(self) -> bool:
-        """Whether the client still works for the attempt."""
+        """Whether the client is still working."""
         return self.state in BUSY_STATES
 
     @property
     def is_open(self) -> bool:
-        """Whether it has not ended: the client works, or its update is to be merged."""
+        """Whether it has not ended: the client is working, or its update is to be merged."""
         return self.state in OPEN_STATES
 
     @property
     def contribution(self) -> Contribution:
-        """What the reported update is for the job's rule; the same whenever it is folded again."""
+        """The contribution of the reported update to the job's rule; the same each time it is folded."""
         return Contribution(self.weight, self.num_examples, self.metrics, self.staleness, self.client_id)
 
 
 class AssignmentSet(Struct, frozen=True, kw_only=True):
-    """Clients that were given work, and what became of it.
+    """Assignments by client.
 
-    `counts` holds the number of assignments by state; no assignment is late before `next_deadline`. Both are kept up
-    to date by `with_assignments`, so that a report costs no walk over all of them.
+    `counts` holds the number of assignments by state; no assignment is late before `next_deadline`. Both are kept up to
+    date by `with_assignments`, so that a report does not iterate over all of them.
     """
 
     assignments: Mapping[str, Assignment] = field(default_factory=PersistentMap[Assignment])
@@ -123,28 +122,28 @@ class AssignmentSet(Struct, frozen=True, kw_only=True):
 
     @property
     def busy(self) -> list[Assignment]:
-        """The assignments of clients that still work."""
+        """The assignments of clients that are still working."""
         return [each for each in self.assignments.values() if each.is_busy] if self.num_busy else []
 
     @property
     def num_busy(self) -> int:
-        """Number of clients that still work for it."""
+        """The number of clients that are still working."""
         return sum(self.counts.get(state, 0) for state in BUSY_STATES)
 
     @property
     def num_reported(self) -> int:
-        """Number of clients whose report was accepted and is not merged yet."""
+        """The number of clients whose report was accepted and is not merged yet."""
         return self.counts.get(AssignmentState.REPORTED, 0)
 
     @property
     def next_report(self) -> int:
-        """A number above that of every report so far, those included that were dropped again."""
+        """A number above that of every report so far, including those that were dropped later."""
         ended = (AssignmentState.REJECTED, AssignmentState.DROPPED)
         return 1 + self.num_reported + sum(self.counts.get(state, 0) for state in ended)
 
-    def with_assignments(self, moved: Iterable[Assignment]) -> Self:
-        """This crew with some assignments added or replaced."""
-        latest = {assignment.client_id: assignment for assignment in moved}
+    def with_assignments(self, changed: Iterable[Assignment]) -> Self:
+        """Return this set with some assignments added or replaced."""
+        latest = {assignment.client_id: assignment for assignment in changed}
         counts, next_deadline = Counter(self.counts), self.next_deadline
         for assignment in latest.values():
             if (before := self.assignments.get(assignment.client_id)) is not None:
@@ -153,21 +152,21 @@ class AssignmentSet(Struct, frozen=True, kw_only=True):
             if assignment.is_busy:
                 earlier = assignment.deadline_at if next_deadline is None else next_deadline
                 next_deadline = min(assignment.deadline_at, earlier)
-        assignments = cohort_of(self.assignments).update(latest)
+        assignments = to_persistent(self.assignments).update(latest)
         return structs.replace(self, assignments=assignments, counts=counts, next_deadline=next_deadline)
 
     def find(self, key: AttemptKey, client_id: str) -> Assignment | None:
-        """The client's assignment of an attempt."""
+        """Return the client's assignment of an attempt, if it is in the set."""
         found = self.assignments.get(client_id)
         return found if found is not None and found.key == key else None
 
 
 NO_ASSIGNMENTS = AssignmentSet()
-"""A crew without anybody."""
+"""The empty set of assignments."""
 
 
 def make_assignment_set(assignments: Iterable[Assignment]) -> AssignmentSet:
-    """Return a crew of these assignments."""
+    """Return a set of these assignments."""
     members = list(assignments)
     return NO_ASSIGNMENTS.with_assignments(members) if members else NO_ASSIGNMENTS
 
@@ -175,9 +174,9 @@ def make_assignment_set(assignments: Iterable[Assignment]) -> AssignmentSet:
 class Attempt(AssignmentSet, frozen=True, kw_only=True):
     """One try at one round, the federated evaluation of a committed version, or a warm start (in round 0).
 
-    `goal` reports close it, `minimum` are enough when no client is left to wait for, `target` clients work for it.
-    While it waits for clients to come, it does so until `selection_ends_at`. If it hides its sample, it collects until
-    `closes_at`, whatever comes.
+    `goal` reports close it, `minimum` reports are enough when no client is left to wait for, and `target` clients work
+    for it. It waits for clients until `selection_ends_at`. If it hides its sample, it collects until `closes_at` in any
+    case.
     """
 
     key: AttemptKey
@@ -201,19 +200,19 @@ class Attempt(AssignmentSet, frozen=True, kw_only=True):
 
     @property
     def awaits_clients(self) -> bool:
-        """Whether no client works for it, and only clients that come can change that."""
+        """Whether no client works for it, so that it depends on clients that check in."""
         if self.phase is AttemptPhase.COLLECTING and self.closes_at is None:
             return not self.num_busy
         return self.phase is AttemptPhase.SELECTING
 
 
 class ModelVersion(Struct, frozen=True):
-    """A committed global model: content-addressed bytes, and those of the server optimizer's state.
+    """A committed global model: digests of the model, and of the server optimizer's state.
 
-    Version 0 is the initial model; a later version of round 0 comes of a warm start, or of a rollback, and then has the
-    bytes of the version `restored_from`. `state_digest` is empty for rules that remember nothing. The delta is the
-    encoded step that leads here from the version whose digest is `delta_base`; both digests are empty where there is
-    none.
+    Version 0 is the initial model. A later version of round 0 is the result of a warm start, or of a rollback, and then
+    has the bytes of the version `restored_from`. `state_digest` is empty for rules without state. The delta is the
+    encoded step to this version from the version whose digest is `delta_base`; both digests are empty if there is no
+    delta.
     """
 
     version: int
@@ -231,12 +230,12 @@ class ModelVersion(Struct, frozen=True):
 
     @property
     def is_aggregate(self) -> bool:
-        """Whether a round of clients made it: neither the initial model, nor a warm start, nor a rollback."""
+        """Whether a round of clients made it: it is not the initial model, nor from a warm start or a rollback."""
         return self.round > 0
 
 
 class Claim(NamedTuple):
-    """What a client last reported: the norm of its update, and how many examples it has by its own account."""
+    """A client's last report: the norm of its update, and its number of examples as claimed."""
 
     client_id: str
     norm: float | None
@@ -244,13 +243,13 @@ class Claim(NamedTuple):
 
 
 class JobState(Struct, frozen=True):
-    """A job as the coordinator sees it.
+    """The state of a job.
 
-    `attempt` is the last one, open or ended. `round` counts committed rounds. `failures` counts the attempts
-    abandoned in a row, `durations` holds what the latest reported assignments took, in seconds. `revision` grows
-    with each stored change; the store refuses a change to another revision than it has. `carried` are assignments to
-    train that have outlived their attempt, while no other attempt to train collects. `claims` holds the latest one of
-    each client, in their order, where the job is judged by more than one attempt (`influence.looks_back`).
+    `attempt` is the last one, open or ended. `round` counts committed rounds, `failures` the attempts abandoned in a
+    row; `durations` holds how long the latest reported assignments took, in seconds. `revision` grows with each stored
+    change; the store refuses a change to a revision other than its own. `carried_over` are assignments to train that
+    have outlived their attempt, while no other attempt to train collects. `claims` holds the latest claim of each
+    client, in order, if the job judges reports by more than one attempt (`influence.looks_back`).
     """
 
     job_id: str
@@ -274,29 +273,29 @@ class JobState(Struct, frozen=True):
 
     @property
     def assignment_sets(self) -> tuple[AssignmentSet, ...]:
-        """Everybody that the job knows of: the last attempt's crew, and those whom the job carries."""
+        """The assignments of the last attempt, and those that the job carries over."""
         return (self.carried_over,) if self.attempt is None else (self.attempt, self.carried_over)
 
     @property
     def num_busy(self) -> int:
-        """Number of clients that work for the job."""
-        return sum(crew.num_busy for crew in self.assignment_sets)
+        """The number of clients that work for the job."""
+        return sum(group.num_busy for group in self.assignment_sets)
 
     @property
     def open_assignments(self) -> list[Assignment]:
         """The assignments that have not ended."""
-        return [each for crew in self.assignment_sets for each in crew.assignments.values() if each.is_open]
+        return [each for group in self.assignment_sets for each in group.assignments.values() if each.is_open]
 
     def find(self, key: AttemptKey, client_id: str) -> Assignment | None:
-        """The client's assignment that was made in an attempt; None if it belongs to the past."""
-        for crew in self.assignment_sets:
-            if (found := crew.find(key, client_id)) is not None:
+        """Return the client's assignment that was made in an attempt; None if the state does not have it any more."""
+        for group in self.assignment_sets:
+            if (found := group.find(key, client_id)) is not None:
                 return found
         return None
 
     @property
     def next_deadline(self) -> float | None:
-        """The moment at which time alone changes this job, if there is one."""
+        """The moment of the next change of this job that needs no other event, if there is one."""
         attempt, moments = self.open_attempt, list[float | None]()
         if attempt is None:
             moments.append(self.resume_at if self.status is JobStatus.RUNNING else None)

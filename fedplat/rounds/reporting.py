@@ -1,4 +1,4 @@
-"""How an attempt awaits clients and takes in their reports, in synchronous and buffered jobs alike. Pure functions."""
+"""How an attempt waits for clients and accepts reports, in synchronous and buffered jobs. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from fedplat.rounds.transition import Context
 
 
 def fills_buffer(job: JobState, attempt: Attempt) -> bool:
-    """Return whether an attempt fills a buffer."""
+    """Return whether the attempt fills the buffer of an asynchronous job."""
     return job.spec.buffered is not None and attempt.kind is AttemptKind.TRAIN
 
 
 def wants_clients(job: JobState, attempt: Attempt) -> bool:
-    """Return whether clients that are drawn now are given work."""
+    """Return whether newly drawn clients are given assignments."""
     if attempt.phase is AttemptPhase.SELECTING:
         return True
     return attempt.phase is AttemptPhase.COLLECTING and fills_buffer(job, attempt)
 
 
 def await_clients(job: JobState, context: Context) -> JobState:
-    """Give clients the time of a selection to come, since none works for the attempt."""
+    """Wait for clients to check in for `deadlines.selection_s`, since none works for the attempt."""
     assert job.attempt is not None
     ends_at = context.now + job.spec.deadlines.selection_s
     return structs.replace(job, attempt=structs.replace(job.attempt, selection_ends_at=ends_at))
 
 
 def is_in_attempt(job: JobState, assignment: Assignment) -> bool:
-    """Return whether an assignment belongs to the last attempt, and not to those that the job carries."""
+    """Return whether an assignment belongs to the last attempt, not to those carried over."""
     return job.attempt is not None and job.attempt.find(assignment.key, assignment.client_id) is not None
 
 
 def accept_report(job: JobState, attempt: Attempt, reported: Assignment, number: int) -> Assignment:
-    """Return a report as the attempt accepts it: with its staleness, and the weight that it has by what is known now.
+    """Return the report as accepted by the attempt: with its staleness, and its weight by the current claims.
 
-    Reports that come later may lower the weight (`influence.reweigh`).
+    Later reports may lower the weight (`influence.reweigh`).
     """
     staleness = attempt.base_version - reported.base_version
-    most = influence.most_by_claims(job) if attempt.kind is AttemptKind.TRAIN else math.inf
+    most = influence.limit_by_claims(job) if attempt.kind is AttemptKind.TRAIN else math.inf
     weight = job.spec.weight(reported.num_examples, staleness, most)
     return structs.replace(reported, folded_into=attempt.key, staleness=staleness, weight=weight, report_number=number)
 
@@ -57,10 +57,10 @@ def fold_commands(attempt: Attempt, accepted: Iterable[Assignment]) -> tuple[Com
 
 
 def needs_update(job: JobState, assignment: Assignment) -> bool:
-    """Return whether the update of an assignment has to be kept, whole or in part.
+    """Return whether the update of an assignment must be kept, in whole or in part.
 
-    That of an open assignment has, and every update that the open attempt has accepted: one that it has dropped since
-    may be read at this very moment.
+    This applies to open assignments, and to every update that the open attempt has accepted: one that was dropped since
+    may be in use at this moment.
     """
     if assignment.kind is not AttemptKind.TRAIN:
         return False
@@ -69,10 +69,10 @@ def needs_update(job: JobState, assignment: Assignment) -> bool:
 
 
 def rebuild_attempt(attempt: Attempt, rows: Iterable[Assignment]) -> tuple[Attempt, AssignmentSet]:
-    """Return the last attempt of a job with its assignments, and those that the job carries, as a store has them.
+    """Return the last attempt of a job with its assignments, and the assignments carried over, from stored rows.
 
-    `attempt` is without its crew. The rows are those that were made in the attempt, those that were folded into it, and
-    all that are open. Of the carried assignments, those that have ended are left out: nothing follows from them.
+    `attempt` has no assignments yet. The rows are those made in the attempt, those folded into it, and all that are
+    open. Ended assignments that were carried over are left out, because nothing depends on them.
     """
     own: list[Assignment] = []
     carried: list[Assignment] = []

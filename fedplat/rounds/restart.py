@@ -1,10 +1,9 @@
-"""How an attempt goes on after its server was killed. Pure functions.
+"""How an attempt resumes after its server was killed. Pure functions.
 
-The store has given the attempt back as it was when it was last saved, with its deadlines on the new clock. The
-updates that were accepted lie in the spool (`durability = "spool"`): they are folded again from the first one on, in
-the order in which they were accepted, so that the result is the same bit for bit. With `durability = "memory"` they
-are gone, and the attempt with them; but an attempt that fills a buffer goes on with the clients that work for it. A
-warm start has no updates: it goes on from its own checkpoints.
+The store returns the attempt as last saved, with its deadlines on the new clock. The accepted updates are in the spool
+(`durability = "spool"`): all of them are folded again in the order of acceptance, so that the result is the same bit
+for bit. With `durability = "memory"` they are lost, and so is the attempt; but an attempt that fills a buffer continues
+with the clients that work for it. A warm start has no updates: it continues from its own checkpoints.
 """
 
 from __future__ import annotations
@@ -22,56 +21,57 @@ from fedplat.rounds.transition import Context, Transition
 
 
 def on_restart(job: JobState, _: ServerRestarted, context: Context) -> Transition:
-    """Lets the open attempt go on, or abandons it; a back-off is cut short.
+    """Resume the open attempt, or abandon it; a back-off ends early.
 
-    A job to which nothing happens keeps its revision, so that it is not written: servers keep thousands of old ones.
+    A job that does not change keeps its revision, so that it is not written: servers keep thousands of ended jobs.
     """
     fresh = structs.replace(job, resume_at=None) if job.resume_at is not None else job
     attempt = job.open_attempt
     if attempt is None:
         return Transition(fresh)
-    if warm_start.is_one(attempt):
-        return Transition(fresh, (warm_start.order(attempt),))
-    fresh = _in_bounds(fresh, context.now)
+    if warm_start.is_warm_start(attempt):
+        return Transition(fresh, (warm_start.make_command(attempt),))
+    fresh = _bound_deadlines(fresh, context.now)
     if job.spec.durability == "memory":
-        return _without_updates(fresh, attempt, context)
+        return _resume_without_updates(fresh, attempt, context)
     commands = reporting.fold_commands(attempt, attempt.reported)
     if attempt.phase is AttemptPhase.COMMITTING and attempt.kind is AttemptKind.TRAIN:
         commands += (Commit(attempt.key, attempt.base_version, attempt.num_reported),)
-    return _go_on(fresh, commands, context)
+    return _resume(fresh, commands, context)
 
 
-def _without_updates(job: JobState, attempt: Attempt, context: Context) -> Transition:
-    """Clients at work for a buffer, or carried, go on; all else that the attempt has is lost."""
-    left = buffered.forget_updates(job) if job.spec.buffered is not None else job
+def _resume_without_updates(job: JobState, attempt: Attempt, context: Context) -> Transition:
+    """Continue with the busy clients of a buffer, carried over or not; the rest of the attempt is lost."""
+    without_updates = buffered.forget_updates(job) if job.spec.buffered is not None else job
     if reporting.fills_buffer(job, attempt) and attempt.phase is not AttemptPhase.COMMITTING:
-        return _go_on(left, (), context)
-    return Transition(*closing.abandon(left, Reason.ATTEMPT_ABANDONED, "the server was restarted", context))
+        return _resume(without_updates, (), context)
+    text = "the server was restarted"
+    return Transition(*closing.abandon(without_updates, Reason.ATTEMPT_ABANDONED, text, context))
 
 
-def _go_on(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
-    """Waits for the others in the time that is left, or for clients anew; whose time is over has had it."""
+def _resume(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
+    """Wait for the other reports in the remaining time, or again for clients; end what is overdue."""
     attempt = job.open_attempt
     assert attempt is not None
     closes_at = privacy_rules.closes_at(job, attempt, context.now)
     if attempt.phase is AttemptPhase.COLLECTING and closes_at is not None:
-        # It has all its time anew, whichever clients were drawn: what was left is known only of attempts that drew
-        # clients.
+        # The attempt gets its full time again, whichever clients were drawn: the time that was left is stored only with
+        # assignments, and so depends on the sample.
         attempt = structs.replace(attempt, closes_at=closes_at)
         job = structs.replace(job, attempt=attempt)
     late = closing.drop_late(reporting.await_clients(job, context) if attempt.awaits_clients else job, context)
     return structs.replace(late, commands=commands + late.commands)
 
 
-def _in_bounds(job: JobState, now: float) -> JobState:
-    """Bound the deadlines: a wall clock that was set back meanwhile gives no client more time."""
-    crews: dict[str, Any] = {}
-    for name, crew in (("attempt", job.attempt), ("carried", job.carried_over)):
-        busy = crew.busy if crew is not None else []
+def _bound_deadlines(job: JobState, now: float) -> JobState:
+    """Bound the deadlines: if the wall clock was set back meanwhile, no client gets more time."""
+    groups: dict[str, Any] = {}
+    for name, group in (("attempt", job.attempt), ("carried_over", job.carried_over)):
+        busy = group.busy if group is not None else []
         moved = [after for each in busy if (after := _bound_deadline(job, each, now)) != each]
-        if crew is not None and moved:
-            crews[name] = crew.with_assignments(moved)
-    return structs.replace(job, **crews) if crews else job
+        if group is not None and moved:
+            groups[name] = group.with_assignments(moved)
+    return structs.replace(job, **groups) if groups else job
 
 
 def _bound_deadline(job: JobState, assignment: Assignment, now: float) -> Assignment:

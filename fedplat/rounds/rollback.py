@@ -1,13 +1,13 @@
-"""How a job goes on from an older version, when an operator wants it to. Pure functions.
+"""How an operator returns a job to an older version. Pure functions.
 
-A rollback commits a new version with the bytes of the older one: versions stay dense, and what was made in between
-stays on record. Rounds go on where they were. The open attempt, and all that clients do for the job at that moment, is
-abandoned, since it began with a model that is not wanted any more.
+A rollback commits a new version with the bytes of the older one: versions stay dense, and those in between stay on
+record. Round numbers continue. The open attempt, and all work of clients for the job, is abandoned, because it began
+with a model that was discarded.
 
-The rule goes on with what it remembered beside the older version, or begins anew if that was not kept. In a private
-job it goes on with what it remembers *now*: a rollback is no release, it only repeats what was released, so nothing is
-charged. The noise of a tree of rounds (`privacy.tree`) is that of all rounds in order, whatever model they begin with.
-To step back in the tree would use the noise of its nodes a second time, over other updates.
+The rule continues with its state at the older version, or without state if that was not kept. In a private job it
+continues with its *current* state: a rollback only repeats an earlier release, so it is not charged. The noise of a
+tree of rounds (`privacy.tree`) is that of all rounds in order, whatever model they begin with. Going back in the tree
+would use the noise of its nodes a second time, for other updates.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedplat.rounds.transition import Context, Transition, Verdict
 
 
 def on_rollback(job: JobState, event: RollbackOrdered, context: Context) -> Transition:
-    """Commits the older version once more, as the latest. Asked twice in a row, it changes nothing."""
+    """Commit the older version again, as the latest. Repeating the rollback at once changes nothing."""
     number = event.version.version
     if job.latest.restored_from == number and job.status in MAY_ROLL_BACK:
         return Transition(job)
@@ -38,7 +38,7 @@ def on_rollback(job: JobState, event: RollbackOrdered, context: Context) -> Tran
 
 
 def make_version(job: JobState, version: ModelVersion) -> ModelVersion:
-    """The version that a rollback makes: no round made it, and no delta leads to it."""
+    """Return the version of a rollback: it belongs to no round, and has no delta."""
     state_digest = version.state_digest if job.spec.privacy is None else job.latest.state_digest
     return ModelVersion(
         version=job.latest.version + 1,
@@ -52,10 +52,10 @@ def make_version(job: JobState, version: ModelVersion) -> ModelVersion:
 
 
 def _refusal(job: JobState, number: int) -> str:
-    """Why a job cannot go on from a version, in words; empty if it can."""
+    """Return why the job cannot return to a version; empty if it can."""
     if job.status not in MAY_ROLL_BACK:
-        hint = "it has no rounds behind it: start it" if not job.latest.version else "it has ended for good"
-        hint += f"; export version {number}, and submit a new job that begins with it" if job.latest.version else ""
+        hint = "it has no rounds yet: start it" if not job.latest.version else "it has ended for good"
+        hint += f"; export version {number} and submit a new job that begins with it" if job.latest.version else ""
         return f"cannot roll back a job that is {job.status}; {hint}"
     if number >= job.latest.version:
         return f"cannot roll back to version {number}: expected an older version than the latest, {job.latest.version}"

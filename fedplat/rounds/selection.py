@@ -1,4 +1,4 @@
-"""Who is selected: the waiting room of free clients, what attempts demand of it, and who is drawn."""
+"""Selection: the waiting room of free clients, the demands of attempts, and the draw."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fedplat.sampling import Policy, Uniform
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demand:
-    """What an attempt wants: `target` clients, drawn by `sampling` once `pool` eligible ones wait.
+    """The demand of an attempt: `target` clients, drawn by `sampling` once `min_eligible` eligible clients wait.
 
-    With no `pool` they are drawn when the time for selection is over. `codecs` are those that a client's software has
-    to know. Nobody in `barred` is drawn: they take part already.
+    Without `min_eligible` they are drawn when the time for selection is over. `codecs` are those that a client must
+    support. Clients in `excluded` are not drawn: they take part already.
     """
 
     key: AttemptKey
@@ -32,13 +32,13 @@ class Demand:
     where: str
     handler: str
     target: int
-    pool: int | None
+    min_eligible: int | None
     codecs: frozenset[str]
     sampling: Policy
-    barred: Mapping[str, object] = dataclasses.field(default_factory=dict[str, object], compare=False)
+    excluded: Mapping[str, object] = dataclasses.field(default_factory=dict[str, object], compare=False)
 
     def accepts(self, client: ClientCheckedIn) -> bool:
-        """Whether the client may take part."""
+        """Return whether the client may take part."""
         installed = client.trainers if self.kind is AttemptKind.TRAIN else client.evaluators
         return (
             client.population == self.population
@@ -48,10 +48,10 @@ class Demand:
         )
 
 
-def demand_of(job: JobState) -> Demand | None:
-    """What the job wants of the waiting room now; None when it wants nobody.
+def make_demand(job: JobState) -> Demand | None:
+    """Return what the job demands of the waiting room now; None if it needs no clients.
 
-    An attempt that fills a buffer wants clients as long as it collects, whoever comes first.
+    An attempt that fills a buffer needs clients while it collects, and takes them in the order of their arrival.
     """
     attempt = job.open_attempt
     if attempt is None:
@@ -65,7 +65,7 @@ def demand_of(job: JobState) -> Demand | None:
         return None
     if attempt.kind is AttemptKind.TRAIN:
         selection = job.spec.selection
-        # Trials of each client have no target that is worth waiting for: only `wait_for` says when enough are there.
+        # Trials per client have no target to wait for: only `wait_for` determines when enough clients are waiting.
         enough = selection.wait_for or None if selection.sampling.is_trial else max(selection.wait_for, attempt.target)
         return _training_demand(job, attempt, attempt.target, enough)
     clients = job.spec.evaluation.clients
@@ -83,7 +83,7 @@ def demand_of(job: JobState) -> Demand | None:
     )
 
 
-def _training_demand(job: JobState, attempt: Attempt, target: int, pool: int | None) -> Demand:
+def _training_demand(job: JobState, attempt: Attempt, target: int, min_eligible: int | None) -> Demand:
     spec = job.spec
     return Demand(
         attempt.key,
@@ -92,7 +92,7 @@ def _training_demand(job: JobState, attempt: Attempt, target: int, pool: int | N
         spec.selection.where,
         spec.trainer,
         target,
-        pool,
+        min_eligible,
         spec.compression.names,
         spec.selection.sampling,
         attempt.assignments,
@@ -100,112 +100,114 @@ def _training_demand(job: JobState, attempt: Attempt, target: int, pool: int | N
 
 
 def may_train(job: JobState, client: ClientCheckedIn) -> bool:
-    """Whether the job may have this client train, sooner or later."""
-    known = job.spec.trainer in client.trainers and job.spec.compression.names <= client.codecs
-    return known and label_expressions.compile_expression(job.spec.selection.where)(client.labels)
+    """Return whether the job may have this client train, now or later."""
+    supported = job.spec.trainer in client.trainers and job.spec.compression.names <= client.codecs
+    return supported and label_expressions.compile_expression(job.spec.selection.where)(client.labels)
 
 
 def may_evaluate(job: JobState, client: ClientCheckedIn) -> bool:
-    """Whether the job may have this client evaluate, sooner or later."""
-    wanted = job.spec.evaluation.clients
-    known = wanted is not None and wanted.evaluator in client.evaluators
-    return known and label_expressions.compile_expression(job.spec.selection.where)(client.labels)
+    """Return whether the job may have this client evaluate, now or later."""
+    evaluation = job.spec.evaluation.clients
+    supported = evaluation is not None and evaluation.evaluator in client.evaluators
+    return supported and label_expressions.compile_expression(job.spec.selection.where)(client.labels)
 
 
 class WaitingRoom:
-    """The clients that wait, and for each running job those that it may draw.
+    """The waiting clients, and for each running job those that it may draw.
 
-    Nothing in it is stored: after a crash the clients check in again. Each check-in is looked at once for each running
+    Nothing in it is stored: after a crash the clients check in again. Each check-in is examined once for each running
     job that has selected, and each waiting client once when a job selects for the first time.
     """
 
     def __init__(self) -> None:
-        # Dictionaries, because they keep the order of arrival: a fixed seed draws the same clients.
+        # Dictionaries keep the order of arrival, so that a fixed seed draws the same clients.
         self.clients: dict[str, ClientCheckedIn] = {}
         self.demands: dict[str, Demand] = {}
-        self._pools: dict[tuple[str, AttemptKind], EligibleClients] = {}
-        self._sizes: Counter[str] = Counter()
+        self._eligible: dict[tuple[str, AttemptKind], EligibleClients] = {}
+        self._num_waiting: Counter[str] = Counter()
 
     def num_waiting(self, population: str) -> int:
-        """How many clients of a population wait."""
-        return self._sizes[population]
+        """Return the number of waiting clients of a population."""
+        return self._num_waiting[population]
 
     def enter(self, client: ClientCheckedIn) -> None:
-        """A client waits; if it waited before, what it says now counts."""
+        """Add a waiting client; it replaces the client's earlier check-in."""
         self.leave(client.client_id)
         self.clients[client.client_id] = client
-        self._sizes[client.population] += 1
-        for pool in self._pools.values():
-            pool.enter(client)
+        self._num_waiting[client.population] += 1
+        for eligible in self._eligible.values():
+            eligible.enter(client)
 
     def leave(self, client_id: str) -> ClientCheckedIn | None:
-        """A client waits no longer."""
+        """Remove a client that no longer waits, and return its check-in, if it was waiting."""
         client = self.clients.pop(client_id, None)
         if client is not None:
-            for pool in self._pools.values():
-                pool.leave(client_id)
-            self._sizes[client.population] -= 1
+            for eligible in self._eligible.values():
+                eligible.leave(client_id)
+            self._num_waiting[client.population] -= 1
         return client
 
-    def follow(self, job: JobState, memory: ParticipationHistory | None) -> None:
-        """Learns what a job wants now, and forgets who is eligible for one that does not run."""
-        demand, job_id = demand_of(job), job.job_id
+    def follow(self, job: JobState, history: ParticipationHistory | None) -> None:
+        """Update what a job demands, and discard the eligible clients of a job that does not run."""
+        demand, job_id = make_demand(job), job.job_id
         if job.status is not JobStatus.RUNNING:
             for kind in AttemptKind:
-                self._pools.pop((job_id, kind), None)
+                self._eligible.pop((job_id, kind), None)
         before = self.demands.get(job_id)
-        if before == demand and (before is None or demand is None or before.barred is demand.barred):
+        if before == demand and (before is None or demand is None or before.excluded is demand.excluded):
             return
-        if before is None or demand is None or before.key != demand.key:  # else it keeps its turn
+        if before is None or demand is None or before.key != demand.key:  # otherwise it keeps its position
             self.demands.pop(job_id, None)
         if demand is not None:
             self.demands[job_id] = demand
-            self._gather(demand, memory)
+            self._prepare(demand, history)
 
-    def undo(self, job: JobState, memory: ParticipationHistory | None) -> None:
-        """Learns what a job wants after a batch was lost: who was drawn in it takes part no more."""
-        if (pool := self._pools.get((job.job_id, AttemptKind.TRAIN))) is not None:
-            pool.bar(None, {})
-        self.follow(job, memory)
+    def undo(self, job: JobState, history: ParticipationHistory | None) -> None:
+        """Restore what a job demands after a batch was lost: the clients drawn in it no longer take part."""
+        if (eligible := self._eligible.get((job.job_id, AttemptKind.TRAIN))) is not None:
+            eligible.exclude(None, {})
+        self.follow(job, history)
         if (demand := self.demands.get(job.job_id)) is not None:
-            self._gather(demand, memory)
+            self._prepare(demand, history)
 
     def is_ready(self, job_id: str) -> bool:
-        """Whether enough eligible clients wait for the job to draw from."""
-        pool = self.demands[job_id].pool
-        return pool is not None and self.num_eligible(job_id) >= pool
+        """Return whether enough eligible clients wait for the job to draw from."""
+        min_eligible = self.demands[job_id].min_eligible
+        return min_eligible is not None and self.num_eligible(job_id) >= min_eligible
 
     def num_eligible(self, job_id: str) -> int:
-        """How many clients wait that a job which selects may draw now."""
-        return len(self._pool(job_id))
+        """Return the number of waiting clients that a selecting job may draw now."""
+        return len(self._eligible_for(job_id))
 
     def num_resting(self, job_id: str) -> int:
-        """How many clients wait that the job may draw in a later round only."""
-        return self._pool(job_id).num_resting
+        """Return the number of waiting clients that the job may draw only in a later round."""
+        return self._eligible_for(job_id).num_resting
 
     def num_spent(self, job_id: str) -> int:
-        """How many clients wait that took part in as many rounds of the job as they may."""
-        return self._pool(job_id).num_spent
+        """Return the number of waiting clients that have reached the job's participation limit."""
+        return self._eligible_for(job_id).num_spent
 
     def draw(self, job_id: str, rng: np.random.Generator) -> list[ClientCheckedIn]:
-        """Takes those whom the job's policy draws out of the room."""
-        demand, pool = self.demands[job_id], self._pool(job_id)
-        drawn = [pool[index] for index in demand.sampling.draw(pool, demand.target, rng)]
+        """Draw clients by the job's policy, and remove them from the waiting room."""
+        demand, eligible = self.demands[job_id], self._eligible_for(job_id)
+        drawn = [eligible[index] for index in demand.sampling.draw(eligible, demand.target, rng)]
         for client in drawn:
             self.leave(client.client_id)
         return drawn
 
-    def _pool(self, job_id: str) -> EligibleClients:
-        return self._pools[job_id, self.demands[job_id].kind]
+    def _eligible_for(self, job_id: str) -> EligibleClients:
+        return self._eligible[job_id, self.demands[job_id].kind]
 
-    def _gather(self, demand: Demand, memory: ParticipationHistory | None) -> None:
-        """Has the pool for a demand; made anew if there is none, or if a batch that was lost had turned it too far."""
+    def _prepare(self, demand: Demand, history: ParticipationHistory | None) -> None:
+        """Prepare the eligible clients of a demand; rebuild them if a lost batch had advanced them too far."""
         name = (demand.key.job_id, demand.kind)
-        pool = self._pools.get(name)
-        if pool is None or pool.key > demand.key:
-            pool = EligibleClients(demand.accepts, memory if demand.kind is AttemptKind.TRAIN else None, demand.key)
+        eligible = self._eligible.get(name)
+        if eligible is None or eligible.key > demand.key:
+            eligible = EligibleClients(
+                demand.accepts, history if demand.kind is AttemptKind.TRAIN else None, demand.key
+            )
             for client in self.clients.values():
-                pool.enter(client)
-            self._pools[name] = pool
-        pool.turn(demand.key)
-        pool.bar(demand.key, demand.barred)
+                eligible.enter(client)
+            self._eligible[name] = eligible
+        eligible.advance_to(demand.key)
+        eligible.exclude(demand.key, demand.excluded)

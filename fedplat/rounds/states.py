@@ -1,6 +1,6 @@
-"""The lifecycles of jobs, attempts and assignments, as tables; nothing here does anything.
+"""The lifecycles of jobs, attempts and assignments, as tables without behaviour.
 
-Whatever changes a state asks `require` first, so that a rule that is not in a table cannot happen.
+Code that changes a state calls `require` first, so that only transitions in the tables can happen.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TypeVar
 
 
 class JobStatus(StrEnum):
-    """What a job is doing."""
+    """The status of a job."""
 
     DRAFT = "DRAFT"
     RUNNING = "RUNNING"
@@ -22,7 +22,7 @@ class JobStatus(StrEnum):
 
 
 class AttemptKind(StrEnum):
-    """What the cohort of an attempt is asked to do. A warm start has no cohort: the server itself trains."""
+    """The work of an attempt's cohort. A warm start has no cohort: the server itself trains."""
 
     TRAIN = "TRAIN"
     EVALUATE = "EVALUATE"
@@ -30,7 +30,7 @@ class AttemptKind(StrEnum):
 
 
 class AttemptPhase(StrEnum):
-    """How far an attempt has come."""
+    """The progress of an attempt."""
 
     SELECTING = "SELECTING"
     COLLECTING = "COLLECTING"
@@ -40,11 +40,11 @@ class AttemptPhase(StrEnum):
 
 
 class AssignmentState(StrEnum):
-    """How far an assignment has come.
+    """The progress of an assignment.
 
     LATE: its deadline passed, or its base version became too old. REJECTED: the update is not acceptable, which may
-    show only beside those of others. DROPPED: its attempt, or what was received for it, came to an end for another
-    reason than what this client did.
+    show only in comparison with other updates. DROPPED: the assignment ended for a reason other than the client's own
+    behaviour, such as an abandoned attempt.
     """
 
     TRAINING = "TRAINING"
@@ -59,7 +59,7 @@ class AssignmentState(StrEnum):
 
 
 class Reason(StrEnum):
-    """Why a request was refused or an assignment ended; `wire.v1.Reason` has the same names."""
+    """The reason why a request was refused or an assignment ended; `wire.v1.Reason` has the same names."""
 
     NO_WORK = "NO_WORK"
     NOT_SELECTED = "NOT_SELECTED"
@@ -94,10 +94,10 @@ class Reason(StrEnum):
 
 REASON_TEXTS: Mapping[Reason, str] = {
     Reason.NO_WORK: "no running job of this population needs clients now",
-    Reason.NOT_SELECTED: "enough other clients were selected, or this one took part a short while ago",
+    Reason.NOT_SELECTED: "enough other clients were selected, or this one took part recently",
     Reason.NOT_ELIGIBLE: "no running job accepts this client's labels, trainers, evaluators or codecs",
     Reason.DRAINING: "the server is stopping",
-    Reason.OVERLOADED: "the server holds as many waiting clients as it may",
+    Reason.OVERLOADED: "the server has reached its limit of waiting clients",
     Reason.LIMIT_REACHED: "this client took part in as many rounds as the job's privacy.max_participations allows",
     Reason.TRAIN_TIMEOUT: "the deadline passed while the client was training",
     Reason.UPLOAD_TIMEOUT: "the deadline passed while the client was uploading",
@@ -111,19 +111,19 @@ REASON_TEXTS: Mapping[Reason, str] = {
     Reason.UNKNOWN_TRAINER: "the client has no trainer of that name",
     Reason.CLIENT_STOPPED: "the client was stopped by its owner",
     Reason.TRANSFER_FAILED: "the model or the update could not be transferred",
-    Reason.UNKNOWN_CODEC: "the client does not know the job's codec or one of its options",
+    Reason.UNKNOWN_CODEC: "the client does not support the job's codec or one of its options",
     Reason.PRIVACY_LIMIT: "the training would cost more privacy than the owner of the client's data allows",
     Reason.REVOKED: "an operator revoked the client",
     Reason.REJECTED_SCHEMA: "the update's tensors are not those of the base version",
     Reason.REJECTED_NONFINITE: "the update holds NaN or infinite values",
     Reason.REJECTED_WEIGHT: "the number of examples must be from 1e-6 to 1e15",
     Reason.REJECTED_DIGEST: "the bytes received are not those that the report names",
-    Reason.REJECTED_CONFLICT: "the assignment was reported before with other content; the first report stands",
-    Reason.REJECTED_METRICS: "a metric is not a finite number, or there are too many, or the job's rule lacks one",
-    Reason.REJECTED_NORM: "the update's norm is above what the job allows, or what a sum of updates can hold",
+    Reason.REJECTED_CONFLICT: "the assignment was reported before with other content; the first report is kept",
+    Reason.REJECTED_METRICS: "a metric is not finite, there are too many, or the job's rule needs one that is missing",
+    Reason.REJECTED_NORM: "the update's norm is above the job's limit, or the limit of a sum of updates",
     Reason.REJECTED_OUTLIER: "the update's norm is far above those of the other clients",
 }
-"""Every reason in words for people."""
+"""A description of each reason."""
 
 FAILURES = frozenset(
     {
@@ -135,7 +135,7 @@ FAILURES = frozenset(
         Reason.PRIVACY_LIMIT,
     }
 )
-"""What a client may say when it gives an assignment up."""
+"""Reasons that a client may state when it gives up an assignment."""
 
 JOB_TRANSITIONS: Mapping[JobStatus, frozenset[JobStatus]] = {
     JobStatus.DRAFT: frozenset({JobStatus.RUNNING, JobStatus.CANCELLED}),
@@ -159,7 +159,7 @@ FIRST_PHASES: Mapping[AttemptKind, AttemptPhase] = {
     AttemptKind.EVALUATE: AttemptPhase.SELECTING,
     AttemptKind.WARM_START: AttemptPhase.COMMITTING,
 }
-"""The phase that an attempt begins in: one without a cohort has nobody to select, and nothing to collect."""
+"""The first phase of an attempt: one without a cohort has no clients to select and no reports to collect."""
 
 MAKE_VERSIONS = frozenset({AttemptKind.TRAIN, AttemptKind.WARM_START})
 """Kinds of attempts that commit a model version."""
@@ -185,18 +185,18 @@ BUSY_STATES = frozenset({_S.TRAINING, _S.UPLOADING})
 """States in which the client still works for the attempt."""
 
 OPEN_STATES = BUSY_STATES | {_S.REPORTED}
-"""States that an assignment leaves again."""
+"""States of an assignment that has not ended."""
 
 ENDED_JOBS = frozenset({JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.CANCELLED})
-"""States that a job never leaves."""
+"""Final statuses of a job."""
 
 MAY_ROLL_BACK = frozenset({JobStatus.RUNNING, JobStatus.PAUSED})
-"""States in which a job may go on from an older version: it has rounds behind it, and is not over."""
+"""Statuses in which a job can be rolled back: it has been started, and has not ended."""
 
 _State = TypeVar("_State", JobStatus, AttemptPhase, AssignmentState)
 
 
 def require(table: Mapping[_State, frozenset[_State]], current: _State, wanted: _State) -> _State:
-    """Returns `wanted`; asserts that the table allows it after `current`."""
+    """Return `wanted`; assert that the table allows it after `current`."""
     assert wanted in table[current], f"{type(current).__name__} {current} cannot become {wanted}"
     return wanted

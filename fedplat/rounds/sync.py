@@ -1,9 +1,9 @@
 """Rounds, as a pure function: (state, event, context) to (state', commands, verdict).
 
-Read `HANDLERS` first: one function for each kind of event but `TimerFired`, which the coordinator handles itself.
-`advance` is what a job does when nothing happens to it: it opens the next attempt, commits an evaluation, or ends. How
-attempts take reports in is in `reporting`, how they end in `closing`, how they go on after a crash in `restart`, what a
-job with a buffer does otherwise in `buffered`, and what may follow what in `states`.
+Read `HANDLERS` first: it has one function for each kind of event except `TimerFired`, which the coordinator handles
+itself. `advance` has the transitions that need no event: it opens the next attempt, commits an evaluation, or ends the
+job. `reporting` defines how attempts accept reports, `closing` how they end, `restart` how they resume after a crash,
+`buffered` the differences of a job with a buffer, and `states` the allowed transitions.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ from fedplat.rounds.states import (
 )
 from fedplat.rounds.transition import ACCEPTED, Context, Transition, Verdict
 
-REMEMBERED_DURATIONS = 500
-"""How many past assignments an adaptive deadline looks at."""
+MAX_DURATIONS = 500
+"""Number of past durations from which an adaptive deadline is computed."""
 
 
 def step(job: JobState, event: JobEvent, context: Context) -> Transition:
-    """Applies one event to one job."""
+    """Apply one event to one job."""
     return HANDLERS[type(event)](job, event, context)
 
 
 def advance(job: JobState, context: Context) -> Transition | None:
-    """Opens the next attempt or ends the job, if it is time to; None when there is nothing to do."""
+    """Open the next attempt or end the job, if it is time to; None if there is nothing to do."""
     attempt = job.open_attempt
     if attempt is not None and attempt.kind is AttemptKind.EVALUATE and attempt.phase is AttemptPhase.COMMITTING:
-        # Nothing to aggregate. It is a step of its own, because each change of a state has its row in the history.
+        # There is nothing to aggregate. The commit is a step of its own, because the history has a row for each state.
         return Transition(closing.commit(job, attempt, context))
     if attempt is not None and reporting.fills_buffer(job, attempt):
         return _advance_buffer(job, attempt, context)
@@ -85,16 +85,16 @@ def advance(job: JobState, context: Context) -> Transition | None:
         return Transition(_open(job, AttemptKind.EVALUATE, context))
     if job.round >= job.spec.rounds:
         return Transition(closing.set_status(job, JobStatus.COMPLETED, ""))
-    if spent := privacy_rules.budget_is_spent(job):
+    if spent := privacy_rules.describe_spent_budget(job):
         return Transition(closing.set_status(job, JobStatus.PAUSED, spent))
     return Transition(_open(job, AttemptKind.TRAIN, context))
 
 
 def _advance_buffer(job: JobState, attempt: Attempt, context: Context) -> Transition | None:
-    if attempt.phase is AttemptPhase.SELECTING and buffered.carries(job):
+    if attempt.phase is AttemptPhase.SELECTING and buffered.has_carried_over(job):
         return buffered.take_over(job, context)
     if attempt.phase is AttemptPhase.COLLECTING and attempt.num_reported >= attempt.goal:
-        return closing.close(job, (), context)  # enough reports had waited
+        return closing.close(job, (), context)  # enough reports were waiting
     return None
 
 
@@ -134,27 +134,29 @@ def _open(job: JobState, kind: AttemptKind, context: Context) -> JobState:
 
 
 def _on_operator(job: JobState, event: OperatorCommand, context: Context) -> Transition:
-    wanted, reason = _ACTIONS[event.action]
-    if job.status is wanted:
-        return Transition(job)  # asked twice: done already
-    if wanted not in JOB_TRANSITIONS[job.status] or (event.action, job.status) in _WRONG_WORD:
+    status, reason = _ACTIONS[event.action]
+    if job.status is status:
+        return Transition(job)  # a repeated request: it is done already
+    if status not in JOB_TRANSITIONS[job.status] or (event.action, job.status) in _WRONG_ACTION:
         possible = [a.value for a in JobAction if _ACTIONS[a][0] in JOB_TRANSITIONS[job.status]]
-        possible = [a for a in possible if (JobAction(a), job.status) not in _WRONG_WORD]
+        possible = [a for a in possible if (JobAction(a), job.status) not in _WRONG_ACTION]
         hint = f"it can {' or '.join(possible)}" if possible else "it has ended for good"
         return Transition(job, verdict=Verdict(None, f"cannot {event.action} a job that is {job.status}; {hint}"))
-    if event.action is JobAction.RESUME and (spent := privacy_rules.budget_is_spent(job)):
+    if event.action is JobAction.RESUME and (spent := privacy_rules.describe_spent_budget(job)):
         return Transition(job, verdict=Verdict(None, f"cannot resume: {spent}"))
     if reason is None:
-        return Transition(structs.replace(closing.set_status(job, wanted, ""), failures=0, resume_at=None))
+        return Transition(structs.replace(closing.set_status(job, status, ""), failures=0, resume_at=None))
     attempt = job.open_attempt
-    # A pause lets bytes that are being made durable become a version; a cancellation does not. A warm start has hours
-    # before it: it is stopped, and goes on from its checkpoint.
-    finishes = attempt is not None and attempt.phase is AttemptPhase.COMMITTING and not warm_start.is_one(attempt)
-    if attempt is None or (wanted is JobStatus.PAUSED and finishes):
+    # A pause lets a version that is being written become durable; a cancellation does not. A warm start may take
+    # hours: it is stopped, and resumes from its checkpoint.
+    finishes = (
+        attempt is not None and attempt.phase is AttemptPhase.COMMITTING and not warm_start.is_warm_start(attempt)
+    )
+    if attempt is None or (status is JobStatus.PAUSED and finishes):
         ended, commands = closing.drop_carried_over(job, reason)
     else:
         ended, commands = closing.abandon_all(job, reason, REASON_TEXTS[reason], context)
-    return Transition(closing.set_status(ended, wanted, REASON_TEXTS[reason]), commands)
+    return Transition(closing.set_status(ended, status, REASON_TEXTS[reason]), commands)
 
 
 _ACTIONS: Mapping[JobAction, tuple[JobStatus, Reason | None]] = {
@@ -163,7 +165,7 @@ _ACTIONS: Mapping[JobAction, tuple[JobStatus, Reason | None]] = {
     JobAction.PAUSE: (JobStatus.PAUSED, Reason.JOB_PAUSED),
     JobAction.CANCEL: (JobStatus.CANCELLED, Reason.JOB_CANCELLED),
 }
-_WRONG_WORD = frozenset({(JobAction.START, JobStatus.PAUSED), (JobAction.RESUME, JobStatus.DRAFT)})
+_WRONG_ACTION = frozenset({(JobAction.START, JobStatus.PAUSED), (JobAction.RESUME, JobStatus.DRAFT)})
 
 
 # --- selection ---------------------------------------------------------------------------------------------
@@ -175,25 +177,25 @@ def _on_candidates(job: JobState, event: CandidatesDrawn, context: Context) -> T
         return Transition(job, verdict=Verdict(Reason.NOT_SELECTED))
     found, needed = len(event.client_ids), attempt.minimum if event.final else 1
     if privacy_rules.trains(job, attempt):
-        found, needed = privacy_rules.there_and_needed(job, event)
+        found, needed = privacy_rules.count_candidates(job, event)
     if reporting.fills_buffer(job, attempt):
         if not found:
             return closing.close_without_clients(job, context)
     elif found < needed:
-        text = f"{found} of at least {needed} needed clients were there to be selected"
-        failed = closing.fail_attempt(job, text + _kept_out(job, event), context)
-        if in_vain := privacy_rules.selects_in_vain(failed.job, event, needed):
-            return structs.replace(failed, job=closing.set_status(failed.job, JobStatus.PAUSED, in_vain))
+        text = f"{found} of at least {needed} needed clients were available for selection"
+        failed = closing.fail_attempt(job, text + _describe_excluded(job, event), context)
+        if exhaustion := privacy_rules.describe_exhaustion(failed.job, event, needed):
+            return structs.replace(failed, job=closing.set_status(failed.job, JobStatus.PAUSED, exhaustion))
         return failed
     return _assign(job, attempt, event.client_ids, context)
 
 
-def _kept_out(job: JobState, event: CandidatesDrawn) -> str:
-    """Why others that waited were not there to be selected, in words."""
+def _describe_excluded(job: JobState, event: CandidatesDrawn) -> str:
+    """Return why other waiting clients were not available for selection."""
     text, selection = "", job.spec.selection
     if event.num_resting:
         text += (
-            f"; {event.num_resting} more have to rest (selection.min_separation = {selection.min_separation}, "
+            f"; {event.num_resting} more must rest (selection.min_separation = {selection.min_separation}, "
             f"for which {(selection.min_separation + 1) * selection.target} eligible clients are needed)"
         )
     if event.num_spent:
@@ -206,11 +208,11 @@ def _kept_out(job: JobState, event: CandidatesDrawn) -> str:
 
 def _assign(job: JobState, attempt: Attempt, client_ids: Iterable[str], context: Context) -> Transition:
     training_s, upload_s = _timeouts(job, attempt.kind)
-    given: list[Assignment] = []
+    assigned: list[Assignment] = []
     commands: list[Command] = []
     for client_id in client_ids:
         secret, token_hash = context.new_token()
-        given.append(
+        assigned.append(
             Assignment(
                 key=attempt.key,
                 client_id=client_id,
@@ -228,7 +230,7 @@ def _assign(job: JobState, attempt: Attempt, client_ids: Iterable[str], context:
     if attempt.phase is AttemptPhase.SELECTING:
         phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COLLECTING)
         attempt = structs.replace(attempt, phase=phase, closes_at=privacy_rules.closes_at(job, attempt, context.now))
-    after = structs.replace(job, attempt=attempt.with_assignments(given), reason="")
+    after = structs.replace(job, attempt=attempt.with_assignments(assigned), reason="")
     return Transition(after, tuple(commands))
 
 
@@ -237,18 +239,18 @@ def _timeouts(job: JobState, kind: AttemptKind) -> tuple[float, float]:
     if kind is AttemptKind.EVALUATE and clients is not None:
         return clients.timeout_s, 0.0
     deadlines = job.spec.deadlines
-    # Only reports in time are learned from. A fleet that has become slower would miss what was learned for ever, so
-    # a round that failed is tried again with all the time there is.
+    # Only reports in time are learned from: a fleet that has become slower would always miss an adaptive deadline. So a
+    # round that failed is retried with the longest deadline.
     durations = job.durations if job.failures == 0 else ()
     return pacing.training_timeout_s(deadlines, durations), deadlines.upload_s
 
 
 def _on_reclaimed(job: JobState, event: AssignmentReclaimed, context: Context) -> Transition:
-    """Hands an open assignment out again, with a new token (the old one is fenced) and the time that is left."""
+    """Issue an open assignment again, with a new token (the old one becomes invalid) and the remaining time."""
     assignment = job.find(event.key, event.client_id)
     if assignment is None or not assignment.is_busy:
         return Transition(job, verdict=Verdict(Reason.STALE))
-    if assignment.deadline_at <= context.now:  # the timer is about to fire, and there is no time to hand out
+    if assignment.deadline_at <= context.now:  # the timer is about to fire, and no time remains
         late = closing.drop_late(job, context)
         return structs.replace(late, verdict=Verdict(Reason.STALE))
     secret, token_hash = context.new_token()
@@ -265,7 +267,7 @@ def _on_upload_started(job: JobState, event: UploadStarted, context: Context) ->
     assignment = job.find(event.key, event.client_id)
     if assignment is None or not assignment.is_busy:
         return Transition(job, verdict=_verdict_on_ended(assignment))
-    if assignment.kind is AttemptKind.EVALUATE:  # else it could put its deadline off by upload_s
+    if assignment.kind is AttemptKind.EVALUATE:  # otherwise it could extend its deadline by upload_s
         return Transition(job, verdict=Verdict(Reason.REJECTED_DIGEST, "an evaluation has no update"))
     if assignment.state is AssignmentState.UPLOADING:
         return Transition(job)
@@ -297,14 +299,14 @@ def _on_reported(job: JobState, event: UpdateReported, context: Context) -> Tran
         job = influence.remember_claim(job, reported)
         if not (verdict := influence.judge_norm(job, attempt, reported)).accepted:
             return _reject(job, structs.replace(assignment, norm=reported.norm), verdict, context)
-        durations = (*job.durations, context.now - assignment.assigned_at)[-REMEMBERED_DURATIONS:]
+        durations = (*job.durations, context.now - assignment.assigned_at)[-MAX_DURATIONS:]
         job = structs.replace(job, durations=durations)
     if not reporting.is_in_attempt(job, assignment):
         return Transition(buffered.hold_report(job, reported))
     accepted = reporting.accept_report(job, attempt, reported, attempt.next_report)
     after = closing.close_if_due(assignments.put(job, accepted), reporting.fold_commands(attempt, [accepted]), context)
     if (now := after.job.find(assignment.key, assignment.client_id)) is not None and now.reason is not None:
-        return structs.replace(after, verdict=_verdict_on_ended(now))  # it closed the attempt, as an outlier
+        return structs.replace(after, verdict=_verdict_on_ended(now))  # its report closed the attempt, as an outlier
     return after
 
 
@@ -346,7 +348,7 @@ def _end_one(
 
 
 def verdict_on_report(assignment: Assignment | None, digest: str) -> Verdict:
-    """Return the answer to a report on an assignment that has ended; the first report gets its receipt again."""
+    """Return the answer to a report on an assignment that has ended; a repeated report is accepted again."""
     if assignment is not None and assignment.state in (AssignmentState.REPORTED, AssignmentState.MERGED):
         same = assignment.digest == digest
         return ACCEPTED if same else Verdict(Reason.REJECTED_CONFLICT)
@@ -371,7 +373,7 @@ def _on_aggregated(job: JobState, event: AttemptAggregated, context: Context) ->
         text = f"{event.version.num_updates} of {attempt.num_reported} accepted updates were aggregated"
         return closing.fail_attempt(job, text, context)
     after = closing.commit(job, attempt, context, event.metrics)
-    # A job that was paused meanwhile keeps the reason for its pause.
+    # A job that was paused meanwhile keeps the reason of its pause.
     reason = "" if job.status is JobStatus.RUNNING else job.reason
     after = structs.replace(after, latest=event.version, round=attempt.key.round, failures=0, reason=reason)
     return Transition(after) if job.spec.buffered is None else Transition(*buffered.stop_stale(after))
@@ -381,7 +383,7 @@ def _on_aggregation_failed(job: JobState, event: AggregationFailed, context: Con
     attempt = job.open_attempt
     if attempt is None or attempt.key != event.key:
         return Transition(job, verdict=Verdict(Reason.STALE))
-    text = event.text if warm_start.is_one(attempt) else f"aggregation failed: {event.text}"
+    text = event.text if warm_start.is_warm_start(attempt) else f"aggregation failed: {event.text}"
     return closing.fail_attempt(job, text, context)
 
 

@@ -1,4 +1,4 @@
-"""What a step of a job is made of: what it is lent, what it does, and the answer to whoever caused it."""
+"""The types of a step of a job: its context, its result, and the verdict on the event."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedplat.rounds.states import Reason
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Context:
-    """What the outside world lends to a step: the moment, randomness, and fresh tokens (secret, hash)."""
+    """The inputs of a step from outside: the time, randomness, and new tokens (secret, hash)."""
 
     now: float
     rng: np.random.Generator
@@ -24,14 +24,14 @@ class Context:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """The answer to whoever caused the event: accepted, or why not."""
+    """The answer to the sender of an event: accepted, or the reason why not."""
 
     reason: Reason | None = None
     text: str = ""
 
     @property
     def accepted(self) -> bool:
-        """Whether the event did what it was meant to do (now or, repeated, before)."""
+        """Whether the event had its effect, now or (if it was repeated) before."""
         return self.reason is None and not self.text
 
 
@@ -39,7 +39,7 @@ ACCEPTED = Verdict()
 
 
 class Transition(Struct, frozen=True):
-    """What an event does to a job."""
+    """The effect of an event on a job."""
 
     job: JobState
     commands: tuple[Command, ...] = ()

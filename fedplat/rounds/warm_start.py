@@ -1,8 +1,8 @@
-"""What is different in a job with `[warm_start]`. Pure functions.
+"""The rules of a job with `[warm_start]`. Pure functions.
 
-Before round 1 the server trains the initial model on its own data, and what comes out is version 1. That is an attempt
-without a cohort, in round 0; it is committed, fails and is tried again as others are. It is no release: it never saw
-a client's data.
+Before round 1 the server trains the initial model on its own data, and the result is version 1. This is an attempt
+without a cohort, in round 0; it is committed, fails and is retried like others. It is not a private release, because it
+does not use data of clients.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from fedplat.rounds.states import FIRST_PHASES, AttemptKind
 from fedplat.rounds.transition import Context, Transition
 
 
-def is_one(attempt: Attempt) -> bool:
-    """Whether an attempt is a warm start."""
+def is_warm_start(attempt: Attempt) -> bool:
+    """Return whether an attempt is a warm start."""
     return attempt.kind is AttemptKind.WARM_START
 
 
 def is_due(job: JobState) -> bool:
-    """Whether a job has to be trained by the server before its clients train it."""
+    """Return whether the server must train the job's model before its clients do."""
     return job.spec.warm_start is not None and job.latest.version == 0
 
 
 def begin(job: JobState, context: Context) -> Transition:
-    """Opens the attempt, and has its work done."""
+    """Open the attempt, and start its training."""
     number = job.attempt.key.number + 1 if job.attempt is not None else 1
     attempt = Attempt(
         key=AttemptKey(job.job_id, 0, number),
@@ -40,9 +40,9 @@ def begin(job: JobState, context: Context) -> Transition:
         selection_ends_at=context.now,
     )
     after = structs.replace(job, attempt=attempt, resume_at=None, reason="")
-    return Transition(after, (order(attempt),))
+    return Transition(after, (make_command(attempt),))
 
 
-def order(attempt: Attempt) -> RunWarmStart:
-    """What has the work of an attempt done: once, and again after a restart."""
+def make_command(attempt: Attempt) -> RunWarmStart:
+    """Return the command that runs the training of an attempt, at its start and again after a restart."""
     return RunWarmStart(attempt.key, attempt.base_version)

@@ -1,6 +1,7 @@
-"""Why two ends do not understand each other: TLS against plaintext, or a certificate that cannot be trusted.
+"""Diagnosis of a failed connection: TLS against plaintext, or an untrusted certificate.
 
-gRPC tries again for ever and says little of it. `problem` makes one connection of its own and names the mistake.
+gRPC retries such connections forever with little explanation. `problem` opens a connection of its own and returns the
+cause.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ _WRONG_NAME = frozenset({62, 64})
 
 
 def problem(server: str, *, ca: str = "", insecure: bool = False, timeout_s: float = 3.0) -> str:
-    """What is wrong with how `host:port` is spoken to, as a sentence; empty when that is not the trouble.
+    """Return why a connection to `host:port` cannot be set up, as a sentence; empty if the cause is a different one.
 
-    `ca` has the trusted certificates as PEM; when it is empty, those of this machine are trusted.
+    `ca` has the trusted certificates as PEM; if it is empty, those of this machine are trusted.
     """
     host, _, port = server.rpartition(":")
     host = host.strip("[]")
@@ -31,11 +32,11 @@ def problem(server: str, *, ca: str = "", insecure: bool = False, timeout_s: flo
     except ssl.SSLCertVerificationError as exc:
         return _of_certificate(exc, host)
     except (ssl.SSLEOFError, ConnectionResetError):
-        return ""  # it went away, or a proxy has nothing behind it; a server without TLS answers with frames
+        return ""  # the server went away, or a proxy has no server behind it; a plaintext server answers with frames
     except ssl.SSLError:
-        return "it speaks plaintext, and TLS was expected (is it run with --insecure?)"
+        return "it uses plaintext, but TLS was expected (was it started with --insecure?)"
     except (OSError, ValueError):
-        return ""  # nobody is there, which others say better
+        return ""  # no server is listening, which gRPC reports better
 
 
 def _speaks_tls(connection: socket.socket) -> str:
@@ -45,13 +46,13 @@ def _speaks_tls(connection: socket.socket) -> str:
         _shake_hands(context, connection, None)
     except OSError:  # ssl.SSLError is one
         return ""
-    return "it speaks TLS, and plaintext was expected; leave insecure out"
+    return "it uses TLS, but plaintext was expected; remove insecure"
 
 
 def _shake_hands(context: ssl.SSLContext, connection: socket.socket, host: str | None) -> None:
-    """A TLS handshake within the connection's timeout; raises what `SSLSocket` would.
+    """Do a TLS handshake within the connection's timeout. Raises the errors of `SSLSocket`.
 
-    Not by `wrap_socket`: it leaves its socket open when the server dies just then.
+    `wrap_socket` is not used, because it leaves its socket open if the server dies during the handshake.
     """
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     session = context.wrap_bio(incoming, outgoing, server_hostname=host)
@@ -74,15 +75,15 @@ def _shake_hands(context: ssl.SSLContext, connection: socket.socket, host: str |
 def _of_certificate(exc: ssl.SSLCertVerificationError, host: str) -> str:
     if exc.verify_code in _EXPIRED:
         return (
-            "its certificate has expired or is not valid yet (is this machine's clock right?); on the server's "
-            "machine: fedplat-server certificates renew"
+            "its certificate has expired or is not valid yet (check this machine's clock); on the server's machine: "
+            "fedplat-server certificates renew"
         )
     if exc.verify_code in _WRONG_NAME:
         return (
-            f"its certificate is not for {host}; use a name that it has, or on the server's machine: "
+            f"its certificate is not valid for {host}; use one of its names, or on the server's machine: "
             f"fedplat-server certificates renew --host {host}"
         )
     return (
-        f"its certificate was not made by an authority that is trusted here ({exc.verify_message}); "
-        "give the ca.pem of this very server"
+        f"its certificate was not issued by a trusted authority ({exc.verify_message}); expected the ca.pem of this "
+        "server"
     )

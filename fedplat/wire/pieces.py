@@ -1,8 +1,8 @@
-"""Messages that carry a piece of a file, without the copies that protobuf makes.
+"""Messages that carry a piece of a file, encoded without the copies that protobuf makes.
 
-`Chunk`, and all of an upload's messages but the first, have one field of bytes: a tag, a length and the bytes
-themselves (https://protobuf.dev/programming-guides/encoding/#length-types). Written here they cost one copy, and read
-none; the generated classes cost three and two, which is a third of what gRPC itself spends on the bytes.
+`Chunk`, and all messages of an upload except the first, have a single bytes field: a tag, a length and the bytes
+(https://protobuf.dev/programming-guides/encoding/#length-types). Writing them here takes one copy, and reading none;
+the generated classes take three and two, which is a third of gRPC's own cost for the bytes.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from fedplat.wire.v1 import fleet_pb2, model_pb2
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
 CHUNK: Final = model_pb2.Chunk.DESCRIPTOR.fields_by_name["data"].number
-"""The field of a `Chunk`."""
+"""Field number of `Chunk.data`."""
 UPLOAD: Final = fleet_pb2.UploadRequest.DESCRIPTOR.fields_by_name["data"].number
-"""The field of an `UploadRequest`."""
+"""Field number of `UploadRequest.data`."""
 
 _LENGTH_DELIMITED = 2
 _MAX_VARINT = 5
-"""Bytes of a length: what it can say is far above the limit of a message."""
+"""Maximum bytes of an encoded length, enough for lengths far above the limit of a message."""
 
 
 def frame_field(field: int, data: Bytes) -> bytes:
-    """The message whose only field is `data`.
+    """Encode a message whose only field is `data`.
 
-    >>> framed(CHUNK, b"abc") == model_pb2.Chunk(data=b"abc").SerializeToString()
+    >>> frame_field(CHUNK, b"abc") == model_pb2.Chunk(data=b"abc").SerializeToString()
     True
     """
     head, length = bytearray([field << 3 | _LENGTH_DELIMITED]), len(data)
@@ -38,11 +38,11 @@ def frame_field(field: int, data: Bytes) -> bytes:
 
 
 def unframe_field(field: int, message: bytes) -> memoryview | None:
-    """The bytes of a message whose only field this is; None for any other, whose parsing is left to protobuf.
+    """Return the bytes of a message with this field only; None for any other, which must be parsed by protobuf.
 
-    >>> bytes(unframed(CHUNK, framed(CHUNK, b"abc")))
+    >>> bytes(unframe_field(CHUNK, frame_field(CHUNK, b"abc")))
     b'abc'
-    >>> unframed(UPLOAD, framed(CHUNK, b"abc"))
+    >>> unframe_field(UPLOAD, frame_field(CHUNK, b"abc"))
     """
     if not message or message[0] != field << 3 | _LENGTH_DELIMITED:
         return None

@@ -1,4 +1,4 @@
-"""The memory of a process that moves files by gRPC: for programs of our own, never for those that import us."""
+"""Memory settings for processes that transfer files by gRPC: for fedplat's own programs, not for library users."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _KEPT = 32 * 2**20
 
 
 def reuse_message_memory() -> None:
-    """Lets glibc keep the memory of messages, up to 32 MiB of it, for the next ones.
+    """Configure glibc to keep up to 32 MiB of freed message memory for the next messages.
 
-    Otherwise it gives that of many a message of 1 MiB back to the kernel, which clears the pages again for the next
-    one, and keeps some for each thread: a sixth of the CPU time of all transfers. Larger arrays still come from the
-    kernel and go back at once. Does nothing elsewhere, or if the environment says how to allocate.
+    By default glibc returns the memory of many 1 MiB messages to the kernel, which clears the pages again for the next
+    message, and keeps some per thread: a sixth of the CPU time of all transfers. Larger arrays still use memory from
+    the kernel and return it at once. Does nothing on other systems, or if the environment configures malloc.
     """
     if not sys.platform.startswith("linux") or any(
         name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ
     ):
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl does not have it
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_MESSAGE)
         mallopt(_M_TRIM_THRESHOLD, _KEPT)
@@ -32,10 +32,10 @@ def reuse_message_memory() -> None:
 
 
 def keep_what_is_loaded() -> None:
-    """Takes what a program has loaded out of the garbage collector's rounds.
+    """Exclude loaded code from garbage collection.
 
-    Code lives as long as the process; walking through all of it again and again was a twentieth of the CPU time of
-    a round of large models, in clients more than in the server.
+    Code lives as long as the process; traversing all of it repeatedly took a twentieth of the CPU time of a round with
+    large models, in clients more than in the server.
     """
     gc.collect()
     gc.freeze()

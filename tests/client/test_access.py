@@ -181,7 +181,7 @@ def test_a_server_that_is_not_the_tickets_is_named(
         client.run()
     (record,) = caplog.records
     said = record.getMessage()
-    assert said.endswith(f"{fleet.address}: it speaks plaintext, and TLS was expected (is it run with --insecure?)")
+    assert said.endswith(f"{fleet.address}: it uses plaintext, but TLS was expected (was it started with --insecure?)")
     assert fleet.calls == []
 
 

@@ -30,7 +30,7 @@ num_clients = 10
 def test_clients_have_to_do_their_half(rule: str) -> None:
     spec = parse_job(JOB.format(rule=rule, algorithm=rule, weighting="uniform"))
     assert build_rule(spec).counterpart.algorithm == rule
-    with pytest.raises(JobFileError, match=rf'it needs \[config\] algorithm = "{rule}"'):
+    with pytest.raises(JobFileError, match=rf'expected \[config\] algorithm = "{rule}"'):
         parse_job(JOB.format(rule=rule, algorithm="sgd", weighting="uniform"))
     with pytest.raises(JobFileError, match=rf'"{rule}": it needs \[updates\] weighting = "uniform"'):
         parse_job(JOB.format(rule=rule, algorithm=rule, weighting="examples"))

@@ -54,9 +54,9 @@ def test_a_round_with_metrics_is_one_release_with_more_noise_to_account_for() ->
     mechanism = find_mechanism(spec)
     assert mechanism is not None
     assert mechanism.noise_multiplier == pytest.approx(2.4)  # 1/9 + 1/16 = 25/144
-    assert spec.privacy.of_model(2.4) == pytest.approx(3.0, abs=2e-6)
+    assert spec.privacy.model_multiplier(2.4) == pytest.approx(3.0, abs=2e-6)
     with pytest.raises(ValueError, match="expected more than 5"):
-        spec.privacy.of_model(5.0)
+        spec.privacy.model_multiplier(5.0)
 
 
 def test_examples_weigh_one_at_most() -> None:
@@ -67,7 +67,7 @@ def test_examples_weigh_one_at_most() -> None:
 def test_a_rule_of_a_private_job_releases_nothing_by_itself() -> None:
     for privacy in ("noise_multiplier = 1", "epsilon = 1"):
         rule = build_rule(job(privacy=privacy))
-        with pytest.raises(ValueError, match="nothing of it can be released"):
+        with pytest.raises(ValueError, match="none of its results can be released"):
             rule.apply(rule.init(3), rule.start(3))
 
 
@@ -90,7 +90,7 @@ ADAPTIVE = '[updates]\nweighting = "uniform"\n[updates.adaptive_clip]\n'
         ),
         ("needs one bound", {"participation": "min_separation", "more": ADAPTIVE + "quantile = 0.2\n"}),
         (
-            "whose noise goes over all rounds",
+            "whose noise spans all rounds",
             {
                 "participation": "min_separation",
                 "privacy": "noise_multiplier = 1\nmetrics = { noise_multiplier = 4, bounds = { loss = [0, 10] } }",

@@ -71,8 +71,9 @@ def test_too_many_byzantine_updates_are_refused(record: type[Struct]) -> None:
     with pytest.raises(JobFileError) as caught:
         parse_job(job(table(rule), goal=fewest, min_fraction=1 - 1 / fewest))
     assert str(caught.value) == (
-        f"robust: {name} with byzantine = 2 needs at least {fewest}, not {fewest - 1} updates: so many may close an "
-        "attempt, ceil(min_fraction x goal); raise selection.goal or selection.min_fraction, or lower robust.byzantine"
+        f"robust: {name} with byzantine = 2 needs at least {fewest}, not {fewest - 1} updates: this number may close "
+        "an attempt, ceil(min_fraction x goal); raise selection.goal or selection.min_fraction, or lower "
+        "robust.byzantine"
     )
 
 
@@ -86,7 +87,7 @@ def test_it_replaces_the_mean_of_server_optimizers_only(name: str) -> None:
     if aggregate.RULES[name] in aggregate.SERVER_OPTIMIZERS:
         assert build_rule(parse_job(text)).gather is not None
     else:
-        with pytest.raises(JobFileError, match=f"robust: goes with aggregation.rule = fedavg, .*; {name} has a mean"):
+        with pytest.raises(JobFileError, match=f"robust: expected aggregation.rule = fedavg, .*; {name} has a mean"):
             parse_job(text)
 
 

@@ -36,7 +36,7 @@ def test_a_bound_may_follow_the_norms():
 
 
 def test_there_is_one_bound():
-    with pytest.raises(JobFileError, match=r"updates.clip_norm = 1.0: expected 0 beside adaptive_clip"):
+    with pytest.raises(JobFileError, match=r"updates.clip_norm = 1.0: expected 0 with adaptive_clip"):
         parse_job(f"{SMALL}[updates]\nclip_norm = 1.0\nadaptive_clip = {{}}\n")
 
 

@@ -104,5 +104,5 @@ def _another_server(server: processes.Server, folder: Path, caplog: pytest.LogCa
     with caplog.at_level("WARNING"):
         client_of(ticket.to_text(), folder / "stranger", wait=once).run()
     (record,) = [record for record in caplog.records if record.name.startswith("fedplat_client")]
-    assert "was not made by an authority that is trusted here" in record.getMessage()
+    assert "was not issued by a trusted authority" in record.getMessage()
     assert "\n" not in record.getMessage()

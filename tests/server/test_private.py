@@ -145,7 +145,10 @@ async def test_a_job_pauses_at_its_budget(site: Site) -> None:
         for client, one in zip(clients, await site.assign(clients), strict=True):
             await client.deliver(one.token, update(round_, 1.0))
     await site.operator.until(job, "job", "PAUSED")
-    words = "its privacy budget (epsilon = 3, delta = 1e-06) is spent: round 3 would exceed it; the last version stands"
+    words = (
+        "its privacy budget (epsilon = 3, delta = 1e-06) is spent: round 3 would exceed it; the last version stays "
+        "available"
+    )
     shown = await site.operator.show(job)
     assert (shown.round, shown.reason) == (2, words)
     with pytest.raises(aio.AioRpcError) as caught:

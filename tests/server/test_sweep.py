@@ -124,5 +124,5 @@ def test_what_a_job_keeps(text: str, status: JobStatus, expected: RetainedVersio
 
 
 def test_milestones_need_a_number_of_versions() -> None:
-    with pytest.raises(ValueError, match="every = 5: expected versions beside it"):
+    with pytest.raises(ValueError, match="every = 5: expected versions with it"):
         Retention(every=5)

@@ -69,12 +69,12 @@ async def test_each_misunderstanding_is_named(folder: Path, folder_pki: PkiFolde
     stranger = certificate_pem(Authority.new(utc_now()).certificate).decode()
     async with running(folder, folder_pki) as site:
         here = f"localhost:{site.daemon.port}"
-        assert "it speaks TLS, and plaintext was expected" in await asyncio.to_thread(
+        assert "it uses TLS, but plaintext was expected" in await asyncio.to_thread(
             lambda: said(Profile(here, insecure=True))
         )
         for wrong in (stranger, ""):
             text = await asyncio.to_thread(said, Profile(here, ca=wrong))
-            assert "was not made by an authority that is trusted here" in text
+            assert "was not issued by a trusted authority" in text
         sign(folder_pki, hosts=("fed.example.org",))
         for host in ("localhost", "127.0.0.1"):
             address = f"{host}:{site.daemon.port}"
@@ -82,7 +82,7 @@ async def test_each_misunderstanding_is_named(folder: Path, folder_pki: PkiFolde
             assert f"its certificate is not for {host}" in text
     async with harness.running(folder) as site:
         text = await asyncio.to_thread(lambda: said(Profile(site.address, ca=ca)))
-        assert "it speaks plaintext, and TLS was expected" in text
+        assert "it uses plaintext, but TLS was expected" in text
 
 
 async def test_an_expired_certificate_is_named(folder: Path, folder_pki: PkiFolder, monkeypatch: Any) -> None:

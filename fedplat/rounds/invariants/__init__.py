@@ -1,9 +1,9 @@
-"""What must hold of everything that is stored of a job, as pure checks. Read `CHECKS`: one row for each.
+"""Invariants of the stored state of a job, as pure checks. Read `CHECKS`: it has one row for each.
 
-The numbers I1 to I7 and I9 are those of the design. `fedplat-server verify` runs the checks on a database; tests run
-them after every step of a coordinator. What files, the ledger and the audit log must satisfy is checked there. I8
-(memory) is not visible in what is stored. I10 (an offline recomputation gives the same bits) needs the updates, which
-are removed after a commit: crash tests check it, except for private jobs, whose noise is not kept.
+I1 to I7 and I9 are numbered as in the design. `fedplat-server verify` runs the checks on a database; tests run them
+after every step of a coordinator. The server checks files, the ledger and the audit log. I8 (memory) is not visible in
+stored state. I10 (an offline recomputation gives the same bits) requires the updates, which are removed after a commit:
+crash tests check it, except for private jobs, whose noise is not stored.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from fedplat.rounds.invariants.records import ParticipationRounds, StoredAttempt
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A check: the invariant, the kind of unit that it looks at, and the function that finds violations.
+    """A check: the invariant, the kind of unit that it examines, and the function that finds violations.
 
-    `is_live`: it holds only while a server runs.
+    `is_live`: the invariant holds only while a server is running.
     """
 
     invariant: str
@@ -64,11 +64,11 @@ CHECKS: Sequence[Check] = (
     Check("history", StoredAttempt, histories.of_assignments),
     Check("history", StrayHistory, histories.of_nothing),
 )
-"""All checks of what is stored of a job."""
+"""All checks of the stored state of a job."""
 
 
 def run(checks: Sequence[Check], unit: object, *, live: bool) -> Iterator[tuple[Check, Violation]]:
-    """Yield what violates the checks in a unit, with the check; `live`: a server is running."""
+    """Yield the violations of the checks in a unit, each with its check. `live`: a server is running."""
     for check in checks:
         if isinstance(unit, check.unit) and (live or not check.is_live):
             for violation in check.find(unit):

@@ -1,4 +1,4 @@
-"""What must hold of an attempt and its assignments: invariants I1, I3, I4, I6 and I7 of the design."""
+"""Invariants I1, I3, I4, I6 and I7 of the design, for an attempt and its assignments."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fedplat.rounds.invariants.records import AssignmentRow, StoredAttempt, Viol
 from fedplat.rounds.states import BUSY_STATES, OPEN_STATES, AssignmentState, AttemptKind, AttemptPhase
 
 GRACE_S = 60.0
-"""How long after its deadline an assignment may be open while a server runs: a busy one, and clocks that differ."""
+"""Tolerance for open assignments after their deadline while a server runs: it may be busy, and clocks may differ."""
 
 
 def merged_once(attempt: StoredAttempt) -> Iterator[Violation]:
-    """I1: an update is merged at most once, into one committed version."""
+    """Check I1: an update is merged at most once, into one committed version."""
     merged = [one.client_id for one in attempt.assignments if one.state == AssignmentState.MERGED]
     if attempt.row.phase != AttemptPhase.COMMITTED:
         for client_id in merged:
@@ -26,11 +26,13 @@ def merged_once(attempt: StoredAttempt) -> Iterator[Violation]:
             )
     elif attempt.version is not None and len(merged) != attempt.version.num_updates:
         found = f"{len(merged)} assignments are MERGED"
-        yield Violation(attempt_location(attempt.row), found, f"{attempt.version.num_updates}, as its version says")
+        yield Violation(
+            attempt_location(attempt.row), found, f"{attempt.version.num_updates}, the number of its version"
+        )
 
 
 def acknowledged_has_an_end(attempt: StoredAttempt) -> Iterator[Violation]:
-    """I3: an acknowledged report is merged or has a terminal reason; or it waits for the next attempt."""
+    """Check I3: an acknowledged report is merged, has a terminal reason, or waits for the next attempt."""
     if attempt.row.is_open:
         return
     for one in attempt.assignments:
@@ -40,7 +42,7 @@ def acknowledged_has_an_end(attempt: StoredAttempt) -> Iterator[Violation]:
 
 
 def ended_for_a_reason(attempt: StoredAttempt) -> Iterator[Violation]:
-    """I3: an assignment has a reason exactly if it has ended without being merged."""
+    """Check I3: an assignment has a reason exactly if it has ended without being merged."""
     without = {*BUSY_STATES, AssignmentState.REPORTED, AssignmentState.MERGED}
     for one in attempt.made:
         place = attempt_location(attempt.row, one.client_id)
@@ -51,7 +53,7 @@ def ended_for_a_reason(attempt: StoredAttempt) -> Iterator[Violation]:
 
 
 def reports_are_complete(attempt: StoredAttempt) -> Iterator[Violation]:
-    """I3: a report has the digest of its update and its time."""
+    """Check I3: a report has a digest and a time."""
     for one in attempt.made:
         place = attempt_location(attempt.row, one.client_id)
         reported = one.state in (AssignmentState.REPORTED, AssignmentState.MERGED)
@@ -65,9 +67,9 @@ def reports_are_complete(attempt: StoredAttempt) -> Iterator[Violation]:
 
 
 def above_the_minimum(attempt: StoredAttempt) -> Iterator[Violation]:
-    """I4: nothing is published below the minimum."""
+    """Check I4: no version is published with fewer reports than the minimum."""
     merged = sum(one.state == AssignmentState.MERGED for one in attempt.assignments)
-    # A minimum of reports would depend on who took part: a private attempt has none.
+    # A minimum number of reports would depend on the participants: a private attempt has no minimum.
     minimum = 0 if attempt.is_release or not attempt.has_cohort else max(attempt.row.minimum, 1)
     if attempt.row.phase == AttemptPhase.COMMITTED and merged < minimum:
         found = f"it was committed with {merged} merged updates"
@@ -75,7 +77,7 @@ def above_the_minimum(attempt: StoredAttempt) -> Iterator[Violation]:
 
 
 def weights_add_up(attempt: StoredAttempt) -> Iterator[Violation]:
-    """I6: the weights of the merged updates add up to the version's total weight.
+    """Check I6: the weights of the merged updates add up to the version's total weight.
 
     The server adds them in the order of acceptance, in double precision: each of n additions rounds by at most half
     a unit in the last place of the running sum, so n units of the exact sum bound the difference.
@@ -87,11 +89,12 @@ def weights_add_up(attempt: StoredAttempt) -> Iterator[Violation]:
     tolerance = len(weights) * sys.float_info.epsilon * abs(total)
     if not abs(total - attempt.version.total_weight) <= tolerance:
         found = f"the weights of the merged updates add up to {total!r}"
-        yield Violation(attempt_location(attempt.row), found, f"{attempt.version.total_weight!r}, as its version says")
+        expected = f"{attempt.version.total_weight!r}, the total weight of its version"
+        yield Violation(attempt_location(attempt.row), found, expected)
 
 
 def weights_are_right(attempt: StoredAttempt) -> Iterator[Violation]:
-    """I6: the weight of an accepted update follows from its examples, its staleness and its cohort, by the job file."""
+    """Check I6: the weight of an accepted update follows from its examples, its staleness and its cohort."""
     if attempt.spec is None:
         return
     mode, (least, most) = attempt.spec.buffered, _bounds(attempt, attempt.spec)
@@ -113,14 +116,13 @@ def weights_are_right(attempt: StoredAttempt) -> Iterator[Violation]:
 def _bounds(attempt: StoredAttempt, spec: JobSpec) -> tuple[float, float]:
     """Return the smallest and the largest possible limit for the examples of an update of the attempt.
 
-    The limit follows from the cohort's median once the attempt closes, if it is judged alone; otherwise the job's
-    latest reports count as well.
+    The limit follows from the cohort's median once the attempt closes, unless the job's latest reports count as well.
     """
     if not spec.max_weight_factor:
         return math.inf, math.inf
     counted = (AssignmentState.REPORTED, AssignmentState.MERGED)
     claims = [one.num_examples for one in attempt.assignments if one.state in counted and one.staleness is not None]
-    bound = influence.most_examples(spec, claims)
+    bound = influence.limit_examples(spec, claims)
     is_training = attempt.row.kind == AttemptKind.TRAIN
     if attempt.row.phase == AttemptPhase.COLLECTING:
         return (0.0 if is_training and influence.looks_back(spec) else math.inf), math.inf
@@ -130,12 +132,12 @@ def _bounds(attempt: StoredAttempt, spec: JobSpec) -> tuple[float, float]:
 
 
 def still_open(attempt: StoredAttempt) -> list[AssignmentRow]:
-    """Return the open assignments that outlive an attempt, if its job allows that."""
+    """Return the open assignments that may outlive the attempt."""
     return [one for one in attempt.made if attempt.carries_over and one.state in OPEN_STATES]
 
 
 def nothing_open_in_the_ended(attempt: StoredAttempt) -> Iterator[Violation]:
-    """I7: no client works for an attempt that commits or has ended, unless its update may go into the next one."""
+    """Check I7: no client works for an attempt that commits or has ended, unless its assignment is carried over."""
     if attempt.row.phase in (AttemptPhase.SELECTING, AttemptPhase.COLLECTING) or attempt.carries_over:
         return
     for one in attempt.made:
@@ -145,7 +147,7 @@ def nothing_open_in_the_ended(attempt: StoredAttempt) -> Iterator[Violation]:
 
 
 def overdue(attempt: StoredAttempt) -> Iterator[Violation]:
-    """I7: a running server ends an assignment after its deadline."""
+    """Check I7: a running server ends an assignment after its deadline."""
     for one in attempt.made if attempt.row.is_open else still_open(attempt):
         late_s = attempt.seen_unix_s - one.deadline_unix_s
         if one.state in BUSY_STATES and late_s > GRACE_S:
@@ -154,7 +156,7 @@ def overdue(attempt: StoredAttempt) -> Iterator[Violation]:
 
 
 def end_is_noted(attempt: StoredAttempt) -> Iterator[Violation]:
-    """I7: an attempt has an end time exactly if it has ended."""
+    """Check I7: an attempt has an end time exactly if it has ended."""
     if attempt.row.is_open and attempt.row.ended_unix_s is not None:
         yield Violation(attempt_location(attempt.row), f"it is {attempt.row.phase} and has an end", "no end")
     if not attempt.row.is_open and attempt.row.ended_unix_s is None:

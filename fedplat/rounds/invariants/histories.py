@@ -1,4 +1,4 @@
-"""The append-only history leads, by steps that the tables of states allow, to the stored states."""
+"""Checks that the append-only history leads to the stored states, by allowed transitions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Steps = Mapping[str, frozenset[str]]
 
 
 def _steps(transitions: Mapping[Any, frozenset[Any]], first: str) -> Steps:
-    """Return a table of states as text, with the first step of every entity."""
+    """Convert a transition table to text, and add the first step of each entity."""
     return {str(state): frozenset(map(str, after)) for state, after in transitions.items()} | {"": frozenset({first})}
 
 
@@ -30,13 +30,13 @@ _ASSIGNMENT = _steps(ASSIGNMENT_TRANSITIONS, AssignmentState.TRAINING)
 
 
 def of_job(job: StoredJob) -> Iterator[Violation]:
-    """The history of the job leads to its status."""
+    """Check that the history of the job leads to its status."""
     rows = [row for row in job.history if row.entity == "job"]
     yield from _chain(rows, _JOB, job.row.status, Location(job.row.job_id))
 
 
 def of_versions(job: StoredJob) -> Iterator[Violation]:
-    """The history has each version but the first once, in order; metrics are rows from a version to itself."""
+    """Check that the history has each version but the first once, in order; metrics rows do not change the version."""
     place = Location(job.row.job_id)
     rows = [row for row in job.history if row.entity == "version"]
     made = [row.to_state for row in rows if row.to_state != row.from_state]
@@ -50,11 +50,11 @@ def of_versions(job: StoredJob) -> Iterator[Violation]:
     for row in rows:
         if row.to_state != row.from_state and row.to_state != str(int(row.from_state) + 1):
             found = f"row {row.sequence} of the history leads from version {row.from_state} to {row.to_state}"
-            yield Violation(place, found, "steps of one")
+            yield Violation(place, found, "the next version")
 
 
 def of_attempt(attempt: StoredAttempt) -> Iterator[Violation]:
-    """The history of the attempt leads to its phase."""
+    """Check that the history of the attempt leads to its phase."""
     row = attempt.row
     if row.history_removed_unix_s is not None:
         return
@@ -64,7 +64,7 @@ def of_attempt(attempt: StoredAttempt) -> Iterator[Violation]:
 
 
 def of_assignments(attempt: StoredAttempt) -> Iterator[Violation]:
-    """The history of each assignment leads to its state."""
+    """Check that the history of each assignment leads to its state."""
     by_client: dict[str, list[StepRow]] = {one.client_id: [] for one in attempt.made}
     states = {one.client_id: one.state for one in attempt.made}
     for row in attempt.history:
@@ -77,33 +77,32 @@ def of_assignments(attempt: StoredAttempt) -> Iterator[Violation]:
         if client_id in states:
             yield from _chain(rows, _ASSIGNMENT, states[client_id], place)
         else:
-            yield Violation(place, "the history has an assignment that is not stored", "its row")
+            yield Violation(place, "the history has an assignment that is not stored", "a stored assignment")
 
 
 def of_nothing(strays: StrayHistory) -> Iterator[Violation]:
-    """No history belongs to an attempt that is not stored, or to an unknown entity."""
+    """Report history rows of attempts that are not stored, or of unknown entities."""
     for row in strays.history:
         found = f"row {row.sequence} of the history is about the {row.entity} {row.from_state} -> {row.to_state}"
-        yield Violation(
-            Location(strays.job.job_id, row.round, row.attempt, row.client_id or None), found, "that to be there"
-        )
+        place = Location(strays.job.job_id, row.round, row.attempt, row.client_id or None)
+        yield Violation(place, found, "a stored entity")
 
 
 def _chain(rows: Iterable[StepRow], steps: Steps, state: str, place: Location) -> Iterator[Violation]:
-    """Yield the rows that do not begin where the last one ended, steps that are not allowed, and a wrong last state."""
+    """Yield rows that do not begin in the previous row's state, forbidden transitions, and a wrong last state."""
     at = ""
     for row in rows:
         if row.from_state != at:
             found = f"row {row.sequence} of the history begins at {_name_state(row.from_state)}"
-            yield Violation(place, found, f"{_name_state(at)}, where the row before ended")
+            yield Violation(place, found, f"{_name_state(at)}, the state after the previous row")
         if row.to_state not in steps.get(row.from_state, frozenset()):
             before, after = _name_state(row.from_state), _name_state(row.to_state)
             found = f"row {row.sequence} of the history leads from {before} to {after}"
             allowed = sorted(steps.get(row.from_state, frozenset()))
-            yield Violation(place, found, f"one of {', '.join(allowed)}" if allowed else "no step from there")
+            yield Violation(place, found, f"one of {', '.join(allowed)}" if allowed else "no transition from there")
         at = row.to_state
     if at != state:
-        yield Violation(place, f"its state is {state}", f"{_name_state(at)}, where its history ends")
+        yield Violation(place, f"its state is {state}", f"{_name_state(at)}, the last state of its history")
 
 
 def _name_state(state: str) -> str:

@@ -1,6 +1,6 @@
-"""What must hold of a job, its versions and the order of its attempts: invariants I2, I7 and I9 of the design.
+"""Invariants I2, I7 and I9 of the design, for a job, its versions and the order of its attempts.
 
-And what privacy accounting counts on: how often, and how close together, clients take part.
+Also the limits on which privacy accounting depends: how often, and how close together, clients take part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedplat.rounds.states import ENDED_JOBS, MAKE_VERSIONS, AttemptKind, Attemp
 
 
 def versions_are_dense(job: StoredJob) -> Iterator[Violation]:
-    """I2: versions are 0, 1, 2, ..."""
+    """Check I2: versions are 0, 1, 2, ..."""
     numbers = [version.version for version in job.versions]
     if numbers != list(range(len(numbers))) or not numbers:
         missing = sorted(set(range(max(numbers, default=0) + 1)) - set(numbers))
@@ -31,7 +31,7 @@ def versions_are_dense(job: StoredJob) -> Iterator[Violation]:
 
 
 def versions_have_one_attempt(job: StoredJob) -> Iterator[Violation]:
-    """I2: every version but the first, and a rollback's, has one committed attempt, which began with the one before."""
+    """Check I2: each version but the first and those of rollbacks has one committed attempt, based on the last."""
     made = {(version.round, version.attempt): version for version in job.versions if version.is_made}
     committed: Counter[int] = Counter()
     for row in job.attempts:
@@ -52,14 +52,14 @@ def versions_have_one_attempt(job: StoredJob) -> Iterator[Violation]:
 
 
 def warm_starts_come_first(job: StoredJob) -> Iterator[Violation]:
-    """I2: round 0 has the initial model and warm starts, which make version 1 of jobs that have one."""
+    """Check I2: round 0 has the initial model and warm starts; a warm start makes version 1."""
     if job.spec is None:
         return
     begins_warm = job.spec.warm_start is not None
     for row in job.attempts:
         is_one = row.kind == AttemptKind.WARM_START
         if is_one != (row.round == 0) or (is_one and not begins_warm):
-            expected = "a WARM_START in round 0 only, of a job that has one"
+            expected = "a WARM_START only in round 0, of a job that has a warm start"
             yield Violation(attempt_location(row), f"it is a {row.kind} in round {row.round}", expected)
     for version in job.versions:
         if version.is_made and version.is_aggregate == (begins_warm and version.version == 1):
@@ -70,82 +70,81 @@ def warm_starts_come_first(job: StoredJob) -> Iterator[Violation]:
 
 
 def optimizer_state_is_kept(job: StoredJob) -> Iterator[Violation]:
-    """I2: each version that a rule with state made has that state; no other version has one."""
+    """Check I2: each version that a round of a rule with state made has that state; no other version has a state."""
     if job.spec is None:
         return
     rule = build_rule(job.spec)
-    remembers = job.spec.compression.downlink is not None or bool(rule.init(1)) or bool(rule.start(1).scalars)
+    is_stateful = job.spec.compression.downlink is not None or bool(rule.init(1)) or bool(rule.start(1).scalars)
     for version in job.versions:
-        wanted = remembers and version.is_aggregate
-        if version.restored_from is not None and remembers:
-            continue  # the state of the older version, or none: the rule begins anew
-        if bool(version.state_digest) != wanted:
-            found = f"the optimizer's state is {'there' if version.state_digest else 'not there'}"
-            yield Violation(version_location(job, version), found, "one" if wanted else "none for this rule")
+        is_expected = is_stateful and version.is_aggregate
+        if version.restored_from is not None and is_stateful:
+            continue  # it has the state of the older version, or no state if that was not kept
+        if bool(version.state_digest) != is_expected:
+            found = f"the optimizer's state {'exists' if version.state_digest else 'is missing'}"
+            expected = "a state" if is_expected else "no state for this version"
+            yield Violation(version_location(job, version), found, expected)
 
 
 def deltas_are_kept(job: StoredJob) -> Iterator[Violation]:
-    """I2: a job with a downlink has a delta to each version that a round made; no other version has one."""
+    """Check I2: in a job with a downlink each version that a round made has a delta; no other version has one."""
     if job.spec is None:
         return
     digests = {version.version: version.digest for version in job.versions}
     for version in job.versions:
-        wanted = job.spec.compression.downlink is not None and version.is_aggregate
-        if bool(version.delta_digest) != wanted:
-            found = f"the delta is {'there' if version.delta_digest else 'not there'}"
-            yield Violation(version_location(job, version), found, "one" if wanted else "none for this version")
+        is_expected = job.spec.compression.downlink is not None and version.is_aggregate
+        if bool(version.delta_digest) != is_expected:
+            found = f"the delta {'exists' if version.delta_digest else 'is missing'}"
+            expected = "a delta" if is_expected else "no delta for this version"
+            yield Violation(version_location(job, version), found, expected)
         base = digests.get(version.version - 1)
         if version.delta_digest and base is not None and version.delta_base != base:
             found = f"the delta's base is {version.delta_base[:100]!r}"
-            yield Violation(version_location(job, version), found, f"{base}, the version before")
+            yield Violation(version_location(job, version), found, f"{base}, the previous version")
 
 
 def counters_agree(job: StoredJob) -> Iterator[Violation]:
-    """I2: the counters of a job are those of its last version."""
+    """Check I2: the counters of a job match its last version."""
     if not job.versions:
         return
     last = job.versions[-1]
     if job.row.latest_version != last.version:
         found = f"the job's latest version is {job.row.latest_version}"
-        yield Violation(Location(job.row.job_id), found, f"{last.version}, the last that is there")
+        yield Violation(Location(job.row.job_id), found, f"{last.version}, the last stored version")
     committed = max(version.round for version in job.versions)
     if job.row.round != committed:
         found = f"the job's round is {job.row.round}"
-        yield Violation(Location(job.row.job_id), found, f"{committed}, the last that made a version")
+        yield Violation(Location(job.row.job_id), found, f"{committed}, the last round that made a version")
 
 
 def rollbacks_repeat_a_version(job: StoredJob) -> Iterator[Violation]:
-    """I2: a version that a rollback made has the bytes of an earlier one, and belongs to round 0."""
+    """Check I2: the version of a rollback has the bytes of an earlier version, and belongs to round 0."""
     known = {version.version: version for version in job.versions}
     for version in job.versions:
         if version.restored_from is None:
             continue
         source = known.get(version.restored_from)
         if source is None or source.version >= version.version or source.digest != version.digest or version.round:
-            found = f"it is of round {version.round} and has the bytes {version.digest[:16]}"
-            yield Violation(
-                version_location(job, version), found, f"those of version {version.restored_from}, in round 0"
-            )
+            found = f"it belongs to round {version.round} and has the bytes {version.digest[:16]}"
+            expected = f"the bytes of version {version.restored_from}, in round 0"
+            yield Violation(version_location(job, version), found, expected)
 
 
 def what_is_needed_is_kept(job: StoredJob) -> Iterator[Violation]:
-    """I2: the models of version 0 and of the latest are kept, and the latest state of a job that goes on."""
+    """Check I2: the models of version 0 and of the latest are kept, and the latest state until the job ends."""
     if not job.versions:
         return
     last = job.versions[-1]
     for version in {job.versions[0], last}:
         if version.model_removed_unix_s is not None:
-            yield Violation(
-                version_location(job, version), "its model was removed", "the first and the last to be kept"
-            )
+            expected = "the models of the first and the last version"
+            yield Violation(version_location(job, version), "its model was removed", expected)
     if last.state_digest and last.state_removed_unix_s is not None and job.row.status not in ENDED_JOBS:
-        yield Violation(
-            version_location(job, last), "its optimizer's state was removed", "it to be kept until the job ends"
-        )
+        expected = "the latest state, until the job ends"
+        yield Violation(version_location(job, last), "its optimizer's state was removed", expected)
 
 
 def attempts_are_numbered(job: StoredJob) -> Iterator[Violation]:
-    """I2: the attempts of a round are 1, 2, 3, ..., and no round is left out."""
+    """Check I2: the attempts of a round are 1, 2, 3, ..., and no round is left out."""
     rounds: dict[int, list[int]] = {}
     for row in job.attempts:
         rounds.setdefault(row.round, []).append(row.number)
@@ -159,15 +158,15 @@ def attempts_are_numbered(job: StoredJob) -> Iterator[Violation]:
 
 
 def one_open_attempt(job: StoredJob) -> Iterator[Violation]:
-    """I7: at most one attempt of a job is open, and it is the last."""
+    """Check I7: at most one attempt of a job is open, and it is the last."""
     ordered = sorted(job.attempts, key=lambda row: (row.round, row.number))
     for row in ordered[:-1]:
         if row.is_open:
-            yield Violation(attempt_location(row), f"it is {row.phase}", "only a job's last attempt to be open")
+            yield Violation(attempt_location(row), f"it is {row.phase}", "an open attempt only as the last of its job")
 
 
 def open_attempts_belong_to_jobs_at_work(job: StoredJob) -> Iterator[Violation]:
-    """I7: jobs that do not run have no open attempt; a paused one may finish a commit."""
+    """Check I7: a job that is not running has no open attempt; a paused job may finish a commit."""
     for row in job.attempts:
         finishing = job.row.status == JobStatus.PAUSED and row.phase == AttemptPhase.COMMITTING
         if row.is_open and job.row.status != JobStatus.RUNNING and not finishing:
@@ -177,13 +176,13 @@ def open_attempts_belong_to_jobs_at_work(job: StoredJob) -> Iterator[Violation]:
 
 
 def job_file_is_readable(job: StoredJob) -> Iterator[Violation]:
-    """I9: a restart needs no operator, so this version of fedplat can read every job file."""
+    """Check I9: this version of fedplat can read every job file, so that a restart needs no operator."""
     if job.spec is None:
         yield Violation(Location(job.row.job_id), job.unreadable, "a job file that this version of fedplat can read")
 
 
 def takes_part_seldom_enough(participations: ParticipationRounds) -> Iterator[Violation]:
-    """Clients take part no more often, and in rounds no closer together, than the job allows.
+    """Check that clients take part no more often, and in rounds no closer together, than the job allows.
 
     The guarantee of a private job depends on it. Abandoned attempts count, but those of one round count once.
     """
@@ -191,7 +190,7 @@ def takes_part_seldom_enough(participations: ParticipationRounds) -> Iterator[Vi
     for client_id, rounds in participations.rounds.items():
         for before, after in itertools.pairwise(rounds):
             if after - before <= rest:
-                found = f"it took part in round {before}, too"
+                found = f"it also took part in round {before}"
                 expected = f"{rest} rounds in between (selection.min_separation)"
                 yield Violation(Location(participations.job.job_id, after, client=client_id), found, expected)
         if 0 < most < len(rounds):

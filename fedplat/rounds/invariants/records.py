@@ -1,6 +1,6 @@
-"""What is stored of a job, as the checks read it.
+"""The stored state of a job, as the checks read it.
 
-Rows hold what the columns of the same names hold: states are text, so that an unknown one is a violation and not an
+Fields hold the database columns of the same names: states are text, so that an unknown one is a violation and not an
 exception.
 """
 
@@ -15,7 +15,7 @@ from fedplat.rounds.states import OPEN_PHASES, AttemptKind, JobStatus
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobRow:
-    """A job."""
+    """A row of a job."""
 
     job_id: str
     job_file: str
@@ -28,7 +28,7 @@ class JobRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttemptRow:
-    """An attempt. `history_removed_unix_s`: when its history was removed."""
+    """A row of an attempt. `history_removed_unix_s`: when its history was removed."""
 
     job_id: str
     round: int
@@ -48,7 +48,7 @@ class AttemptRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AssignmentRow:
-    """An assignment. `round` and `number` are those of the attempt in which it was made."""
+    """A row of an assignment. `round` and `number` are those of the attempt in which it was made."""
 
     round: int
     number: int
@@ -71,7 +71,7 @@ class AssignmentRow:
 
     @property
     def counted_in(self) -> tuple[int, int]:
-        """Round and number of the attempt that has its update, or would have it."""
+        """The round and number of the attempt that the update counts in."""
         if self.into_round is None or self.into_number is None:
             return self.round, self.number
         return self.into_round, self.into_number
@@ -79,7 +79,7 @@ class AssignmentRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VersionRow:
-    """A model version. `..._removed_unix_s`: when its files were removed."""
+    """A row of a model version. `..._removed_unix_s`: when its files were removed."""
 
     version: int
     round: int
@@ -103,13 +103,13 @@ class VersionRow:
 
     @property
     def is_made(self) -> bool:
-        """Whether an attempt made it: it is neither the initial model nor a rollback's."""
+        """Whether an attempt made it: it is not the initial model, nor from a rollback."""
         return self.version > 0 and self.restored_from is None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReleaseRow:
-    """A row of the ledger: a private release and its mechanism as JSON."""
+    """A row of the privacy ledger: a private release, and its mechanism as JSON."""
 
     version: int
     round: int
@@ -118,7 +118,7 @@ class ReleaseRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepRow:
-    """A row of the history: one step of a job, an attempt, an assignment or a version."""
+    """A row of the history: one transition of a job, an attempt, an assignment or a version."""
 
     sequence: int
     entity: str
@@ -131,7 +131,7 @@ class StepRow:
 
 @dataclasses.dataclass(frozen=True)
 class StoredJob:
-    """A job with its versions, ledger and attempts by number, and the history of the job itself and of its versions.
+    """A job with its versions, ledger rows and attempts in order, and the history of the job and of its versions.
 
     `spec` is None if the job file cannot be read; `unreadable` is the reason.
     """
@@ -147,11 +147,10 @@ class StoredJob:
 
 @dataclasses.dataclass(frozen=True)
 class StoredAttempt:
-    """An attempt with its assignments, its history and theirs, and the version that it made.
+    """An attempt with its assignments, the history of all of these, and the version that it made.
 
-    `made` are the assignments that were made in it; `assignments` those whose update it has, if they have one: without
-    those that a later attempt took over, and with those that it took over itself. `seen_unix_s` is a time before it
-    was read.
+    `made` are the assignments made in it. `assignments` are those whose updates count in it: without those that a later
+    attempt took over, and with those that it took over itself. `seen_unix_s` is a time before the attempt was read.
     """
 
     job: JobRow
@@ -165,7 +164,7 @@ class StoredAttempt:
 
     @property
     def is_release(self) -> bool:
-        """Whether the version that it commits is a private release."""
+        """Whether its version is a private release."""
         return self.spec is not None and self.spec.privacy is not None and self.row.kind == AttemptKind.TRAIN
 
     @property
@@ -175,7 +174,7 @@ class StoredAttempt:
 
     @property
     def carries_over(self) -> bool:
-        """Whether clients may go on working after its end."""
+        """Whether its clients may continue to work after its end."""
         return (
             self.spec is not None
             and self.spec.buffered is not None
@@ -186,7 +185,7 @@ class StoredAttempt:
 
 @dataclasses.dataclass(frozen=True)
 class StrayHistory:
-    """History that belongs to no stored attempt."""
+    """History rows without a stored attempt."""
 
     job: JobRow
     history: tuple[StepRow, ...]
@@ -194,7 +193,7 @@ class StrayHistory:
 
 @dataclasses.dataclass(frozen=True)
 class ParticipationRounds:
-    """All rounds, in order, in which some clients of a job with participation limits took part."""
+    """The rounds, in order, in which clients of a job with participation limits took part, by client."""
 
     job: JobRow
     spec: JobSpec
@@ -202,12 +201,12 @@ class ParticipationRounds:
 
 
 JobUnit = StoredJob | StoredAttempt | StrayHistory | ParticipationRounds
-"""What is read, and checked, at a time."""
+"""The unit that is read and checked at a time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Location:
-    """Where a violation is; what does not apply is None."""
+    """The location of a violation; parts that do not apply are None."""
 
     job: str | None = None
     round: int | None = None
@@ -222,7 +221,7 @@ class Location:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Violation:
-    """What a check found, and what it expected instead."""
+    """A violation: what a check found, and what it expected instead."""
 
     place: Location
     found: str

@@ -19,10 +19,10 @@ from fedplat.rounds import (
     Participation,
     rebuild_attempt,
 )
-from fedplat.rounds.influence import REMEMBERED_CLAIMS
+from fedplat.rounds.influence import MAX_CLAIMS
 from fedplat.rounds.records import Claim
 from fedplat.rounds.states import AttemptKind, AttemptPhase
-from fedplat.rounds.sync import REMEMBERED_DURATIONS
+from fedplat.rounds.sync import MAX_DURATIONS
 from fedplat_server import crash_points
 from fedplat_server.database import rows, sql_ledger, writes
 from fedplat_server.database.jobs import AttemptRecord, HistoryRecord, JobRecord, VersionRecord
@@ -318,7 +318,7 @@ def _durations(connection: Connection, job_id: str) -> tuple[float, ...]:
         .where(assignments.c.job_id == job_id, assignments.c.reported_revision.is_not(None))
         .where(attempts.c.kind == AttemptKind.TRAIN)
         .order_by(assignments.c.reported_revision.desc())
-        .limit(REMEMBERED_DURATIONS)
+        .limit(MAX_DURATIONS)
     )
     newest_first = [row.took_s for row in connection.execute(query)]
     return tuple(reversed(newest_first))
@@ -333,7 +333,7 @@ def _claims(connection: Connection, job_id: str) -> tuple[Claim, ...]:
         .where(attempts.c.kind == AttemptKind.TRAIN)
         .group_by(assignments.c.client_id)
         .order_by(func.max(assignments.c.reported_revision).desc())
-        .limit(REMEMBERED_CLAIMS)
+        .limit(MAX_CLAIMS)
         .subquery()
     )
     is_last = (assignments.c.client_id == last.c.client_id) & (assignments.c.reported_revision == last.c.revision)

@@ -43,7 +43,7 @@ def test_without_a_server_every_call_says_so_in_one_line(call: Callable[[AdminCl
         call(client)
     assert str(caught.value) == (
         f"no fedplat server answers at {closed_port} (Connection refused); "
-        "is it running? start one with: fedplat-server run"
+        "check that it is running (fedplat-server run)"
     )
 
 
@@ -58,7 +58,7 @@ def test_a_failure_of_the_server_points_to_its_log(state: State, server: FakeSer
     state.refusal = (grpc.StatusCode.INTERNAL, "disk full")
     with pytest.raises(ServerRefusedError) as caught:
         client.status()
-    assert str(caught.value) == f"the server at {server.address} failed (disk full); its log says more"
+    assert str(caught.value) == f"the server at {server.address} failed (disk full); see its log"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_failure_of_the_server_points_to_its_log(state: State, server: FakeSer
         (
             grpc.StatusCode.UNAVAILABLE,
             ServerUnreachableError,
-            "the fedplat server at {server} does not serve now: the server failed: number 7",
+            "the fedplat server at {server} is not available: the server failed: number 7",
         ),
     ],
 )
@@ -217,7 +217,7 @@ def test_a_damaged_export_leaves_no_file(
     path = tmp_path / "model.safetensors"
     if existing is not None:
         path.write_bytes(existing)
-    with pytest.raises(ModelError, match=r"that arrived is damaged: .*; try again"):
+    with pytest.raises(ModelError, match=r"received model is damaged: .*; try again"):
         client.export_model("digits", None, path)
     assert [file.read_bytes() for file in tmp_path.iterdir()] == ([existing] if existing is not None else [])
 

@@ -112,11 +112,11 @@ def test_job_show_tells_how_updates_are_compressed(run: Run, job: admin_pb2.Job)
     job.job_file = f"{JOB}[compression]\nuplink = {{codec = 'bf16'}}\n"
     job.current.reported, job.current.update_bytes = 2, 3000
     text = run("job", "show", "digits").stdout
-    assert 'updates     compressed by {"codec":"bf16","zstd":false}\n' in text
-    assert "0 rejected, 2.9 KiB received (1.5 KiB for each update)\n" in text
+    assert 'updates     compressed with {"codec":"bf16","zstd":false}\n' in text
+    assert "0 rejected, 2.9 KiB received (1.5 KiB per update)\n" in text
     job.current.mean_staleness, job.current.max_staleness = 0.5, 2
     text = run("job", "show", "digits").stdout
-    assert "(1.5 KiB for each update), 0.5 versions behind on average and 2 at most\n" in text
+    assert "(1.5 KiB per update), 0.5 versions behind on average and 2 at most\n" in text
 
 
 def test_job_show(run: Run, job: admin_pb2.Job):
@@ -180,7 +180,7 @@ def test_model_list(run: Run, state: State):
 def test_model_export(run: Run, state: State, tmp_path: Path):
     path = tmp_path / "m.safetensors"
     result = run("model", "export", "digits", "--output", str(path))
-    assert result.stdout == f"version 1 (5.9 KiB) is in {path}\n"
+    assert result.stdout == f"wrote version 1 (5.9 KiB) to {path}\n"
     assert path.read_bytes() == b"second" * 1000
     record = parsed(run("model", "export", "digits", "--version", "0", "--output", str(path), "--json"))
     assert record == {"version": 0, "digest": state.versions[0].model.digest, "size_bytes": 5, "path": str(path)}
@@ -208,14 +208,14 @@ def test_model_export_that_fails(run: Run, state: State, tmp_path: Path):
     for target in (tmp_path, tmp_path / "nowhere" / "m"):
         result = run("model", "export", "digits", "--output", str(target))
         assert result.exit_code == 2
-        assert result.stderr == f"error: --output is {target}; expected a file in a folder that exists\n"
+        assert result.stderr == f"error: --output is {target}; expected a file in an existing folder\n"
     result = run("model", "export", "digits", "--output", str(tmp_path / ("x" * 300)))
     assert result.exit_code == 1
     assert result.stderr.endswith("cannot be written: File name too long\n")
     state.damage = "bytes"
     result = run("model", "export", "digits", "--output", str(path))
     assert result.exit_code == 1
-    assert result.stderr.startswith("error: the model that arrived is damaged: ")
+    assert result.stderr.startswith("error: the received model is damaged: ")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -232,10 +232,10 @@ def test_job_rollback(run: Run, job: admin_pb2.Job):
     result = run("job", "rollback", "digits", "0")
     assert result.stdout == (
         f"job digits ({job.job_id}) is RUNNING\n"
-        "version 2 has the bytes of version 0; the aggregation rule begins anew: its state of then is not kept "
-        "(retention.states)\n"
+        "version 2 has the bytes of version 0; the aggregation rule starts without state: that of the version is not "
+        "kept (retention.states)\n"
     )
-    assert "(that of version 0, by a rollback)" in run("job", "show", "digits").stdout
+    assert "(restored from version 0)" in run("job", "show", "digits").stdout
     again = parsed(run("job", "rollback", "digits", "1", "--json"))
     assert (again["rule_state"], again["job"]["restored_from"]) == ("initial", 1)
     wrong = run("job", "rollback", "digits", "last")
@@ -250,7 +250,7 @@ def test_model_list_shows_which_files_are_kept(run: Run, state: State):
     header, *rows = run("model", "list", "digits").stdout.splitlines()
     assert "FILES" in header
     assert "  removed  " in rows[0]
-    assert "  model, state (version 0 again)  " in rows[1]
+    assert "  model, state (restored from 0)  " in rows[1]
 
 
 def test_job_submit(run: Run, state: State, job_file: str):
@@ -330,7 +330,7 @@ def test_job_check_needs_no_server(run: Run, job_file: str):
     result = run("--server", "nobody.invalid:1", "job", "check", job_file)
     assert result.exit_code == 0
     assert result.stdout == (
-        f"{job_file} is a valid job: digits, 3 rounds for population demo, 11 clients assigned and 8 reports wanted "
+        f"{job_file} is a valid job: digits, 3 rounds for population demo, 11 clients assigned and 8 reports needed "
         f"in each; its model has 1 tensors ({len(MODEL.to_bytes())} B)\n"
     )
     record = parsed(run("job", "check", job_file, "--json"))
@@ -425,7 +425,7 @@ def test_without_a_server_each_command_prints_one_line(command: tuple[str, ...],
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == (
         f"error: no fedplat server answers at {closed_port} (Connection refused); "
-        "is it running? start one with: fedplat-server run\n"
+        "check that it is running (fedplat-server run)\n"
     )
 
 
@@ -436,7 +436,9 @@ def test_submit_without_a_server(run: Run, job_file: str, closed_port: str):
     assert waits == f"waiting for {closed_port}: Connection refused; trying for 0.5 s"
     assert error.startswith(f"error: no fedplat server answers at {closed_port} (Connection refused); ")
     assert error.endswith("; gave up after 0.5 s")
-    assert re.fullmatch(r"if the job was made all the same, .* --idempotency-key [0-9a-f]{32} finds it", note)
+    assert re.fullmatch(
+        r"if the job was created nevertheless, submit again with --idempotency-key [0-9a-f]{32} to get it", note
+    )
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if "x" in command], ids=" ".join)
@@ -477,6 +479,6 @@ def test_wrong_arguments(arguments: tuple[str, ...], message: str, run: Run):
 
 def test_version_and_help(run: Run):
     assert run("--version").stdout == f"fedplat {fedplat.__version__}\n"
-    assert "--server and --json may stand before or after the command" in run("-h").stdout
+    assert "--server and --json may be given before or after the command" in run("-h").stdout
     for group in ("job", "client", "model"):
         assert run(group, "--help").exit_code == 0

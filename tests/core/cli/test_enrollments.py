@@ -11,7 +11,7 @@ from core.cli.fake_admin import FakeServer, State
 def test_create_prints_the_ticket_and_nothing_else(run: Run, state: State, server: FakeServer) -> None:
     result = run("enrollment", "create", "--population", "demo", "--uses", "3", "--expires", "90m")
     assert result.stdout == "fpt1.secret\n"
-    assert "for 3 clients, good for 90m" in result.stderr
+    assert "for 3 clients, valid for 90m" in result.stderr
     assert "fedplat enrollment revoke e-1" in result.stderr
     assert state.asked is not None
     assert (state.asked.population, state.asked.num_uses, state.asked.expires_s) == ("demo", 3, 5400.0)
@@ -50,5 +50,5 @@ def test_revoking(run: Run) -> None:
 def test_revoking_a_ticket_with_its_clients_goes_on_to_the_last_page(run: Run, state: State) -> None:
     result = run("enrollment", "revoke", "e-1", "--with-clients")
     assert result.stdout == "e-1 is revoked\n"
-    assert result.stderr == "clients that have enrolled by it, all revoked now: 3\n"
+    assert result.stderr == "clients that enrolled with it, all revoked now: 3\n"
     assert state.pages == ["", "1", "2"]

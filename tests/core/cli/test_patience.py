@@ -127,7 +127,7 @@ def test_what_does_not_pass_is_told_at_once(state: State, server: FakeServer, cl
         patient(clock, told).run(client, client.status)
     with (
         AdminClient(Profile(server.address)) as secure,
-        pytest.raises(ServerUnreachableError, match="it speaks plaintext") as caught,
+        pytest.raises(ServerUnreachableError, match="it uses plaintext") as caught,
     ):
         patient(clock, told).run(secure, secure.status)
     assert caught.value.is_lasting
@@ -160,8 +160,8 @@ def test_the_time_is_bounded_and_the_pauses_grow(closed_port: str) -> None:
     ):
         patient(clock, told, 20.0).run(client, client.status)
     assert str(caught.value) == (
-        f"no fedplat server answers at {closed_port} (Connection refused); is it running? start one with: "
-        "fedplat-server run; gave up after 20 s"
+        f"no fedplat server answers at {closed_port} (Connection refused); check that it is running "
+        "(fedplat-server run); gave up after 20 s"
     )
     assert sum(clock.pauses) == pytest.approx(20.0)
     longest = [0.25, 0.5, 1.0, 2.0, 4.0, *[5.0] * len(clock.pauses)]

@@ -52,13 +52,13 @@ def test_a_job_as_people_read_it(run: Run, state: State):
         "planned            epsilon 1.988 by PLD (2.25 by RDP), 20 releases\n"
         "delta              1e-06\n"
         "adjacency          add-or-remove: one client more or less\n"
-        "participation      poisson: each client takes part in each round with probability 0.04, by a trial of its own "
-        "that nobody else sees\n"
+        "participation      poisson: each client takes part in each round with probability 0.04, by a secret trial "
+        "of its own\n"
         "noise multiplier   1.2\n"
         "clip norm          0.5\n"
         "budget of the job  epsilon 2\n"
         "population         population phones has the budget epsilon 3 at delta 1e-06, of which 1.9 is released or "
-        "planned: 1 private jobs, 2 without noise that nothing covers\n"
+        "planned: 1 private jobs, 2 without noise, which no budget covers\n"
         "not covered        this; that\n"
         "more               docs/privacy.md\n"
     )
@@ -69,9 +69,9 @@ def test_metrics_and_adaptive_clips_are_told(run: Run, state: State):
     found.ClearField("epsilon")
     state.privacy = admin_pb2.ShowPrivacyResponse(jobs=[found], populations=[population()])
     lines = dict(line.split("  ", 1) for line in run("privacy", "show", "digits").stdout.splitlines())
-    assert lines["noise multiplier"].strip() == "1.2 of a round (1.5 of the model, the rest of its metrics)"
+    assert lines["noise multiplier"].strip() == "1.2 per round (1.5 for the model, the rest for metrics)"
     assert lines["clip norm"].strip() == "0.5 at first, then adaptive"
-    assert lines["budget of the job"].strip() == "none but its rounds"
+    assert lines["budget of the job"].strip() == "none except its rounds"
     assert lines["population"].strip().startswith("population phones has no budget: 1 private jobs")
 
 
@@ -127,9 +127,9 @@ def test_half_a_budget_is_none(run: Run, options: list[str]):
 def test_what_fixed_and_separated_participation_take_for_granted():
     assert (
         descriptions.sampling(Mechanism("fixed", 1.0))
-        == "a client takes part in any round; who takes part may be known"
+        == "a client takes part in any round; the participants may be known"
     )
     assert descriptions.sampling(Mechanism("tree", 1.0, separation=4, max_participations=2)) == (
-        "a client takes part in one of any 4 consecutive rounds at most, 2 times in all; who takes part may be known"
+        "a client takes part in one of any 4 consecutive rounds at most, 2 times in all; the participants may be known"
     )
     assert descriptions.adjacency(Mechanism("tree", 1.0)) == "zero-out"

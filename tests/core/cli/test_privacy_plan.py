@@ -118,8 +118,10 @@ def test_a_plan_for_people() -> None:
     promise, adjacency = lines[1].split("; ")
     assert promise == "promise        epsilon 8.00 at delta 1e-05 after 40 rounds"
     assert adjacency == "adjacency: one client's reports replaced by zeros"
-    assert lines[2] == "participation  a client may take part in every round; 120 reports are expected"
-    assert "noise          multiplier 3.797 (calibrated for epsilon 8); in each entry of a round's mean" in lines[3]
+    assert lines[2] == "participation  a client may take part in every round; 120 expected reports"
+    assert lines[3].startswith(
+        "noise          multiplier 3.797 (calibrated for epsilon 8); 0.0316 clip norms in each entry of a"
+    )
     assert lines[4] == "budget         enough for 40 rounds"
     assert "    40     8.00      8.60  this job" in lines
     assert [line for line in lines if line.endswith("this job")][1].split()[:5] == [
@@ -141,7 +143,7 @@ def test_a_larger_population_takes_longer_turns() -> None:
     assert by_cohort[60]["noise_multiplier"] == by_cohort[120]["noise_multiplier"] < found["noise_multiplier"]
     assert "3,000 clients are too few: with selection.min_separation = 20" in run(TREE, "--clients", "3000").stderr
     assert (
-        "of 500 clients 17.8 are drawn in a round"
+        "17.8 of 500 clients are drawn per round"
         in run(POISSON, "--clients", "500", "--noise", "2", "--set", "rounds=1").stderr
     )
 
@@ -176,10 +178,10 @@ def test_the_simulator_adds_what_each_noise_does_to_the_model(here: Path) -> Non
 def test_wrong_arguments_are_said_in_a_line() -> None:
     plain = FIXED.partition("[privacy]")[0]
     assert refused(plain) == (
-        "error: privacy: there is no such table, so nothing is promised; expected [privacy] with participation, delta "
-        "and epsilon or noise_multiplier\n"
+        "error: privacy: the job has no such table, so it has no guarantee; expected [privacy] with participation, "
+        "delta and epsilon or noise_multiplier\n"
     )
-    assert refused(FIXED, "--simulate").startswith("error: simulation: there is no such table; --simulate needs one")
+    assert refused(FIXED, "--simulate").startswith("error: simulation: missing; --simulate requires a table")
     untrained = FIXED + "[simulation]\ntraining = false\n"
     assert "simulation.training = false: expected true with --simulate" in refused(untrained, "--simulate")
     assert "selection.goal = 120: expected at most the 5 clients" in refused(FIXED, "--clients", "5")

@@ -46,7 +46,7 @@ def test_ctrl_c_leaves_the_watch(server_is_gone: bool, state: State, server: Fak
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert errors == f"left the watch; the job goes on. Watch it again with: fedplat job watch {job.job_id}\n"
+    assert errors == f"stopped watching; the job continues. Watch it again with: fedplat job watch {job.job_id}\n"
 
 
 def test_the_end_of_a_server_is_told_in_our_words_only(state: State, server: FakeServer):

@@ -39,7 +39,7 @@ def test_a_profile_comes_back_and_is_for_its_owner(tmp_path: Path) -> None:
     profile.save(written, path)
     assert profile.load(path) == Profile('h"o\\st:1', "fedplat_op_x", PEM + "\n", insecure=True)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    with pytest.raises(ProfileError, match="is there already"):
+    with pytest.raises(ProfileError, match="exists already"):
         profile.save(written, path)
     assert [one.name for one in path.parent.iterdir()] == ["profile.toml"]
     assert "fedplat_op_x" not in repr(written)
@@ -49,7 +49,7 @@ def test_a_profile_comes_back_and_is_for_its_owner(tmp_path: Path) -> None:
 def test_what_is_no_profile(text: str | bytes, tmp_path: Path) -> None:
     path = tmp_path / "p.toml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ProfileError, match="is no profile"):
+    with pytest.raises(ProfileError, match="is not valid"):
         profile.load(path)
 
 
@@ -108,7 +108,7 @@ def test_an_operator_is_added_with_a_profile_of_its_own(run: Run, server: FakeSe
     assert run("operator", "remove", "ben").exit_code == 0
     assert "ben" not in run("operator", "list").stdout
     again = run("operator", "add", "x", "--role", "viewer", "--out", str(path))
-    assert (again.exit_code, "is there already" in again.stderr) == (2, True)
+    assert (again.exit_code, "exists already" in again.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("text", ["90", "d", "0d", "-1d", "1y", "9999999d"])

@@ -153,7 +153,7 @@ def test_ctrl_c_ends_a_run_in_words(here: Path) -> None:
         "fedplat simulate digits.toml --resume --output runs/digits "
         "--set rounds=1000000 --set simulation.engine=processes --set simulation.workers=2"
     )
-    assert errors.splitlines()[-1] == f"stopped; go on with: {command}"
+    assert errors.splitlines()[-1] == f"stopped; resume with: {command}"
     assert output == ""
     lines = (here / "runs/digits/rounds.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["round"] == 1

@@ -111,7 +111,7 @@ def test_a_server_that_ends_the_watch_early_is_asked_again(state: State, server:
     ended = watch.follow(client, job.job_id, view, Patience(60.0, tell, pause=recorder.pauses.append))
     assert ended.status == S.JOB_STATUS_COMPLETED
     assert recorder.sequences == [10, 20, 30, 40]
-    assert told == [f"waiting for {server.address}: it ended the watch; trying for 60 s"]
+    assert told == [f"waiting for {server.address}: it closed the watch; trying for 60 s"]
 
 
 def test_events_behind_a_watch_that_was_cut_off_are_not_lost(state: State, client: AdminClient):

@@ -148,7 +148,7 @@ def test_charges_add_up_and_cannot_be_taken_back_twice() -> None:
     one, other = StepCharge(1.0, 0.1, 3), StepCharge(2.0, 0.1, 3)
     assert steps.merge_charges([one, other], one) == [StepCharge(1.0, 0.1, 6), other]
     assert steps.taken_back([one, other], one) == [other]
-    with pytest.raises(ValueError, match="4 steps cannot be taken back"):
+    with pytest.raises(ValueError, match="4 steps cannot be subtracted"):
         steps.taken_back([one], StepCharge(1.0, 0.1, 4))
     assert dp.epsilon([], 1e-5) == 0.0
 

@@ -40,6 +40,6 @@ def check_buffer(job: JobState, unended: Sequence[Assignment], room: WaitingRoom
         assert attempt.num_reported < attempt.goal
         demand = room.demands.get(job.job_id)
         assert (demand.target if demand is not None else 0) == mode.concurrency - attempt.num_busy
-        assert demand is None or demand.barred is attempt.assignments
+        assert demand is None or demand.excluded is attempt.assignments
     if job.status is not JobStatus.RUNNING:
         assert all(row.folded_into == attempt.key for row in train), "somebody works for a job that does not run"

@@ -32,7 +32,7 @@ from fedplat.rounds import (
 from fedplat.rounds.commands import Abandon, Assign, Commit, Fold, Refuse, Restart
 from fedplat.rounds.events import ClientCheckedIn, Event, ServerRestarted, TimerFired, UpdateReported
 from fedplat.rounds.records import NO_ASSIGNMENTS
-from fedplat.rounds.selection import Demand, demand_of
+from fedplat.rounds.selection import Demand, make_demand
 from fedplat.rounds.states import (
     ENDED_JOBS,
     AssignmentState,
@@ -350,7 +350,7 @@ class Ledger:
     def _check_memory(self, job: JobState) -> None:
         """What is remembered follows from what is stored; and so does who may be drawn."""
         job_id, room = job.job_id, self.coordinator.room
-        memory = self.coordinator.memories.get(job_id)
+        memory = self.coordinator.histories.get(job_id)
         if job.status in ENDED_JOBS or not job.spec.remembers:
             assert memory is None
         else:
@@ -367,7 +367,7 @@ class Ledger:
             now = demand.key[1:] if rest else ()
             rests = {p.client_id for p in self.participations(job_id) if p.round in rest or (p.round, p.attempt) == now}
         spent, out = self._share(demand) if job.spec.max_participations else (set[str](), set[str]())
-        assert room.num_eligible(job_id) == len(accepted - rests - out - set(demand.barred))
+        assert room.num_eligible(job_id) == len(accepted - rests - out - set(demand.excluded))
         assert room.num_resting(job_id) == len((accepted & rests) - spent)
         assert room.num_spent(job_id) == len(accepted & spent & (rests | out))
 
@@ -390,7 +390,7 @@ class Ledger:
         assert self.versions[job.job_id][-1] == job.latest
         self.warm.check(job, self.versions[job.job_id])
         assert self.open.get(job.job_id) == (job.open_attempt.key if job.open_attempt is not None else None)
-        assert self.coordinator.room.demands.get(job.job_id) == demand_of(job)
+        assert self.coordinator.room.demands.get(job.job_id) == make_demand(job)
         if job.status is not JobStatus.RUNNING and job.open_attempt is not None:
             assert (job.status, job.open_attempt.phase) == (JobStatus.PAUSED, AttemptPhase.COMMITTING)
 

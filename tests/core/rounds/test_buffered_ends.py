@@ -51,8 +51,8 @@ def test_nobody_at_all_comes() -> None:
     driver = buffered(0)
     assert driver.timers == {"j": 60.0}
     driver.wait(60.0)
-    assert driver.attempt.reason == "0 of at least 1 needed clients reported (nobody came)"
-    assert "trying again" in driver.job.reason
+    assert driver.attempt.reason == "0 of at least 1 needed clients reported (no client checked in)"
+    assert "retrying" in driver.job.reason
 
 
 # --- the end ---
@@ -147,6 +147,16 @@ def test_deadlines_strike_while_others_evaluate() -> None:
 
 
 # --- restarts ---
+
+
+def test_a_clock_that_was_set_back_gives_carried_over_assignments_no_more_time() -> None:
+    driver = buffered(4, concurrency=4)
+    driver.report("c0", "c1")
+    assert carried(driver) == {"c2": "TRAINING", "c3": "TRAINING"}
+    driver.crash(clock_s=-86_400.0)
+    longest = driver.job.spec.deadlines.training_s
+    assert carried(driver) == {"c2": "TRAINING", "c3": "TRAINING"}
+    assert all(each.deadline_at <= driver.now + longest for each in driver.job.carried_over.busy)
 
 
 @pytest.mark.fault("F2")

@@ -9,7 +9,7 @@ import pytest
 
 from core.rounds.driver import make_job
 from fedplat.rounds.changes import difference
-from fedplat.rounds.persistent_map import PersistentMap, cohort_of
+from fedplat.rounds.persistent_map import PersistentMap, to_persistent
 
 
 def test_it_is_a_dictionary_that_is_never_changed() -> None:
@@ -39,9 +39,9 @@ def test_what_is_absent_is_absent() -> None:
     with pytest.raises(KeyError):
         PersistentMap({"a": 1})["b"]
     assert "b" not in PersistentMap({"a": 1})
-    assert repr(PersistentMap({"a": 1})) == "Cohort({'a': 1})"
+    assert repr(PersistentMap({"a": 1})) == "PersistentMap({'a': 1})"
     same = PersistentMap({"a": 1})
-    assert cohort_of(same) is same
+    assert to_persistent(same) is same
 
 
 def test_a_step_costs_much_less_than_the_cohort() -> None:

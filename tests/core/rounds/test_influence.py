@@ -165,7 +165,7 @@ def test_a_job_in_memory_abandons_the_attempt_once_and_refuses_the_culprit_then(
     for client_id, norm in (("c0", 1e9), ("c1", 1.0), ("c2", 1.0), ("c3", 1.0)):
         report(driver, client_id, norm)
     assert driver.attempt.phase is AttemptPhase.ABANDONED
-    assert "an update in memory cannot be taken out of the sum again: c0: its norm is 1e+09" in driver.attempt.reason
+    assert "an update in memory cannot be removed from the sum: c0: its norm is 1e+09" in driver.attempt.reason
     assert "c0: its norm is 1e+09" in driver.job.reason
     driver.check_in(*(f"c{i}" for i in range(5)))
     driver.wait(30.0)
@@ -196,7 +196,7 @@ def test_a_job_in_memory_whose_first_report_claims_too_much_tries_again() -> Non
     for i, n in enumerate((1e9, 100.0, 100.0)):
         report(driver, f"c{i}", num_examples=n)
     assert driver.attempt.phase is AttemptPhase.ABANDONED
-    assert "cannot be weighed anew: c0 (weight 1e+06, of at most 1000)" in driver.attempt.reason
+    assert "cannot be changed: c0 (weight 1e+06, of at most 1000)" in driver.attempt.reason
     driver.check_in("c0", "c1", "c2")
     driver.wait(30.0)
     driver.check_in("c0", "c1", "c2")

@@ -15,7 +15,7 @@ from fedplat.rounds import ParticipationHistory, pacing
 from fedplat.rounds.commands import RetryWindow
 from fedplat.rounds.eligible import EligibleClients
 from fedplat.rounds.events import JobAction, OperatorCommand
-from fedplat.rounds.privacy_rules import TRIES_IN_VAIN
+from fedplat.rounds.privacy_rules import MAX_FUTILE_ATTEMPTS
 from fedplat.rounds.states import AttemptPhase, JobStatus, Reason
 
 
@@ -138,16 +138,16 @@ def test_an_attempt_that_finds_too_few_says_why_and_after_some_the_job_is_paused
     assert driver.attempt.phase is AttemptPhase.ABANDONED
     assert driver.is_running
     assert driver.job.reason == (
-        "round 2 attempt 1 was abandoned: 1 of at least 2 needed clients were there to be selected; "
-        "2 more took part in as many rounds as they may (privacy.max_participations = 1); trying again"
+        "round 2 attempt 1 was abandoned: 1 of at least 2 needed clients were available for selection; "
+        "2 more took part in as many rounds as they may (privacy.max_participations = 1); retrying"
     )
     driver.wait(1000.0)
     assert driver.job.status is JobStatus.PAUSED
-    assert driver.key.number == TRIES_IN_VAIN
+    assert driver.key.number == MAX_FUTILE_ATTEMPTS
     assert driver.job.reason == (
-        "round 2 cannot have the 2 clients that it needs: 2 of those that wait took part in as many rounds as they may "
-        "(privacy.max_participations = 1), 0 rest, and 1 are left; resume it when there are new clients, or cancel it: "
-        "the last version stands"
+        "round 2 cannot have the 2 clients that it needs: 2 of the waiting clients took part in as many rounds as they "
+        "may (privacy.max_participations = 1), 0 rest, and 1 are left; resume the job when there are new clients, or "
+        "cancel it: the last version stays available"
     )
     assert driver.timers == {}
     driver.check_in("d1")
@@ -162,35 +162,35 @@ def test_a_job_goes_on_trying_while_others_may_come() -> None:
     driver.check_in("c0")
     driver.wait(3000.0)
     assert driver.is_running
-    assert driver.job.failures > TRIES_IN_VAIN
+    assert driver.job.failures > MAX_FUTILE_ATTEMPTS
 
 
 def test_in_a_pool_they_stand_apart_from_those_that_rest() -> None:
     memory = ParticipationHistory(min_separation=1, max_participations=2)
     for name, rounds in (("a", (1, 3)), ("b", (3,)), ("c", (1,)), ("d", (1, 2))):
         for round_ in rounds:
-            memory.note(took_part(name, round_))
+            memory.record(took_part(name, round_))
     pool = EligibleClients(lambda _: True, memory, key(3, 2))
     for name in "abcd":
         pool.enter(make_client(name))
     # Of those in round 3's first attempt all may try again; d had its share in round 2.
     assert (names(pool), pool.num_resting, pool.num_spent) == ({"a", "b", "c"}, 0, 1)
-    pool.turn(key(4))
+    pool.advance_to(key(4))
     assert (names(pool), pool.num_resting, pool.num_spent) == ({"c"}, 1, 2)
-    pool.turn(key(4, 2))
+    pool.advance_to(key(4, 2))
     assert (names(pool), pool.num_resting, pool.num_spent) == ({"c"}, 1, 2)
     pool.leave("a")
-    pool.turn(key(5))
+    pool.advance_to(key(5))
     assert (names(pool), pool.num_resting, pool.num_spent) == ({"b", "c"}, 0, 1)
     pool.enter(make_client("a"))
-    pool.turn(key(50))
+    pool.advance_to(key(50))
     assert (names(pool), pool.num_resting, pool.num_spent) == ({"b", "c"}, 0, 2)
 
 
 def test_no_round_looks_again_at_those_who_have_had_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, asked = ParticipationHistory(max_participations=1), list[str]()
     for i in range(1000):
-        memory.note(took_part(f"c{i}", 1))
+        memory.record(took_part(f"c{i}", 1))
     pool = EligibleClients(lambda _: True, memory, key(2))
     for i in range(1001):
         pool.enter(make_client(f"c{i}"))
@@ -204,7 +204,7 @@ def test_no_round_looks_again_at_those_who_have_had_their_share(monkeypatch: pyt
     monkeypatch.setattr(memory, "rounds_to_rest", counted)
     for round_ in range(2, 50):
         for number in (1, 2):
-            pool.turn(key(round_, number))
+            pool.advance_to(key(round_, number))
     assert set(asked) <= {"c1000"}
 
 

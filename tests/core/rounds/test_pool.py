@@ -45,7 +45,7 @@ def test_whoever_comes_and_goes_leaves_no_gap() -> None:
 def test_it_is_what_policies_draw_from() -> None:
     memory = ParticipationHistory()
     for name, round_ in (("a", 1), ("gone", 1), ("c", 2)):
-        memory.note(took_part(name, round_))
+        memory.record(took_part(name, round_))
     pool: EligibleClients = EligibleClients(lambda _: True, memory, key(3))
     for name in "abc":
         pool.enter(make_client(name))
@@ -60,7 +60,7 @@ def test_it_is_what_policies_draw_from() -> None:
 def test_the_known_are_found_whether_they_or_the_waiting_are_fewer(num_known: int) -> None:
     memory = ParticipationHistory()
     for i in range(num_known):
-        memory.note(took_part(f"c{i}", 1))
+        memory.record(took_part(f"c{i}", 1))
     pool = EligibleClients(lambda _: True, memory, key(2))
     for i in (2, 0, 1):
         pool.enter(make_client(f"c{i}"))
@@ -71,32 +71,32 @@ def test_the_known_are_found_whether_they_or_the_waiting_are_fewer(num_known: in
 def test_whoever_took_part_in_the_attempt_itself_rests() -> None:
     """An attempt may draw more than once; another attempt at its round may draw them, and the next rounds may not."""
     memory = ParticipationHistory(min_separation=1)
-    memory.note(took_part("a", 1, 1))
+    memory.record(took_part("a", 1, 1))
     pool = EligibleClients(lambda _: True, memory, key(1, 1))
     for name in "ab":
         pool.enter(make_client(name))
     assert (names(pool), pool.num_resting) == ({"b"}, 1)
-    pool.turn(key(1, 2))
+    pool.advance_to(key(1, 2))
     assert (names(pool), pool.num_resting) == ({"a", "b"}, 0)
-    pool.turn(key(2, 1))
+    pool.advance_to(key(2, 1))
     assert (names(pool), pool.num_resting) == ({"b"}, 1)
-    pool.turn(key(2, 2))
+    pool.advance_to(key(2, 2))
     assert names(pool) == {"b"}
-    pool.turn(key(3, 1))
+    pool.advance_to(key(3, 1))
     assert (names(pool), pool.num_resting) == ({"a", "b"}, 0)
 
 
 def test_who_leaves_while_resting_is_gone() -> None:
     memory = ParticipationHistory(min_separation=2)
-    memory.note(took_part("a", 1))
+    memory.record(took_part("a", 1))
     pool = EligibleClients(lambda _: True, memory, key(2))
     pool.enter(make_client("a"))
     pool.leave("a")
-    pool.turn(key(9))
+    pool.advance_to(key(9))
     assert (len(pool), pool.num_resting) == (0, 0)
 
 
 def test_without_a_rest_nobody_rests() -> None:
     memory = ParticipationHistory()
-    memory.note(took_part("a", 2, 1))
+    memory.record(took_part("a", 2, 1))
     assert [memory.rounds_to_rest("a", round_, number) for round_ in (2, 3) for number in (1, 2)] == [0] * 4

@@ -132,10 +132,10 @@ def test_failures_are_forgotten() -> None:
 @pytest.mark.parametrize(
     ("phase", "text"),
     [
-        (phases.drafted, "cannot roll back a job that is DRAFT; it has no rounds behind it: start it"),
+        (phases.drafted, "cannot roll back a job that is DRAFT; it has no rounds yet: start it"),
         (
             phases.completed,
-            "cannot roll back a job that is COMPLETED; it has ended for good; export version 0, and submit a new job "
+            "cannot roll back a job that is COMPLETED; it has ended for good; export version 0 and submit a new job "
             "that begins with it",
         ),
         (phases.selecting, "cannot roll back to version 0: expected an older version than the latest, 0"),

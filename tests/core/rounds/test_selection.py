@@ -53,7 +53,7 @@ def test_too_few_go_on_waiting_and_are_drawn_by_the_next_attempt() -> None:
     driver = Driver(make_job(spec=make_spec(10))).start(4)
     driver.wait(60)
     assert driver.attempt.phase is AttemptPhase.ABANDONED
-    assert driver.attempt.reason == "4 of at least 5 needed clients were there to be selected"
+    assert driver.attempt.reason == "4 of at least 5 needed clients were available for selection"
     assert len(driver.coordinator.room.clients) == 4
     driver.check_in("c4")
     driver.wait(1)

@@ -126,8 +126,8 @@ def test_a_job_that_starves_says_why() -> None:
     driver.wait(60)
     assert driver.attempt.phase is AttemptPhase.ABANDONED
     assert driver.job.reason == (
-        "round 3 attempt 1 was abandoned: 0 of at least 1 needed clients were there to be selected; "
-        "4 more have to rest (selection.min_separation = 3, for which 8 eligible clients are needed); trying again"
+        "round 3 attempt 1 was abandoned: 0 of at least 1 needed clients were available for selection; "
+        "4 more must rest (selection.min_separation = 3, for which 8 eligible clients are needed); retrying"
     )
 
 
@@ -167,12 +167,12 @@ def test_evaluations_ask_nobody_to_rest() -> None:
 
 def test_a_job_that_ends_forgets_its_clients() -> None:
     driver = separated(1, 4, rounds=2)
-    assert list(driver.coordinator.memories) == ["j"]
+    assert list(driver.coordinator.histories) == ["j"]
     driver.play_round()
     driver.play_round()
     assert driver.job.status is JobStatus.COMPLETED
-    assert driver.coordinator.memories == {}
-    assert Driver().start(2).coordinator.memories == {}
+    assert driver.coordinator.histories == {}
+    assert Driver().start(2).coordinator.histories == {}
 
 
 def test_a_paused_job_begins_anew_with_whoever_waits_then() -> None:

@@ -79,7 +79,7 @@ def test_at_the_deadline_the_minimum_decides(num_reports: int, phase: AttemptPha
     assert driver.counts() == {"LATE": len(late), outcome: num_reports}
     if phase is AttemptPhase.ABANDONED:
         assert driver.attempt.reason == "5 of at least 6 needed clients reported (5 late, 5 reported)"
-        assert driver.job.reason == f"round 1 attempt 1 was abandoned: {driver.attempt.reason}; trying again"
+        assert driver.job.reason == f"round 1 attempt 1 was abandoned: {driver.attempt.reason}; retrying"
 
 
 @pytest.mark.fault("F15", "F16")
@@ -312,7 +312,9 @@ def test_after_max_attempts_the_job_fails_and_says_why() -> None:
     driver.wait(1)
     proposal = driver.give_up("c0", "c1")
     assert driver.job.status is JobStatus.FAILED
-    assert driver.job.reason == ("round 1 failed 2 times; at last: 0 of at least 1 needed clients reported (2 failed)")
+    assert driver.job.reason == (
+        "round 1 failed 2 times; last failure: 0 of at least 1 needed clients reported (2 failed)"
+    )
     assert names(proposal) == ["Abandon"]
     assert driver.timers == {}
     assert driver.leave_after_check_in("c0").reason is Reason.NO_WORK

@@ -56,14 +56,15 @@ def test_one_that_fails_is_tried_again_and_at_last_fails_the_job() -> None:
     driver = make(retry={"base_s": 2.0, "max_attempts": 2})
     orders(driver)
     driver.do(AggregationFailed(FIRST, "the trainer raised ValueError: no"))
-    assert driver.job.reason == (
-        "the warm start attempt 1 was abandoned: the trainer raised ValueError: no; trying again"
-    )
+    assert driver.job.reason == ("the warm start attempt 1 was abandoned: the trainer raised ValueError: no; retrying")
     proposals = driver.wait(10.0)
     second = AttemptKey("j", 0, 2)
     assert ordered(*proposals) == [RunWarmStart(second, 0)]
     driver.do(AggregationFailed(second, "no"))
-    assert (driver.job.status, driver.job.reason) == (JobStatus.FAILED, "the warm start failed 2 times; at last: no")
+    assert (driver.job.status, driver.job.reason) == (
+        JobStatus.FAILED,
+        "the warm start failed 2 times; last failure: no",
+    )
 
 
 @pytest.mark.parametrize("action", [JobAction.PAUSE, JobAction.CANCEL])

@@ -186,8 +186,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     lines = dict(line.split("  ", 1) for line in done.stdout.splitlines())
-    assert lines["canaries"].strip().startswith("20 of 20 clients, of which ")
-    assert lines["verdict"].strip().startswith("nothing contradicts the claim")
+    assert lines["canaries"].strip().startswith("20 of 20 clients; ")
+    assert lines["verdict"].strip().startswith("consistent with the claim")
     found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     assert found["holds"] is True
     assert found["claimed"]["releases"] == 2

@@ -159,7 +159,7 @@ class Driver:
         expected = {job_id: without_moments(job) for job_id, job in self.coordinator.jobs.items()}
         loaded = {record.state.job_id: without_moments(record.state) for record in await self.store.jobs.load_jobs()}
         assert {job_id: job for job_id, job in loaded.items() if job_id in expected} == expected
-        for job_id, memory in self.coordinator.memories.items():
+        for job_id, memory in self.coordinator.histories.items():
             job = self.coordinator.jobs[job_id]
             recalled = ParticipationHistory.recall(job.spec, await recall_participations(self.store.jobs, job))
             assert recalled is not None

@@ -37,7 +37,7 @@ async def play(driver: Driver, job_id: str, *names: str) -> None:
 def forgetful(driver: Driver, job_id: str, keep: str = "") -> None:
     """The coordinator forgets who took part in what, but for one client."""
     driver.coordinator.room.clients.clear()
-    memory = driver.coordinator.memories[job_id]
+    memory = driver.coordinator.histories[job_id]
     memory.clients = {name: past for name, past in memory.clients.items() if name == keep}
 
 

@@ -58,7 +58,7 @@ async def test_only_the_rounds_that_matter_are_read_back(store: Store) -> None:
     assert {each.round for each in await recall_participations(store.jobs, jobs["one"])} == {3}
     assert await recall_participations(store.jobs, jobs["plain"]) == []
     before, after = (
-        driver.coordinator.memories["one"],
+        driver.coordinator.histories["one"],
         ParticipationHistory.recall(jobs["one"].spec, await recall_participations(store.jobs, jobs["one"])),
     )
     assert after is not None

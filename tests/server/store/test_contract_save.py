@@ -86,7 +86,7 @@ async def test_only_the_newest_durations_are_read_in_order(store: Store) -> None
         await store.jobs.save(changes, NOW)
         await driver.aggregate("one")
     (record,) = await store.jobs.load_jobs()
-    assert len(record.state.durations) == sync.REMEMBERED_DURATIONS
+    assert len(record.state.durations) == sync.MAX_DURATIONS
     await driver.check()
 
 

@@ -17,7 +17,7 @@ from server.store.driver import Driver, Ticks
 from server.store.test_contract_limits import BOTH, LIMITED, SEPARATED, play
 
 COHORTS = ("ab", "cd", "ae", "cf", "gh")
-TOO_SOON = [(4, "it took part in round 3, too"), (5, "it took part in round 4, too")]
+TOO_SOON = [(4, "it also took part in round 3"), (5, "it also took part in round 4")]
 TOO_OFTEN = [(None, "it took part in 4 rounds")]
 
 
