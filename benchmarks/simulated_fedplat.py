@@ -1,4 +1,4 @@
-"""Federated averaging by fedplat's simulation, for `simulation_peers.py`: the driver, the coordinator and an engine.
+"""Run federated averaging in fedplat's simulation, for `simulation_peers.py`: driver, coordinator and an engine.
 
 python simulated_fedplat.py ENGINE MODEL CLIENTS COHORT SAMPLES ROUNDS
 """
@@ -37,12 +37,12 @@ CONFIG: dict[str, Any] = {"epochs": 1, "batch_size": 10, "learning_rate": 0.01}
 
 
 def tell(event: str) -> None:
-    """Says the moment of an event to who measures, as the peers' programs do."""
+    """Print the time of an event, as the programs of the other platforms do."""
     print(json.dumps({"event": event, "time": time.time()}), flush=True)
 
 
 def federation(model: str, clients: int, samples: int) -> Federation:
-    """The same random images and labels as the peers have."""
+    """Create the same random images and labels as the other platforms."""
     rng = np.random.default_rng(0)
     count = clients * samples
     image = (3, 32, 32) if model == "CIFAR" else (1, 28, 28)
@@ -51,7 +51,7 @@ def federation(model: str, clients: int, samples: int) -> Federation:
 
 
 def main(engine: str, model: str, clients: int, cohort: int, samples: int, rounds: int) -> None:
-    """Simulates a job to its end."""
+    """Simulate a job to its end."""
     tell("start")
     malloc.keep()
     job: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The same by Flower's simulation on Ray: each actor has one core and one thread, and keeps its module and the data.
+"""Run the workload in Flower's simulation on Ray. Each actor has one core and one thread, and keeps module and data.
 
 python flower_simulation.py MODEL CLIENTS COHORT SAMPLES ROUNDS
 """
@@ -20,7 +20,7 @@ server_app = ServerApp()
 
 @server_app.main()
 def serve(grid: Grid, context: Context) -> None:
-    """Federated averaging without evaluation; says when each round is over."""
+    """Federated averaging without evaluation, which prints the time of each round."""
 
     def committed(number, _arrays):
         if number:

@@ -1,4 +1,4 @@
-"""Federated averaging as a plain PyTorch loop: the limit of what one process does without tricks.
+"""Run federated averaging as a plain PyTorch loop: the limit of one process without optimizations.
 
 python plain_simulation.py MODEL CLIENTS COHORT SAMPLES ROUNDS
 """
@@ -11,7 +11,7 @@ from simulated_work import MODELS, data, tell, train
 
 
 def main(model, clients, cohort, samples, rounds):
-    """Federated averaging of so many rounds."""
+    """Run federated averaging for the given number of rounds."""
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # its first use imports for seconds
     tell("start")
