@@ -296,7 +296,7 @@ def main(
         title="One server process, and clients that wait for work",
         columns=tuple(columns),
         rows=rows,
-        notes=("The load comes from one process on the same machine, which takes at least one core for itself.",),
+        notes=("One process on the same machine generates the load, and uses at least one core.",),
     )
     finish(report, as_json, save)
 

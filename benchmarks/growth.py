@@ -150,7 +150,7 @@ def fits(found: Sequence[Measurement]) -> Iterator[str]:
     yield from _fit("Model size", sizes, models, "s a GB", 1.0)
     if len(models) > 1:
         slope = linear(sizes, [each.server_rss / GB for each in models])
-        yield f"Model size: the server takes {slope:.2f} bytes of memory for each byte of the model."
+        yield f"Model size: the server uses {slope:.2f} bytes of memory per byte of the model."
     cohorts = [each for each in found if each.point.series == "cohort"]
     yield from _fit("Cohort", [each.point.clients for each in cohorts], cohorts, "ms a client", 1e3)
     tensors = [each for each in found if each.point.series == "tensors"]

@@ -36,7 +36,7 @@ MODELS = {
 CONFIG: dict[str, Any] = {"epochs": 1, "batch_size": 10, "learning_rate": 0.01}
 
 
-def tell(event: str) -> None:
+def print_event(event: str) -> None:
     """Print the time of an event, as the programs of the other platforms do."""
     print(json.dumps({"event": event, "time": time.time()}), flush=True)
 
@@ -52,7 +52,7 @@ def federation(model: str, clients: int, samples: int) -> Federation:
 
 def main(engine: str, model: str, clients: int, cohort: int, samples: int, rounds: int) -> None:
     """Simulate a job to its end."""
-    tell("start")
+    print_event("start")
     malloc.keep()
     job: dict[str, Any] = {
         "name": "bench",
@@ -74,7 +74,7 @@ def main(engine: str, model: str, clients: int, cohort: int, samples: int, round
         initial=learner.initial(),
     )
     try:
-        run(simulation, Hooks(observe=lambda attempt: tell("round") if attempt.committed else None))
+        run(simulation, Hooks(observe=lambda attempt: print_event("round") if attempt.committed else None))
     finally:
         trained.close()
 

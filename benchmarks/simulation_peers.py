@@ -112,7 +112,7 @@ def main(
     cases = ON_GPU if device is Device.CUDA else (*CASES, *BY_NAME) if only else CASES
     chosen = [case for case in cases if only.lower() in case.name.lower()]
     if not chosen:
-        raise typer.BadParameter(f"no case has such a name; there are: {'; '.join(case.name for case in cases)}")
+        raise typer.BadParameter(f"no case has this name; expected one of: {'; '.join(case.name for case in cases)}")
     on = f"On the GPU: {_gpu()}." if device is Device.CUDA else CORES
     for case in chosen:
         rows += measured(case, device, seconds, turns, failures)
@@ -123,7 +123,7 @@ def main(
 
 
 def _gpu() -> str:
-    """Return the name of the GPU. Ends the program if there is none."""
+    """Return the name of the GPU. Ends the program without a GPU."""
     import torch
 
     if not torch.cuda.is_available():

@@ -47,7 +47,7 @@ BARS = (("100MB", 10), ("ResNet-50", 2), ("one-tensor", 2), ("4KB", 4))
 """The rounds with a performance goal, with the number of clients."""
 ALL_CLIENTS = (2, 4, 10)
 TURNS = 3
-ALONE = "one-tensor"
+ONE_TENSOR = "one-tensor"
 """The model to compare fedplat's ResNet-50 with. Other platforms are not measured with it."""
 COLUMNS = ("round", "system", "s a round", "x fedplat", "x limit", "x limit, TLS", "server MiB", "rounds")
 NOTES = (
@@ -122,7 +122,7 @@ def main(  # noqa: PLR0913 -- one parameter for each option of the command line
 def measure(rounds: Rounds, systems: Sequence[str], budget: Budget, times: int = TURNS) -> Measured:
     """Measure systems in turns."""
     measured = Measured({}, [])
-    order = list(turns([name for name in systems if rounds[0] != ALONE or name in OURS], times))
+    order = list(turns([name for name in systems if rounds[0] != ONE_TENSOR or name in OURS], times))
     for name in order:
         if time.monotonic() > budget.end:
             measured.failures.append(f"{label(rounds)}, from {name} on: no time was left (--minutes)")
@@ -189,9 +189,9 @@ def row(rounds: Rounds, system: str, measured: Measured) -> tuple[Cell, ...]:
 
 def _tensors(measured: dict[Rounds, Measured]) -> Iterator[str]:
     for (model, clients), found in measured.items():
-        alone = measured.get((ALONE, clients))
-        if model == "ResNet-50" and alone is not None:
-            many, one = found.median("fedplat"), alone.median("fedplat")
+        one_tensor = measured.get((ONE_TENSOR, clients))
+        if model == "ResNet-50" and one_tensor is not None:
+            many, one = found.median("fedplat"), one_tensor.median("fedplat")
             if many and one:
                 yield f"{label((model, clients))}: {many / one:.2f} x the time of one tensor of equal bytes."
 

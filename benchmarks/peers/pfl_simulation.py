@@ -17,7 +17,7 @@ from pfl.data.sampling import get_user_sampler
 from pfl.hyperparam import NNEvalHyperParams, NNTrainHyperParams
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
-from simulated_work import BATCH_SIZE, LEARNING_RATE, MODELS, data, tell
+from simulated_work import BATCH_SIZE, LEARNING_RATE, MODELS, data, print_event
 from torch import nn
 
 
@@ -44,7 +44,7 @@ class Tell(TrainingProcessCallback):
 
     def after_central_iteration(self, aggregate_metrics, model, *, central_iteration):
         """Print the time of the end of a round."""
-        tell("round")
+        print_event("round")
         return False, Metrics()
 
 
@@ -52,7 +52,7 @@ def main(model, clients, cohort, samples, rounds):
     """Run federated averaging for the given number of rounds."""
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    tell("start")
+    print_event("start")
     inputs, targets = data(model, clients, samples)
     slices = {
         client: (inputs[client * samples : (client + 1) * samples], targets[client * samples : (client + 1) * samples])

@@ -62,6 +62,6 @@ def train(module, inputs, targets):
         optimizer.step()
 
 
-def tell(event):
+def print_event(event):
     """Print the time of an event."""
     print(json.dumps({"event": event, "time": time.time()}), flush=True)

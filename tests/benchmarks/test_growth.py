@@ -35,7 +35,7 @@ def test_slopes_are_told_in_units_that_fit() -> None:
     )
     assert told == [
         "Model size: time ~ size^1.00, 1 s a GB.",
-        "Model size: the server takes 2.00 bytes of memory for each byte of the model.",
+        "Model size: the server uses 2.00 bytes of memory per byte of the model.",
         "Cohort: time ~ size^1.00, 2 ms a client.",
         "Tensors: time ~ size^0.00, 3 µs a tensor.",
     ]
