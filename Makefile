@@ -1,11 +1,11 @@
-# `make demo` and `make test` set themselves up: a .venv with the pinned dependencies of constraints.txt.
+# Every target creates .venv with the pinned dependencies of constraints.txt if needed.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := .venv-peers
-# Programs of benchmarks/ that need no peer; all together they take less than 10 minutes. The last one shows the kept
-# logs, and would run for minutes, with FEDPLAT_DATA, what has none.
+# Programs of benchmarks/ that need no other platform. Together they take less than 10 minutes. The last one shows the
+# kept logs; without them it runs the experiments for minutes, with FEDPLAT_DATA.
 BENCHMARKS := \
 	round_overhead.py \
 	transfer.py \
@@ -25,35 +25,35 @@ $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]' -e ./client -e './server[postgres]'
 	touch $(STAMP)
 
-demo: $(STAMP) ## the main job, for real: one server, ten client processes, handwritten digits
+demo: $(STAMP) ## a complete job: one server, ten client processes, handwritten digits
 	$(BIN)/python examples/digits/demo.py
 
 private: $(STAMP) ## the digits with differential privacy: one server, sixty clients, a stated (epsilon, delta)
 	$(BIN)/python examples/private/run.py
 
-warm-start: $(STAMP) ## the server's own ranks: a warm start on public digits, ten rounds, and all of it without the pool
+warm-start: $(STAMP) ## the server's ranks: a warm start on public digits, ten rounds, and the same without the pool
 	$(BIN)/python examples/warm_start/run.py
 
-test: $(STAMP) ## every test; no network beyond loopback, no GPU
+test: $(STAMP) ## all tests; they need only the loopback network, and no GPU
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-faults: $(STAMP) ## the tests that prove the rows of docs/reliability.md; fails if a row has none
+faults: $(STAMP) ## the tests that prove the rows of docs/reliability.md; fails if a row has no test
 	$(BIN)/python tests/faults/run.py -n auto --dist worksteal -q
 
 faults-page: $(STAMP) ## the same, and write the table into docs/reliability.md
 	$(BIN)/python tests/faults/run.py --write -n auto --dist worksteal -q
 
-hostile: $(STAMP) ## 100,000 malformed messages, on SQLite and on PostgreSQL, against a daemon that has honest clients
+hostile: $(STAMP) ## 100,000 malformed messages to a daemon with honest clients, on SQLite and on PostgreSQL
 	$(BIN)/python tests/hostile/storm.py
 
-fuzz: $(STAMP) ## a minute of mutations for everything that reads bytes of strangers
+fuzz: $(STAMP) ## a minute of mutations for every parser of untrusted bytes
 	for target in model update encoded_update codec state job_file labels message fields ticket; do \
 		OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/run.py $$target --seconds 60 || exit 1; done
 
-soak: $(STAMP) ## 200 clients and many faults for 10 minutes; nothing may grow or get lost
+soak: $(STAMP) ## 200 clients and many faults for 10 minutes; fails if memory grows or data is lost
 	$(BIN)/python tests/faults/soak.py
 
-soak-attackers: $(STAMP) ## 100 honest clients for 10 minutes, beside one attacker of each kind
+soak-attackers: $(STAMP) ## 100 honest clients and one attacker of each kind for 10 minutes
 	$(BIN)/python tests/faults/soak_attackers.py
 
 check: $(STAMP) ## format, lint, types, layers
@@ -71,36 +71,36 @@ proto: $(STAMP) ## regenerate the stubs in fedplat/wire/v1
 		--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc --python_out=. --grpc_python_out=. \
 		--mypy_out=. --mypy_grpc_out=. proto/fedplat/wire/v1/*.proto
 
-bench: $(STAMP) ## benchmarks that need no peer, in under 10 minutes
+bench: $(STAMP) ## benchmarks that need no other platform, in less than 10 minutes
 	for program in $(BENCHMARKS); do $(BIN)/python benchmarks/$$program || exit 1; done
 
 $(PEERS)/.installed: benchmarks/peers/requirements.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/pip install --quiet -r $<
-	$(PEERS)/bin/pip install --quiet --no-deps byzfl==0.0.11 # what it would bring is for its experiments
+	$(PEERS)/bin/pip install --quiet --no-deps byzfl==0.0.11 # its dependencies are only for its experiments
 	touch $@
 
-bench-peers: $(STAMP) $(PEERS)/.installed ## whole rounds beside Flower and NVFlare, in about 15 minutes
+bench-peers: $(STAMP) $(PEERS)/.installed ## whole rounds compared with Flower and NVFlare, in about 15 minutes
 	$(BIN)/python benchmarks/whole_rounds.py
 
-references: $(STAMP) $(PEERS)/.installed ## server rules beside Flower's strategies, which are run again on the same updates
+references: $(STAMP) $(PEERS)/.installed ## compare server rules with Flower's strategies, which run again on the same updates
 	$(PEERS)/bin/python benchmarks/peers/server_references.py > tests/core/aggregate/server_references.json
 	$(BIN)/python -m pytest -q tests/core/aggregate/test_server_references.py
 
-papers: $(STAMP) ## tables of papers beside what we get: runs what has no log yet, for hours; wants FEDPLAT_DATA
+papers: $(STAMP) ## reproduce published tables: run experiments without a log, for hours; requires FEDPLAT_DATA
 	for paper in mcmahan fedprox_stragglers niid_bench robust_rules private_utility; do \
 		$(BIN)/python benchmarks/papers/$$paper.py || exit 1; done
 	$(BIN)/python benchmarks/papers/reproductions_page.py
 
-papers-page: $(STAMP) ## put the kept logs into docs/reproductions.md and docs/privacy.md, and draw its picture
+papers-page: $(STAMP) ## write the kept logs into docs/reproductions.md and docs/privacy.md, and draw the plot
 	$(BIN)/python benchmarks/papers/reproductions_page.py
 	$(BIN)/python benchmarks/papers/private_picture.py
 
 job-reference: $(STAMP) ## write docs/job-reference.md from the records of the job file
 	$(BIN)/python -m fedplat.job.reference > docs/job-reference.md
 
-bench-page: $(STAMP) ## put the saved results into docs/performance.md
+bench-page: $(STAMP) ## write the saved results into docs/performance.md
 	$(BIN)/python benchmarks/page.py
 
-clean: ## everything that the project made here, but its .venv
+clean: ## delete all generated files except .venv
 	rm -rf runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache

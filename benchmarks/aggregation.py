@@ -1,12 +1,12 @@
-"""How fast are updates aggregated as they arrive, and what memory does that take?
+"""Measure the speed and the memory of aggregating updates as they arrive.
 
     python benchmarks/aggregation.py [--parameters 1000000 --parameters 25000000] [--updates 10 ...] [--json] [--save]
 
-Through the functions that the server uses: the check before an update is accepted, and the fold afterwards, from files
-of the spool, which the page cache holds. The same four updates come again and again. In turns with them: the fold of
-arrays in memory, torch's `add_(alpha=)` and a plain copy of the same bytes. Flower's `aggregate_arrayrecords` runs in
-the peers' own environment, if that is there. Everything on one thread; each case in a process of its own, whose memory
-beyond the accumulator is what it took at most while it checked and folded, less what it had before.
+The benchmark uses the server's functions: the check before an update is accepted, and the fold afterwards, from files
+of the spool in the page cache. It repeats the same four updates. In turns with these it measures the fold of arrays in
+memory, torch's `add_(alpha=)` and a plain copy of the same bytes. Flower's `aggregate_arrayrecords` runs in the
+environment of the other platforms, if it exists. Everything uses one thread. Each case runs in a separate process; its
+memory beyond the accumulator is the peak while it checks and folds, minus the memory before.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ FLOWER = Path(__file__).with_name("peers") / "flower_aggregate.py"
 DTYPES: dict[str, Any] = {"fp32": np.float32, "bf16": ml_dtypes.bfloat16}
 WEIGHT = 3.0
 FLOWER_BYTES = 20e9
-"""What Flower is given at most: beyond it a case would take minutes."""
+"""The most bytes for Flower. A larger case would take minutes."""
 SLICE = 10
-"""Updates between two looks at the other ways."""
+"""Updates of one method before the next method has its turn."""
 MAX_SLICES = 20
-"""Beyond it the rates do not change any more; memory is measured over all updates."""
+"""More slices do not change the rates. Memory is measured over all updates."""
 COLUMNS = (
     "updates",
     "K",
@@ -57,7 +57,7 @@ COLUMNS = (
 
 
 class Rates(NamedTuple):
-    """Bytes of updates a second, by way, and the memory that folding files took."""
+    """Bytes of updates per second, by method, and the memory of folding files."""
 
     copy: float
     arrays: float
@@ -74,18 +74,18 @@ def main(
     as_json: report.JsonOption = False,
     save: report.SaveOption = False,
 ) -> None:
-    """Measure checking and folding updates, beside Flower, torch and a plain copy."""
+    """Measure checking and folding updates, compared with Flower, torch and a plain copy."""
     rows: list[tuple[report.Cell, ...]] = []
     context = multiprocessing.get_context("spawn")
     for num_parameters in parameters or [1_000_000, 25_000_000]:
         for dtype in DTYPES:
             for num_updates in updates or [10, 100, 1000]:
-                with context.Pool(1) as pool:  # a process of its own: its peak of memory is this case's
+                with context.Pool(1) as pool:  # a separate process, to measure the peak memory of this case
                     rates = pool.apply(measure, (num_parameters, dtype, num_updates))
                 rows.append(row(num_parameters, dtype, num_updates, rates))
-    note = "GB/s of updates as they lie in their files; the fold of bf16 reads half the bytes of fp32 for as many sums."
+    note = "GB/s of updates as stored in their files; the fold of bf16 reads half the bytes of fp32 for as many sums."
     if not PEERS.exists():
-        note += " Flower was not measured: `make bench-peers` makes its environment."
+        note += " Flower was not measured: `make bench-peers` creates its environment."
     finished = report.Report(
         name="aggregation",
         title="Aggregation on arrival, GB/s of updates on one thread",
@@ -97,8 +97,8 @@ def main(
 
 
 def row(num_parameters: int, dtype: str, num_updates: int, rates: Rates) -> tuple[report.Cell, ...]:
-    """A line of the table."""
-    flower = flower_rate(num_parameters, num_updates) if dtype == "fp32" else None  # it knows no bf16
+    """Return one row of the table."""
+    flower = flower_rate(num_parameters, num_updates) if dtype == "fp32" else None  # Flower does not support bf16
     return (
         f"{num_parameters / 1e6:g} M {dtype}",
         num_updates,
@@ -111,7 +111,7 @@ def row(num_parameters: int, dtype: str, num_updates: int, rates: Rates) -> tupl
 
 
 def flower_rate(num_parameters: int, num_updates: int) -> float | None:
-    """Bytes a second of `aggregate_arrayrecords`, if it is installed and does not take too long."""
+    """Measure the bytes per second of `aggregate_arrayrecords`; None if it is not installed or would take too long."""
     if not PEERS.exists() or 4.0 * num_parameters * num_updates > FLOWER_BYTES:
         return None
     command = [PEERS, FLOWER, str(num_parameters), str(num_updates)]
@@ -120,7 +120,7 @@ def flower_rate(num_parameters: int, num_updates: int) -> float | None:
 
 
 def measure(num_parameters: int, dtype: str, num_updates: int) -> Rates:
-    """Runs one case; in a process of its own."""
+    """Run one case, in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / str(number) for number in range(4)]
         for number, path in enumerate(paths):
@@ -132,11 +132,11 @@ def measure(num_parameters: int, dtype: str, num_updates: int) -> Rates:
 
 
 def files_memory(paths: list[Path], num_updates: int) -> int:
-    """What checking and folding takes at most beyond the accumulator."""
+    """Return the peak memory of checking and folding, in bytes beyond the accumulator."""
     base = ModelFile.open(paths[0])
     accumulator = Accumulator(base.schema, FedAvg().build())
-    fold_file(accumulator, base, paths[0])  # the accumulator's pages are there now
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    fold_file(accumulator, base, paths[0])  # now the accumulator's pages are allocated
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = status_bytes("VmRSS")
     for number in range(num_updates):
         check_file(paths[0], paths[number % 4])
@@ -145,7 +145,7 @@ def files_memory(paths: list[Path], num_updates: int) -> int:
 
 
 def rates_of(paths: list[Path], num_updates: int, memory_bytes: int) -> Rates:
-    """Every way in turns, in slices of a few updates."""
+    """Measure every method in turns, in slices of a few updates."""
     import torch
 
     from fedplat.pytorch.convert import to_torch
@@ -156,20 +156,20 @@ def rates_of(paths: list[Path], num_updates: int, memory_bytes: int) -> Rates:
     arrays = [Parameters.open(path).copy() for path in paths]
     total, target = torch.zeros(base.schema.num_floating), np.zeros_like(arrays[0].buffer)
     tensors = [to_torch(one)["w"] for one in arrays]
-    ways: dict[str, Callable[[int], object]] = {
+    methods: dict[str, Callable[[int], object]] = {
         "copy": lambda number: np.copyto(target, arrays[number].buffer),
         "arrays": lambda number: accumulator.fold(arrays[number], Contribution(WEIGHT)),
         "files": lambda number: fold_file(accumulator, base, paths[number]),
         "check": lambda number: check_file(paths[0], paths[number]),
         "torch": lambda number: total.add_(tensors[number], alpha=WEIGHT),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
     for turn in range(-1, min(max(num_updates // SLICE, 3), MAX_SLICES)):
-        for name, way in ways.items():
+        for name, method in methods.items():
             start = time.perf_counter()
             for number in range(SLICE):
-                way(number % 4)
-            if turn >= 0:  # the first one warms up
+                method(number % 4)
+            if turn >= 0:  # the first turn warms up
                 seconds[name].append((time.perf_counter() - start) / SLICE)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     rates = {name: arrays[0].buffer.nbytes / each for name, each in medians.items()}
@@ -178,17 +178,17 @@ def rates_of(paths: list[Path], num_updates: int, memory_bytes: int) -> Rates:
 
 
 def check_file(base: Path, update: Path) -> None:
-    """What the server does before it accepts an update."""
+    """Check an update as the server does before it accepts it."""
     assert isinstance(report_validation.validate_file(update, base, None), float)
 
 
 def fold_file(accumulator: Accumulator, base: ModelFile, update: Path) -> None:
-    """What it does afterwards."""
+    """Fold an update as the server does after it accepts it."""
     accumulator.fold(open_update(update, base, None), Contribution(WEIGHT))
 
 
 def status_bytes(key: str) -> int:
-    """A number of this process from /proc, in bytes."""
+    """Read a number of this process from /proc, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     [line] = [line for line in lines if line.startswith(f"{key}:")]
     return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""What gRPC for Python itself takes for clients that wait: long polls with nothing behind them, in their own process.
+"""Serve long polls of bare gRPC for Python, to measure the cost of waiting clients without the server's code.
 
 python benchmarks/bare_polls.py HOST:PORT [--certificate FILE --key FILE]
 """
@@ -28,21 +28,21 @@ class Bare(grpc.GenericRpcHandler):
         }
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        """Who takes a call."""
+        """Return the handler of a call."""
         return self._methods[handler_call_details.method.rpartition("/")[2]]
 
     async def wait(self, request: bytes, context: Any) -> bytes:
-        """The long poll."""
+        """Answer the long poll after `Release`."""
         await self._released.wait()
         return request
 
     async def release(self, request: bytes, context: Any) -> bytes:
-        """Ends the long polls."""
+        """End all long polls."""
         self._released.set()
         return request
 
     async def ask(self, request: bytes, context: Any) -> bytes:
-        """The empty call."""
+        """Answer an empty call."""
         return request
 
 
@@ -51,13 +51,13 @@ def main(
     certificate: Annotated[Path | None, typer.Option()] = None,
     key: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
-    """Serve until SIGTERM; with TLS if there is a certificate."""
+    """Serve until SIGTERM, with TLS if there is a certificate."""
     pair = (key.read_bytes(), certificate.read_bytes()) if key is not None and certificate is not None else None
     asyncio.run(serve(listen, pair))
 
 
 async def serve(listen: str, pair: tuple[bytes, bytes] | None) -> None:
-    """Serves with the options that the daemon has."""
+    """Serve with the daemon's gRPC options."""
     server = aio.server(options=serving.OPTIONS)
     server.add_generic_rpc_handlers((Bare(),))
     if pair is None:

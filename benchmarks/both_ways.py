@@ -1,10 +1,10 @@
-"""How much does a client of the digits job move in a round, up and down, and what is lost when both are encoded?
+"""Measure the bytes of a client of the digits job per round, up and down, and the accuracy with compression.
 
     python benchmarks/both_ways.py [--seeds 3] [--json] [--save]
 
-The digits job (examples/digits) is trained for 20 rounds, as `update_codecs.py` does it: the functions of client and
-server without the processes around them. Bytes are those of the files that travel in every round but the first one, in
-which the whole initial model goes down.
+The digits job (examples/digits) is trained for 20 rounds as in `update_codecs.py`: with the functions of client and
+server, without their processes. Bytes are those of the files in every round but the first one, in which clients
+download the whole initial model.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ WAYS: dict[str, tuple[Options | None, Options | None]] = {
 
 
 def main(
-    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each kind.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each combination.")] = 3,
     as_json: JsonOption = False,
     save: SaveOption = False,
 ) -> None:
-    """Train with each, and count."""
+    """Train with each combination of codecs, and count the bytes."""
     model = submission.load(update_codecs.DIGITS / "job.toml").parameters
     accuracies = train_all(seeds)
     rows: list[tuple[Cell, ...]] = [
@@ -49,14 +49,14 @@ def main(
 
 
 def size_of(model: Parameters, codec: Options | None) -> int:
-    """Bytes of an update or a step of this model."""
+    """Return the size of an update or a step of this model in bytes."""
     if codec is None:
         return model.schema.file_size_bytes
     return sum(map(len, Format(codec, model.schema).encode(model, np.random.default_rng(1))))
 
 
 def train_all(seeds: int) -> dict[str, float]:
-    """The mean accuracy of each, of as many trainings at a time as there are cores."""
+    """Return the mean accuracy of each combination. Runs as many trainings at a time as there are cores."""
     with concurrent.futures.ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         running = {
             name: [pool.submit(update_codecs.train, up or update_codecs.Plain(), seed, down) for seed in range(seeds)]

@@ -1,9 +1,10 @@
-"""What does one server process take for clients that wait, and how fast does a cohort of them get its work?
+"""Measure the memory of one server process with waiting clients, and how fast a cohort gets its assignments.
 
     python benchmarks/check_ins.py [--clients 100 --clients 1000] [--full] [--json] [--save]
 
-Real clients but for their processes: enrolled, with a session and a key each, every call signed, over TLS and SQLite.
-Beside them the limit: as many long polls over as many connections of bare grpc.aio, with nothing behind them.
+The clients share processes, but are otherwise real: each is enrolled and has its own session and key, every call is
+signed, over TLS and with SQLite. The limit: as many long polls over as many connections of bare grpc.aio, without a
+server behind them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from report import Cell, JsonOption, Report, SaveOption, finish
 HERE = Path(__file__).resolve().parent
 COHORT = 1000
 ASKERS = 32
-"""Clients that ask again and again while the others wait."""
+"""Clients that check in repeatedly while the others wait."""
 ASKING_S = 3.0
 FOR_EVER_S = 300.0
 """The longest poll that the server allows."""
@@ -59,24 +60,24 @@ min_fraction = 1.0
 
 @dataclasses.dataclass
 class Process:
-    """A server in a process of its own."""
+    """A separate server process."""
 
     address: str
     command: Sequence[str]
     running: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Starts it; whoever calls it waits until it answers."""
+        """Start the process. The caller waits until it answers."""
         self.running = subprocess.Popen([sys.executable, *self.command], stdin=subprocess.DEVNULL)
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Kill the process."""
         if self.running is not None:
             self.running.kill()
             self.running.wait()
 
     def memory_kb(self, name: str = "VmRSS") -> int:
-        """A size that the kernel tells of the process."""
+        """Read a memory size of the process from the kernel, in KB."""
         assert self.running is not None
         lines = Path(f"/proc/{self.running.pid}/status").read_text().splitlines()
         return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
@@ -84,7 +85,7 @@ class Process:
 
 @contextlib.contextmanager
 def server(folder: Path, *, tls: bool, bare: bool = False) -> Generator[Process]:
-    """A server on a free port; it is ended afterwards."""
+    """Run a server on a free port, and end it afterwards."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -111,7 +112,7 @@ Measured = dict[str, Cell]
 
 
 async def bare(folder: Path, count: int, num_connections: int, tls: bool) -> Measured:
-    """The limit: what the transport itself takes."""
+    """Measure the limit: the cost of the transport itself."""
     with server(folder, tls=tls, bare=True) as process:
         ca = profile.load(folder / "admin.toml").ca if tls else ""
         async with crowd.connections(process.address, ca, num_connections) as channels:
@@ -128,13 +129,13 @@ async def bare(folder: Path, count: int, num_connections: int, tls: bool) -> Mea
 
 
 async def ask(channel: aio.Channel, method: str, **options: Any) -> bytes:
-    """A call of the bare server, as large as a check-in."""
+    """Make a call of the bare server, as large as a check-in."""
     call: Any = channel.unary_unary(f"/bench.Bare/{method}")
     return await call(bytes(200), timeout=600.0, **options)
 
 
 async def rate(among: Sequence[Any], what: Callable[[Any], Awaitable[object]], seconds: float = ASKING_S) -> float:
-    """How many calls a second `ASKERS` callers get done who ask again and again."""
+    """Return the calls per second of `ASKERS` callers that repeat a call."""
     end, num_calls = time.monotonic() + seconds, 0
 
     async def one(who: Any) -> None:
@@ -149,17 +150,17 @@ async def rate(among: Sequence[Any], what: Callable[[Any], Awaitable[object]], s
 
 
 async def measure(folder: Path, count: int, num_connections: int, tls: bool) -> Measured:
-    """Lets `count` clients wait, and work."""
+    """Measure the server while `count` clients wait, and while they work."""
     found: Measured = {}
     with server(folder, tls=tls) as process, operator(folder, tls=tls) as admin:
         await asyncio.to_thread(admin.wait_until_ready, 60.0)
         made = admin.create_enrollment("bench", count + ASKERS, 3600.0, process.address)
         ticket = Ticket.from_text(made.ticket)
         async with crowd.connections(process.address, ticket.ca, num_connections) as channels:
-            everybody = crowd.members(channels, count + ASKERS)
-            found["enrollments/s"] = await timed(everybody, lambda member: member.enroll(ticket))
-            found["sessions/s"] = await timed(everybody, Member.open_session)
-            who, askers = everybody[:count], everybody[count:]
+            members = crowd.members(channels, count + ASKERS)
+            found["enrollments/s"] = await timed(members, lambda member: member.enroll(ticket))
+            found["sessions/s"] = await timed(members, Member.open_session)
+            who, askers = members[:count], members[count:]
             await rate(askers, lambda member: member.check_in(0.0), 1.0)
             before = process.memory_kb()
             fleet = Fleet(who)
@@ -176,21 +177,21 @@ async def measure(folder: Path, count: int, num_connections: int, tls: bool) -> 
 
 @contextlib.contextmanager
 def operator(folder: Path, tls: bool) -> Generator[AdminClient]:
-    """An operator of role admin."""
+    """Connect as an operator with the role admin."""
     known = profile.load(folder / "admin.toml")
     with AdminClient(known if tls else msgspec.structs.replace(known, ca="", insecure=True)) as admin:
         yield admin
 
 
 async def timed(who: Sequence[Member], what: Callable[[Member], Awaitable[object]]) -> float:
-    """How many of them a second do something."""
+    """Return how many members per second complete an operation."""
     start = time.monotonic()
     await crowd.each(who, what)
     return len(who) / (time.monotonic() - start)
 
 
 class Fleet:
-    """Members that wait for work, each by a long poll that is begun again until there is some."""
+    """Members that wait for assignments, each with a repeated long poll."""
 
     def __init__(self, who: Sequence[Member]) -> None:
         self.size = len(who)
@@ -199,18 +200,18 @@ class Fleet:
         self.wait(who)
 
     def wait(self, who: Sequence[Member]) -> None:
-        """Lets these members wait."""
+        """Start the long polls of these members."""
         for member in who:
             poll = asyncio.create_task(self._wait(member))
             self._polls.add(poll)
             poll.add_done_callback(self._polls.discard)
 
     async def cohort(self, count: int) -> list[tuple[Member, str]]:
-        """The next members that have an assignment in hand, with its token."""
+        """Return the next members that have an assignment, with its token."""
         return [await self._assigned.get() for _ in range(count)]
 
     async def close(self) -> None:
-        """Ends the long polls."""
+        """Cancel the long polls."""
         polls = list(self._polls)
         for poll in polls:
             poll.cancel()
@@ -225,13 +226,13 @@ class Fleet:
 
 
 async def all_wait(admin: AdminClient, count: int) -> None:
-    """Returns when so many clients are in the waiting room."""
+    """Wait until `count` clients are in the waiting room."""
     while (await asyncio.to_thread(admin.status)).num_waiting < count:
         await asyncio.sleep(0.05)
 
 
 async def rounds(admin: AdminClient, fleet: Fleet, repeats: int = 3) -> Measured:
-    """The time from a job's start to the last client's assignment, and from there to the committed version."""
+    """Measure the seconds from a job's start to the last assignment, and from there to the committed version."""
     size = min(COHORT, fleet.size)
     text = JOB.format(cohort=size)
     job = submission.Submission(text, parse_job(text), Parameters.from_arrays({"w": np.zeros(1000, np.float32)}))
@@ -259,7 +260,7 @@ async def rounds(admin: AdminClient, fleet: Fleet, repeats: int = 3) -> Measured
 
 
 async def comeback(process: Process, admin: AdminClient, count: int) -> float:
-    """The time from the restart of a server that was killed until everybody waits again, in a new session."""
+    """Measure the seconds from the restart of a killed server until all clients wait again, in new sessions."""
     await all_wait(admin, count)
     process.kill()
     process.start()
@@ -270,7 +271,9 @@ async def comeback(process: Process, admin: AdminClient, count: int) -> float:
 
 
 def main(
-    clients: Annotated[list[int] | None, typer.Option(min=1, help="Clients that wait; may be repeated.")] = None,
+    clients: Annotated[
+        list[int] | None, typer.Option(min=1, help="Number of waiting clients; may be repeated.")
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="100, 1,000 and 10,000 clients, also without TLS.")] = False,
     as_json: JsonOption = False,
     save: SaveOption = False,
@@ -293,7 +296,7 @@ def main(
         title="One server process, and clients that wait for work",
         columns=tuple(columns),
         rows=rows,
-        notes=("The load comes from one process on the same machine, which takes at least one core for itself.",),
+        notes=("One process on the same machine generates the load, and uses at least one core.",),
     )
     finish(report, as_json, save)
 

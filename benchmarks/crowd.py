@@ -1,6 +1,7 @@
-"""Many clients in one process: each signs its calls as the SDK does, and they share connections.
+"""Many clients in one process. Each signs its calls as the SDK does, and they share connections.
 
-A client of the SDK is a process; ten thousand of them fit on no benchmark's machine. These say the same to the server.
+A client of the SDK is a process, and no benchmark machine can run ten thousand of them. To the server these look the
+same.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ FLEET = "/fedplat.wire.v1.Fleet/"
 TRAINER = "noop"
 VERSION = "bench"
 AT_ONCE = 256
-"""So many calls of newcomers are under way at a time: this process shall not be what is measured."""
+"""The number of concurrent calls of new clients. It is limited so that this process is not the bottleneck."""
 CHALLENGE = fleet_pb2.GetChallengeRequest(protocol_version=wire.PROTOCOL_VERSION).SerializeToString()
 _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
@@ -39,7 +40,7 @@ _T = TypeVar("_T")
 
 @contextlib.asynccontextmanager
 async def connections(address: str, ca: str, count: int) -> AsyncGenerator[list[aio.Channel]]:
-    """Channels that share their connection with nobody; `ca` (PEM) is empty without TLS."""
+    """Open `count` channels with separate connections. `ca` is the certificate authority in PEM, or "" without TLS."""
     async with contextlib.AsyncExitStack() as stack:
         made: list[aio.Channel] = []
         for _ in range(count):
@@ -63,7 +64,7 @@ class Member:
     counter: int = 0
 
     async def call(self, method: str, request: bytes) -> bytes:
-        """A signed call; in a new session if the server has forgotten this one."""
+        """Make a signed call, in a new session if the server does not have this one any more."""
         for _ in range(2):
             try:
                 return await _start(self.channel, method, request, self.signed(method, request))
@@ -74,7 +75,7 @@ class Member:
         raise RuntimeError("the server forgets each session at once")
 
     async def enroll(self, ticket: Ticket) -> None:
-        """Becomes a client of the server."""
+        """Enroll as a client of the server."""
         public_key = self.key.public_key().public_bytes_raw()
         request = fleet_pb2.EnrollRequest(
             protocol_version=wire.PROTOCOL_VERSION,
@@ -87,20 +88,20 @@ class Member:
         self.client_id = fleet_pb2.EnrollResponse.FromString(await self._prove("Enroll", request)).client_id
 
     async def open_session(self) -> None:
-        """Opens a session."""
+        """Open a session."""
         request = fleet_pb2.OpenSessionRequest(client_id=self.client_id, protocol_version=wire.PROTOCOL_VERSION)
         answer = await self._prove("OpenSession", request)
         self.session_id, self.counter = fleet_pb2.OpenSessionResponse.FromString(answer).session_id, 0
 
     async def check_in(self, wait_s: float) -> fleet_pb2.CheckInResponse:
-        """Waits for work."""
+        """Check in, and wait up to `wait_s` seconds for an assignment."""
         request = fleet_pb2.CheckInRequest(
             protocol_version=wire.PROTOCOL_VERSION, trainers=[TRAINER], wait_s=wait_s, software_version=VERSION
         )
         return fleet_pb2.CheckInResponse.FromString(await self.call("CheckIn", request.SerializeToString()))
 
     async def report(self, token: str, update: bytes) -> fleet_pb2.ReportResponse:
-        """Reports an update that travels in the message."""
+        """Report an update that is part of the message."""
         request = fleet_pb2.ReportRequest(
             token=token, digest=hashlib.sha256(update).hexdigest(), num_examples=1.0, update=update
         )
@@ -115,7 +116,7 @@ class Member:
         return await _start(self.channel, method, data, metadata)
 
     def signed(self, method: str, request: bytes) -> Metadata:
-        """The metadata of the next call in the session."""
+        """Return the metadata of the next call in the session."""
         self.counter += 1
         payload = auth.call_payload(FLEET + method, self.session_id, self.counter, request)
         return (
@@ -131,17 +132,17 @@ async def _start(channel: aio.Channel, method: str, request: bytes, metadata: Me
 
 
 def code_of(exc: aio.AioRpcError) -> str:
-    """The server's own code for a refusal; empty if the server did not make it."""
+    """Return the server's own code of a refusal, or "" if the refusal is not the server's."""
     return str(dict(exc.trailing_metadata() or ()).get(auth.METADATA_CODE, ""))
 
 
 def members(channels: Sequence[aio.Channel], count: int) -> list[Member]:
-    """Newcomers, spread over the connections."""
+    """Create new clients, spread over the connections."""
     return [Member(Ed25519PrivateKey.generate(), channels[number % len(channels)]) for number in range(count)]
 
 
 async def each(who: Sequence[Member], what: Callable[[Member], Awaitable[_T]]) -> list[_T]:
-    """Does something with each member, `AT_ONCE` at a time."""
+    """Run an operation for each member, `AT_ONCE` at a time."""
     turns = asyncio.Semaphore(AT_ONCE)
 
     async def one(member: Member) -> _T:
@@ -152,7 +153,7 @@ async def each(who: Sequence[Member], what: Callable[[Member], Awaitable[_T]]) -
 
 
 async def wait_through_outages(member: Member, wait_s: float) -> fleet_pb2.CheckInResponse:
-    """Checks in as the SDK does: with jittered back-off, and not before the server wants to be asked again."""
+    """Check in as the SDK does: with jittered back-off, and not before the server's retry window."""
     backoff_s = 0.5
     while True:
         try:
@@ -164,7 +165,7 @@ async def wait_through_outages(member: Member, wait_s: float) -> fleet_pb2.Check
 
 
 async def until_taken(start: Callable[[], Awaitable[_T]]) -> _T:
-    """The answer of a call; one that is refused because the server takes too many at once is made again, when asked."""
+    """Return the answer of a call. Repeats a call that the server refuses for its load, in the retry window."""
     while True:
         try:
             return await start()

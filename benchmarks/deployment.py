@@ -23,7 +23,7 @@ from processes import FailedError, Processes, free_port
 BIN = Path(sys.executable).parent
 HERE = Path(__file__).resolve().parent
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "ERROR"}
-"""For all processes of a deployment, ours and others': they share few cores."""
+"""Environment of all processes, of fedplat and of other platforms: they share few cores."""
 START_S = 120.0
 LIGHT_PROCESSES = 4
 JOB = """
@@ -46,7 +46,7 @@ heartbeat_s = 600
 
 @dataclasses.dataclass(frozen=True)
 class Deployment:
-    """A server and clients that wait for work."""
+    """A server with waiting clients."""
 
     address: str
     folder: Path
@@ -57,7 +57,7 @@ class Deployment:
     population: str = "bench"
 
     def admin(self) -> AdminClient:
-        """An operator of role admin."""
+        """Connect as an operator with the role admin."""
         operator = profile.load(self.folder / "admin.toml")
         if self.is_insecure:
             operator = msgspec.structs.replace(operator, ca="", insecure=True)
@@ -65,14 +65,14 @@ class Deployment:
 
     @property
     def server_rss(self) -> int:
-        """The most memory that the server has had, in bytes."""
+        """The peak memory of the server, in bytes."""
         self.processes.note_peak(self.server)
         return sum(self.processes.peaks.values())
 
 
 @contextlib.contextmanager
 def serve(folder: Path, insecure: bool = False) -> Generator[Deployment]:
-    """Starts a server; ends it and what else was started with it. Raises `FailedError`."""
+    """Start a server; end it and its other processes afterwards. Raises `FailedError` if it does not start."""
     port = free_port()
     address = f"127.0.0.1:{port}"
     server = BIN / "fedplat-server"
@@ -91,7 +91,7 @@ def serve(folder: Path, insecure: bool = False) -> Generator[Deployment]:
 
 @contextlib.contextmanager
 def deploy(folder: Path, num_clients: int, insecure: bool = False) -> Generator[Deployment]:
-    """Starts a server and `num_clients` no-op clients, each a process; ends them all. Raises `FailedError`."""
+    """Start a server and `num_clients` no-op client processes; end them afterwards. Raises `FailedError`."""
     with serve(folder, insecure) as deployment, deployment.admin() as admin:
         ticket = folder / "ticket"
         ticket.write_text(admin.create_enrollment("bench", num_clients, 600.0, deployment.address).ticket)
@@ -104,13 +104,13 @@ def deploy(folder: Path, num_clients: int, insecure: bool = False) -> Generator[
 
 
 def wait_for_clients(deployment: Deployment, admin: AdminClient, num_clients: int) -> None:
-    """Waits until so many clients wait for work. Raises `FailedError`."""
+    """Wait until `num_clients` clients have checked in. Raises `FailedError`."""
     deployment.processes.wait("clients", lambda: admin.status().num_waiting >= num_clients, START_S)
 
 
 @contextlib.contextmanager
 def deploy_light(folder: Path, num_clients: int) -> Generator[Deployment]:
-    """Starts a server, and clients that keep no model, many in a process; ends them all. Raises `FailedError`."""
+    """Start a server and light clients, many in a process; end them afterwards. Raises `FailedError`."""
     with serve(folder) as deployment, deployment.admin() as admin:
         count = min(LIGHT_PROCESSES, num_clients)
         for number in range(count):
@@ -131,9 +131,9 @@ def measure(
     seconds: float = float("inf"),
     least: int = 2,
 ) -> list[float]:
-    """Runs no-op rounds; the seconds from each committed version to the next, by the server's history.
+    """Run no-op rounds. Returns the seconds from each committed version to the next, from the server's history.
 
-    Stops after `rounds`, or once `seconds` are over and the `least` rounds are done.
+    Stops after `rounds`, or after `seconds`, but not before `least` rounds.
     """
     text = JOB.format(rounds=rounds, clients=clients)
     deadline = time.monotonic() + seconds
@@ -151,5 +151,5 @@ def measure(
 
 
 def intervals(moments: Sequence[float]) -> list[float]:
-    """The time from each moment to the next."""
+    """Return the time from each moment to the next."""
     return [after - before for before, after in itertools.pairwise(moments)]

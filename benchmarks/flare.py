@@ -1,4 +1,4 @@
-"""Rounds of NVFlare in its POC mode: ScatterAndGather with in-time aggregation, over TLS as it sets itself up."""
+"""Rounds of NVFlare in its POC mode: ScatterAndGather with in-time aggregation, over TLS, its default."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from systems import Plan, Sample, peers_environment, require_peers, watch, write
 
 APP = HERE / "peers" / "nvflare_app"
 PORT = 8002
-"""POC mode knows no other."""
+"""POC mode supports no other port."""
 TUNED_S = 0.01
 WORKFLOW = "nvflare.app_common.workflows.scatter_and_gather.ScatterAndGather"
 GENERATOR = "nvflare.app_common.shareablegenerators.full_model_shareable_generator.FullModelShareableGenerator"
@@ -21,19 +21,19 @@ AGGREGATOR = "nvflare.app_common.aggregators.intime_accumulate_model_aggregator.
 
 
 def nvflare(plan: Plan, folder: Path) -> Sample:
-    """With its own polling intervals."""
+    """Measure NVFlare with its default polling intervals."""
     return _nvflare(plan, folder, None)
 
 
 def nvflare_tuned(plan: Plan, folder: Path) -> Sample:
-    """With all polling intervals at 0.01 s."""
+    """Measure NVFlare with all polling intervals at 0.01 s."""
     return _nvflare(plan, folder, TUNED_S)
 
 
 def _nvflare(plan: Plan, folder: Path, interval_s: float | None) -> Sample:
     bin_ = require_peers("nvflare")
     if is_open(PORT):
-        raise FailedError(f"port {PORT}, which NVFlare's POC mode needs, is in use; end that program first")
+        raise FailedError(f"port {PORT}, which NVFlare's POC mode needs, is in use; stop that program first")
     environment = {**peers_environment(folder / "home"), "NVFLARE_POC_WORKSPACE": str(folder / "poc")}
     write_model(plan, folder / "model.json")
     times = folder / "times.txt"
@@ -46,7 +46,7 @@ def _nvflare(plan: Plan, folder: Path, interval_s: float | None) -> Sample:
         for number in range(1, plan.clients + 1):
             start = kits / f"site-{number}" / "startup" / "sub_start.sh"
             processes.start(f"site-{number}", ["bash", start, "--once"])
-        # A job that finds too few clients is tried again after seconds that double each time.
+        # NVFlare retries a job with too few clients after a delay that doubles each time.
         joined = f"Total clients: {plan.clients}\n"
         processes.wait("clients", lambda: joined in (folder / "server.log").read_text(errors="replace"), START_S)
         submit = [bin_ / "nvflare", "job", "submit", "-j", folder / "job"]
@@ -67,7 +67,7 @@ def _write_job(plan: Plan, folder: Path, interval_s: float | None) -> None:
 
 
 def job(plan: Plan, folder: Path, interval_s: float | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the server and what a client of NVFlare is told; None leaves the polling intervals as they are."""
+    """Return the configurations of NVFlare's server and clients. None keeps the default polling intervals."""
     arrays = {"model": str(folder / "model.json"), "times": str(folder / "times.txt")}
     workflow: dict[str, Any] = {
         "min_clients": plan.clients,

@@ -1,4 +1,4 @@
-"""Rounds of Flower: a SuperLink and SuperNodes, plaintext; state in memory, which is its fastest, or in a file."""
+"""Rounds of Flower: a SuperLink and SuperNodes, plaintext; state in memory (the fastest option) or in a file."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ insecure = true
 
 
 def flower(plan: Plan, folder: Path) -> Sample:
-    """As its guide to deployments says, with `--insecure`; each message is worked on by a new process."""
+    """Measure Flower as in its deployment guide, with `--insecure`. A new process handles each message."""
     return _flower(plan, folder, [])
 
 
 def flower_sqlite(plan: Plan, folder: Path) -> Sample:
-    """The same with its state in SQLite, as who wants to keep it runs it."""
+    """Measure Flower with its state in SQLite, for deployments that must keep it."""
     return _flower(plan, folder, ["--database", str(folder / "state.db")])
 
 

@@ -1,9 +1,9 @@
-"""A process of many clients that train nothing and keep no model, so that large ones and many of them fit.
+"""Run many clients in one process that train nothing and store no model, so that they need little memory.
 
     python benchmarks/light_clients.py TICKET_FILE COUNT
 
-To the server each is a client like any other: it signs its calls, gets every model whole and sends an update of the
-same size, zeros under the model's header. It keeps the header alone.
+To the server each is a normal client: it signs its calls, downloads every model and uploads an update of the same
+size, zeros after the model's header. It stores only the header.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedplat.auth import Ticket
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 
 INLINE_BYTES = 256 * 1024
-"""The SDK's default: updates up to this size travel in the report."""
+"""The SDK's default: an update up to this size is part of the report."""
 MAX_CONNECTIONS = 100
 WAIT_S = 60.0
 _ZEROS = bytes(wire.UPLOAD_CHUNK_BYTES)
@@ -33,7 +33,7 @@ _CHUNK = fleet_pb2.UploadRequest(data=_ZEROS).SerializeToString()
 
 
 async def take_part(member: Member) -> None:
-    """Works for the server until cancelled."""
+    """Work for the server until cancelled."""
     header, digest = b"", ""
     while True:
         response = await crowd.wait_through_outages(member, WAIT_S)
@@ -55,7 +55,7 @@ async def take_part(member: Member) -> None:
 
 
 async def _download(member: Member, model: model_pb2.ModelRef) -> bytes:
-    """Gets all of a model; its header."""
+    """Download a whole model, and return its header."""
     request = fleet_pb2.DownloadRequest(digest=model.digest).SerializeToString()
     call: Any = member.channel.unary_stream(FLEET + "Download")
     begun, size = b"", 0
@@ -97,7 +97,7 @@ def _digest(header: bytes, size: int) -> str:
 
 
 async def main(ticket: Ticket, count: int) -> None:
-    """Enrolls so many clients and lets them work."""
+    """Enroll `count` clients and run them."""
     async with crowd.connections(ticket.server, ticket.ca, min(count, MAX_CONNECTIONS)) as channels:
         members = crowd.members(channels, count)
         await crowd.each(members, lambda member: member.enroll(ticket))

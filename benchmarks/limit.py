@@ -1,12 +1,12 @@
-"""The limit of a round: its bytes through raw gRPC streams, with nothing behind them.
+"""Measure the limit of a round: its bytes through raw gRPC streams, without any processing.
 
     python benchmarks/limit.py serve PORT BYTES CLIENTS ROUNDS SECONDS [PKI]
     python benchmarks/limit.py work PORT BYTES [PKI]
 
-A server process and a process for each client, as in a real deployment. In each round every client gets the model and
-sends as many bytes back, in chunks of 2 MiB, without a copy by protobuf; the next round begins when all have.
-The server prints the moments at which rounds were complete, one a line. PKI is the folder that `fedplat-server init`
-makes: with it they speak TLS.
+There is a server process and one process per client, as in a real deployment. In each round every client downloads
+the model and uploads as many bytes, in chunks of 2 MiB, without a copy by protobuf. The next round starts when all
+clients have done so. The server prints the time at which each round was complete, one per line. PKI is the folder that
+`fedplat-server init` creates: with it they use TLS.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OPTIONS = (("grpc.max_receive_message_length", -1),)
 
 
 class _Service(grpc.GenericRpcHandler):
-    """Three calls: to meet before a round, to get the model, to send an update."""
+    """Three calls: wait for all clients before a round, download the model, upload an update."""
 
     def __init__(self, size: int, clients: int, rounds: int, seconds: float) -> None:
         self._chunks = cut(size)
@@ -70,12 +70,12 @@ class _Service(grpc.GenericRpcHandler):
 
 
 def cut(size: int) -> list[bytes]:
-    """So many bytes in chunks."""
+    """Return `size` bytes in chunks."""
     return [bytes(min(CHUNK_BYTES, size - start)) for start in range(0, size, CHUNK_BYTES)]
 
 
 async def serve(port: int, service: _Service, pki: Path | None) -> list[float]:
-    """Serves until the rounds are over; their moments."""
+    """Serve until the rounds are over, and return their times."""
     server = aio.server(options=_OPTIONS)
     server.add_generic_rpc_handlers((service,))
     if pki is None:
@@ -90,7 +90,7 @@ async def serve(port: int, service: _Service, pki: Path | None) -> list[float]:
 
 
 def connect(port: int, pki: Path | None) -> aio.Channel:
-    """A channel to the server."""
+    """Open a channel to the server."""
     address = f"127.0.0.1:{port}"
     if pki is None:
         return aio.insecure_channel(address, options=_OPTIONS)
@@ -98,7 +98,7 @@ def connect(port: int, pki: Path | None) -> aio.Channel:
 
 
 async def work(port: int, size: int, pki: Path | None) -> None:
-    """Takes part in rounds until told to stop."""
+    """Take part in rounds until the server ends them."""
     chunks = cut(size)
     async with connect(port, pki) as channel:
         meet: Callable[..., aio.UnaryUnaryCall[bytes, bytes]] = channel.unary_unary(_MEET)
@@ -111,7 +111,7 @@ async def work(port: int, size: int, pki: Path | None) -> None:
 
 
 async def main(role: str, port: int, size: int, *rest: str) -> None:
-    """Serves or works, as the command line says."""
+    """Run the server or a client, as the command line requests."""
     if role == "work":
         await work(port, size, Path(rest[0]) if rest else None)
         return

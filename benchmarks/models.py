@@ -1,4 +1,4 @@
-"""The models that rounds are measured with: names, dtypes and shapes of tensors, no framework needed."""
+"""The models of the benchmarks: names, dtypes and shapes of tensors, without a framework."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Tensor(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """What its values take."""
+        """The size of its values in bytes."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
@@ -30,22 +30,22 @@ Tensors = tuple[Tensor, ...]
 
 
 def size_bytes(tensors: Tensors) -> int:
-    """What the values of a model take."""
+    """Return the size of a model's values in bytes."""
     return sum(tensor.size_bytes for tensor in tensors)
 
 
 def parameters(tensors: Tensors) -> Parameters:
-    """The model, all zero."""
+    """Create the model, with zeros."""
     return Parameters.zeros(Schema(tuple(TensorSpec(name, _DTYPES[dtype], shape) for name, dtype, shape in tensors)))
 
 
 def alike(total_bytes: int, count: int = 1) -> Tensors:
-    """`count` vectors of float32 of the same size, which take `total_bytes`, less what does not divide."""
+    """Return `count` float32 vectors of the same size, with `total_bytes` in total, rounded down."""
     return tuple(Tensor(f"layer{number}.weight", "float32", (total_bytes // 4 // count,)) for number in range(count))
 
 
 def resnet50() -> Tensors:
-    """ResNet-50's 320 tensors as torchvision has them: 102 MB in 25,557,032 parameters and its batch statistics.
+    """Return ResNet-50's 320 tensors as in torchvision: 102 MB in 25,557,032 parameters and its batch statistics.
 
     He et al., Deep Residual Learning for Image Recognition (arXiv 1512.03385), table 1.
     """
@@ -69,7 +69,7 @@ def _resnet50() -> Iterator[Tensor]:
 
 
 def _convolution(name: str, norm: str, outputs: int, inputs: int, width: int) -> Iterator[Tensor]:
-    """A convolution and its batch normalisation."""
+    """Return a convolution and its batch normalisation."""
     yield Tensor(f"{name}.weight", "float32", (outputs, inputs, width, width))
     for part in ("weight", "bias", "running_mean", "running_var"):
         yield Tensor(f"{norm}.{part}", "float32", (outputs,))
@@ -83,4 +83,4 @@ MODELS: dict[str, Tensors] = {
     "ResNet-50": resnet50(),
     "one-tensor": alike(size_bytes(resnet50())),
 }
-"""By the name that programs and tables give them; `one-tensor` has the bytes of ResNet-50."""
+"""The models by their names in programs and tables; `one-tensor` has the bytes of ResNet-50."""

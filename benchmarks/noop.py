@@ -1,4 +1,4 @@
-"""A trainer that does nothing: what is left of a round is what the platform costs."""
+"""A trainer that does nothing, to measure the overhead of the platform."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from fedplat_client import Task, TrainResult
 
 
 def train(task: Task) -> TrainResult:
-    """Returns the model as it came."""
+    """Return the model unchanged."""
     return TrainResult(parameters=task.parameters, num_examples=1)

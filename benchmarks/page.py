@@ -1,9 +1,8 @@
-"""Puts the tables of the last saved results into docs/performance.md.
+"""Write the tables of the last saved results into docs/performance.md.
 
     python benchmarks/page.py
 
-A table stands between `<!-- results: NAME -->` and `<!-- end -->`; what is between is replaced, once there is
-such a result.
+The text between `<!-- results: NAME -->` and `<!-- end -->` is replaced with the table, if there is such a result.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ _PLACE = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTAL
 
 
 def filled(text: str) -> str:
-    """The page with its tables as the results say."""
+    """Return the page with the tables of the saved results."""
 
     def table(place: re.Match[str]) -> str:
         path = report.RESULTS / f"{place[2]}.json"
         if not path.exists():
             return place[0]
-        found = msgspec.json.decode(path.read_bytes(), type=report.Report)
-        return f"{place[1]}\n{report.markdown(found)}\n\n{place[3]}"
+        saved = msgspec.json.decode(path.read_bytes(), type=report.Report)
+        return f"{place[1]}\n{report.markdown(saved)}\n\n{place[3]}"
 
     return _PLACE.sub(table, text)
 

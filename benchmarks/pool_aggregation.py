@@ -1,11 +1,11 @@
-"""How fast do the ranks of a pool aggregate, and what memory does each of them need?
+"""Measure the speed and the memory of the ranks of a pool that aggregate updates.
 
     python benchmarks/pool_aggregation.py [--updates 100] [--parameters 100000000] [--ranks 1,2,4] [--json] [--save]
 
-From the first update to the stored version, as the daemon does it: ranks fold updates that lie in the spool, apply the
-rule, and write the next version, which is hashed and synced. The updates' files are links to a few, which the page
-cache holds. A fresh pool for each row, and a fresh process for the row without a pool. Beside it stands how fast one
-thread copies memory on the same machine just before, and on a GPU how fast that copies its own.
+The time runs from the first update to the stored version, as in the daemon: ranks fold updates in the spool, apply the
+rule, and write the next version, which is hashed and synced. The updates' files are links to a few files in the page
+cache. Each row has a new pool, and the row without a pool a new process. For comparison, one thread copies memory on
+the same machine just before, and a GPU copies its own memory.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ rule = "fedadam"
 def main(
     updates: int = 100,
     parameters: int = 100_000_000,
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas between them.")] = "1,2,4",
-    files: Annotated[int, typer.Option(help="Files with bytes of their own; the other updates are links to them.")] = 4,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "1,2,4",
+    files: Annotated[int, typer.Option(help="Number of distinct files; the other updates are links to them.")] = 4,
     as_json: report.JsonOption = False,
     save: report.SaveOption = False,
 ) -> None:
-    """Measures one process, and pools of each size with both splits."""
+    """Measure one process, and pools of each size with both splits."""
     with tempfile.TemporaryDirectory(prefix="fedplat-bench-", dir=Path.cwd()) as name:
         folder = Path(name)
         make_files(folder, updates, parameters, files)
-        copy = copied_gb_s(parameters)
+        copy = measure_copy_gb_s(parameters)
         gigabytes = 4e-9 * updates * parameters
         rows = list[tuple[report.Cell, ...]]()
 
@@ -85,17 +85,17 @@ def main(
             print(*rows[-1], file=sys.stderr)
 
         with multiprocessing.get_context("spawn").Pool(1) as process:
-            seconds, peak, digest = process.apply(alone, (name, updates))
+            seconds, peak, digest = process.apply(aggregate_in_process, (name, updates))
             add("one process, no pool", "", seconds, [peak], digest)
         for split in ("columns", "reports"):
             for number in map(int, ranks.split(",")):
-                add(f"{number} ranks", split, *on_ranks(folder, updates, number, split))
+                add(f"{number} ranks", split, *aggregate_on_ranks(folder, updates, number, split))
     cores = len(os.sched_getaffinity(0))
     notes = [
         f"{updates} updates of {parameters / 1e6:g} M parameters ({gigabytes:.3g} GB, links to {files} files). "
         f"One thread copied {copy:.3g} GB/s of memory. More ranks than the {cores} cores cannot be faster.",
-        "Equal digests are equal bits: by columns they are those of one process, by reports they follow from the "
-        "number of ranks. The memory of a rank has PyTorch in it, and by reports its part of what the ranks share.",
+        "Equal digests are equal bits: by columns they are those of one process, by reports they depend on the "
+        "number of ranks. The memory of a rank includes PyTorch, and by reports its part of the shared memory.",
     ]
     if torch.cuda.is_available():
         notes.append(f"The GPU copied {gpu_gb_s():.3g} GB/s of its own memory.")
@@ -110,7 +110,7 @@ def main(
 
 
 def make_files(folder: Path, num_updates: int, num_parameters: int, num_files: int) -> None:
-    """The base version and the updates, as links to a few files."""
+    """Write the base version and the updates, as links to a few files."""
     base = Parameters.from_arrays({"w": np.zeros(num_parameters, np.float32)})
     (folder / "base").write_bytes(base.to_bytes())
     for number in range(num_updates):
@@ -125,37 +125,37 @@ def make_files(folder: Path, num_updates: int, num_parameters: int, num_files: i
 
 
 def inputs_of(folder: Path, split: str, ranks: int) -> AttemptInputs:
-    """One attempt's."""
+    """Return the inputs of one attempt."""
     table = f'[pool]\nranks = {ranks}\nsplit = "{split}"\n' if split else ""
     return AttemptInputs(spec=parse_job(JOB + table), job_id="bench", version=1, base_path=str(folder / "base"))
 
 
-async def aggregated(folding: AggregationBackend, folder: Path, num_updates: int) -> str:
-    """The digest of the version."""
+async def aggregate(backend: AggregationBackend, folder: Path, num_updates: int) -> str:
+    """Fold all updates, commit, and return the digest of the version."""
     for number in range(num_updates):
-        await folding.fold(SpooledUpdate(str(folder / f"{number}.update"), Contribution(1.0 - number / 1000)))
-    digest = (await folding.commit()).model.digest
-    await folding.close()
+        await backend.fold(SpooledUpdate(str(folder / f"{number}.update"), Contribution(1.0 - number / 1000)))
+    digest = (await backend.commit()).model.digest
+    await backend.close()
     return digest
 
 
-def alone(name: str, num_updates: int) -> tuple[float, int, str]:
-    """Seconds, peak of memory and digest of this process; to be called in a fresh one."""
+def aggregate_in_process(name: str, num_updates: int) -> tuple[float, int, str]:
+    """Return the seconds, the peak memory in bytes and the digest of this process; call it in a new process."""
     folder = Path(name)
     blobs = BlobStore(folder / "blobs")
     begin = time.perf_counter()
-    digest = asyncio.run(aggregated(LocalAggregation(inputs_of(folder, "", 1), blobs), folder, num_updates))
+    digest = asyncio.run(aggregate(LocalAggregation(inputs_of(folder, "", 1), blobs), folder, num_updates))
     return time.perf_counter() - begin, peak_bytes(os.getpid()), digest
 
 
-def on_ranks(folder: Path, num_updates: int, ranks: int, split: str) -> tuple[float, list[int], str]:
-    """Seconds, the peaks of memory of the ranks, and the digest."""
+def aggregate_on_ranks(folder: Path, num_updates: int, ranks: int, split: str) -> tuple[float, list[int], str]:
+    """Return the seconds, the peak memory of each rank in bytes, and the digest."""
 
     async def measure(processes: list[int]) -> tuple[float, list[int], str]:
         begin = time.perf_counter()
-        folding = PoolAggregation(inputs_of(folder, split, ranks), BlobStore(folder / "blobs"), WorkerPool.at(folder))
-        await folding.begin()
-        digest = await aggregated(folding, folder, num_updates)
+        backend = PoolAggregation(inputs_of(folder, split, ranks), BlobStore(folder / "blobs"), WorkerPool.at(folder))
+        await backend.begin()
+        digest = await aggregate(backend, folder, num_updates)
         return time.perf_counter() - begin, [peak_bytes(process) for process in processes], digest
 
     with running_pool(folder, ranks) as processes:
@@ -164,7 +164,7 @@ def on_ranks(folder: Path, num_updates: int, ranks: int, split: str) -> tuple[fl
 
 @contextmanager
 def running_pool(folder: Path, ranks: int) -> Generator[list[int]]:
-    """A pool; the processes of its ranks."""
+    """Run a pool; yield the process ids of its ranks."""
     command = [str(Path(sys.executable).parent / "fedplat-server"), "pool", "run", "--data-dir", str(folder)]
     started = subprocess.Popen([*command, "--ranks", str(ranks), "--log-level", "ERROR"], stderr=subprocess.DEVNULL)
     try:
@@ -178,14 +178,14 @@ def running_pool(folder: Path, ranks: int) -> Generator[list[int]]:
 
 
 def peak_bytes(process: int) -> int:
-    """The most memory that a process has had."""
+    """Return the peak memory of a process in bytes."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     [line] = [line for line in lines if line.startswith("VmHWM:")]
     return int(line.split()[1]) * 1024
 
 
-def copied_gb_s(num_parameters: int) -> float:
-    """How fast one thread copies memory: the best of five."""
+def measure_copy_gb_s(num_parameters: int) -> float:
+    """Measure how fast one thread copies memory: the best of five."""
     source = np.ones(num_parameters, np.float32)
     target = np.empty_like(source)
     best = 0.0
@@ -197,7 +197,7 @@ def copied_gb_s(num_parameters: int) -> float:
 
 
 def gpu_gb_s() -> float:
-    """How fast the first GPU copies its own memory."""
+    """Measure how fast the first GPU copies its own memory."""
     source = torch.ones(1 << 28, device="cuda")
     target = torch.empty_like(source)
     best = 0.0

@@ -1,4 +1,4 @@
-"""The processes of a deployment that is measured: started together, watched, and ended with all that they started."""
+"""The processes of a benchmarked deployment: started, watched, and ended together with their children."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 class FailedError(Exception):
-    """A deployment did not do what it should; the message ends with the last that it printed."""
+    """A deployment failed. The message ends with its last output."""
 
 
 class NotInstalledError(FailedError):
-    """A peer's environment lacks its programs."""
+    """The programs of another platform are not installed."""
 
 
 @dataclasses.dataclass
 class Processes:
-    """Processes with one environment; what they print goes to files in `logs`."""
+    """Processes with one environment. Their output goes to files in `logs`."""
 
     logs: Path
     environment: Mapping[str, str]
@@ -50,7 +50,7 @@ class Processes:
             _, tree = psutil.wait_procs(tree, timeout=5.0)
 
     def start(self, name: str, command: Sequence[str | Path], folder: Path | None = None) -> psutil.Popen:
-        """Starts one in the background."""
+        """Start a process in the background."""
         with (self.logs / f"{name}.log").open("wb") as log:
             process = psutil.Popen(
                 list(map(str, command)),
@@ -64,7 +64,7 @@ class Processes:
         return process
 
     def run(self, command: Sequence[str | Path], timeout_s: float) -> bool:
-        """Runs one to its end; whether it says that all is well."""
+        """Run a command to its end. Returns whether its exit status was 0 within the timeout."""
         with (self.logs / "commands.log").open("ab") as log:
             try:
                 done = subprocess.run(
@@ -81,31 +81,31 @@ class Processes:
         return done.returncode == 0
 
     def note_peak(self, server: psutil.Process) -> None:
-        """Notes the most memory that a server and the processes which it started have had so far, each."""
+        """Record the peak memory so far of a server and of each process that it started."""
         for process in family(server):
             peak = peak_rss(process.pid)
             if peak:
                 self.peaks[process.pid] = peak
 
     def wait(self, what: str, is_done: Callable[[], bool], timeout_s: float) -> None:
-        """Waits for something. Raises `FailedError` if it does not come, or if a process ends before."""
+        """Wait until `is_done`. Raises `FailedError` after the timeout, or if a process ends before."""
         deadline = time.monotonic() + timeout_s
         while not is_done():
             for name, process in self._started.items():
                 if process.poll() is not None:
-                    raise FailedError(f"{name} ended while waiting for {what}: {self._last_words(name)}")
+                    raise FailedError(f"{name} ended while waiting for {what}: {self._last_output(name)}")
             if time.monotonic() > deadline:
-                said = "; ".join(f"{name}: {self._last_words(name)}" for name in list(self._started)[:2])
-                raise FailedError(f"waited {timeout_s:.0f} s for {what}; {said}")
+                output = "; ".join(f"{name}: {self._last_output(name)}" for name in list(self._started)[:2])
+                raise FailedError(f"waited {timeout_s:.0f} s for {what}; {output}")
             time.sleep(POLL_S)
 
-    def _last_words(self, name: str) -> str:
+    def _last_output(self, name: str) -> str:
         lines = _COLOUR.sub("", (self.logs / f"{name}.log").read_text(errors="replace")).split("\n")
         return " | ".join([line for line in lines if line.strip()][-3:])[-600:] or "(nothing printed)"
 
 
 def family(process: psutil.Process) -> list[psutil.Process]:
-    """A process and all that it started, directly or not."""
+    """Return a process and all its descendants."""
     try:
         return [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
@@ -113,7 +113,7 @@ def family(process: psutil.Process) -> list[psutil.Process]:
 
 
 def peak_rss(pid: int) -> int:
-    """The most memory that a process has had, in bytes; 0 if it has ended."""
+    """Return the peak memory of a process in bytes; 0 if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -123,13 +123,13 @@ def peak_rss(pid: int) -> int:
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody has."""
+    """Return a free loopback port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def is_open(port: int) -> bool:
-    """Whether somebody serves at this port of the loopback."""
+    """Return whether a process listens on this loopback port."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -1,7 +1,7 @@
-"""The output of every benchmark: a table for people, one JSON object for programs, and a file for the page.
+"""The output of every benchmark: a table for people, one JSON object for programs, and a saved result for the page.
 
-The file, `benchmarks/results/NAME.json`, is the source of the tables of docs/performance.md (`page.py`), so that no
-number there was typed by hand. With `--json` the last line of stdout is one object with the keys `name`, `title`,
+The file, `benchmarks/results/NAME.json`, is the source of the tables of docs/performance.md (`page.py`), so that all
+its numbers are generated. With `--json` the last line of stdout is one object with the keys `name`, `title`,
 `columns`, `rows` (a list of cells for each row, in the order of `columns`), `notes`, `command`, `machine` and `date`. A
 program that adds keys lists them in its `--help`.
 """
@@ -26,17 +26,17 @@ from rich.table import Table
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 Cell = str | int | float | None
-"""A number is shown with three digits; None was not measured."""
+"""A table cell. Numbers are shown with three digits, None as "not measured"."""
 JSON_HELP = (
     "Make the last line of stdout one JSON object: name, title, columns, rows (cells in the order of columns), notes, "
     "command, machine, date."
 )
 JsonOption = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
-SaveOption = Annotated[bool, typer.Option("--save", help="Keep the result for docs/performance.md.")]
+SaveOption = Annotated[bool, typer.Option("--save", help="Save the result for docs/performance.md.")]
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to one question. `rows` have one cell for each of `columns`; units stand in the columns' names."""
+    """The result of a benchmark. `rows` have one cell for each of `columns`; column names contain the units."""
 
     name: str
     title: str
@@ -49,7 +49,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def machine() -> str:
-    """The machine and the versions that matter, in one line."""
+    """Describe the machine and the relevant versions in one line."""
     with open("/proc/cpuinfo") as file:
         models = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -66,9 +66,9 @@ def finish(
     figures: Mapping[str, float] | None = None,
     parts: Mapping[str, Report] | None = None,
 ) -> None:
-    """Print a report, and keep it for the page if `save`.
+    """Print a report, and save it for the page if `save`.
 
-    `figures` and `parts` are further keys of the JSON object; parts are printed and kept like the report.
+    `figures` and `parts` are further keys of the JSON object; parts are printed and saved like the report.
     """
     first, *others = map(_stamped, (report, *(parts or {}).values()))
     for each in (first, *others):
@@ -84,7 +84,7 @@ def finish(
 
 
 def _stamped(report: Report) -> Report:
-    """Return a report with the command, the machine and the date of this run, where it has none of its own."""
+    """Return a report with the command, the machine and the date of this run, unless it has its own."""
     program = Path(sys.argv[0]).resolve()
     shown = program.relative_to(HERE) if program.is_relative_to(HERE) else program.name
     options = [argument for argument in sys.argv[1:] if argument not in ("--json", "--save")]
@@ -97,7 +97,7 @@ def _stamped(report: Report) -> Report:
 
 
 def show(report: Report) -> None:
-    """Prints a report's table for people."""
+    """Print a report as a table."""
     table = Table(title=report.title)
     for index, column in enumerate(report.columns):
         table.add_column(column, justify="right" if index else "left")
@@ -106,11 +106,11 @@ def show(report: Report) -> None:
     console = Console()
     console.print(table)
     for note in report.notes:
-        console.print(note, markup=False)  # a name of an extra, such as fedplat[ray], is no style
+        console.print(note, markup=False)  # rich would read the name of an extra, such as fedplat[ray], as a style
 
 
 def shown(cell: Cell) -> str:
-    """A cell as people read it."""
+    """Format a cell for people."""
     if cell is None:
         return "not measured"
     if isinstance(cell, float):
@@ -119,7 +119,7 @@ def shown(cell: Cell) -> str:
 
 
 def markdown(report: Report) -> str:
-    """The table of a report for docs/performance.md, with where it comes from."""
+    """Format a report as a table for docs/performance.md, with its source."""
 
     def line(cells: Sequence[str]) -> str:
         return f"| {' | '.join(cells)} |"

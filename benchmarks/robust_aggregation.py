@@ -1,12 +1,12 @@
-"""How fast do robust rules aggregate updates that lie in the spool, and what memory does that take?
+"""Measure the speed and the memory of robust rules that aggregate updates in the spool.
 
     python benchmarks/robust_aggregation.py [--updates 100] [--parameters 25000000] [--json] [--save]
 
-Through the accumulator that the server uses, from files to the parts of the next version: everything that a commit does
-but writing it. The files are links to a few, which the page cache holds; beside each rule stands what reading the same
-files once takes, one after the other in windows of 1 MiB on one thread, measured in turns with it. Each rule runs in a
-process of its own, whose peak of memory is shown. On a size that fits into memory as a whole byzfl and Flower run the
-same rules, in the peers' own environment, if that is there: as many updates of so many parameters as `--small` says.
+The benchmark uses the server's accumulator, from files to the parts of the next version: a whole commit except for
+writing it. The files are links to a few files in the page cache. Each rule is compared with one pass over the same
+files, one after the other in windows of 1 MiB on one thread, measured in turns with it. Each rule runs in a separate
+process, to measure its peak memory. On updates that fit into memory (`--small` parameters each) byzfl and Flower run
+the same rules, in the environment of the other platforms, if it exists.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ COLUMNS = (
 
 
 def rules(f: int) -> Mapping[str, Robust]:
-    """Each rule, by the name that the peers' times have."""
+    """Return each rule, by its name in `robust_times.py`."""
     return {
         "median": Robust(Median(), f),
         "trimmed mean": Robust(TrimmedMean(), f),
@@ -75,14 +75,14 @@ def rules(f: int) -> Mapping[str, Robust]:
 
 
 def main(
-    updates: Annotated[int, typer.Option(min=10, max=1000, help="Updates of an attempt.")] = 100,
+    updates: Annotated[int, typer.Option(min=10, max=1000, help="Number of updates of an attempt.")] = 100,
     parameters: Annotated[int, typer.Option(min=1, help="Parameters of the model.")] = 25_000_000,
-    small: Annotated[int, typer.Option(min=1, help="Parameters of the model for the peers.")] = 100_000,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each rule; the median counts.")] = 3,
+    small: Annotated[int, typer.Option(min=1, help="Parameters of the model for byzfl and Flower.")] = 100_000,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each rule; the median is shown.")] = 3,
     as_json: report.JsonOption = False,
     save: report.SaveOption = False,
 ) -> None:
-    """Measure robust rules on files, beside reading them, and byzfl and Flower on less."""
+    """Measure robust rules on files, compared with reading them, and byzfl and Flower on smaller updates."""
     f = updates // 10
     theirs = times_of_peers(updates, small, f)
     rows: list[tuple[report.Cell, ...]] = []
@@ -90,17 +90,17 @@ def main(
         make_files(Path(large_folder), updates, parameters)
         make_files(Path(small_folder), updates, small)
         for name in rules(f):
-            seconds, reading, memory = in_own_process(large_folder, name, f, repeats)
-            few_seconds, _, _ = in_own_process(small_folder, name, f, 3)
+            seconds, reading, memory = measure_in_process(large_folder, name, f, repeats)
+            few_seconds, _, _ = measure_in_process(small_folder, name, f, 3)
             rate = 4 * updates * parameters / seconds / 1e9
             peers = (theirs.get(peer, {}).get(name) for peer in ("byzfl", "flower"))
             rows.append((name, seconds, rate, reading, seconds / reading, memory / 1e6, few_seconds, *peers))
     notes = (
         f"{updates} updates of {parameters / 1e6:g} M parameters, of which {f} may be byzantine; small: {updates} of "
-        f"{small / 1e6:g} M. The geometric median goes on until it has converged here, for 10 iterations in byzfl.",
+        f"{small / 1e6:g} M. The geometric median runs until it has converged here, for 10 iterations in byzfl.",
     )
     if not theirs:
-        notes += ("byzfl and Flower were not measured: `make bench-peers` makes their environment.",)
+        notes += ("byzfl and Flower were not measured: `make bench-peers` creates their environment.",)
     finished = report.Report(
         name="robust_aggregation",
         title="Robust aggregation of updates in files",
@@ -112,7 +112,7 @@ def main(
 
 
 def make_files(folder: Path, num_updates: int, num_parameters: int) -> None:
-    """The updates, as links to a few files."""
+    """Write the updates, as links to a few files."""
     for number in range(min(NUM_FILES, num_updates)):
         values = np.random.default_rng(number).standard_normal(num_parameters, np.float32)
         (folder / f"{number}").write_bytes(Parameters.from_arrays({"w": values}).to_bytes())
@@ -120,14 +120,14 @@ def make_files(folder: Path, num_updates: int, num_parameters: int) -> None:
         (folder / f"{number}").hardlink_to(folder / f"{number % NUM_FILES}")
 
 
-def in_own_process(folder: str, name: str, f: int, repeats: int) -> tuple[float, float, int]:
-    """Seconds of the rule and of reading the files, and the peak of memory in bytes."""
+def measure_in_process(folder: str, name: str, f: int, repeats: int) -> tuple[float, float, int]:
+    """Return the seconds of the rule and of reading the files, and the peak memory in bytes, of a separate process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(measure, (folder, name, f, repeats))
 
 
 def measure(folder: str, name: str, f: int, repeats: int) -> tuple[float, float, int]:
-    """What `in_own_process` returns."""
+    """Return the seconds of the rule and of reading the files, and the peak memory in bytes, of this process."""
     paths = sorted(Path(folder).iterdir(), key=lambda path: int(path.name))
     read_all(paths)
     reading, aggregating = list[float](), list[float]()
@@ -138,7 +138,7 @@ def measure(folder: str, name: str, f: int, repeats: int) -> tuple[float, float,
 
 
 def read_all(paths: list[Path]) -> None:
-    """Reads the files one after the other."""
+    """Read the files one after the other."""
     window = memoryview(bytearray(WINDOW_BYTES))
     for path in paths:
         with path.open("rb", buffering=0) as file:
@@ -147,7 +147,7 @@ def read_all(paths: list[Path]) -> None:
 
 
 def aggregate(paths: list[Path], robust: Robust) -> None:
-    """What the server does to commit an attempt, but for writing the version."""
+    """Aggregate as the server commits an attempt, without writing the version."""
     base, rule = ModelFile.open(paths[0]), robust.build(seed=1)(weighted_mean())
     accumulator = Accumulator(base.schema, rule)
     for number, path in enumerate(paths):
@@ -157,20 +157,20 @@ def aggregate(paths: list[Path], robust: Robust) -> None:
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """How long it takes."""
+    """Return the seconds that a function takes."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had."""
+    """Return the peak memory of this process in bytes."""
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
     return int(line.split()[1]) * 1024
 
 
 def times_of_peers(num_updates: int, num_parameters: int, f: int) -> Mapping[str, Mapping[str, Any]]:
-    """Seconds by peer and rule; nothing if they are not installed."""
+    """Return the seconds by library and rule; empty if they are not installed."""
     if not PEERS.exists():
         return {}
     command = [PEERS, THEIRS, str(num_updates), str(num_parameters), str(f)]

@@ -1,12 +1,12 @@
-"""What does a whole round cost when training costs nothing, and what for?
+"""Measure the overhead of a whole round without training, and its parts.
 
     python benchmarks/round_overhead.py [--clients 4] [--rounds 60] [--model-bytes 4096] [--json] [--save]
 
-Real server processes and real client processes over loopback, as deployed by default: TLS, signed calls, SQLite, and
-every update and version synced to the disk. Then without one of these at a time, in turns with the default. A round
-lasts from one committed version to the next: check-in, selection, model, (no) training, report, aggregation, commit.
-A second table shows the share of each part of the round. The JSON object has two more keys than benchmarks/report.py
-names: `median_s`, the median of a round as deployed by default, in seconds, and `stages`, the second table.
+Real server and client processes run over loopback with default settings: TLS, signed calls, SQLite, and every update
+and version synced to the disk. Then they run without one of these at a time, in turns with the default. A round lasts
+from one committed version to the next: check-in, selection, model, (no) training, report, aggregation, commit. A second
+table shows the share of each part of the round. The JSON object has two more keys than those in benchmarks/report.py:
+`median_s`, the median of a round with default settings, in seconds, and `stages`, the second table.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fedplat.wire.v1 import admin_pb2
 from models import alike, parameters
 
 WARM_UP = 5
-"""Rounds of each part of a measurement that are left out."""
+"""Rounds at the start of each part of a measurement that are not counted."""
 PARTS = 4
 POLL_S = 0.3
 STAGES = ("selection", "first report", "last report", "aggregation and commit")
@@ -42,7 +42,7 @@ STAGES = ("selection", "first report", "last report", "aggregation and commit")
 
 @dataclasses.dataclass
 class Setting:
-    """One way to run rounds, and what was measured of it: seconds of rounds and stages, CPU seconds of processes."""
+    """One setting and its measurements: seconds of rounds and stages, CPU seconds of processes."""
 
     name: str
     durability: str = "spool"
@@ -55,15 +55,15 @@ class Setting:
 
 
 def main(
-    clients: Annotated[int, typer.Option(min=1, help="Client processes, all of them in each round.")] = 4,
-    rounds: Annotated[int, typer.Option(min=8, help="Rounds to measure of each setting.")] = 200,
+    clients: Annotated[int, typer.Option(min=1, help="Number of client processes; all take part in each round.")] = 4,
+    rounds: Annotated[int, typer.Option(min=8, help="Number of rounds to measure of each setting.")] = 200,
     model_bytes: Annotated[int, typer.Option(min=4, help="Size of the model, float32.")] = 4096,
     as_json: report.JsonOption = False,
     save: report.SaveOption = False,
 ) -> None:
-    """Measure the time of rounds whose trainer does nothing.
+    """Measure the time of rounds with a trainer that does nothing.
 
-    With --json the object has two more keys: median_s, the median of a round as deployed by default, in seconds; and
+    With --json the object has two more keys: median_s, the median of a round with default settings, in seconds; and
     stages, the second table.
     """
     model = parameters(alike(model_bytes))
@@ -78,8 +78,8 @@ def main(
         insecure = stack.enter_context(deploy(Path(folder) / "insecure", clients, insecure=True))
         for _ in range(PARTS):
             for setting in settings:
-                here = insecure if setting.insecure else secure
-                measure(here, setting, clients, WARM_UP + -(-rounds // PARTS), model)
+                deployment = insecure if setting.insecure else secure
+                measure(deployment, setting, clients, WARM_UP + -(-rounds // PARTS), model)
     report.finish(
         _overhead(settings, clients, model_bytes),
         as_json,
@@ -90,7 +90,7 @@ def main(
 
 
 def measure(deployment: Deployment, setting: Setting, clients: int, rounds: int, model: Parameters) -> None:
-    """Runs rounds in a setting, and adds what they took to it. Nobody watches them, unless the setting says so."""
+    """Run rounds with a setting, and add the measurements to it. An operator watches them only if `watched`."""
     text = f'durability = "{setting.durability}"' + JOB.format(rounds=rounds, clients=clients)
     with deployment.admin() as admin:
         before = _cpu_s(deployment)
@@ -107,7 +107,7 @@ def measure(deployment: Deployment, setting: Setting, clients: int, rounds: int,
 
 
 def _note(setting: Setting, admin: AdminClient, job_id: str) -> None:
-    """Adds the moments of a job's history, which it has of every transaction, to what was measured."""
+    """Add the times of the job's history, which has every transaction, to the measurements of a setting."""
     versions: list[float] = []
     reported: Counter[int] = Counter()
     last = 0.0
@@ -123,7 +123,7 @@ def _note(setting: Setting, admin: AdminClient, job_id: str) -> None:
 
 
 def stage_ended_by(event: admin_pb2.JobEvent, reported: Counter[int]) -> str:
-    """The stage that ends with an event, if one does."""
+    """Return the stage that ends with an event, or ""."""
     if event.entity == "attempt" and event.to_state == "COLLECTING":
         return "selection"
     if event.entity == "assignment" and event.to_state == "REPORTED":
@@ -133,7 +133,7 @@ def stage_ended_by(event: admin_pb2.JobEvent, reported: Counter[int]) -> str:
 
 
 def _cpu_s(deployment: Deployment) -> tuple[float, float]:
-    """CPU seconds of the server, and of all clients together."""
+    """Return the CPU seconds of the server, and of all clients together."""
     ours = [sum(process.cpu_times()[:2]) for process in deployment.clients]
     return sum(deployment.server.cpu_times()[:2]), sum(ours)
 
@@ -160,7 +160,7 @@ def _overhead(settings: Sequence[Setting], clients: int, model_bytes: int) -> re
 
 
 def _stages(setting: Setting) -> report.Report:
-    """How long a round is in each stage, by the moments of its transactions."""
+    """Return the time of each stage of a round, from the times of its transactions."""
     per_round = {name: sum(seconds) / len(setting.rounds) * 1e3 for name, seconds in setting.stages.items()}
     return report.Report(
         name="round_stages",

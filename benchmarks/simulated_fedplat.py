@@ -1,4 +1,4 @@
-"""Federated averaging by fedplat's simulation, for `simulation_peers.py`: the driver, the coordinator and an engine.
+"""Run federated averaging in fedplat's simulation, for `simulation_peers.py`: driver, coordinator and an engine.
 
 python simulated_fedplat.py ENGINE MODEL CLIENTS COHORT SAMPLES ROUNDS
 """
@@ -36,13 +36,13 @@ MODELS = {
 CONFIG: dict[str, Any] = {"epochs": 1, "batch_size": 10, "learning_rate": 0.01}
 
 
-def tell(event: str) -> None:
-    """Says the moment of an event to who measures, as the peers' programs do."""
+def print_event(event: str) -> None:
+    """Print the time of an event, as the programs of the other platforms do."""
     print(json.dumps({"event": event, "time": time.time()}), flush=True)
 
 
 def federation(model: str, clients: int, samples: int) -> Federation:
-    """The same random images and labels as the peers have."""
+    """Create the same random images and labels as the other platforms."""
     rng = np.random.default_rng(0)
     count = clients * samples
     image = (3, 32, 32) if model == "CIFAR" else (1, 28, 28)
@@ -51,8 +51,8 @@ def federation(model: str, clients: int, samples: int) -> Federation:
 
 
 def main(engine: str, model: str, clients: int, cohort: int, samples: int, rounds: int) -> None:
-    """Simulates a job to its end."""
-    tell("start")
+    """Simulate a job to its end."""
+    print_event("start")
     malloc.keep()
     job: dict[str, Any] = {
         "name": "bench",
@@ -74,7 +74,7 @@ def main(engine: str, model: str, clients: int, cohort: int, samples: int, round
         initial=learner.initial(),
     )
     try:
-        run(simulation, Hooks(observe=lambda attempt: tell("round") if attempt.committed else None))
+        run(simulation, Hooks(observe=lambda attempt: print_event("round") if attempt.committed else None))
     finally:
         trained.close()
 

@@ -1,12 +1,12 @@
-"""How fast are simulated clients trained, beside Flower's simulation, pfl-research and a plain PyTorch loop?
+"""Measure the training of simulated clients, compared with Flower's simulation, pfl-research and a PyTorch loop.
 
     python benchmarks/simulation_peers.py [--only 2NN] [--device cuda] [--seconds 20] [--turns 3] [--save]
 
-Every system does the same work: random images of MNIST's or CIFAR-10's size, SGD in batches of 10, federated averaging
-without evaluation. Each measurement is a process of its own, and systems are measured in turns. Nobody uses more than
-one thread for arithmetic in a process, and all keep freed memory (`MALLOC_TRIM_THRESHOLD_`), which makes convolutions
-much faster. The first round is left out, but for the time that it took to come to it. Peers come from
-`make bench-peers`.
+Every system has the same workload: random images of MNIST's or CIFAR-10's size, SGD in batches of 10, federated
+averaging without evaluation. Each measurement is a separate process, and systems are measured in turns. All use one
+thread for arithmetic per process, and keep freed memory (`MALLOC_TRIM_THRESHOLD_`), which makes convolutions much
+faster. The first round is not counted; the time until its end is shown separately. The other platforms are installed
+by `make bench-peers`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from systems import PEERS
 
 KEEP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 START_S = 120.0
-"""Until the first round is over."""
+"""Timeout of the first round."""
 MANY = 100_000
-"""Rounds that are asked for; each measurement is ended when its time is over."""
+"""The requested rounds. Each measurement ends after its time, not after these rounds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A population, and who is measured."""
+    """A population, and the systems to measure."""
 
     name: str
     model: str
@@ -52,7 +52,7 @@ class Case:
 
     @property
     def arguments(self) -> list[str]:
-        """What all programs are told."""
+        """The arguments of all programs."""
         return [self.model, *map(str, (self.clients, self.cohort, self.samples, MANY))]
 
 
@@ -69,7 +69,7 @@ CASES = (
 CIFAR = Case("CIFAR-10's CNN, 50 of 1,000 clients, 50 examples", "CIFAR", 1000, 50, 50, COHORT)
 """The benchmark of pfl-research (Granqvist et al. 2024, arXiv 2404.06430): 1,500 such rounds."""
 BY_NAME = (Case("2NN, 10 of 100 clients, 600 examples, through Ray", "2NN", 100, 10, 600, RAY), CIFAR)
-"""Measured only when they are asked for: one needs the extra `ray`, the other a GPU or patience."""
+"""Only measured on request: one requires the extra `ray`, the other a GPU or a long time."""
 ON_GPU = (*(case for case in CASES if case.systems == COHORT), CIFAR)
 CIFAR_ROUNDS = 1500
 PROGRAMS = {
@@ -99,10 +99,10 @@ class Sample:
 
 
 def main(
-    only: Annotated[str, typer.Option(help="Cases whose name contains this.")] = "",
+    only: Annotated[str, typer.Option(help="Only cases with this text in their name.")] = "",
     device: Annotated[Device, typer.Option(help="Where models are trained.")] = Device.CPU,
-    seconds: Annotated[float, typer.Option(min=0.5, help="Of each measurement, after its first round.")] = 15.0,
-    turns: Annotated[int, typer.Option(min=1, help="Measurements of each system.")] = 3,
+    seconds: Annotated[float, typer.Option(min=0.5, help="Seconds of each measurement, after its first round.")] = 15.0,
+    turns: Annotated[int, typer.Option(min=1, help="Number of measurements of each system.")] = 3,
     as_json: JsonOption = False,
     save: SaveOption = False,
 ) -> None:
@@ -112,7 +112,7 @@ def main(
     cases = ON_GPU if device is Device.CUDA else (*CASES, *BY_NAME) if only else CASES
     chosen = [case for case in cases if only.lower() in case.name.lower()]
     if not chosen:
-        raise typer.BadParameter(f"no case has such a name; there are: {'; '.join(case.name for case in cases)}")
+        raise typer.BadParameter(f"no case has this name; expected one of: {'; '.join(case.name for case in cases)}")
     on = f"On the GPU: {_gpu()}." if device is Device.CUDA else CORES
     for case in chosen:
         rows += measured(case, device, seconds, turns, failures)
@@ -123,7 +123,7 @@ def main(
 
 
 def _gpu() -> str:
-    """The name of the GPU; ends the program where there is none."""
+    """Return the name of the GPU. Ends the program without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -132,14 +132,14 @@ def _gpu() -> str:
 
 
 def whole(rows: Sequence[tuple[Cell, ...]]) -> list[str]:
-    """How long pfl-research's benchmark would take by each system."""
+    """Return notes with the time of pfl-research's benchmark on each system."""
     found = [(name, rate) for case, name, rate, *_ in rows if case == CIFAR.name and isinstance(rate, float)]
     times = "; ".join(f"{name} {CIFAR_ROUNDS * CIFAR.cohort / rate:,.0f} s" for name, rate in found)
     return [f"{CIFAR_ROUNDS:,} rounds of CIFAR-10's CNN would take: {times}."] if times else []
 
 
 def measured(case: Case, device: Device, seconds: float, turns: int, failures: list[str]) -> list[tuple[Cell, ...]]:
-    """A row for each system, measured in turns."""
+    """Measure the systems of a case in turns, and return a row for each."""
     samples: dict[str, list[Sample]] = {}
     for _ in range(turns):
         for system in case.systems:
@@ -160,12 +160,12 @@ def measured(case: Case, device: Device, seconds: float, turns: int, failures: l
 
 
 def measure(case: Case, system: str, device: Device, seconds: float) -> Sample:
-    """Runs a system for that long. Raises `FailedError` or `NotInstalledError`."""
+    """Run a system for `seconds`. Raises `FailedError` or `NotInstalledError`."""
     with tempfile.TemporaryDirectory(prefix="fedplat-bench-", ignore_cleanup_errors=True) as folder:
-        own = {"HOME": folder, "TMPDIR": folder}  # Ray leaves files behind when it is ended
+        own = {"HOME": folder, "TMPDIR": folder}  # Ray leaves files behind when it is killed
         environment = {**os.environ, **ENVIRONMENT, **KEEP, "FLWR_TELEMETRY_ENABLED": "0", **own}
         if device is Device.CPU:
-            environment["CUDA_VISIBLE_DEVICES"] = ""  # every system takes a GPU that it sees
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # every system uses a visible GPU
         with Processes(Path(folder), environment) as processes:
             processes.start("simulation", command(case, system))
             log = Path(folder) / "simulation.log"
@@ -178,17 +178,19 @@ def measure(case: Case, system: str, device: Device, seconds: float) -> Sample:
 
 
 def command(case: Case, system: str) -> list[str | Path]:
-    """The program that does a case's work by a system."""
+    """Return the command that runs a case on a system."""
     if system.startswith("fedplat"):
         return [sys.executable, HERE / "simulated_fedplat.py", system.split()[1], *case.arguments]
     python = PEERS / "bin" / "python"
     if not python.exists():
-        raise NotInstalledError("the peers are not installed; run `make bench-peers` (it makes .venv-peers)")
+        raise NotInstalledError(
+            "the other platforms are not installed; run `make bench-peers` (it creates .venv-peers)"
+        )
     return [python, HERE / "peers" / PROGRAMS[system], *case.arguments]
 
 
 def moments(log: Path) -> list[float]:
-    """When the program began and when its rounds were over."""
+    """Read the times of the program's start and of the end of each round."""
     lines = log.read_text(errors="replace").splitlines(keepends=True) if log.exists() else []
     return [json.loads(line)["time"] for line in lines if line.startswith('{"event"') and line.endswith("}\n")]
 

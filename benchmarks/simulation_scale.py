@@ -1,11 +1,10 @@
-"""How long does it take to simulate the schedule of a fleet of so many clients, and in how much memory?
+"""Measure the time and the memory of simulating the schedule of large fleets.
 
     python benchmarks/simulation_scale.py [--clients 10000 --clients 1000000] [--rounds 100] [--once] [--json] [--save]
 
-Each fleet is simulated in a process of its own on one core: `examples/million.toml` with other numbers of clients, 100
-rounds of 1,000 reports. What is simulated is every check-in, refusal, assignment, failure and deadline, by the
-coordinator of the server; nothing is trained. A fleet is simulated twice, and the results are compared: they must be
-equal, bit for bit.
+Each fleet is simulated in a separate process on one core: `examples/million.toml` with other numbers of clients, 100
+rounds of 1,000 reports. The simulation includes every check-in, refusal, assignment, failure and deadline, with the
+server's coordinator; no model is trained. Each fleet is simulated twice, and the results must be equal, bit for bit.
 """
 
 from __future__ import annotations
@@ -44,22 +43,22 @@ COLUMNS = (
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """What one process says: the row's cells, and a digest of the whole result."""
+    """The result of one process: the row's cells, and a digest of the whole simulation result."""
 
     cells: tuple[int | float, ...]
     digest: str
 
 
 def simulate(num_clients: int, rounds: int) -> Measured:
-    """Simulates the fleet in this process; the time includes the drawing of the fleet, but no imports."""
+    """Simulate the fleet in this process. The time includes drawing the fleet, but no imports."""
     raw = read_toml(EXAMPLE.read_text())
     table = raw.pop("simulation")
-    begun = time.perf_counter()
+    start = time.perf_counter()
     spec = read_record(raw | {"rounds": rounds}, JobSpec)
     options = read_record(table["fleet"] | {"num_clients": num_clients}, FleetOptions)
     fleet = build_fleet(options, seed=1)
     result = run(Simulation(spec=spec, fleet=fleet, seed=1, model_bytes=table["model_bytes"]))
-    took_s, totals = time.perf_counter() - begun, result.totals
+    took_s, totals = time.perf_counter() - start, result.totals
     cells = (
         num_clients,
         round(took_s, 1),
@@ -74,7 +73,7 @@ def simulate(num_clients: int, rounds: int) -> Measured:
 
 
 def measure(num_clients: int, rounds: int) -> Measured:
-    """The same in a process on one core."""
+    """Simulate the fleet in a separate process on one core."""
     core = min(os.sched_getaffinity(0))
     command = [sys.executable, __file__, "--inside", str(num_clients), "--rounds", str(rounds)]
     done = subprocess.run(
@@ -82,20 +81,20 @@ def measure(num_clients: int, rounds: int) -> Measured:
         check=True,
         capture_output=True,
         timeout=LIMIT_S,
-        preexec_fn=lambda: os.sched_setaffinity(0, {core}),  # the child has one thread: it is safe
+        preexec_fn=lambda: os.sched_setaffinity(0, {core}),  # safe, because the child has one thread
     )
     return msgspec.json.decode(done.stdout, type=Measured)
 
 
 def main(
-    clients: Annotated[list[int] | None, typer.Option(help="Fleets of so many clients.")] = None,
+    clients: Annotated[list[int] | None, typer.Option(help="Number of clients of a fleet; may be repeated.")] = None,
     rounds: int = 100,
     once: Annotated[bool, typer.Option("--once", help="Do not simulate each fleet twice.")] = False,
     inside: Annotated[int, typer.Option(hidden=True)] = 0,
     as_json: JsonOption = False,
     save: SaveOption = False,
 ) -> None:
-    """Simulates fleets of 10,000, 100,000 and 1,000,000 clients."""
+    """Simulate fleets of 10,000, 100,000 and 1,000,000 clients."""
     if inside:
         sys.stdout.buffer.write(msgspec.json.encode(simulate(inside, rounds)))
         return
@@ -106,8 +105,8 @@ def main(
         rows.append(min((each.cells for each in runs), key=lambda cells: cells[1]))
     twice = "" if once else " Each fleet was simulated twice, with equal results; the faster time is shown."
     note = (
-        "An event is something that the server's coordinator is told: a check-in, a client that leaves, an upload, a "
-        f"report, a failure, a deadline. Memory is the most that the process had, with Python and NumPy.{twice}"
+        "An event is an input of the server's coordinator: a check-in, a client that leaves, an upload, a report, a "
+        f"failure, a deadline. Memory is the peak of the process, including Python and NumPy.{twice}"
     )
     report = Report(
         name="simulation-scale",

@@ -1,4 +1,4 @@
-"""What can be measured in a whole round: fedplat, the limit, and what the peers' modules share."""
+"""The systems of `whole_rounds.py`: fedplat, the limit, and the code that Flower and NVFlare share."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from processes import FailedError, NotInstalledError, Processes, free_port
 
 PEERS = HERE.parent / ".venv-peers"
 WARM_UP = 1
-"""Rounds that are left out: processes load code then, and wait for each other."""
+"""Rounds that are not counted: processes load code and wait for each other."""
 PATIENCE_S = 180.0
-"""How long a peer may take for a round."""
+"""Timeout of a round of another platform."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Rounds of a model with some clients: so many, or as many as fit into the seconds, but one at least."""
+    """Rounds of a model with some clients: at most `rounds`, and as many as fit into `seconds`, but at least one."""
 
     tensors: Tensors
     clients: int
@@ -36,7 +36,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """The seconds of each round, and the bytes of memory that the server's processes had at most."""
+    """The seconds of each round, and the peak memory of the server's processes in bytes."""
 
     seconds: list[float]
     server_rss: int
@@ -47,12 +47,12 @@ System = Callable[[Plan, Path], Sample]
 
 
 def fedplat(plan: Plan, folder: Path) -> Sample:
-    """As it is set up by default: TLS, updates on the disk."""
+    """Measure fedplat with default settings: TLS, updates on the disk."""
     return _fedplat(plan, folder, insecure=False)
 
 
 def fedplat_insecure(plan: Plan, folder: Path) -> Sample:
-    """Without TLS."""
+    """Measure fedplat without TLS."""
     return _fedplat(plan, folder, insecure=True)
 
 
@@ -64,15 +64,15 @@ def _fedplat(plan: Plan, folder: Path, insecure: bool) -> Sample:
 
 
 def raw_grpc(plan: Plan, folder: Path) -> Sample:
-    """The limit: the same bytes, and nothing done with them."""
+    """Measure the limit: the same bytes, without processing."""
     return _raw_grpc(plan, folder, [])
 
 
 def raw_grpc_tls(plan: Plan, folder: Path) -> Sample:
-    """The limit of those who speak TLS."""
+    """Measure the limit with TLS."""
     with Processes(folder, {**os.environ, **ENVIRONMENT}) as processes:
         if not processes.run([BIN / "fedplat-server", "init", "--data-dir", folder, "--host", "127.0.0.1"], START_S):
-            raise FailedError("no certificates could be made for the limit")
+            raise FailedError("the certificates of the limit could not be created")
     return _raw_grpc(plan, folder, [str(folder / "pki")])
 
 
@@ -98,44 +98,44 @@ def _raw_grpc(plan: Plan, folder: Path, pki: list[str]) -> Sample:
 
 
 def moments(text: str) -> list[float]:
-    """What a peer noted, a line for each model that it committed, the initial one first."""
+    """Parse the times that a platform has written, one line per committed model, the initial one first."""
     lines = text.splitlines(keepends=True)
     return [float(line) for line in lines if line.endswith("\n")]
 
 
 def require_peers(program: str) -> Path:
-    """The folder of the peers' programs. Raises `NotInstalledError` if it lacks this one."""
+    """Return the folder of the other platforms' programs. Raises `NotInstalledError` if `program` is missing."""
     folder = PEERS / "bin"
     if not (folder / program).exists():
-        raise NotInstalledError(f"{program} is not installed; run `make bench-peers` (it makes .venv-peers)")
+        raise NotInstalledError(f"{program} is not installed; run `make bench-peers` (it creates .venv-peers)")
     return folder
 
 
 def peers_environment(home: Path) -> dict[str, str]:
-    """What processes of peers shall see: their own programs first, and a home that goes away with the run."""
+    """Return the environment of other platforms: their programs first in PATH, and a temporary home folder."""
     home.mkdir()
     path = f"{PEERS / 'bin'}{os.pathsep}{os.environ['PATH']}"
     return {**os.environ, **ENVIRONMENT, "HOME": str(home), "PATH": path}
 
 
 def write_model(plan: Plan, path: Path) -> None:
-    """Tells a peer's app which arrays its model has."""
+    """Write the arrays of the model for a platform's app."""
     path.write_text(json.dumps(plan.tensors))
 
 
 def watch(plan: Plan, processes: Processes, server: psutil.Process, times: Path) -> Sample:
-    """Waits until a peer has noted the rounds of a plan. Raises `FailedError`."""
+    """Wait until a platform has completed the rounds of a plan. Raises `FailedError`."""
 
-    def noted() -> list[float]:
+    def read_times() -> list[float]:
         return moments(times.read_text()) if times.exists() else []
 
     def next_round() -> bool:
         processes.note_peak(server)
-        return len(noted()) > have
+        return len(read_times()) > have
 
     have, began = 0, time.monotonic()
     while have <= plan.rounds + WARM_UP and (have <= 1 + WARM_UP or time.monotonic() < began + plan.seconds):
         processes.wait(f"round {have}", next_round, PATIENCE_S)
         began = began if have else time.monotonic()
-        have = len(noted())
-    return Sample(intervals(noted())[WARM_UP:], sum(processes.peaks.values()))
+        have = len(read_times())
+    return Sample(intervals(read_times())[WARM_UP:], sum(processes.peaks.values()))

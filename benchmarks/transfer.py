@@ -1,11 +1,11 @@
-"""How fast do models go down to clients, and updates up to the server?
+"""Measure the download of models by clients, and the upload of updates to the server.
 
     python benchmarks/transfer.py [--clients 10] [--model-bytes 100000000] [--repeat 5]
 
-A real `fedplat-server` process and clients, each a process, with all that belongs to a transfer: signatures, SHA-256
-at both ends, the model in the client's cache, the update in the server's spool. Beside it, in the same minutes and one
-after the other: the same bytes through streams of `grpc.aio` that do nothing else, and through one TCP connection.
-A direction lasts from the moment when all are told to begin until the last is done. CPU seconds count all threads.
+The benchmark runs a real `fedplat-server` process and client processes, with all parts of a transfer: signatures,
+SHA-256 at both ends, the model in the client's cache, the update in the server's spool. In turns with them it sends the
+same bytes through bare streams of `grpc.aio`, and through one TCP connection. A direction lasts from the start of all
+clients until the last is done. CPU seconds include all threads.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class End:
     process: subprocess.Popen[str]
 
     def read(self) -> str:
-        """The next line that it says."""
+        """Read the next line of its output. Exits if the process has ended."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
             raise SystemExit("a process of the benchmark ended; see above")
         return line.strip()
 
-    def ask(self, direction: str) -> None:
-        """Lets it begin."""
+    def start(self, direction: str) -> None:
+        """Start a transfer."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{direction}\n")
         self.process.stdin.flush()
@@ -59,31 +59,34 @@ class End:
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """A server and its clients, ready."""
+    """A server and its clients, ready for transfers."""
 
     name: str
     server_pid: int
     clients: Sequence[End]
 
     def move(self, direction: str, num_clients: int) -> tuple[float, float, float]:
-        """Moves the model to, or an update from, so many clients: seconds, CPU seconds of the server and of them."""
+        """Transfer the model to, or an update from, `num_clients` clients.
+
+        Returns the seconds, and the CPU seconds of the server and of the clients.
+        """
         busy = self.clients[:num_clients]
         before, began = cpu_seconds(self.server_pid), time.perf_counter()
         for end in busy:
-            end.ask(direction)
+            end.start(direction)
         spent = sum(json.loads(end.read())["cpu_s"] for end in busy)
         return time.perf_counter() - began, cpu_seconds(self.server_pid) - before, spent
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process has used up so far."""
+    """Return the CPU seconds of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextlib.contextmanager
 def ends(role: str, arguments: Sequence[Sequence[object]]) -> Generator[list[End]]:
-    """Processes of one role."""
+    """Run processes of one role."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "ERROR"}
     program = [sys.executable, str(HERE / "transfer_ends.py"), role]
     running: list[subprocess.Popen[str]] = []
@@ -103,7 +106,7 @@ def ends(role: str, arguments: Sequence[Sequence[object]]) -> Generator[list[End
 
 @contextlib.contextmanager
 def sides(folder: Path, tls: bool, clients: int, size: int, chunk: int) -> Generator[list[Side]]:
-    """fedplat, raw gRPC and (without TLS) TCP, all of them ready."""
+    """Start fedplat, raw gRPC and (without TLS) TCP, all of them ready."""
     with contextlib.ExitStack() as stack:
         deployment = stack.enter_context(serve(folder, insecure=not tls))
         pki = folder / "pki"
@@ -121,7 +124,7 @@ def sides(folder: Path, tls: bool, clients: int, size: int, chunk: int) -> Gener
 
 @contextlib.contextmanager
 def ready(role: str, arguments: Sequence[Sequence[object]]) -> Generator[list[End]]:
-    """Processes that have said that they are ready."""
+    """Run processes, and wait until they are ready."""
     with ends(role, arguments) as started:
         for end in started:
             assert end.read() == "ready"
@@ -130,7 +133,7 @@ def ready(role: str, arguments: Sequence[Sequence[object]]) -> Generator[list[En
 
 @contextlib.contextmanager
 def working(deployment: Deployment, clients: int, size: int) -> Generator[list[End]]:
-    """Clients of fedplat, each of which has an assignment."""
+    """Run clients of fedplat, each with an assignment."""
     model = Parameters.from_arrays({"weight": np.zeros(size // 4, np.float32)})
     text = JOB.format(rounds=1, clients=clients)
     ticket = deployment.folder / "ticket"
@@ -144,7 +147,7 @@ def working(deployment: Deployment, clients: int, size: int) -> Generator[list[E
 
 
 def measure(tls: bool, clients: int, size: int, chunk: int, repeat: int) -> list[tuple[report.Cell, ...]]:
-    """One row for each side, direction and number of clients."""
+    """Return one row for each side, direction and number of clients."""
     rows: list[tuple[report.Cell, ...]] = []
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -152,16 +155,16 @@ def measure(tls: bool, clients: int, size: int, chunk: int, repeat: int) -> list
     ):
         for direction in ("down", "up"):
             for count in dict.fromkeys((1, clients)):
-                there = [side for side in found if len(side.clients) >= count]
-                for side in there:
+                active = [side for side in found if len(side.clients) >= count]
+                for side in active:
                     side.move(direction, count)
-                runs = [[side.move(direction, count) for side in there] for _ in range(repeat)]
+                runs = [[side.move(direction, count) for side in active] for _ in range(repeat)]
                 medians = [
                     [statistics.median(values) for values in zip(*run, strict=True)] for run in zip(*runs, strict=True)
                 ]
-                limit_s = medians[[side.name for side in there].index("raw gRPC")][0]
+                limit_s = medians[[side.name for side in active].index("raw gRPC")][0]
                 volume = count * size / GB
-                for side, (wall_s, server_s, client_s) in zip(there, medians, strict=True):
+                for side, (wall_s, server_s, client_s) in zip(active, medians, strict=True):
                     security = "TLS" if tls else "plain"
                     key = (f"{direction}, {count} client{'s' * (count > 1)}", security, side.name)
                     cost = (volume / wall_s, server_s / volume, client_s / volume)
@@ -170,14 +173,14 @@ def measure(tls: bool, clients: int, size: int, chunk: int, repeat: int) -> list
 
 
 def main(
-    clients: Annotated[int, typer.Option(min=1, help="Client processes.")] = 10,
+    clients: Annotated[int, typer.Option(min=1, help="Number of client processes.")] = 10,
     model_bytes: Annotated[int, typer.Option(min=4, help="Size of the model, float32.")] = 100_000_000,
     chunk_bytes: Annotated[int, typer.Option(min=1, help="Chunk of the raw streams.")] = 2**20,
-    repeat: Annotated[int, typer.Option(min=1, max=3, help="Measurements, of which the median is shown.")] = 3,
+    repeat: Annotated[int, typer.Option(min=1, max=3, help="Number of measurements; the median is shown.")] = 3,
     as_json: report.JsonOption = False,
     save: report.SaveOption = False,
 ) -> None:
-    """Measure transfers down and up, of one client and of several at once, against what the machine can do."""
+    """Measure downloads and uploads, of one client and of several at once, compared with the limits of the machine."""
     one = functools.partial(measure, clients=clients, size=model_bytes, chunk=chunk_bytes, repeat=repeat)
     columns = ("what", "security", "by", "GB/s", "server CPU s/GB", "client CPU s/GB", "x raw gRPC")
     rows = [*one(False), *one(True)]

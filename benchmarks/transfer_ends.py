@@ -1,6 +1,6 @@
-"""The ends of `transfer.py`, each a process: it says "ready", then does what each line on its stdin asks for.
+"""The processes of `transfer.py`. Each prints "ready", and then runs one transfer for each line of its stdin.
 
-A line names the direction; the answer is one line of JSON, the seconds and the CPU seconds that it took here.
+A line names the direction. The answer is one line of JSON with the seconds and the CPU seconds of this process.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _OPTIONS = (
 
 
 def pieces(size: int, chunk: int) -> list[bytes]:
-    """So many bytes, in chunks."""
+    """Return `size` bytes in chunks."""
     return [os.urandom(1) * min(chunk, size - start) for start in range(0, size, chunk)]
 
 
 def raw_server(size: int, chunk: int, key: str, certificate: str) -> None:
-    """A server of `grpc.aio` that sends and takes bytes, and does nothing else with them."""
+    """Run a server of `grpc.aio` that only sends and receives bytes."""
     asyncio.run(_serve(size, chunk, key, certificate))
 
 
@@ -80,7 +80,7 @@ async def _serve(size: int, chunk: int, key: str, certificate: str) -> None:
 
 
 def raw_client(port: int, size: int, chunk: int, ca: str) -> None:
-    """A client of it."""
+    """Run a client of `raw_server`."""
     asyncio.run(_call(port, size, chunk, ca))
 
 
@@ -108,7 +108,7 @@ async def _call(port: int, size: int, chunk: int, ca: str) -> None:
 
 
 def tcp_server(size: int, chunk: int) -> None:
-    """Sends and takes bytes over one plain TCP connection."""
+    """Send and receive bytes over one plain TCP connection."""
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
     connection, _ = listener.accept()
@@ -122,7 +122,7 @@ def tcp_server(size: int, chunk: int) -> None:
 
 
 def tcp_client(port: int, size: int, chunk: int) -> None:
-    """The other end of it."""
+    """Run the client of `tcp_server`."""
     connection = socket.create_connection(("127.0.0.1", port))
     data, into = bytes(size), bytearray(chunk)
 
@@ -144,7 +144,7 @@ def _take(connection: socket.socket, size: int, into: bytearray) -> None:
 
 
 def fedplat_client(ticket: str, folder: str) -> None:
-    """A client as it works on an assignment: a model becomes a file of the cache, an update is a new one each time."""
+    """Run a client with an assignment. A download ends as a file of the cache; each upload is a new update."""
     process_tuning.reuse_message_memory()
     asked = Ticket.from_text(Path(ticket).read_text())
     directory = DataDirectory(Path(folder), asked.server, asked.population)
@@ -187,7 +187,7 @@ def _work(connection: Connection, models: Path, assignment: fleet_pb2.Assignment
 
 
 def answer(directions: dict[str, Callable[[], None]]) -> None:
-    """Does what is asked for, until nobody asks any more."""
+    """Run the requested transfers until stdin is closed."""
     print("ready", flush=True)
     for line in sys.stdin:
         wall, cpu = time.perf_counter(), time.process_time()

@@ -1,11 +1,11 @@
-"""What does compressing an update cost, how much smaller does it become, and what is lost?
+"""Measure the time, the size and the error of compressing updates, and the effect on a training.
 
     python benchmarks/update_codecs.py [--size 1000000 --size 25000000] [--repeats 5] [--seeds 3] [--json] [--save]
 
 Each codec encodes and decodes a vector of normal numbers, block by block in one thread, in turns with the others and
-with a plain copy in the same blocks. Then the digits job (examples/digits) is trained for 20 rounds by its ten clients,
-whose updates go through the codec on their way to the aggregation: the functions of client and server without the
-processes around them, so that codecs differ by nothing else.
+with a plain copy in the same blocks. Then the ten clients of the digits job (examples/digits) train for 20 rounds, and
+their updates go through the codec before the aggregation. The trainings use the functions of client and server without
+their processes, so codecs are the only difference.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ NOTES = (
 
 
 def main(
-    size: Annotated[list[int] | None, typer.Option(min=1, help="Parameters.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements, of which the median is shown.")] = 5,
-    seeds: Annotated[int, typer.Option(min=0, help="Trainings with each codec; 0 leaves the accuracy out.")] = 3,
+    size: Annotated[list[int] | None, typer.Option(min=1, help="Number of parameters.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of measurements; the median is shown.")] = 5,
+    seeds: Annotated[int, typer.Option(min=0, help="Number of trainings with each codec; 0 omits the accuracy.")] = 3,
     as_json: JsonOption = False,
     save: SaveOption = False,
 ) -> None:
@@ -78,12 +78,12 @@ def main(
 
 
 def vector_of(size: int) -> Vector:
-    """A vector that looks like an update, but for its structure."""
+    """Return a vector with the size of values of an update, but without its structure."""
     return np.random.default_rng(1).normal(0, 0.01, size).astype(np.float32)
 
 
 def small_facts(codec: Codec, size: int) -> tuple[float, float]:
-    """Bits a parameter, and the normalised squared error."""
+    """Return the bits per parameter, and the normalised squared error."""
     vector = vector_of(size)
     payload = b"".join(codec.encode(VectorBlocks(vector), np.random.default_rng(1)))
     difference = whole(codec.decode(payload, size)).astype(np.float64) - vector
@@ -91,12 +91,12 @@ def small_facts(codec: Codec, size: int) -> tuple[float, float]:
 
 
 def whole(blocks: Blocks) -> Vector:
-    """All blocks as one vector."""
+    """Return all blocks as one vector."""
     return np.concatenate([block.copy() for block in blocks])
 
 
 def measure(size: int, repeats: int) -> dict[str, tuple[float, float]]:
-    """GB/s of encoding and decoding, by codec."""
+    """Return the GB/s of encoding and decoding, by codec."""
     vector, codecs = vector_of(size), {name: options.build() for name, options in CODECS.items()}
     payloads: dict[str, bytes] = {}
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in (*CODECS, COPY)}
@@ -113,7 +113,7 @@ def measure(size: int, repeats: int) -> dict[str, tuple[float, float]]:
         copy_in_blocks(vector)
         took = time.thread_time() - began
         seconds[COPY].append((took, took))
-    # The first time is left out: memory is new to the process then.
+    # The first measurement is omitted, because it includes page faults of new memory.
     return {
         name: (
             vector.nbytes / 1e9 / statistics.median(one for one, _ in times[1:]),
@@ -124,22 +124,22 @@ def measure(size: int, repeats: int) -> dict[str, tuple[float, float]]:
 
 
 def draw(blocks: Iterable[Vector]) -> None:
-    """Decodes, and keeps nothing."""
+    """Decode all blocks, without storing them."""
     for _ in blocks:
         pass
 
 
 def copy_in_blocks(vector: Vector) -> None:
-    """Reads a vector as codecs do."""
+    """Read a vector in the blocks of the codecs."""
     scratch = np.empty(BLOCK, np.float32)
     for block in VectorBlocks(vector):
         scratch[: block.size] = block
 
 
 def train_all(seeds: int) -> dict[str, float]:
-    """The mean accuracy by codec, of as many trainings at a time as there are cores."""
+    """Return the mean accuracy by codec. Runs as many trainings at a time as there are cores."""
     with concurrent.futures.ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        # zstd loses nothing: what was trained without it holds with it.
+        # zstd is lossless, so its accuracy is that of the training without it.
         lossy = dict.fromkeys(msgspec.structs.replace(options, zstd=False) for options in CODECS.values())
         running = {options: [pool.submit(train, options, seed) for seed in range(seeds)] for options in lossy}
         means = {options: statistics.mean(job.result() for job in jobs) for options, jobs in running.items()}
@@ -147,7 +147,7 @@ def train_all(seeds: int) -> dict[str, float]:
 
 
 def train(options: Options, seed: int, downlink: Options | None = None) -> float:
-    """The accuracy on held-out digits after all rounds, when updates, and versions, go through a codec."""
+    """Return the accuracy on held-out digits after all rounds with a codec for updates, and one for versions."""
     import torch
 
     from fedplat_client import Task
@@ -178,12 +178,12 @@ def train(options: Options, seed: int, downlink: Options | None = None) -> float
 
 
 def rule_of(inner: Rule, downlink: Options | None, seed: int) -> Rule:
-    """The job's rule, with encoded steps if there is a downlink."""
+    """Return the job's rule, with encoded steps if there is a downlink."""
     return inner if downlink is None else compress_step(downlink.build(), seed, lambda _: None)(inner)
 
 
 class Sender:
-    """A client's end of a codec: its randomness, and what it has not sent yet if the codec leaves much out."""
+    """A client's side of a codec: its randomness, and its residual if the codec needs feedback."""
 
     def __init__(self, codec: Codec, size: int, seed: int) -> None:
         self._codec = codec
@@ -192,7 +192,7 @@ class Sender:
         self._residual = self._feedback.init(size)
 
     def sent(self, update: Parameters) -> Any:
-        """The update as the server decodes it."""
+        """Return the update as the server decodes it."""
         vector = VectorBlocks(update.to_vector())
         if self._codec.needs_feedback:
             payload, self._residual = self._feedback.encode(self._residual, vector, self._rng)

@@ -1,10 +1,11 @@
-"""What does a whole round cost, beside Flower, NVFlare, and what raw gRPC takes for the same bytes?
+"""Measure whole rounds, compared with Flower, NVFlare, and raw gRPC with the same bytes.
 
     python benchmarks/whole_rounds.py [--all] [--model 100MB] [--clients 10] [--system fedplat] [--save]
 
-Real server and client processes over loopback, no training. A round lasts from one committed model to the next. What
-is compared is measured in turns: fedplat and the limits before, between and after the peers, which take minutes. The
-peers come from `make bench-peers`; what is not installed is left out. The first round of each start is left out too.
+Real server and client processes run over loopback, without training. A round lasts from one committed model to the
+next. Systems are measured in turns: fedplat and the limits before, between and after the other platforms, which take
+minutes. `make bench-peers` installs the other platforms; missing ones are omitted. The first round after each start is
+not counted.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ PEERS: dict[str, System] = {
 }
 SYSTEMS = OURS | PEERS
 BARS = (("100MB", 10), ("ResNet-50", 2), ("one-tensor", 2), ("4KB", 4))
-"""The rounds that goals were set for, with the number of clients."""
+"""The rounds with a performance goal, with the number of clients."""
 ALL_CLIENTS = (2, 4, 10)
 TURNS = 3
-ALONE = "one-tensor"
-"""What fedplat's ResNet-50 is compared with, and no peer's."""
+ONE_TENSOR = "one-tensor"
+"""The model to compare fedplat's ResNet-50 with. Other platforms are not measured with it."""
 COLUMNS = ("round", "system", "s a round", "x fedplat", "x limit", "x limit, TLS", "server MiB", "rounds")
 NOTES = (
     'Median of the rounds. fedplat keeps updates on the disk (`durability = "spool"`) and syncs each version; '
-    "Flower holds its state in memory, or in a file of SQLite, and NVFlare syncs nothing.",
+    "Flower keeps its state in memory, or in a file of SQLite, and NVFlare syncs nothing.",
     "fedplat and NVFlare's POC mode use TLS by default, Flower does not; the limit is measured with and without. "
     "NVFlare tuned: its polling intervals at 0.01 s instead of 0.5 to 2 s.",
     "Server MiB: the sum of the peaks of the server's processes.",
@@ -62,31 +63,31 @@ _console = Console(stderr=True, soft_wrap=True)
 
 @dataclasses.dataclass
 class Budget:
-    """How long and how often to measure."""
+    """The time and the number of rounds to measure."""
 
     rounds: int
     seconds: float
     end: float
 
     def plan(self, rounds: Rounds, turns: int) -> Plan:
-        """One of so many turns of a system."""
+        """Return the plan of one of `turns` turns of a system."""
         model, clients = rounds
         return Plan(MODELS[model], clients, math.ceil(self.rounds / turns), self.seconds / turns)
 
 
 @dataclasses.dataclass
 class Measured:
-    """What was measured of the systems in one kind of round."""
+    """The measurements of all systems in one kind of round."""
 
     samples: dict[str, list[Sample]]
     failures: list[str]
 
     def seconds(self, system: str) -> list[float]:
-        """Of all rounds of a system."""
+        """Return the seconds of all rounds of a system."""
         return [second for sample in self.samples.get(system, []) for second in sample.seconds]
 
     def median(self, system: str) -> float | None:
-        """Seconds of a round, if one was measured."""
+        """Return the median seconds of a round, or None without measurements."""
         seconds = self.seconds(system)
         return statistics.median(seconds) if seconds else None
 
@@ -96,19 +97,19 @@ def main(  # noqa: PLR0913 -- one parameter for each option of the command line
     models: Annotated[list[str] | None, typer.Option("--model", help=f"Of {', '.join(MODELS)}; repeatable.")] = None,
     clients: Annotated[list[int] | None, typer.Option("--clients", min=2, help="With --model; repeatable.")] = None,
     systems: Annotated[list[str] | None, typer.Option("--system", help=f"Of {', '.join(SYSTEMS)}; repeatable.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each system, at most.")] = 12,
-    seconds: Annotated[float, typer.Option(min=0.1, help="For the rounds of each system; one is always done.")] = 24.0,
-    minutes: Annotated[float, typer.Option(help="After these nothing is started any more.")] = 15.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Maximum number of rounds of each system.")] = 12,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="Seconds for the rounds of each system; at least one round is measured.")
+    ] = 24.0,
+    minutes: Annotated[float, typer.Option(help="Time limit; no measurement starts after it.")] = 15.0,
     as_json: JsonOption = False,
     save: SaveOption = False,
 ) -> None:
-    """Measure whole rounds whose training costs nothing."""
-    for option, given, known in (("--model", models, MODELS), ("--system", systems, SYSTEMS)):
-        for name in given or ():
+    """Measure whole rounds without training."""
+    for option, names, known in (("--model", models, MODELS), ("--system", systems, SYSTEMS)):
+        for name in names or ():
             if name not in known:
-                raise typer.BadParameter(
-                    f"{name!r} is not known; expected one of {', '.join(known)}", param_hint=option
-                )
+                raise typer.BadParameter(f"{name!r} is unknown; expected one of {', '.join(known)}", param_hint=option)
     kinds: Sequence[Rounds] = BARS
     if everything or models or clients:
         kinds = list(itertools.product(models or MODELS, clients or ALL_CLIENTS))
@@ -119,9 +120,9 @@ def main(  # noqa: PLR0913 -- one parameter for each option of the command line
 
 
 def measure(rounds: Rounds, systems: Sequence[str], budget: Budget, times: int = TURNS) -> Measured:
-    """Measures systems in turns."""
+    """Measure systems in turns."""
     measured = Measured({}, [])
-    order = list(turns([name for name in systems if rounds[0] != ALONE or name in OURS], times))
+    order = list(turns([name for name in systems if rounds[0] != ONE_TENSOR or name in OURS], times))
     for name in order:
         if time.monotonic() > budget.end:
             measured.failures.append(f"{label(rounds)}, from {name} on: no time was left (--minutes)")
@@ -136,7 +137,7 @@ def measure(rounds: Rounds, systems: Sequence[str], budget: Budget, times: int =
 
 
 def attempt(name: str, plan: Plan, measured: Measured, rounds: Rounds) -> Sample | None:
-    """Measures a system; a second time if that fails: Flower loses tasks whose processes are slow to start."""
+    """Measure a system, and try again if that fails, because Flower loses tasks with processes that start slowly."""
     for is_last in (False, True):
         try:
             with tempfile.TemporaryDirectory(prefix="fedplat-bench-") as folder:
@@ -153,7 +154,7 @@ def attempt(name: str, plan: Plan, measured: Measured, rounds: Rounds) -> Sample
 
 
 def turns(systems: Sequence[str], times: int) -> Iterator[str]:
-    """Who is measured when: ours so many times, around and between the peers, which are measured once."""
+    """Return the order of measurements: ours `times` times, around and between the others, which are measured once."""
     ours = [name for name in systems if name in OURS]
     peers = [name for name in systems if name in PEERS]
     for turn in range(times):
@@ -163,12 +164,12 @@ def turns(systems: Sequence[str], times: int) -> Iterator[str]:
 
 
 def label(rounds: Rounds) -> str:
-    """What people read."""
+    """Describe a kind of round."""
     return f"{rounds[0]}, {rounds[1]} clients"
 
 
 def report(measured: dict[Rounds, Measured]) -> Report:
-    """A row for each system in each kind of round."""
+    """Return the report, with a row for each system in each kind of round."""
     rows = [row(rounds, name, found) for rounds, found in measured.items() for name in SYSTEMS if name in found.samples]
     failures = [failure for found in measured.values() for failure in found.failures]
     notes = [*NOTES, *_tensors(measured), *(f"Not measured: {failure}" for failure in failures)]
@@ -176,7 +177,7 @@ def report(measured: dict[Rounds, Measured]) -> Report:
 
 
 def row(rounds: Rounds, system: str, measured: Measured) -> tuple[Cell, ...]:
-    """What is shown of a system."""
+    """Return the row of a system."""
     median = measured.median(system)
     ratios: list[Cell] = []
     for base in ("fedplat", "limit", "limit, TLS"):
@@ -188,9 +189,9 @@ def row(rounds: Rounds, system: str, measured: Measured) -> tuple[Cell, ...]:
 
 def _tensors(measured: dict[Rounds, Measured]) -> Iterator[str]:
     for (model, clients), found in measured.items():
-        alone = measured.get((ALONE, clients))
-        if model == "ResNet-50" and alone is not None:
-            many, one = found.median("fedplat"), alone.median("fedplat")
+        one_tensor = measured.get((ONE_TENSOR, clients))
+        if model == "ResNet-50" and one_tensor is not None:
+            many, one = found.median("fedplat"), one_tensor.median("fedplat")
             if many and one:
                 yield f"{label((model, clients))}: {many / one:.2f} x the time of one tensor of equal bytes."
 

@@ -1,4 +1,4 @@
-"""A simulation of data and a model that exist in Python only: hospitals that learn one linear model.
+"""Simulate hospitals that learn one linear model, with data and a model defined in Python.
 
 Run it with: python examples/own_data.py
 """
@@ -20,7 +20,7 @@ name = "hospitals"
 population = "hospitals"
 trainer = "linear"
 rounds = 15
-model = { initial = "unused:here" } # the learner makes the first model
+model = { initial = "unused:here" } # the learner creates the initial model
 config = { epochs = 1, batch_size = 32, learning_rate = 0.05 }
 selection = { goal = 5, over_selection = 1.2 }
 simulation = { target_metric = "loss", fleet = { speed = { kind = "uniform", low = 10.0, high = 200.0 } } }
@@ -28,7 +28,7 @@ simulation = { target_metric = "loss", fleet = { speed = { kind = "uniform", low
 
 
 def data() -> Federation:
-    """Forty hospitals of unequal size, whose data follows one line with noise."""
+    """Return the data of forty hospitals of unequal size: one linear function with noise."""
     rng = np.random.default_rng(7)
     inputs = rng.normal(size=(5000, 4)).astype(np.float32)
     targets = inputs @ np.array([[1.0], [-2.0], [0.5], [3.0]], np.float32)

@@ -1,10 +1,10 @@
-"""How fast are the collectives of Gloo or NCCL beside a ring, a star, a tree, and shared memory?
+"""Compare the collectives of Gloo or NCCL with a ring, a star, a tree, and shared memory.
 
     python benchmarks/collectives/compare.py [--ranks 2] [--max-size 1GB] [--collective all-reduce] [--json]
 
-The options, the measurement and the output are those of `fedplat-server pool bench`, which measures the library alone.
+The options, the measurement and the output are those of `fedplat-server pool bench`, which measures only the library.
 `--json` prints one object: the `BenchReport` of `fedplat/pytorch/distributed/bench/records.py`, with
-`is_healthy` and `findings`. Each implementation is checked for right results before it is timed.
+`is_healthy` and `findings`. The results of each implementation are verified before it is measured.
 """
 
 from __future__ import annotations

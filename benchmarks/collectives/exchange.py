@@ -1,4 +1,4 @@
-"""Messages between two ranks, of which the implementations are made."""
+"""Messages between two ranks, from which the implementations are built."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Messages: TypeAlias = Sequence[tuple[torch.Tensor, int]]
 
 
 def exchange(sends: Messages = (), receives: Messages = ()) -> None:
-    """Send to some ranks and receive from some, at the same time."""
+    """Send to some ranks and receive from others at the same time."""
     operations = [distributed.P2POp(distributed.irecv, values, rank) for values, rank in receives]
     operations += [distributed.P2POp(distributed.isend, values, rank) for values, rank in sends]
     if operations:

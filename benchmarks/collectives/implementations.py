@@ -1,4 +1,4 @@
-"""The table of implementations that are compared."""
+"""The implementations to compare."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ POINT_TO_POINT: Mapping[str, Mapping[str, Operation]] = {
     "reduce-scatter": {"star": star.reduce_scatter, "ring": ring.reduce_scatter},
     "all-reduce": {"star": star.all_reduce, "tree": tree.all_reduce, "ring": ring.all_reduce},
 }
-"""Implementations by messages between two ranks. A ring makes no sense if every byte has one receiver, and a tree none
-if every rank has other bytes for each."""
+"""Implementations by messages between two ranks. A ring is useless if every byte has only one receiver, and a tree if
+every rank has different bytes for each other rank."""
 
 SHARED_MEMORY: Mapping[str, Callable[[Vectors], object]] = {
     "all-gather": lambda vectors: vectors.all_gather(),

@@ -3,14 +3,14 @@
     python benchmarks/papers/fedprox_stragglers.py
     python benchmarks/papers/fedprox_stragglers.py --quick
 
-Logistic regression, 1,000 clients with two digits each and sizes by a power law, 10 a round, 100 rounds of 10 epochs
-with batches of 10 and a learning rate of 0.03. Nine assignments of ten have time for a part of their steps only, drawn
-uniformly. FedAvg drops them, FedProx takes what they have. As in the authors' code (`data/mnist/generate_niid.py`),
+Logistic regression, 1,000 clients with two digits each and sizes by a power law, 10 per round, 100 rounds of 10 epochs
+with batches of 10 and a learning rate of 0.03. Nine of ten assignments have time for only a part of their steps, drawn
+uniformly. FedAvg drops them, FedProx uses their partial work. As in the authors' code (`data/mnist/generate_niid.py`),
 each pixel is standardized over all 70,000 images, and a tenth of every client's examples is the test set.
 
-The authors' code has the same number of stragglers in every round; here each assignment is one with probability 0.9,
-and a round in which all ten are is tried again, so that one and a half clients are left on average. FedAvg with exactly
-one, which is what dropping nine of ten comes to in the authors' code, is a cell of its own.
+The authors' code has the same number of stragglers in every round. Here each assignment is one with probability 0.9,
+and a round with ten stragglers is tried again, so that on average one and a half clients remain. FedAvg with exactly
+one client, the result of dropping nine of ten in the authors' code, is a separate cell.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NAMES = {
 
 
 def cells() -> Iterator[Cell]:
-    """One for each variant."""
+    """Yield one cell for each variant."""
     for name, (config, _) in VARIANTS.items():
         goal, stragglers = (1, 0.0) if name == "fedavg-one" else (10, 0.9)
         settings = f"""
@@ -76,7 +76,7 @@ stragglers = {stragglers}
 
 
 def federation(seed: int) -> Federation:
-    """The paper's data. Raises `DataError` where MNIST is not in the data folder."""
+    """Return the paper's data. Raises `DataError` if MNIST is not in the data folder."""
     rng = np.random.default_rng(seed)
     mnist = sources.Mnist().load(SourcePaths(Path.cwd(), data_folder(), rng))
     inputs = np.concatenate([mnist.inputs, mnist.test_inputs])
@@ -91,12 +91,12 @@ def federation(seed: int) -> Federation:
 
 
 def play(file: SimulationFile, observe: Observe, keep: RunFolderOptions) -> None:
-    """Runs a cell on that data."""
+    """Run a cell on that data."""
     simulate(file, data=federation(file.simulation.seed), observe=observe, keep=keep)
 
 
 def rows(logs: Sequence[Log]) -> list[tuple[Value, ...]]:
-    """The accuracy at the end, as the mean of the last ten rounds, over the seeds."""
+    """Return the final accuracy, as the mean of the last ten rounds, over the seeds."""
     found: list[tuple[Value, ...]] = []
     for name, (_, published) in VARIANTS.items():
         mine = [log for log in logs if log.cell == name]

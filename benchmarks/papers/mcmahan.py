@@ -4,8 +4,8 @@
     python benchmarks/papers/mcmahan.py --only 2nn-iid
     python benchmarks/papers/mcmahan.py --quick
 
-100 clients of 600 examples, 10 of them a round. The paper tunes the learning rate of each cell on a grid of 11 to 13,
-a factor of 10^(1/3) or 10^(1/6) apart; here each has three, a factor of 10^(1/3) apart, and the best one counts.
+100 clients with 600 examples, 10 of them per round. The paper tunes the learning rate of each cell on a grid of 11 to
+13, a factor of 10^(1/3) or 10^(1/6) apart. Here each cell has three, a factor of 10^(1/3) apart, and the best counts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Its name in those of the logs."""
+        """The name of the setting in the names of its logs."""
         return f"{self.model}-{self.partition}-e{self.epochs}-b{self.batch_size or 'all'}"
 
 
@@ -51,7 +51,7 @@ SETTINGS = (
 
 
 def cells() -> Iterator[Cell]:
-    """Every setting with each of its learning rates; runs are cut after 1.6 x the published rounds."""
+    """Yield every setting with each of its learning rates. Runs end after 1.6 x the published rounds."""
     for setting in SETTINGS:
         for rate in setting.rates:
             settings = f"""
@@ -84,7 +84,7 @@ source = "mnist"
 
 
 def rows(logs: Sequence[Log]) -> list[tuple[Value, ...]]:
-    """A row for each setting: the rounds with the best of its learning rates, over the seeds."""
+    """Return a row for each setting: the rounds with its best learning rate, over the seeds."""
     found: list[tuple[Value, ...]] = []
     for setting in SETTINGS:
         means: dict[float, float] = {}

@@ -4,9 +4,9 @@
     python benchmarks/papers/niid_bench.py --only scaffold
     python benchmarks/papers/niid_bench.py --quick
 
-As Flower reproduced it (`baselines/niid_bench`), whose figures these are: LeNet-5, 10 clients, all of them each round,
-50 rounds of 10 epochs with batches of 64, SGD with a learning rate of 0.01, momentum 0.9 and weight decay 1e-5, and
-FedProx with mu = 0.01. There SCAFFOLD's correction is applied after the momentum, here before it.
+The settings and published values are those of Flower's reproduction (`baselines/niid_bench`): LeNet-5, 10 clients, all
+of them in each round, 50 rounds of 10 epochs with batches of 64, SGD with a learning rate of 0.01, momentum 0.9 and
+weight decay 1e-5, and FedProx with mu = 0.01. Flower applies SCAFFOLD's correction after the momentum, fedplat before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NAMES = {"fedavg": "FedAvg", "scaffold": "SCAFFOLD", "fedprox": "FedProx", "fedn
 
 
 def cells() -> Iterator[Cell]:
-    """One for each algorithm."""
+    """Yield one cell for each algorithm."""
     for name, (config, tables, _) in ALGORITHMS.items():
         settings = f"""
 name = "niid-{name}"
@@ -67,7 +67,7 @@ alpha = 0.5
 
 
 def rows(logs: Sequence[Log]) -> list[tuple[Value, ...]]:
-    """The accuracy after the last round, over the seeds."""
+    """Return the accuracy after the last round, over the seeds."""
     found: list[tuple[Value, ...]] = []
     for name, (_, _, published) in ALGORITHMS.items():
         ends = [log.accuracies[-1] for log in logs if log.cell == name and log.accuracies]

@@ -1,4 +1,4 @@
-"""Draws docs/images/accuracy-epsilon.png of the kept logs: what the model knows, by what the job promises.
+"""Draw docs/images/accuracy-epsilon.png from the kept logs: the accuracy against the guaranteed epsilon.
 
 python benchmarks/papers/private_picture.py
 """
@@ -14,7 +14,7 @@ PICTURE = HERE.parents[1] / "docs" / "images" / "accuracy-epsilon.png"
 
 
 def draw(logs: list[Log], path: Path) -> None:
-    """Accuracy against epsilon, each run a small point; and the line of no noise."""
+    """Plot the accuracy against epsilon, each run as a small point, and a line for the runs without noise."""
     import matplotlib
 
     matplotlib.use("Agg")

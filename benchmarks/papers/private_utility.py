@@ -1,11 +1,11 @@
-"""What client-level privacy costs in accuracy: the 2NN on MNIST over 3,383 users, with more and more noise.
+"""The cost of client-level privacy in accuracy: the 2NN on MNIST with 3,383 users, with increasing noise.
 
     python benchmarks/papers/private_utility.py --seeds 0 1
     python benchmarks/papers/private_utility.py --quick
 
-As many users as EMNIST has in Andrew et al. 2021 (arXiv 1905.03871), 17 or 18 images each; 120 of them are expected in
-a round by Poisson sampling, 100 rounds, clipping that follows the median norm. Nothing but the noise differs from run
-to run; "none" still clips, and still divides by 120.
+There are as many users as EMNIST has in Andrew et al. 2021 (arXiv 1905.03871), with 17 or 18 images each. Poisson
+sampling draws 120 of them in an average round, for 100 rounds; clipping follows the median norm. Runs differ only in
+the noise; "none" still clips, and still divides by 120.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MULTIPLIERS = (NONE, 0.7, 1.2, 1.7, 2.4, 4.8)
 
 
 def cell_name(multiplier: float) -> str:
-    """The name of the cell with this noise."""
+    """Return the name of the cell with this noise."""
     return "none" if multiplier == NONE else f"z{multiplier:g}"
 
 
 def cells() -> Iterator[Cell]:
-    """One for each amount of noise."""
+    """Yield one cell for each noise multiplier."""
     for multiplier in MULTIPLIERS:
         settings = f"""
 name = "private-{cell_name(multiplier)}"
@@ -83,18 +83,18 @@ clients = {USERS}
 
 @cache
 def epsilon(multiplier: float) -> float:
-    """Epsilon of all rounds, by privacy loss distributions."""
+    """Return the epsilon of all rounds, by privacy loss distributions."""
     mechanism = Mechanism(kind="poisson", noise_multiplier=multiplier, sampling_probability=EXPECTED / USERS)
     return accounting.epsilon([Charge(mechanism, ROUNDS)], DELTA)
 
 
 def accuracy(logs: Sequence[Log], multiplier: float) -> float | None:
-    """The accuracy after the last round, in percent, over the seeds."""
+    """Return the accuracy after the last round, in percent, over the seeds."""
     return mean([log.accuracies[-1] for log in logs if log.cell == cell_name(multiplier)])
 
 
 def rows(logs: Sequence[Log]) -> list[tuple[Value, ...]]:
-    """A row for each amount of noise."""
+    """Return a row for each noise multiplier."""
     found: list[tuple[Value, ...]] = []
     without = accuracy(logs, NONE)
     for multiplier in MULTIPLIERS:

@@ -1,9 +1,8 @@
-"""Runs the cells of a paper's table, keeps a log of each, and puts what was published beside what came out.
+"""Run the cells of a paper's table, keep a log of each, and compare published values with the results.
 
-A cell is one simulation file. Its log is `results/PAPER/CELL-seedN.jsonl`: a line that says what was run, a line for
-each round, and a last line once it is over. Tables are made of the logs alone, so they can be made again without
-running anything; a cell whose log is whole is not run again. A cell that was stopped goes on from its last checkpoint,
-in `runs/papers`.
+A cell is one simulation file. Its log is `results/PAPER/CELL-seedN.jsonl`: a first line with the settings, a line for
+each round, and a last line at the end. Tables are generated from the logs alone, without running anything. A cell with
+a complete log does not run again. A cell that was stopped continues from its last checkpoint, in `runs/papers`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parent))  # for `report`, when a program of this folder is run
+sys.path.append(str(HERE.parent))  # for `report`, when a program of this folder runs
 
 from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
@@ -45,14 +44,14 @@ Observe = Callable[[AttemptResult], object]
 
 
 class Reached(Exception):
-    """The cell has what it was run for; the rest of its rounds is of no interest."""
+    """The cell has reached its target; its other rounds are not needed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
     """One run of a table. `quick` are the changes of its settings for a test of a few seconds.
 
-    It ends early once the test accuracy is `target`.
+    It ends early when the test accuracy reaches `target`.
     """
 
     name: str
@@ -61,13 +60,13 @@ class Cell:
     target: float | None = None
 
     def file(self, *changes: str, quick: bool = False) -> SimulationFile:
-        """Its simulation file."""
+        """Return its simulation file."""
         return parse(self.settings, HERE, [*changes, *(self.quick if quick else ())])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Log:
-    """What was kept of a run."""
+    """The log of a run."""
 
     cell: str
     seed: int
@@ -77,13 +76,13 @@ class Log:
 
     @property
     def accuracies(self) -> list[float]:
-        """Test accuracies of the committed rounds, in percent."""
+        """The test accuracies of the committed rounds, in percent."""
         return [100.0 * line["accuracy"] for line in self.rounds if "accuracy" in line]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Paper:
-    """A table of a paper. `name` is its program's; `rows` makes the table's rows of the logs that are whole."""
+    """A table of a paper. `name` is that of its program; `rows` returns the table's rows for the complete logs."""
 
     name: str
     title: str
@@ -96,9 +95,9 @@ class Paper:
 
 
 def rounds_to(accuracies: Sequence[float], target: float) -> float | None:
-    """Rounds until the running maximum of the accuracy is at the target, interpolated; None if it never is.
+    """Return the rounds until the running maximum of the accuracy reaches the target, interpolated, or None.
 
-    As McMahan et al. 2017 count them (Section 3): the curve is made monotonic, and crossed by straight lines.
+    Follows McMahan et al. 2017 (Section 3): the curve is made monotonic, and crossed by straight lines.
     """
     best = 0.0
     for number, accuracy in enumerate(accuracies, 1):
@@ -109,12 +108,12 @@ def rounds_to(accuracies: Sequence[float], target: float) -> float | None:
 
 
 def play(file: SimulationFile, observe: Observe, keep: RunFolderOptions) -> None:
-    """Runs a simulation file as it is."""
+    """Run a simulation file unchanged."""
     simulate(file, observe=observe, keep=keep)
 
 
 def read_log(path: Path) -> Log:
-    """A log, whole or not."""
+    """Read a log, complete or not."""
     lines = [json.loads(line) for line in path.read_text("utf-8").splitlines(keepends=True) if line.endswith("\n")]
     about: dict[str, Any] = lines[0] if lines else {"cell": "", "seed": 0}
     rounds = [line for line in lines if "round" in line]
@@ -123,7 +122,7 @@ def read_log(path: Path) -> Log:
 
 
 def read_logs(paper: Paper, folder: Path = RESULTS) -> list[Log]:
-    """The logs of a paper that are whole, in the order of its cells."""
+    """Return the complete logs of a paper, in the order of its cells."""
     found = [read_log(path) for path in sorted((folder / paper.name).glob("*.jsonl"))]
     order = {cell.name: number for number, cell in enumerate(paper.cells)}
     whole = [log for log in found if log.done and log.cell in order]
@@ -131,7 +130,7 @@ def read_logs(paper: Paper, folder: Path = RESULTS) -> list[Log]:
 
 
 def table(paper: Paper, logs: Sequence[Log]) -> report.Report:
-    """The table of a paper, with what was run for it."""
+    """Return the table of a paper, with the runs behind it."""
     about = logs[0].about if logs else {}
     return report.Report(
         name=paper.name,
@@ -146,12 +145,12 @@ def table(paper: Paper, logs: Sequence[Log]) -> report.Report:
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """The mean; None of nothing."""
+    """Return the mean; None of an empty list."""
     return sum(values) / len(values) if values else None
 
 
 def run_named(paper: str, cell: str, seed: int, path: Path, quick: bool) -> str:
-    """`run_cell` in a process of its own, which has to find the paper by its name."""
+    """Call `run_cell` in a separate process, which finds the paper by its name."""
     import torch
 
     torch.set_num_threads(1)
@@ -160,7 +159,7 @@ def run_named(paper: str, cell: str, seed: int, path: Path, quick: bool) -> str:
 
 
 def run_cell(paper: Paper, cell: Cell, seed: int, path: Path, quick: bool) -> str:
-    """Runs a cell and keeps its log; says what went wrong, if something did."""
+    """Run a cell and keep its log. Returns an error message, or ""."""
     import torch
 
     about = {"paper": paper.name, "cell": cell.name, "seed": seed, "quick": quick, "settings": cell.settings}
@@ -193,7 +192,7 @@ def run_cell(paper: Paper, cell: Cell, seed: int, path: Path, quick: bool) -> st
 
 
 def _kept(paper: Paper, path: Path, quick: bool) -> RunFolderOptions:
-    """Where a cell is kept while it runs; one that was stopped goes on, unless its log was thrown away."""
+    """Return the run folder of a cell. A stopped cell continues, unless its log was deleted."""
     folder = KEPT / paper.name / (f"{path.stem}-quick" if quick else path.stem)
     if not path.exists() or read_log(path).done:
         shutil.rmtree(folder, ignore_errors=True)
@@ -201,14 +200,16 @@ def _kept(paper: Paper, path: Path, quick: bool) -> RunFolderOptions:
 
 
 def main(paper: Paper, arguments: Sequence[str] | None = None) -> int:
-    """The program of a paper: runs what was not run yet, and prints the table."""
+    """Run the missing cells of a paper, and print the table."""
     parser = argparse.ArgumentParser(description=paper.title)
-    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="cells whose name has this text")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TEXT", help="only cells with this text in their name"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="N")
-    parser.add_argument("--workers", type=int, default=2, help="cells at the same time, with one thread each")
+    parser.add_argument("--workers", type=int, default=2, help="number of cells at the same time, with one thread each")
     parser.add_argument("--quick", action="store_true", help=f"a test of a few rounds; its logs go to {QUICK}")
-    parser.add_argument("--again", action="store_true", help="run cells again whose log is whole")
-    parser.add_argument("--results", type=Path, help="where logs are kept", metavar="FOLDER")
+    parser.add_argument("--again", action="store_true", help="run cells with a complete log again")
+    parser.add_argument("--results", type=Path, help="folder of the logs", metavar="FOLDER")
     parser.add_argument("--json", action="store_true", help=report.JSON_HELP)
     options = parser.parse_args(arguments)
     folder = options.results or (QUICK if options.quick else RESULTS)
@@ -229,8 +230,8 @@ def main(paper: Paper, arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(paper: Paper, todo: Mapping[Path, tuple[Cell, int]], workers: int, quick: bool) -> list[str]:
-    """Runs cells in processes of their own, and says which failed."""
-    # Without the last two, glibc gives the memory of each convolution back, and the kernel clears it for the next one.
+    """Run cells in separate processes, and return the error messages."""
+    # Without the last two, glibc returns the memory of each convolution, and the kernel clears it for the next one.
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="33554432")
     os.environ.update(MALLOC_TRIM_THRESHOLD_="4294967295")
     pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
@@ -243,12 +244,12 @@ def _run(paper: Paper, todo: Mapping[Path, tuple[Cell, int]], workers: int, quic
             _watch({path: (futures[path], cell.file(quick=quick).job.rounds) for path, (cell, _) in todo.items()})
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
-            raise SystemExit("stopped; cells go on from their last checkpoints when this is run again") from None
+            raise SystemExit("stopped; run this again to continue the cells from their last checkpoints") from None
     return [failure for future in futures.values() if (failure := future.result())]
 
 
 def _watch(running: Mapping[Path, tuple[concurrent.futures.Future[str], int]]) -> None:
-    """Shows how far the logs are, until all cells have ended."""
+    """Show the progress of the logs, until all cells have ended."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bars = {path: progress.add_task(path.stem, total=rounds) for path, (_, rounds) in running.items()}

@@ -1,8 +1,8 @@
-"""Puts the tables of the kept logs into docs/reproductions.md and docs/privacy.md.
+"""Write the tables of the kept logs into docs/reproductions.md and docs/privacy.md.
 
     python benchmarks/papers/reproductions_page.py
 
-A table stands between `<!-- paper: NAME -->` and `<!-- end -->`; what is between is replaced.
+The text between `<!-- paper: NAME -->` and `<!-- end -->` is replaced with the table.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _PLACE = re.compile(r"(<!-- paper: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def filled(text: str, results: Path = RESULTS) -> str:
-    """The page with its tables as the logs say."""
+    """Return the page with the tables of the logs."""
 
     def tabled(place: re.Match[str]) -> str:
         paper: Paper = importlib.import_module(place[2]).PAPER
         logs = read_logs(paper, results)
         shown = report.markdown(table(paper, logs))
         if not logs:
-            shown = shown.replace(", ; .", ": nothing was run yet.")
+            shown = shown.replace(", ; .", ": no run yet.")
         return f"{place[1]}\n{shown}\n\n{place[3]}"
 
     return _PLACE.sub(tabled, text)

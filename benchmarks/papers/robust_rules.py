@@ -4,11 +4,11 @@
     python benchmarks/papers/robust_rules.py --only alie
     python benchmarks/papers/robust_rules.py --quick
 
-25 workers, 5 of them attackers; the good ones have the training images sorted by label, 3,000 each. 600 steps with
+25 workers, 5 of them attackers; the others have the training images sorted by label, 3,000 each. 600 steps with
 batches of 32, a learning rate of 0.01 and worker momentum 0.9. RFA has 8 iterations with smoothing 0.1, centered
-clipping 3 with radius 100. That is 10 / (1 - momentum): the logs beside the published code (experiments 3 and 6) show
-the table's numbers for this radius, though 10 is its command's default. Bucketing has s = 2. Data are scored every 30
-steps.
+clipping 3 with radius 100. That is 10 / (1 - momentum): the logs of the published code (experiments 3 and 6) have
+the table's numbers for this radius, though the default of its command is 10. Bucketing has s = 2. Models are scored
+every 30 steps.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PUBLISHED = {
 
 
 def cells() -> Iterator[Cell]:
-    """Every rule under every attack, without and with bucketing."""
+    """Yield every rule under every attack, without and with bucketing."""
     for rule, attack in PUBLISHED:
         for before, table in BEFORE.items():
             settings = f"""
@@ -81,7 +81,7 @@ engine = "loop"
 
 
 def play(file: SimulationFile, observe: Observe, keep: RunFolderOptions) -> None:
-    """Runs a cell with the engine of `workers`."""
+    """Run a cell with the engine of `workers`."""
     from workers import Workers
 
     seed, spec = file.simulation.seed, file.job
@@ -94,7 +94,7 @@ def play(file: SimulationFile, observe: Observe, keep: RunFolderOptions) -> None
 
 
 def rows(logs: Sequence[Log]) -> list[tuple[Value, ...]]:
-    """The mean accuracy of the last three scores, over the seeds."""
+    """Return the mean accuracy of the last three scores, over the seeds."""
     found: list[tuple[Value, ...]] = []
     for (rule, attack), published in PUBLISHED.items():
         row: list[Value] = [f"{NAMES[rule]}, {ATTACKS[attack]}"]

@@ -1,9 +1,9 @@
-"""Distributed SGD with attackers, as an engine of the simulation: each work is one step of one worker.
+"""Distributed SGD with attackers, as an engine of the simulation. Each task is one step of one worker.
 
 Source: Karimireddy et al. 2022, "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing", arXiv 2006.09365,
-Section 6, and its published code (`epfml/byzantine-robust-noniid-optimizer`), whose choices these are. A good worker
-has a momentum, m ← β m + g, and reports -m; the job's rule makes of these what the server moves by. Attackers know what
-the good workers report in the same round.
+Section 6, and its published code (`epfml/byzantine-robust-noniid-optimizer`), with the same settings. A good worker
+has a momentum, m ← β m + g, and reports -m; the job's rule computes the server's step from these reports. Attackers can
+read the reports of the good workers in the same round.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ORDER, _DROPOUT = 1, 2
 
 
 def network() -> nn.Module:
-    """The CNN of the published code, with no ReLU after its second convolution; 1,199,882 parameters."""
+    """Build the CNN of the published code, without a ReLU after its second convolution; 1,199,882 parameters."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3),
         nn.ReLU(),
@@ -44,7 +44,7 @@ def network() -> nn.Module:
 
 
 class Workers:
-    """`num_good` workers with sorted parts of the data, and then `num_bad` attackers."""
+    """An engine with `num_good` workers with sorted parts of the data, followed by `num_bad` attackers."""
 
     def __init__(self, data: Dataset, num_good: int, num_bad: int, attack: str, momentum: float, seed: int) -> None:
         order = np.argsort(data.targets, kind="stable")
@@ -54,10 +54,10 @@ class Workers:
         self._test = torch.from_numpy(data.test_inputs), torch.from_numpy(data.test_targets)
         self._num_good, self._num_bad, self._attack = num_good, num_bad, attack
         self._momentum, self._seed = momentum, seed
-        # The published simulator restores torch's state after each worker: all drop the same units, in all steps.
+        # The published simulator restores torch's state after each worker, so all drop the same units, in all steps.
         self._dropout = int(np.random.SeedSequence([seed, _DROPOUT]).generate_state(1)[0])
         torch.manual_seed(seed)
-        # In this order of memory scoring takes half the time. torch's types leave `memory_format` out.
+        # With this memory format scoring takes half the time. torch's types omit `memory_format`.
         self._module = network().to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         self._buffers: list[torch.Tensor | None] = [None] * num_good
         self._models: dict[int, Parameters] = {}
@@ -66,47 +66,47 @@ class Workers:
 
     @property
     def num_clients(self) -> int:
-        """Good workers and attackers."""
+        """The number of good workers and attackers."""
         return self._num_good + self._num_bad
 
     def num_examples(self, client: int) -> int:
-        """Of a step."""
+        """Return the number of examples of a step."""
         return BATCH_SIZE
 
     def publish(self, version: int, model: Parameters) -> None:
-        """Makes a committed version known."""
+        """Store a committed version."""
         self._models[version] = model
 
     def retire(self, version: int) -> None:
-        """No further work begins with this version."""
+        """Delete a version that no further task will use."""
         self._models.pop(version, None)
         self._reports.pop(version, None)
 
     def begin(self, works: Sequence[Work]) -> None:
-        """Nothing: a version's steps are computed together when the first is asked for."""
+        """Do nothing: all steps of a version are computed together with its first result."""
 
     def result(self, work: Work) -> LocalUpdate:
-        """The step of a worker, as its update."""
+        """Return the step of a worker, as its update."""
         if work.version not in self._reports:
             self._reports[work.version] = self._step(work.version)
         return LocalUpdate(self._update(-self._reports[work.version][work.client]), float(BATCH_SIZE))
 
     def drop(self, work: Work) -> None:
-        """Nothing is held for a work alone."""
+        """Do nothing: no resources belong to a single task."""
 
     def memories(self) -> Mapping[int, Mapping[str, Parameters]]:
-        """The good workers' momenta."""
+        """Return the momenta of the good workers."""
         pairs = enumerate(self._buffers)
         return {worker: {"momentum": self._update(buffer)} for worker, buffer in pairs if buffer is not None}
 
     def remember(self, memories: Mapping[int, Mapping[str, Parameters]]) -> None:
-        """Replaces the momenta."""
+        """Replace the momenta."""
         self._buffers = [None] * self._num_good
         for worker, named in memories.items():
             self._buffers[worker] = torch.from_numpy(named["momentum"].to_vector().copy())
 
     def evaluate(self, model: Parameters) -> Mapping[str, float]:
-        """Accuracy and loss on the test images."""
+        """Compute accuracy and loss on the test images."""
         self._module.load_state_dict(backend.to_torch(model))
         self._module.eval()
         loss, correct = 0.0, 0
@@ -119,10 +119,10 @@ class Workers:
         return {"accuracy": correct / total, "loss": loss / total if math.isfinite(loss) else -1.0}
 
     def close(self) -> None:
-        """Nothing: the memory goes with the engine."""
+        """Do nothing: all memory is freed with the engine."""
 
     def _step(self, version: int) -> list[torch.Tensor]:
-        """What every worker reports in the round that begins with a version."""
+        """Compute the reports of all workers in the round that starts from a version."""
         self._module.load_state_dict(backend.to_torch(self._models[version]))
         self._module.train()
         for worker, part in enumerate(self._parts):
@@ -133,7 +133,7 @@ class Workers:
 
     def _attacks(self, version: int, good: torch.Tensor) -> list[torch.Tensor]:
         if self._attack == "bit-flip":
-            # They have data of all classes, and no momentum.
+            # These attackers have data of all classes, and no momentum.
             rest = range(self._num_good, self.num_clients)
             return [-self._gradient(version, worker, self._everything) for worker in rest]
         if self._attack == "ipm":
@@ -142,7 +142,7 @@ class Workers:
         supporters = self.num_clients // 2 + 1 - self._num_bad
         z = statistics.NormalDist().inv_cdf((self._num_good - supporters) / self._num_good)
         mean = good.mean(0)
-        # torch's `std` over the first dimension takes three times as long.
+        # torch's `std` over the first dimension is three times slower.
         deviation = ((good - mean).square_().sum(0) / (self._num_good - 1)).sqrt_()
         return [mean - z * deviation] * self._num_bad
 

@@ -1,4 +1,4 @@
-"""byzfl's aggregators and attacks without its __init__, which imports the data sets of torchvision."""
+"""byzfl's aggregators and attacks without its `__init__`, which imports the data sets of torchvision."""
 
 from __future__ import annotations
 

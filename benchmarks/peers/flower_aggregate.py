@@ -1,4 +1,4 @@
-"""How fast Flower's `aggregate_arrayrecords` is; prints bytes a second. Runs in the peers' environment.
+"""Measure Flower's `aggregate_arrayrecords`, and print the bytes per second. Runs in .venv-peers.
 
 .venv-peers/bin/python benchmarks/peers/flower_aggregate.py PARAMETERS UPDATES
 """
@@ -15,7 +15,7 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 
 
 def main(num_parameters: int, num_updates: int) -> None:
-    """Aggregates the same four updates again and again, with the weights of a mean by examples."""
+    """Aggregate the same four updates repeatedly, with the weights of a mean by examples."""
     rng = np.random.default_rng(1)
     updates = [rng.random(num_parameters, np.float32) for _ in range(4)]
     records = [

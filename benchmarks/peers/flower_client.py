@@ -1,4 +1,4 @@
-"""The client of `flower_simulation.py`, in a module of its own, so that actors import it and keep what it has."""
+"""The client of `flower_simulation.py`, in a separate module, so that actors import it and keep its state."""
 
 import functools
 
@@ -10,13 +10,13 @@ from simulated_work import MODELS, data, train
 
 @functools.cache
 def resident(model, clients, samples):
-    """What an actor keeps from one client to the next."""
+    """Create the state that an actor keeps from one client to the next."""
     torch.set_num_threads(1)
     return MODELS[model](), *map(torch.from_numpy, data(model, clients, samples))
 
 
 def client_app(model, clients, samples):
-    """Trains the client of a node; nodes are numbered from 0 on."""
+    """Train the client of a node. Nodes are numbered from 0."""
     app = ClientApp()
 
     @app.train()

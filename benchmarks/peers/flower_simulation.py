@@ -1,4 +1,4 @@
-"""The same by Flower's simulation on Ray: each actor has one core and one thread, and keeps its module and the data.
+"""Run the workload in Flower's simulation on Ray. Each actor has one core and one thread, and keeps module and data.
 
 python flower_simulation.py MODEL CLIENTS COHORT SAMPLES ROUNDS
 """
@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
-from simulated_work import MODELS, tell
+from simulated_work import MODELS, print_event
 
 MODEL, (CLIENTS, COHORT, SAMPLES, ROUNDS) = sys.argv[1], map(int, sys.argv[2:])
 
@@ -20,11 +20,11 @@ server_app = ServerApp()
 
 @server_app.main()
 def serve(grid: Grid, context: Context) -> None:
-    """Federated averaging without evaluation; says when each round is over."""
+    """Federated averaging without evaluation, which prints the time of each round."""
 
     def committed(number, _arrays):
         if number:
-            tell("round")
+            print_event("round")
 
     strategy = FedAvg(
         fraction_train=COHORT / CLIENTS, fraction_evaluate=0.0, min_train_nodes=COHORT, min_available_nodes=CLIENTS
@@ -36,7 +36,7 @@ def serve(grid: Grid, context: Context) -> None:
 if __name__ == "__main__":
     import ray  # noqa: F401 -- its import is no part of the start
 
-    tell("start")
+    print_event("start")
     run_simulation(
         server_app,
         client_app(MODEL, CLIENTS, SAMPLES),

@@ -1,4 +1,4 @@
-"""The same by pfl-research, in one process.
+"""Run the workload in pfl-research, in one process.
 
 python pfl_simulation.py MODEL CLIENTS COHORT SAMPLES ROUNDS
 """
@@ -17,42 +17,42 @@ from pfl.data.sampling import get_user_sampler
 from pfl.hyperparam import NNEvalHyperParams, NNTrainHyperParams
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
-from simulated_work import BATCH_SIZE, LEARNING_RATE, MODELS, data, tell
+from simulated_work import BATCH_SIZE, LEARNING_RATE, MODELS, data, print_event
 from torch import nn
 
 
 class Module(nn.Module):
-    """A model as pfl wants it. Labels come as float32 numbers, which the cross entropy does not take."""
+    """A model with the interface of pfl. Labels arrive as float32 numbers, which the cross entropy does not accept."""
 
     def __init__(self, inner):
         super().__init__()
         self.inner = inner
 
     def loss(self, inputs, targets, eval=False):
-        """Mean loss of a batch."""
+        """Return the mean loss of a batch."""
         self.train(not eval)
         return nn.functional.cross_entropy(self.inner(inputs), targets.long())
 
     @torch.no_grad()
     def metrics(self, inputs, targets, eval=True):
-        """None: nothing is evaluated."""
+        """Return no metrics, because nothing is evaluated."""
         return {}
 
 
 class Tell(TrainingProcessCallback):
-    """Says when each round is over."""
+    """A callback that prints the time of each round."""
 
     def after_central_iteration(self, aggregate_metrics, model, *, central_iteration):
-        """A round is over."""
-        tell("round")
+        """Print the time of the end of a round."""
+        print_event("round")
         return False, Metrics()
 
 
 def main(model, clients, cohort, samples, rounds):
-    """Federated averaging of so many rounds."""
+    """Run federated averaging for the given number of rounds."""
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    tell("start")
+    print_event("start")
     inputs, targets = data(model, clients, samples)
     slices = {
         client: (inputs[client * samples : (client + 1) * samples], targets[client * samples : (client + 1) * samples])

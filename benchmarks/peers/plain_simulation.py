@@ -1,4 +1,4 @@
-"""Federated averaging as a plain PyTorch loop: the limit of what one process does without tricks.
+"""Run federated averaging as a plain PyTorch loop: the limit of one process without optimizations.
 
 python plain_simulation.py MODEL CLIENTS COHORT SAMPLES ROUNDS
 """
@@ -7,14 +7,14 @@ import sys
 
 import numpy as np
 import torch
-from simulated_work import MODELS, data, tell, train
+from simulated_work import MODELS, data, print_event, train
 
 
 def main(model, clients, cohort, samples, rounds):
-    """Federated averaging of so many rounds."""
+    """Run federated averaging for the given number of rounds."""
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # its first use imports for seconds
-    tell("start")
+    print_event("start")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     inputs, targets = (torch.from_numpy(array).to(device) for array in data(model, clients, samples))
     module, rng = MODELS[model]().to(device), np.random.default_rng(0)
@@ -28,7 +28,7 @@ def main(model, clients, cohort, samples, rounds):
             for name, value in module.state_dict().items():
                 total[name] += value
         base = {name: value / cohort for name, value in total.items()}
-        tell("round")
+        print_event("round")
 
 
 if __name__ == "__main__":

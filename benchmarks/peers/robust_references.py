@@ -1,9 +1,9 @@
-"""What byzfl and Flower make of the same updates: the oracle of tests/core/aggregate/test_robust_references.py.
+"""Compute robust references with byzfl and Flower, for tests/core/aggregate/test_robust_references.py.
 
 .venv-peers/bin/python benchmarks/peers/robust_references.py > tests/core/aggregate/robust_references.json
 
-byzfl's Krum looks at n - f - 1 neighbours, the paper's at n - f - 2: it is given f + 1 here, and Multi-Krum keeps
-n - f - 1 updates then, which the name of the reference says.
+byzfl's Krum uses n - f - 1 neighbours, the paper's n - f - 2. So it gets f + 1 here, and Multi-Krum then keeps
+n - f - 1 updates, as the name of the reference states.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_CENTRED_ROUNDS = 3
 
 
 def cohorts() -> dict[str, np.ndarray]:
-    """Honest updates, and F more by each attack."""
+    """Return honest updates, and F more by each attack."""
     honest = np.random.default_rng(5).normal(0.1, 0.3, (NUM_HONEST, SIZE)).astype(np.float32)
     bad = {
         "sign flipping": attacks.SignFlipping()(honest),
@@ -35,7 +35,7 @@ def cohorts() -> dict[str, np.ndarray]:
 
 
 def results_of(updates: np.ndarray) -> dict[str, Any]:
-    """What each rule makes of a cohort."""
+    """Return the result of each rule for a cohort."""
     wide = updates.astype(np.float64)
     results = [([row], 1) for row in wide]
     clipping = aggregators.CenteredClipping(L=2, tau=0.5)
@@ -59,7 +59,7 @@ def results_of(updates: np.ndarray) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints the references."""
+    """Print the references."""
     found = {
         name: {
             "updates": [[float(value) for value in row] for row in updates],

@@ -1,4 +1,4 @@
-"""Seconds that byzfl and Flower take for robust rules on updates in memory; prints one JSON object.
+"""Measure the seconds of byzfl and Flower for robust rules on updates in memory; print one JSON object.
 
 .venv-peers/bin/python benchmarks/peers/robust_times.py UPDATES PARAMETERS BYZANTINE
 """
@@ -19,7 +19,7 @@ REPEATS = 3
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """The median of a few runs, after one that warms up."""
+    """Return the median of a few runs, after one warm-up run."""
     found: list[float] = []
     for _ in range(1 + REPEATS):
         start = time.perf_counter()
@@ -29,7 +29,7 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def main(num_updates: int, num_parameters: int, f: int) -> None:
-    """Times each rule that one of them has."""
+    """Time each rule that byzfl or Flower has."""
     rng = np.random.default_rng(1)
     updates = rng.standard_normal((num_updates, num_parameters), np.float32)
     results = [([row], 1) for row in updates]

@@ -1,8 +1,8 @@
-"""What Flower's strategies make of the same updates: the oracle of tests/core/aggregate/test_server_references.py.
+"""Compute references with Flower's strategies, for tests/core/aggregate/test_server_references.py.
 
 .venv-peers/bin/python benchmarks/peers/server_references.py > tests/core/aggregate/server_references.json
 
-Client models are base + update in float32, as Flower has them; each strategy goes on from its own models.
+Client models are base + update in float32, as in Flower. Each strategy continues from its own models.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from flwr.serverapp import strategy as flower
 NUM_ROUNDS = 4
 EXAMPLES = (3, 10, 1, 7, 31)
 SIZE = 12
-# What FedAdagrad, FedAdam and FedYogi are given; the first has no betas.
+# The arguments of FedAdagrad, FedAdam and FedYogi; the first has no betas.
 ADAPTIVE = {"eta": 0.03, "tau": 0.01}
 BETAS = {"beta_1": 0.8, "beta_2": 0.95}
 
 
 def clipping(base: Any) -> flower.DifferentialPrivacyServerSideAdaptiveClipping:
-    """Without noise, its wrapper is adaptive clipping alone."""
+    """Without noise, its wrapper only does adaptive clipping."""
     return flower.DifferentialPrivacyServerSideAdaptiveClipping(
         base,
         noise_multiplier=0.0,
@@ -51,7 +51,7 @@ STRATEGIES = {
 
 
 def rounds() -> list[list[dict[str, Any]]]:
-    """Updates whose scale differs, with the loss of the model that they began with."""
+    """Return updates with different scales, and the losses of their base models."""
     rng = np.random.default_rng(9)
     return [
         [
@@ -67,10 +67,10 @@ def rounds() -> list[list[dict[str, Any]]]:
 
 
 def models_of(strategy: Any, base: np.ndarray, updates: list[list[dict[str, Any]]]) -> list[np.ndarray]:
-    """The models after each round."""
+    """Return the models after each round."""
     models, model = [], base
     for number, cohort in enumerate(updates, 1):
-        # With fraction_train = 0 nobody is asked, and the strategy only notes which model the round begins with.
+        # With fraction_train = 0 no client is selected, and the strategy only stores the model of the round.
         list(strategy.configure_train(number, record(model), ConfigRecord(), None))
         arrays, _ = strategy.aggregate_train(number, [reply(model, report) for report in cohort])
         model = arrays["w"].numpy()
@@ -79,20 +79,20 @@ def models_of(strategy: Any, base: np.ndarray, updates: list[list[dict[str, Any]
 
 
 def record(model: np.ndarray) -> ArrayRecord:
-    """A model as Flower has it."""
+    """Convert a model to Flower's type."""
     return ArrayRecord({"w": Array(model.copy())})
 
 
 def reply(model: np.ndarray, report: dict[str, Any]) -> SimpleNamespace:
-    """What a client sends back."""
+    """Return the reply of a client."""
     metrics = MetricRecord({"num-examples": report["num_examples"], "loss": report["loss"]})
     content = RecordDict({"arrays": record(model + report["update"]), "metrics": metrics})
-    # A Message of Flower's needs a run that it belongs to; strategies look at no more than this.
+    # A Message of Flower requires a run; strategies only read these fields.
     return SimpleNamespace(content=content, has_error=lambda: False)
 
 
 def main() -> None:
-    """Prints the references."""
+    """Print the references."""
     logging.disable(logging.CRITICAL)
     updates, base = rounds(), np.random.default_rng(8).normal(size=SIZE).astype(np.float32)
     with contextlib.redirect_stdout(sys.stderr):

@@ -1,4 +1,4 @@
-"""What is trained in the comparison of simulators: written for all of them, so imports nothing but torch and NumPy."""
+"""The workload of the comparison of simulators. All of them use it, so it imports only torch and NumPy."""
 
 import json
 import time
@@ -9,19 +9,19 @@ from torch import nn
 
 
 def mlp():
-    """McMahan's 2NN."""
+    """Build McMahan's 2NN."""
     return nn.Sequential(
         nn.Flatten(), nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10)
     )
 
 
 def logistic():
-    """Logistic regression."""
+    """Build logistic regression."""
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
 
 
 def lenet():
-    """LeNet-5."""
+    """Build LeNet-5."""
     return nn.Sequential(
         *(nn.Conv2d(1, 6, 5), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
@@ -30,7 +30,7 @@ def lenet():
 
 
 def cifar():
-    """The CNN for CIFAR-10 of TensorFlow's tutorial."""
+    """Build the CNN for CIFAR-10 of TensorFlow's tutorial."""
     return nn.Sequential(
         *(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)),
@@ -44,7 +44,7 @@ BATCH_SIZE, LEARNING_RATE = 10, 0.01
 
 
 def data(model, clients, samples):
-    """Random images of MNIST's or CIFAR-10's size and their labels: [clients * samples, ...], [clients * samples]."""
+    """Create random images of MNIST's or CIFAR-10's size, [clients * samples, ...], and labels, [clients * samples]."""
     rng = np.random.default_rng(0)
     count = clients * samples
     image = (3, 32, 32) if model == "CIFAR" else (1, 28, 28)
@@ -52,7 +52,7 @@ def data(model, clients, samples):
 
 
 def train(module, inputs, targets):
-    """One epoch of plain PyTorch."""
+    """Train for one epoch of plain PyTorch."""
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     order = torch.randperm(len(targets), device=targets.device)
     for start in range(0, len(order), BATCH_SIZE):
@@ -62,6 +62,6 @@ def train(module, inputs, targets):
         optimizer.step()
 
 
-def tell(event):
-    """Says the moment of an event to who measures."""
+def print_event(event):
+    """Print the time of an event."""
     print(json.dumps({"event": event, "time": time.time()}), flush=True)

@@ -1,10 +1,10 @@
-"""One client of the digits job: it holds its share of the digits and trains where they are.
+"""One client of the digits job, which trains on its share of the digits.
 
     fedplat enrollment create --population demo --uses 10 > ticket
     python examples/digits/client.py --ticket-file ticket --index 0
 
-`--slow` makes a straggler: in some rounds it is far slower than the deadline allows, and notices late that it
-was told to stop.
+`--slow` makes it a straggler: in some rounds it is far slower than the deadline allows, and it reacts late to a
+cancellation.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from fedplat_client.trainers.torch import TorchTrainer
 
 SLOW_SHARE = 0.5
 SLOW_S = 30.0
-STUBBORN_S = 1.5
+CANCEL_DELAY_S = 1.5
 
 
 @click.command()
-@click.option("--ticket-file", help="What the operator gave; else FEDPLAT_TICKET. Once enrolled it needs none.")
-@click.option("--index", type=click.IntRange(0, model.NUM_CLIENTS - 1), required=True, help="Which share it holds.")
-@click.option("--data-dir", default=None, help="Where its identity and its cache lie.")
+@click.option("--ticket-file", help="File with the ticket (default: FEDPLAT_TICKET). Only needed to enroll.")
+@click.option(
+    "--index", type=click.IntRange(0, model.NUM_CLIENTS - 1), required=True, help="Number of its share of the data."
+)
+@click.option("--data-dir", default=None, help="Folder of its identity and its cache.")
 @click.option("--slow", is_flag=True, help="Be a straggler in about half of the rounds.")
 def main(ticket_file: str | None, index: int, data_dir: str | None, slow: bool) -> None:
     """Run one client until it is stopped."""
@@ -44,20 +46,20 @@ def main(ticket_file: str | None, index: int, data_dir: str | None, slow: bool) 
     @client.trainer("digits")
     def train(task: Task) -> TrainResult:
         if slow and next(tasks) and dice.random() < SLOW_SHARE:
-            dawdle(task)
+            stall(task)
         return trainer(task)
 
     client.run()
 
 
-def dawdle(task: Task) -> None:
-    """Does nothing for longer than the deadline allows."""
+def stall(task: Task) -> None:
+    """Do nothing for longer than the deadline allows."""
     try:
         for step in range(int(SLOW_S * 10)):
             time.sleep(0.1)
             task.progress(step / (SLOW_S * 10))
     except Cancelled:
-        time.sleep(STUBBORN_S)  # still busy: the server must not select it meanwhile
+        time.sleep(CANCEL_DELAY_S)  # still busy: the server must not select this client meanwhile
         raise
 
 

@@ -1,9 +1,9 @@
-"""The main job, for real: one server daemon, ten client processes, handwritten digits. `make demo` runs it.
+"""Run a complete job: one server daemon, ten client processes, handwritten digits. `make demo` runs it.
 
-Everything goes through what operators and clients use: the `fedplat-server` command, the client SDK and the
-operators' API, with TLS. Two clients are stragglers, and one is killed in the middle of a training and started again.
+The demo uses the public interfaces: the `fedplat-server` command, the client SDK and the operator API, with TLS. Two
+clients are stragglers, and one is killed during a training and started again.
 
-When the server dies, the demo waits for it to come back: start it again with the line that is printed.
+If the server dies, the demo waits for its return: start it again with the command that the demo prints.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ BIN = Path(sys.executable).parent
 
 
 class DemoError(Exception):
-    """The demo cannot go on; the message says why."""
+    """The demo cannot continue; the message has the reason."""
 
 
 class Processes:
-    """The processes that the demo started; all of them end with it."""
+    """The processes that the demo has started. It stops all of them at its end."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._running: dict[str, subprocess.Popen[bytes]] = {}
-        # Many processes share this machine: one thread each, or they only get in each other's way.
+        # Many processes share this machine: with more than one thread each, they would slow each other down.
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "ERROR"}
 
     def start(self, name: str, command: Sequence[str]) -> None:
-        """Starts a process; what it prints goes to a file of its name."""
+        """Start a process; its output goes to a log file with its name."""
         with (self._folder / f"{name}.log").open("ab") as log:
             self._running[name] = subprocess.Popen(
                 command,
@@ -69,21 +69,21 @@ class Processes:
                 stdout=log,
                 stderr=log,
                 env=self._environment,
-                start_new_session=True,  # Ctrl-C is for the demo, which then stops them in order
+                start_new_session=True,  # Ctrl-C reaches only the demo, which then stops them in order
             )
 
     def kill(self, name: str) -> None:
-        """SIGKILL: what a crash is."""
+        """Kill a process with SIGKILL, to simulate a crash."""
         self._running[name].kill()
         self._running[name].wait()
 
     def stop(self, name: str) -> None:
-        """SIGTERM; returns when it has ended."""
+        """Send SIGTERM to a process, and wait until it has ended."""
         self._running[name].terminate()
         self._running[name].wait()
 
     def has_ended(self, name: str, patience_s: float = 0.0) -> bool:
-        """Whether it has ended; its connections break a moment before."""
+        """Return whether a process ends within `patience_s`. Its connections break before it ends."""
         try:
             self._running[name].wait(patience_s)
         except subprocess.TimeoutExpired:
@@ -91,7 +91,7 @@ class Processes:
         return True
 
     def stop_all(self) -> None:
-        """SIGTERM for all, clients first; SIGKILL for who does not listen."""
+        """Send SIGTERM to all processes, clients first, and SIGKILL after 10 s."""
         for process in reversed(self._running.values()):
             if process.poll() is None:
                 process.terminate()
@@ -107,7 +107,7 @@ class Processes:
 
 @dataclasses.dataclass
 class Demo:
-    """One run: where its files lie, its server and what was seen."""
+    """One run of the demo: its files, its server and the events so far."""
 
     folder: Path
     port: int
@@ -121,22 +121,22 @@ class Demo:
 
     @property
     def address(self) -> str:
-        """Where the server listens."""
+        """The address of the server."""
         return f"127.0.0.1:{self.port}"
 
     @property
     def server_command(self) -> list[str]:
-        """The line that starts the server, now or again."""
+        """The command that starts the server, also after a crash."""
         evaluator = f"digits={HERE / 'evaluate.py'}:evaluate"
         command = [str(BIN / "fedplat-server"), "run", "--listen", self.address]
         return [*command, "--data-dir", str(self.folder), "--evaluator", evaluator]
 
     def admin(self, timeout_s: float = 30.0) -> AdminClient:
-        """The operator that `fedplat-server init` made."""
+        """Connect as the operator that `fedplat-server init` created."""
         return AdminClient(profile.load(self.folder / "admin.toml"), timeout_s=timeout_s)
 
     def start_server(self) -> None:
-        """Makes certificates, the database and an operator, and starts the daemon."""
+        """Create certificates, the database and an operator, and start the daemon."""
         init = [str(BIN / "fedplat-server"), "init", "--data-dir", str(self.folder), "--port", str(self.port)]
         done = subprocess.run(init, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -153,19 +153,19 @@ class Demo:
         self.console.print(f"operator: fedplat --profile {self.folder}/admin.toml")
 
     def server_died(self) -> bool:
-        """Whether our server process has ended since this was last asked."""
+        """Return whether the server process has ended since the last call."""
         ended = not self.server_is_dead and self.processes.has_ended("server", 1.0)
         self.server_is_dead |= ended
         return ended
 
     def start_client(self, index: int) -> None:
-        """Starts a client process; its identity lies in its folder, so that it comes back as the same client."""
+        """Start a client process. Its folder stores its identity, so a restart is the same client."""
         command = [sys.executable, str(HERE / "client.py"), "--index", str(index)]
         command += ["--ticket-file", str(self.folder / "ticket"), "--data-dir", str(self.folder / f"client-{index}")]
         self.processes.start(f"client-{index}", command + (["--slow"] if index in SLOW else []))
 
     def wait_for_clients(self, admin: AdminClient) -> None:
-        """Returns when every client has enrolled and waits for work."""
+        """Wait until every client has enrolled and checked in."""
         deadline = time.monotonic() + 120.0
         while admin.status().num_waiting < NUM_CLIENTS:
             for index in range(NUM_CLIENTS):
@@ -178,27 +178,27 @@ class Demo:
         self.victim_id = by_index[str(VICTIM)]
 
     def run_job(self, admin: AdminClient, wanted: submission.Submission) -> admin_pb2.Job:
-        """Submits the job and follows it to its end."""
+        """Submit the job and follow it to its end."""
         job = submission.submit(admin, wanted)
         with Live(self._table(job), console=self.console, refresh_per_second=8) as live:
 
             def show(event: admin_pb2.JobEvent) -> None:
                 self.board.add(event)
-                self._strike(event)
+                self._kill_victim(event)
                 live.update(self._table(job))
 
-            def tell(sentence: str) -> None:
+            def warn(sentence: str) -> None:
                 live.console.print(sentence, markup=False)
                 if self.server_died():
                     live.console.print(f"start it again with: {shlex.join(self.server_command)}", markup=False)
 
-            ended = watch.follow(admin, job.job_id, watch.View(show, tell))
+            ended = watch.follow(admin, job.job_id, watch.View(show, warn))
         if not self.console.is_terminal:
-            self.console.print()  # rich leaves the last line of a table open there
+            self.console.print()  # without a terminal, rich does not end the last line of a table
         return ended
 
-    def _strike(self, event: admin_pb2.JobEvent) -> None:
-        """Kills the victim soon after it got its work, and starts it again."""
+    def _kill_victim(self, event: admin_pb2.JobEvent) -> None:
+        """Kill the victim soon after it was assigned, and start it again."""
         if event.entity != "assignment" or event.client_id != self.victim_id:
             return
         if self.killed_in_round and event.round > self.killed_in_round and event.to_state == "MERGED":
@@ -226,7 +226,7 @@ class Demo:
 
 
 class PeakMemory:
-    """Asks the server now and then for its peak memory; a server that was started again begins anew."""
+    """A thread that polls the server's peak memory. A restarted server starts from zero."""
 
     def __init__(self, demo: Demo) -> None:
         self.peak_mb = 0.0
@@ -246,13 +246,13 @@ class PeakMemory:
         with self._demo.admin(timeout_s=2.0) as admin:
             over = False
             while not over:
-                over = self._stop.wait(1.0)  # asks once more at the end
+                over = self._stop.wait(1.0)  # polls once more at the end
                 with contextlib.suppress(FedplatError):
                     self.peak_mb = max(self.peak_mb, admin.status().peak_rss_bytes / 2**20)
 
 
 def summarize(demo: Demo, admin: AdminClient, job: admin_pb2.Job, seconds: float, peak_mb: float) -> dict[str, Any]:
-    """What the run came to, from the server's own records."""
+    """Summarize the run from the server's own records."""
     rounds = [
         {
             "round": attempt.round,
@@ -279,8 +279,8 @@ def summarize(demo: Demo, admin: AdminClient, job: admin_pb2.Job, seconds: float
     }
 
 
-def failings(summary: dict[str, Any], num_rounds: int) -> list[str]:
-    """What the run should have shown, and did not."""
+def list_failures(summary: dict[str, Any], num_rounds: int) -> list[str]:
+    """List the expectations that the run did not meet."""
     rounds: list[dict[str, Any]] = summary["rounds"]
     accuracy = summary["final_accuracy"]
     checks = {
@@ -290,11 +290,11 @@ def failings(summary: dict[str, Any], num_rounds: int) -> list[str]:
         "no client was late": any(entry["late"] for entry in rounds),
         "the killed client did not come back": summary["killed_client_came_back"],
     }
-    return [what for what, fine in checks.items() if not fine]
+    return [failure for failure, is_met in checks.items() if not is_met]
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on."""
+    """Return a free loopback port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -302,7 +302,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Generator[None]:
-    """SIGTERM ends the demo as Ctrl-C does: with everything that it started."""
+    """Turn SIGTERM into `KeyboardInterrupt`, so that the demo stops its processes."""
 
     def interrupt(_: int, __: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -315,15 +315,15 @@ def ended_by_sigterm() -> Generator[None]:
 
 
 def make_empty(folder: Path) -> None:
-    """Throws away what an earlier demo left, and nothing else."""
+    """Empty the folder. Raises `DemoError` if it contains other files than those of an earlier demo."""
     if folder.exists() and any(folder.iterdir()) and not (folder / "fedplat.sqlite").exists():
-        raise DemoError(f"{folder} holds something else than a demo's files; choose an empty folder")
+        raise DemoError(f"{folder} contains other files than those of a demo; choose an empty folder")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
 def load(uplink: str, downlink: str) -> submission.Submission:
-    """The job, whose updates and versions are encoded: by a codec's name each, or a table of TOML with its options."""
+    """Load the job, with compression. `uplink`, `downlink`: a codec's name, or a TOML table with its options, or ""."""
     loaded = submission.load(HERE / "job.toml")
     named = {name: codec for name, codec in (("uplink", uplink), ("downlink", downlink)) if codec}
     if not named:
@@ -335,7 +335,7 @@ def load(uplink: str, downlink: str) -> submission.Submission:
 
 
 def run(folder: Path, port: int, wanted: submission.Submission, console: Console) -> int:
-    """Runs the demo; returns its exit status."""
+    """Run the demo and return its exit status."""
     make_empty(folder)
     processes = Processes(folder)
     demo = Demo(folder, port or free_port(), console, processes)
@@ -362,23 +362,22 @@ def run(folder: Path, port: int, wanted: submission.Submission, console: Console
 
 
 def report(summary: dict[str, Any], num_rounds: int, console: Console) -> int:
-    """Prints the last line; returns the exit status."""
-    missing = failings(summary, num_rounds)
-    for what in missing:
-        console.print(f"missing: {what}")
+    """Print the last line and return the exit status."""
+    failures = list_failures(summary, num_rounds)
+    for failure in failures:
+        console.print(f"missing: {failure}")
     rounds: list[dict[str, Any]] = summary["rounds"]
     accuracy, late = summary["final_accuracy"], sum(entry["late"] for entry in rounds)
     shown = "none" if accuracy is None else f"{accuracy:.4f}"
     words = f"accuracy={shown} rounds={len(rounds)} late={late} seconds={summary['training_seconds']}"
-    print(f"DEMO {'FAILED' if missing else 'OK'} {words}", flush=True)
-    return 1 if missing else 0
+    print(f"DEMO {'FAILED' if failures else 'OK'} {words}", flush=True)
+    return 1 if failures else 0
 
 
 def main(folder: Path = Path("runs/demo"), port: int = 0, uplink: str = "", downlink: str = "") -> None:
-    """Run the demo; results go to FOLDER, and PORT 0 takes any free port.
+    """Run the demo. It writes its results to FOLDER; PORT 0 selects a free port.
 
-    UPLINK names a codec for the updates, such as bf16, or '{ codec = "eden", bits = 1 }'; DOWNLINK one for what
-    leads from a version to the next.
+    UPLINK is the codec of updates, such as bf16 or '{ codec = "eden", bits = 1 }'; DOWNLINK is the codec of versions.
     """
     console = Console()
     try:

@@ -20,7 +20,7 @@ def _set_up() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 
 def evaluate(parameters: Parameters) -> dict[str, float]:
-    """Scores a model version; the server calls this in a process of its own."""
+    """Score a model version. The server calls this function in a separate process."""
     network, images, labels = _set_up()
     load_into(network, parameters)
     with torch.no_grad():

@@ -1,8 +1,8 @@
-"""The model of the digits job, and the data that each client and the server hold.
+"""The model of the digits job, and the data of each client and of the server.
 
-The data is real: 1,797 handwritten digits of 8 x 8 pixels that come with scikit-learn. A fifth is held out for
-the server's evaluation; the rest is split over the clients by Dirichlet(0.5), so that every client sees its own
-mixture of digits.
+The data is real: 1,797 handwritten digits of 8 x 8 pixels, included in scikit-learn. A fifth is held out for the
+server's evaluation; the rest is divided among the clients by Dirichlet(0.5), so that every client has its own mixture
+of digits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SEED = 7
 
 
 def build() -> nn.Module:
-    """A small convolutional network: 38,282 parameters, BatchNorm included."""
+    """Build a small convolutional network with 38,282 parameters, including BatchNorm."""
     return nn.Sequential(
         nn.Unflatten(1, (1, 8)),
         nn.Conv2d(1, 32, 3, padding=1),
@@ -38,19 +38,19 @@ def build() -> nn.Module:
 
 
 def initial() -> nn.Module:
-    """The model of round 1; the job file names this function."""
+    """Build the initial model. The job file names this function."""
     torch.manual_seed(SEED)
     return build()
 
 
 def held_out() -> TensorDataset:
-    """The fifth that no client has."""
+    """Return the fifth of the data that no client has."""
     images, labels, _ = _split()
     return _dataset(images, labels)
 
 
 def client_data(client: int) -> TensorDataset:
-    """What client 0 to 9 holds."""
+    """Return the data of client 0 to 9."""
     if not 0 <= client < NUM_CLIENTS:
         raise ValueError(f"there is no client {client}; expected 0 to {NUM_CLIENTS - 1}")
     _, _, shares = _split()

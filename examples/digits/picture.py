@@ -1,4 +1,4 @@
-"""The demo's picture: accuracy by round, and who took part."""
+"""The demo's plot: accuracy by round, and the numbers of reported and late clients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def plot(summary: dict[str, Any], path: Path, num_clients: int, goal: float) -> None:
-    """Accuracy by round, with the late clients below."""
+    """Plot the accuracy by round, with the late clients below."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,7 @@
-"""Logistic regression on handwritten digits in NumPy, the data that each client holds, and the server's score.
+"""Logistic regression on handwritten digits in NumPy, the data of each client, and the server's evaluator.
 
-The data is real: 1,797 digits of 8 x 8 pixels that come with scikit-learn. A fifth is held out for the server; the rest
-is dealt out to the clients, about 24 each.
+The data is real: 1,797 digits of 8 x 8 pixels, included in scikit-learn. A fifth is held out for the server; the rest
+is divided among the clients, about 24 each.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ Labels = npt.NDArray[np.int64]
 
 
 def initial() -> Parameters:
-    """The model of round 1: 650 zeros. The job file names this function."""
+    """Create the initial model: 650 zeros. The job file names this function."""
     return Parameters.from_arrays(
         {"weight": np.zeros((64, NUM_CLASSES), np.float32), "bias": np.zeros(NUM_CLASSES, np.float32)}
     )
 
 
 def client_data(client: int) -> tuple[Images, Labels]:
-    """What client 0 to 59 holds."""
+    """Return the data of client 0 to 59."""
     images, labels, num_held_out = _data()
     part = slice(num_held_out + client, None, NUM_CLIENTS)
     return images[part], labels[part]
 
 
 def held_out() -> tuple[Images, Labels]:
-    """What nobody trains on."""
+    """Return the held-out data, which no client has."""
     images, labels, num_held_out = _data()
     return images[:num_held_out], labels[:num_held_out]
 
 
 def train(parameters: Parameters, images: Images, labels: Labels, rate: float, steps: int) -> None:
-    """Steps of gradient descent on all of a client's images, in place."""
+    """Update `parameters` in place with steps of gradient descent on all images of a client."""
     for _ in range(steps):
         error = _probabilities(parameters, images)
         error[np.arange(len(labels)), labels] -= 1.0
@@ -51,10 +51,10 @@ def train(parameters: Parameters, images: Images, labels: Labels, rate: float, s
 
 
 def evaluate(parameters: Parameters) -> dict[str, float]:
-    """Scores a model version; the server calls this in a process of its own."""
+    """Score a model version. The server calls this function in a separate process."""
     images, labels = held_out()
-    found = _probabilities(parameters, images).argmax(axis=1)
-    return {"accuracy": float((found == labels).mean())}
+    predictions = _probabilities(parameters, images).argmax(axis=1)
+    return {"accuracy": float((predictions == labels).mean())}
 
 
 def _probabilities(parameters: Parameters, images: Images) -> Images:
@@ -65,7 +65,7 @@ def _probabilities(parameters: Parameters, images: Images) -> Images:
 
 @cache
 def _data() -> tuple[Images, Labels, int]:
-    """All images and labels in random order, and how many of them are held out."""
+    """Return all images and labels in random order, and the number of held-out ones."""
     pixels, targets = load_digits(return_X_y=True)
     images, labels = (np.asarray(pixels) / 16.0).astype(np.float32), np.asarray(targets, np.int64)
     order = np.random.default_rng(SEED).permutation(len(labels))

@@ -1,8 +1,8 @@
-"""A private job, for real: one server, sixty clients, a stated (epsilon, delta). `make private` runs it.
+"""Run a private job: one server, sixty clients, a stated (epsilon, delta). `make private` runs it.
 
-Everything goes through what operators and clients use, with TLS: the command `fedplat-server`, the client SDK, the
-operators' API and `fedplat privacy show`. Two clients miss a deadline, and one is killed while it trains; the model is
-a little worse for it, and the promise is the same.
+The demo uses the public interfaces, with TLS: the command `fedplat-server`, the client SDK, the operator API and
+`fedplat privacy show`. Two clients miss a deadline, and one is killed while it trains. This makes the model a little
+worse, and does not weaken the guarantee.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from fedplat.cli import submission, watch  # noqa: E402
 from fedplat.errors import FedplatError  # noqa: E402
 from fedplat.wire.v1 import admin_pb2  # noqa: E402
 
-ALONE = range(NUM_CLIENTS - 4, NUM_CLIENTS)
-"""Clients with a process each. The first that trains is killed, and the next two miss their deadlines."""
-HAPLESS = 3
+SEPARATE = range(NUM_CLIENTS - 4, NUM_CLIENTS)
+"""Clients with their own process. The first that trains is killed, and the next two miss their deadlines."""
+NUM_STALLS = 3
 NEEDED_ACCURACY = 0.6
-"""Far above chance, which is 0.1, and below what the noise leaves even in an unlucky run."""
+"""Far above chance, which is 0.1, and below the accuracy of a run with unlucky noise."""
 
 
 @dataclasses.dataclass
 class Run:
-    """One run: where its files lie, its server, and what was seen."""
+    """One run of the demo: its files, its server and the events so far."""
 
     folder: Path
     port: int
@@ -49,15 +49,15 @@ class Run:
 
     @property
     def address(self) -> str:
-        """Where the server listens."""
+        """The address of the server."""
         return f"127.0.0.1:{self.port}"
 
     def admin(self) -> AdminClient:
-        """The operator that `fedplat-server init` made."""
+        """Connect as the operator that `fedplat-server init` created."""
         return AdminClient(profile.load(self.folder / "admin.toml"), timeout_s=30.0)
 
     def start_server(self) -> None:
-        """Makes certificates, the database and an operator, starts the daemon, and writes a ticket."""
+        """Create certificates, the database and an operator, start the daemon, and write a ticket."""
         init = [str(BIN / "fedplat-server"), "init", "--data-dir", str(self.folder), "--port", str(self.port)]
         done = subprocess.run(init, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -74,10 +74,10 @@ class Run:
         (self.folder / "ticket").write_text(made.ticket)
 
     def start_clients(self) -> None:
-        """Most clients share a process; those that something happens to have one of their own."""
-        self._start("clients", 0, ALONE.start)
-        for index in ALONE:
-            self._start(f"client-{index}", index, 1, "--hapless", str(HAPLESS))
+        """Start the clients. Most share a process; those that may be killed or stall have their own."""
+        self._start("clients", 0, SEPARATE.start)
+        for index in SEPARATE:
+            self._start(f"client-{index}", index, 1, "--stalls", str(NUM_STALLS))
         deadline = time.monotonic() + 120.0
         with self.admin() as admin:
             while admin.status().num_waiting < NUM_CLIENTS:
@@ -92,28 +92,28 @@ class Run:
         self.processes.start(name, [*command, *options])
 
     def follow(self, admin: AdminClient, job: admin_pb2.Job) -> admin_pb2.Job:
-        """Follows the job to its end."""
+        """Follow the job to its end."""
 
         def show(event: admin_pb2.JobEvent) -> None:
             if event.entity == "attempt" and event.to_state == "COMMITTED":
                 self.console.print(f"round {event.round} of {job.num_rounds} is released")
             if event.entity == "assignment":
-                self._strike(event, self.names[event.client_id])
+                self._kill_or_count(event, self.names[event.client_id])
 
         return watch.follow(admin, job.job_id, watch.View(show, self.console.print))
 
-    def _strike(self, event: admin_pb2.JobEvent, index: int) -> None:
-        """Kills the first client that trains in a process of its own, and counts who is late but this one."""
+    def _kill_or_count(self, event: admin_pb2.JobEvent, index: int) -> None:
+        """Kill the first client that trains in its own process, and count the other late clients."""
         if event.to_state == "LATE" and event.client_id != self.killed:
             self.late += 1
             self.console.print(f"client {index} is late in round {event.round}")
-        if event.to_state == "TRAINING" and index in ALONE and not self.killed:
+        if event.to_state == "TRAINING" and index in SEPARATE and not self.killed:
             self.processes.kill(f"client-{index}")
             self.killed = event.client_id
             self.console.print(f"client {index} was killed in round {event.round}, and stays away")
 
     def cost(self, job_id: str) -> dict[str, Any]:
-        """What `fedplat privacy show` says of the job."""
+        """Return the output of `fedplat privacy show` for the job."""
         command = [str(BIN / "fedplat"), "--profile", str(self.folder / "admin.toml")]
         done = subprocess.run(
             [*command, "privacy", "show", job_id, "--json"], capture_output=True, text=True, check=False
@@ -124,19 +124,19 @@ class Run:
 
 
 def run(folder: Path, port: int, console: Console) -> int:
-    """Runs the job; returns the exit status."""
+    """Run the job and return the exit status."""
     make_empty(folder)
     began, processes = time.monotonic(), Processes(folder)
-    here = Run(folder, port or free_port(), console, processes)
+    demo = Run(folder, port or free_port(), console, processes)
     try:
         with ended_by_sigterm():
             console.print(f"starting one server and {NUM_CLIENTS} clients …")
-            here.start_server()
-            here.start_clients()
-            with here.admin() as admin:
-                job = here.follow(admin, submission.submit(admin, submission.load(HERE / "job.toml")))
+            demo.start_server()
+            demo.start_clients()
+            with demo.admin() as admin:
+                job = demo.follow(admin, submission.submit(admin, submission.load(HERE / "job.toml")))
                 rounds = list(admin.list_rounds(job.job_id))
-            cost = here.cost(job.job_id)
+            cost = demo.cost(job.job_id)
     finally:
         processes.stop_all()
     status = admin_pb2.JobStatus.Name(job.status).removeprefix("JOB_STATUS_")
@@ -146,20 +146,20 @@ def run(folder: Path, port: int, console: Console) -> int:
         "epsilon": float(cost["released"]["epsilon"]),
         "delta": float(cost["delta"]),
         "rounds": len(rounds),
-        "late": here.late,
-        "killed": int(bool(here.killed)),
+        "late": demo.late,
+        "killed": int(bool(demo.killed)),
         "seconds": round(time.monotonic() - began, 1),
     }
     summary = {"status": status, **numbers, "privacy": cost}
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    fine = status == "COMPLETED" and accuracy >= NEEDED_ACCURACY and here.late >= 2 and here.killed
+    fine = status == "COMPLETED" and accuracy >= NEEDED_ACCURACY and demo.late >= 2 and demo.killed
     words = " ".join(f"{name}={value:.4g}" for name, value in numbers.items())
     print(f"PRIVATE {'OK' if fine else f'FAILED {status}'} {words}", flush=True)
     return 0 if fine else 1
 
 
 def main(folder: Path = Path("runs/private"), port: int = 0) -> None:
-    """Run the private job; results go to FOLDER, and PORT 0 takes any free port."""
+    """Run the private job. It writes its results to FOLDER; PORT 0 selects a free port."""
     console = Console(highlight=False, markup=False)
     try:
         status = run(folder.resolve(), port, console)

@@ -1,10 +1,10 @@
-"""Four clients in one process, which report in a fixed order.
+"""Run four clients in one process, which report in a fixed order.
 
     python examples/warm_start/clients.py --ticket-file ticket --folder clients
 
 Sums of floating-point numbers depend on their order, and updates are added up in the order in which they are accepted.
-So that two runs can be compared bit by bit, client k begins to train in a round when the server has answered the report
-of client k - 1. Nothing else is unusual: each client has its identity, its connection and its data.
+To make two runs comparable bit by bit, client k starts to train in a round when the server has answered the report of
+client k - 1. Apart from that the clients are normal: each has its own identity, connection and data.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ PATIENCE_S = 300.0
 
 
 class Turns:
-    """Whose turn it is: client k's when k reports of the round were answered."""
+    """The order of the clients in one round: client k waits until client k - 1 has been answered."""
 
     def __init__(self, count: int) -> None:
         self.answered = [threading.Event() for _ in range(count)]
 
     def wait(self, client: int) -> None:
-        """Returns when it is the turn of a client."""
+        """Wait until the previous client's report was answered. Raises `TimeoutError` after `PATIENCE_S`."""
         if client and not self.answered[client - 1].wait(PATIENCE_S):
             raise TimeoutError(f"client {client - 1} has not reported")
 
 
-class Crew:
-    """The clients; one task of each makes a round."""
+class ClientGroup:
+    """The clients of the example. In each round every client completes one task."""
 
     def __init__(self, ticket: str, folder: Path) -> None:
         self.over = threading.Event()
@@ -43,22 +43,22 @@ class Crew:
         self._turns = Turns(len(self._clients))
 
     def run(self) -> None:
-        """Plays rounds until it is over."""
+        """Run rounds until `stop` is called."""
         while not self.over.is_set():
             self._turns = Turns(len(self._clients))
-            threads = [threading.Thread(target=self._play, args=(index,)) for index in range(len(self._clients))]
+            threads = [threading.Thread(target=self._run_client, args=(index,)) for index in range(len(self._clients))]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
 
     def stop(self) -> None:
-        """Ends the round and all others."""
+        """Stop the current round, and start no others."""
         self.over.set()
         for client in self._clients:
             client.stop()
 
-    def _play(self, index: int) -> None:
+    def _run_client(self, index: int) -> None:
         self._clients[index].run(max_tasks=1)  # returns when the report was answered
         self._turns.answered[index].set()
 
@@ -77,17 +77,17 @@ class Crew:
 
 
 @click.command()
-@click.option("--ticket-file", required=True, help="What the operator gave.")
-@click.option("--folder", type=Path, required=True, help="Where their identities and caches lie.")
+@click.option("--ticket-file", required=True, help="File with the ticket.")
+@click.option("--folder", type=Path, required=True, help="Folder of their identities and caches.")
 def main(ticket_file: str, folder: Path) -> None:
     """Run the clients until SIGTERM."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-    crew = Crew(Path(ticket_file).read_text(), folder)
-    playing = threading.Thread(target=crew.run, name="crew")
+    group = ClientGroup(Path(ticket_file).read_text(), folder)
+    thread = threading.Thread(target=group.run, name="clients")
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda signum, frame: crew.stop())
-    playing.start()
-    playing.join()
+        signal.signal(number, lambda signum, frame: group.stop())
+    thread.start()
+    thread.join()
 
 
 if __name__ == "__main__":

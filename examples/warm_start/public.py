@@ -1,6 +1,6 @@
 """The server's trainer: the clients' logistic regression in PyTorch, on the public part of the digits.
 
-The daemon is told of it by `--trainer digits=examples/warm_start/public.py:trainer`; only ranks import it.
+Register it with `--trainer digits=examples/warm_start/public.py:trainer`. Only ranks import it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ class Logistic(nn.Module):
         self.bias = nn.Parameter(torch.zeros(10))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Scores of the classes, [batch, 10]."""
+        """Compute the scores of the classes, shape [batch, 10]."""
         return images @ self.weight + self.bias
 
 
 def public_data() -> TensorDataset:
-    """What it trains on."""
+    """Return the training data."""
     return TensorDataset(*map(torch.from_numpy, shares.public_data()))
 
 
 def held_out() -> TensorDataset:
-    """The fifth of the digits that nobody trains on."""
+    """Return the fifth of the digits that is not used for training."""
     return TensorDataset(*map(torch.from_numpy, shares.held_out()))
 
 

@@ -1,8 +1,8 @@
-"""A warm start on two ranks, then ten rounds; and the same once more without the pool. `make warm-start` runs it.
+"""Run a warm start on two ranks, then ten rounds; and the same again without the pool. `make warm-start` runs it.
 
-Everything goes through what operators and clients use, with TLS: the commands `fedplat-server run` and
-`fedplat-server pool run`, the client SDK and the operators' API. Both runs have to make the same versions, bit for
-bit: one before the rounds and one of each.
+The demo uses the public interfaces, with TLS: the commands `fedplat-server run` and `fedplat-server pool run`, the
+client SDK and the operator API. Both runs must create the same versions, bit for bit: one before the rounds and one of
+each round.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NEEDED_ACCURACY = 0.8
 
 @dataclasses.dataclass
 class Outcome:
-    """What a job has made: the digest and the held-out accuracy of each version after the initial one."""
+    """The result of a job: the digest and the held-out accuracy of each version after the initial one."""
 
     job_id: str
     digests: list[str]
@@ -44,7 +44,7 @@ class Outcome:
 
 @dataclasses.dataclass
 class Run:
-    """One run: where its files lie, and its processes."""
+    """One run of the demo: its files and its processes."""
 
     folder: Path
     port: int
@@ -54,15 +54,15 @@ class Run:
 
     @property
     def address(self) -> str:
-        """Where the server listens."""
+        """The address of the server."""
         return f"127.0.0.1:{self.port}"
 
     def admin(self) -> AdminClient:
-        """The operator that `fedplat-server init` made."""
+        """Connect as the operator that `fedplat-server init` created."""
         return AdminClient(profile.load(self.folder / "admin.toml"), timeout_s=30.0)
 
     def start(self) -> None:
-        """Sets the server up, and starts it, its pool and the clients."""
+        """Initialize the server, and start it, its pool and the clients."""
         self._server("init", "--port", str(self.port))
         self.processes.start("pool", self._command("pool", "run", "--ranks", str(RANKS)))
         trainer = f"digits={HERE / 'public.py'}:trainer"
@@ -81,8 +81,8 @@ class Run:
                 raise DemoError(f"the pool did not start; see {self.folder / 'pool.log'}")
             time.sleep(0.1)
 
-    def job(self, admin: AdminClient) -> Outcome:
-        """Runs the job to its end."""
+    def run_job(self, admin: AdminClient) -> Outcome:
+        """Run the job to its end."""
         wanted = submission.load(HERE / "job.toml")
         text = wanted.text.replace(f"rounds = {wanted.spec.rounds}\n", f"rounds = {self.rounds}\n")
         submitted = submission.submit(admin, dataclasses.replace(wanted, text=text))
@@ -107,26 +107,26 @@ class Run:
 
 
 def run(folder: Path, port: int, rounds: int, console: Console) -> int:
-    """Runs the job on the pool and without it; returns the exit status."""
+    """Run the job on the pool and without it, and return the exit status."""
     make_empty(folder)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # two ranks on one GPU, or on none: bits are compared on equal hardware
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # hide GPUs: both runs must use equal hardware to compare bits
     began, processes = time.monotonic(), Processes(folder)
-    here = Run(folder, port or free_port(), rounds, console, processes)
+    demo = Run(folder, port or free_port(), rounds, console, processes)
     try:
         with ended_by_sigterm():
             console.print(f"starting a pool of {RANKS} ranks, a server and four clients …")
-            here.start()
-            with here.admin() as admin:
-                pooled = here.job(admin)
+            demo.start()
+            with demo.admin() as admin:
+                pooled = demo.run_job(admin)
                 processes.stop("pool")
                 console.print("the pool was stopped; the same job again, without it")
-                alone = here.job(admin)
+                without_pool = demo.run_job(admin)
     finally:
         processes.stop_all()
-    console.print(_table(pooled, alone))
-    same = [one == other for one, other in zip(pooled.digests, alone.digests, strict=True)]
+    console.print(_table(pooled, without_pool))
+    same = [one == other for one, other in zip(pooled.digests, without_pool.digests, strict=True)]
     seconds = round(time.monotonic() - began, 1)
-    summary = {"pool": dataclasses.asdict(pooled), "alone": dataclasses.asdict(alone), "seconds": seconds}
+    summary = {"pool": dataclasses.asdict(pooled), "alone": dataclasses.asdict(without_pool), "seconds": seconds}
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     _plot(pooled, folder / "accuracy.png")
     first, last = pooled.accuracies[0], pooled.accuracies[-1]
@@ -137,18 +137,18 @@ def run(folder: Path, port: int, rounds: int, console: Console) -> int:
     return 0 if fine else 1
 
 
-def _table(pooled: Outcome, alone: Outcome) -> Table:
+def _table(pooled: Outcome, without_pool: Outcome) -> Table:
     table = Table("round", "on the pool", "without it", "version")
-    rows = zip(pooled.accuracies, alone.accuracies, pooled.digests, alone.digests, strict=True)
+    rows = zip(pooled.accuracies, without_pool.accuracies, pooled.digests, without_pool.digests, strict=True)
     for round_, (one, other, digest, again) in enumerate(rows):
         name = str(round_) if round_ else "warm start"
-        found = "the same" if digest == again else again[:12]
-        table.add_row(name, f"{one:.4f}", f"{other:.4f}", f"{digest[:12]} {found}")
+        other_version = "the same" if digest == again else again[:12]
+        table.add_row(name, f"{one:.4f}", f"{other:.4f}", f"{digest[:12]} {other_version}")
     return table
 
 
 def _plot(outcome: Outcome, path: Path) -> None:
-    """Accuracy by round, from the warm start on."""
+    """Plot the accuracy by round, from the warm start on."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -164,7 +164,7 @@ def _plot(outcome: Outcome, path: Path) -> None:
 
 
 def main(folder: Path = Path("runs/warm_start"), port: int = 0, rounds: int = 10) -> None:
-    """Run the job on a pool and without it; results go to FOLDER, and PORT 0 takes any free port."""
+    """Run the job on a pool and without it. It writes its results to FOLDER; PORT 0 selects a free port."""
     console = Console(highlight=False, markup=False)
     try:
         status = run(folder.resolve(), port, rounds, console)

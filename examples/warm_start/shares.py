@@ -1,6 +1,6 @@
-"""Who holds which digits: four clients most of them, and a small part is public.
+"""The partition of the digits: four clients have most of them, and a small part is public.
 
-The public part has no 7, 8 or 9: these only the clients can teach.
+The public part has no 7, 8 or 9: only the clients have these digits.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import digits
 
 CLIENTS = 4
 PUBLIC = range(48, digits.NUM_CLIENTS)
-"""The shares of the digits that are public; the clients hold the others."""
+"""The public shares of the digits; the clients have the others."""
 
 initial, held_out, train = digits.initial, digits.held_out, digits.train
 
 
 def client_data(client: int) -> tuple[digits.Images, digits.Labels]:
-    """What client 0 to 3 holds: a quarter of what is not public."""
-    return _together(range(client, PUBLIC.start, CLIENTS))
+    """Return the data of client 0 to 3: a quarter of the digits that are not public."""
+    return _concatenate(range(client, PUBLIC.start, CLIENTS))
 
 
 def public_data() -> tuple[digits.Images, digits.Labels]:
-    """What the server may use: about 200 digits."""
-    images, labels = _together(PUBLIC)
+    """Return the data of the server: about 200 digits."""
+    images, labels = _concatenate(PUBLIC)
     known = labels < 7
     return images[known], labels[known]
 
 
-def _together(shares: range) -> tuple[digits.Images, digits.Labels]:
+def _concatenate(shares: range) -> tuple[digits.Images, digits.Labels]:
     images, labels = zip(*map(digits.client_data, shares), strict=True)
     return np.concatenate(images), np.concatenate(labels)

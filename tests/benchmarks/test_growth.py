@@ -8,7 +8,7 @@ import pytest
 
 import growth
 from deployment import deploy_light, measure
-from growth import Found, Point
+from growth import Measurement, Point
 from models import alike, parameters
 from processes import FailedError
 
@@ -21,8 +21,8 @@ def test_the_exponent_of_what_grows_in_proportion_is_one_and_of_what_is_flat_nou
 
 
 def test_slopes_are_told_in_units_that_fit() -> None:
-    def found(series: str, size: int, clients: int, tensors: int, seconds: float) -> Found:
-        return Found(Point(series, size, clients, tensors), [seconds], 10**8 + 2 * size)
+    def found(series: str, size: int, clients: int, tensors: int, seconds: float) -> Measurement:
+        return Measurement(Point(series, size, clients, tensors), [seconds], 10**8 + 2 * size)
 
     told = list(
         growth.fits(
@@ -35,14 +35,14 @@ def test_slopes_are_told_in_units_that_fit() -> None:
     )
     assert told == [
         "Model size: time ~ size^1.00, 1 s a GB.",
-        "Model size: the server takes 2.00 bytes of memory for each byte of the model.",
+        "Model size: the server uses 2.00 bytes of memory per byte of the model.",
         "Cohort: time ~ size^1.00, 2 ms a client.",
         "Tensors: time ~ size^0.00, 3 µs a tensor.",
     ]
 
 
 def test_what_needs_more_room_than_there_is_is_not_started() -> None:
-    with pytest.raises(FailedError, match="set TMPDIR to a folder with more room"):
+    with pytest.raises(FailedError, match="set TMPDIR to a folder with more space"):
         growth.run(Point("model", 10**15, 4), 1, 1.0)
 
 

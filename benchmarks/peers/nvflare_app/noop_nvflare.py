@@ -1,4 +1,4 @@
-"""What NVFlare's stock workflow needs for rounds without training: an executor and a model of many arrays."""
+"""The app of NVFlare's stock workflow for rounds without training: an executor and a model of many arrays."""
 
 import json
 import time
@@ -15,16 +15,16 @@ from nvflare.app_common.abstract.model_persistor import ModelPersistor
 
 
 class NoopExecutor(Executor):
-    """Returns the weights that it got."""
+    """An executor that returns the weights that it received."""
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
-        """No training: the model as it came."""
+        """Return the model unchanged."""
         steps = {MetaKey.NUM_STEPS_CURRENT_ROUND: 1}
         return DXO(DataKind.WEIGHTS, data=from_shareable(shareable).data, meta=steps).to_shareable()
 
 
 class Arrays(ModelPersistor):
-    """Like the stock NPModelPersistor, which knows one array; notes when each model was committed."""
+    """A persistor like the stock NPModelPersistor, but for many arrays. It records the time of each commit."""
 
     def __init__(self, model: str, times: str):
         """`model`: JSON of [[name, dtype, shape], ...]; `times` gets a line for each committed model."""
@@ -33,13 +33,13 @@ class Arrays(ModelPersistor):
         self.times = times
 
     def load_model(self, fl_ctx: FLContext) -> ModelLearnable:
-        """Zeros."""
+        """Return zeros."""
         self._note()
         tensors = json.loads(Path(self.model).read_text())
         return make_model_learnable({name: np.zeros(shape, dtype) for name, dtype, shape in tensors}, {})
 
     def save_model(self, model: ModelLearnable, fl_ctx: FLContext) -> None:
-        """Writes the arrays where the stock one would, and then the moment."""
+        """Write the arrays where the stock persistor would, and then the time."""
         folder = Path(fl_ctx.get_workspace().get_result_root(fl_ctx.get_job_id())) / "models"
         folder.mkdir(parents=True, exist_ok=True)
         np.savez(folder / "server.npz", **model[ModelLearnableKey.WEIGHTS])

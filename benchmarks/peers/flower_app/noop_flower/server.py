@@ -1,4 +1,4 @@
-"""Federated averaging that notes when each model was committed."""
+"""Federated averaging that records the time of each committed model."""
 
 import json
 import time
@@ -14,7 +14,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Runs the rounds; a line with the moment is written after the aggregation of each."""
+    """Run the rounds; write a line with the time after each aggregation."""
     config = context.run_config
     tensors = json.loads(Path(str(config["model"])).read_text())
     arrays = ArrayRecord({name: Array(np.zeros(shape, dtype)) for name, dtype, shape in tensors})
