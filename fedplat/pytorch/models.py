@@ -1,7 +1,7 @@
-"""The models of the papers that federated learning is measured by, as builders of PyTorch modules.
+"""Builders of the PyTorch models that papers use to measure federated learning.
 
-Inputs are images [batch, channels, height, width], or vectors where no convolution comes first. Each builder makes new
-initial values from PyTorch's global generator; `Learner` gives it a seed.
+Inputs are images [batch, channels, height, width], or vectors if the model does not start with a convolution. Each
+builder draws new initial values from PyTorch's global generator, which `Learner` seeds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def mcmahan_cnn(num_classes: int = 10) -> nn.Module:
 
 
 def lenet5(channels: int = 1, size: int = 28, num_classes: int = 10) -> nn.Module:
-    """LeNet-5 as NIID-Bench has it: 6 and 16 channels, 120 and 84 units; 44,426 parameters for MNIST.
+    """LeNet-5 as in NIID-Bench: 6 and 16 channels, 120 and 84 units; 44,426 parameters for MNIST.
 
     `size` is the height and width of an image. Source: Li et al. 2022, "Federated Learning on Non-IID Data Silos: An
     Experimental Study", arXiv 2102.02079, Section 5.
@@ -67,7 +67,7 @@ def lenet5(channels: int = 1, size: int = 28, num_classes: int = 10) -> nn.Modul
 def cifar_cnn(num_classes: int = 10) -> nn.Module:
     """A small CNN for 32 x 32 colour images: 3 x 3 convolutions (32, 64, 64 channels), 64 units; 122,570 parameters.
 
-    Source: the tutorial of TensorFlow, "Convolutional Neural Network (CNN)".
+    Source: TensorFlow's tutorial "Convolutional Neural Network (CNN)".
     """
     return nn.Sequential(
         nn.Conv2d(3, 32, 3),
@@ -91,7 +91,7 @@ def digits_2nn() -> nn.Module:
 
 
 class NextCharacter(nn.Module):
-    """Scores of the character to come after codes [batch, length]: an embedding of 8, and two LSTM layers."""
+    """Predicts the character that follows codes [batch, length]: an embedding of 8, and two LSTM layers."""
 
     def __init__(self, num_characters: int, num_units: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class NextCharacter(nn.Module):
         self.output = nn.Linear(num_units, num_characters)
 
     def forward(self, codes: torch.Tensor) -> torch.Tensor:
-        """Scores [batch, characters]."""
+        """Return scores [batch, characters]."""
         states, _ = self.lstm(self.embedding(codes))
         return self.output(states[:, -1])
 

@@ -340,7 +340,7 @@ def test_mistakes_in_the_callers_code_are_named(make_client: MakeClient) -> None
     with pytest.raises(ValueError, match="no trainer and no evaluator"):
         client.run()
     client.add_trainer("digits", add_one)
-    with pytest.raises(ValueError, match="trainer 'digits' already"):
+    with pytest.raises(ValueError, match="trainer 'digits' exists already"):
         client.add_trainer("digits", add_one)
     with pytest.raises(ValueError, match="needs a name and a function"):
         client.add_trainer("letters", None)  # type: ignore[arg-type]

@@ -95,7 +95,7 @@ def test_a_second_process_is_refused(fleet: FakeFleet, make_client: MakeClient, 
     directory = DataDirectory(tmp_path / "data", fleet.address, "demo")
     holder = (
         "import sys; from pathlib import Path; from fedplat_client._state.data_dir import DataDirectory\n"
-        "with DataDirectory(Path(sys.argv[1]), sys.argv[2], 'demo').locked():\n"
+        "with DataDirectory(Path(sys.argv[1]), sys.argv[2], 'demo').lock():\n"
         "    print('locked', flush=True); sys.stdin.read()\n"
     )
     with subprocess.Popen(
@@ -117,7 +117,7 @@ def test_a_second_process_is_refused(fleet: FakeFleet, make_client: MakeClient, 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(DataDirectoryError, match=r"cannot be used.*give one that this user may write to"),
+        pytest.raises(DataDirectoryError, match=r"cannot be used.*choose one that this user may write to"),
         DataDirectory(tmp_path / "file", "localhost:1", "demo").lock(),
     ):
         pass
@@ -136,7 +136,7 @@ def test_a_ticket_cannot_take_tls_from_a_known_server(tmp_path: Path) -> None:
     without = msgspec.structs.replace(with_tls, tls=False, ca="")
     with directory.lock():
         known = directory.identity(with_tls)
-        with pytest.raises(DataDirectoryError, match="without TLS, and this client knows it with TLS") as caught:
+        with pytest.raises(DataDirectoryError, match="without TLS, and this client has used TLS with it") as caught:
             directory.identity(without)
         assert f"delete {directory.path / 'identity.json'}" in str(caught.value)
         assert directory.identity() == known

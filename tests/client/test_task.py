@@ -35,8 +35,8 @@ def test_progress_is_a_fraction(fraction: float) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_examples": 1}, "either parameters or delta; none"),
-        ({"parameters": {}, "delta": {}, "num_examples": 1}, "either parameters or delta; both"),
+        ({"num_examples": 1}, "either parameters or delta; got neither"),
+        ({"parameters": {}, "delta": {}, "num_examples": 1}, "either parameters or delta; got both"),
         ({"parameters": {}, "num_examples": -1}, "num_examples is -1; expected a number from"),
         ({"parameters": {}, "num_examples": math.inf}, "num_examples is inf"),
         ({"parameters": {}, "num_examples": None}, "num_examples is None; expected a number"),
@@ -70,6 +70,7 @@ def test_an_update_that_does_not_fit_is_refused() -> None:
 
 def test_the_exported_names_are_pinned() -> None:
     assert fedplat_client.__all__ == [
+        "CallError",
         "CallRefusedError",
         "Cancelled",
         "Client",
@@ -86,7 +87,6 @@ def test_the_exported_names_are_pinned() -> None:
         "PrivacyLimit",
         "PrivacyLimitError",
         "RevokedError",
-        "ServerError",
         "ServerUnavailableError",
         "Task",
         "TicketError",

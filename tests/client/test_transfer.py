@@ -160,7 +160,7 @@ def test_a_digest_that_is_none_never_becomes_a_file_name(
 ) -> None:
     fleet.assign(model_pb2.ModelRef(digest=digest, size_bytes=10))
     run(make_client())
-    assert "expected 64 hexadecimal digits" in fleet.requests["Fail"][0].text
+    assert "expected 64 lower-case hexadecimal digits" in fleet.requests["Fail"][0].text
     assert "Download" not in fleet.calls
 
 

@@ -1,8 +1,8 @@
-"""Example-level privacy with Opacus (extra "opacus"): the model's check, clipped gradients, noise and accounting.
+"""Example-level privacy with Opacus (extra "opacus"): model validation, clipped gradients, noise and accounting.
 
-Opacus computes and clips the gradients of single examples, says which layers have none, and accounts. Noise and the
-draws of examples come from a key stream (`fedplat.privacy.noise`) rather than from PyTorch's generator, as Opacus has
-it: that one is no secret to who sees enough of its numbers, and its seed has 32 bits on a CPU.
+Opacus computes and clips the gradients of single examples, rejects layers that have none, and does the accounting.
+Noise and the draws of examples use a key stream (`fedplat.privacy.noise`). Opacus uses PyTorch's generator, which an
+observer of enough of its numbers can predict, and whose seed has 32 bits on a CPU.
 """
 
 from __future__ import annotations

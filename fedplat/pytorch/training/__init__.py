@@ -1,7 +1,7 @@
-"""Local training (extra "torch"): what clients in the field and simulated ones do between two model versions.
+"""Local training (extra "torch"): the training between two model versions, on real and simulated clients.
 
-`train.py` is the loop. `options.py` says what a job's `[config]` means, `batches.py` which examples make a step, and
-`fedplat/aggregate/local.py` what an algorithm is.
+`trainer.py` contains the loop, `options.py` the meaning of a job's `[config]`, `schedule.py` the examples of each step,
+and `fedplat/aggregate/local.py` the algorithms.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing_extensions import override
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -16,52 +17,50 @@ Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 class Examples(Protocol):
     """Pairs of inputs and targets."""
 
-    def __len__(self) -> int:
-        """Number of examples."""
-        ...
+    def __len__(self) -> int: ...
 
     def batches(self, order: Iterable[Indices]) -> Iterator[Batch]:
-        """Inputs and targets of each batch in `order`, on the device of the training."""
+        """Yield inputs and targets of each batch in `order`, on the device of the training."""
         ...
 
 
-class TensorExamples:
-    """Examples that are in memory, on the device where they are used."""
+class TensorExamples(Examples):
+    """Examples in memory, on the device of the training."""
 
     def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         self._inputs, self._targets = inputs, targets
 
+    @override
     def __len__(self) -> int:
-        """Number of examples."""
         return len(self._targets)
 
+    @override
     def batches(self, order: Iterable[Indices]) -> Iterator[Batch]:
-        """Inputs and targets of each batch."""
         for indices in order:
             chosen = torch.from_numpy(indices).to(self._targets.device)
             yield self._inputs[chosen], self._targets[chosen]
 
 
-class DatasetExamples:
-    """Examples of any map-style dataset, read as they are needed."""
+class DatasetExamples(Examples):
+    """Examples of any map-style dataset, read on demand."""
 
     def __init__(self, dataset: Dataset[Any], device: torch.device) -> None:
         self._dataset, self._device = dataset, device
 
+    @override
     def __len__(self) -> int:
-        """Number of examples."""
         return len(cast(Any, self._dataset))
 
+    @override
     def batches(self, order: Iterable[Indices]) -> Iterator[Batch]:
-        """Inputs and targets of each batch."""
-        # A generator of its own: a loader without one draws from the global one, which the model's dropout uses too.
+        # A loader without its own generator draws from the global one, which the model's dropout also uses.
         loader = DataLoader(self._dataset, batch_sampler=_Lists(order), generator=torch.Generator())
         for inputs, targets in loader:
             yield inputs.to(self._device), targets.to(self._device)
 
 
 def examples_of(dataset: Dataset[Any], device: torch.device) -> Examples:
-    """The examples of a dataset; those of plain tensors are not read one by one."""
+    """Return the examples of a dataset; plain tensors are not read one example at a time."""
     if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
         inputs, targets = (tensor.to(device) for tensor in dataset.tensors)
         return TensorExamples(inputs, targets)
@@ -69,7 +68,7 @@ def examples_of(dataset: Dataset[Any], device: torch.device) -> Examples:
 
 
 def examples_to_use(dataset: Dataset[Any], device: torch.device) -> Examples:
-    """The examples of a dataset that somebody gave to train or evaluate on. Raises `ValueError` for none at all."""
+    """Return the examples of a user's dataset. Raises `ValueError` if it has no length or is empty."""
     if not isinstance(dataset, Sized):
         raise ValueError(f"the dataset {type(dataset).__name__} has no length; expected a map-style dataset")
     if not len(dataset):
@@ -78,7 +77,7 @@ def examples_to_use(dataset: Dataset[Any], device: torch.device) -> Examples:
 
 
 class _Lists:
-    """Indices as DataLoader wants them."""
+    """Indices as lists, as DataLoader requires."""
 
     def __init__(self, order: Iterable[Indices]) -> None:
         self._order = order
