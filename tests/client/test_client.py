@@ -349,5 +349,5 @@ def test_mistakes_in_the_callers_code_are_named(make_client: MakeClient) -> None
     labels: Any = {"memory_mb": 4096}
     with pytest.raises(ValueError, match="label 'memory_mb' is 4096; expected text"):
         Client("localhost:1", population="demo", labels=labels)
-    with pytest.raises(ValueError, match="cannot name a server or a population"):
+    with pytest.raises(ValueError, match="is not a valid server or population name"):
         Client("localhost:1", population="")

@@ -140,7 +140,7 @@ def test_a_client_refuses_past_its_own_limit_and_says_why(fleet_of: Fleet, tmp_p
     assert len(fleet_of.epsilons) == 2
     assert [each.reason for each in fleet_of.fake.requests["Fail"]] == [model_pb2.REASON_PRIVACY_LIMIT] * 2
     assert fleet_of.failures[0].startswith("the training would exceed epsilon ")
-    assert "the limit of their owner; nothing was computed" in fleet_of.failures[0]
+    assert "the limit of the data's owner; nothing was computed" in fleet_of.failures[0]
     assert PrivacyLedger(tmp_path / "data" / "privacy.json").load_charges("default") == [StepCharge(1.0, 0.25, 16)]
 
 
@@ -299,7 +299,7 @@ def test_a_model_that_opacus_cannot_handle_fails_without_a_traceback(
     fleet_of.model = fleet_of.fake.add_model(Learner(model=normed).initial())
     fleet_of.work(TorchTrainer(model=normed, data=data(), device="cpu", private=LIMIT))
     (failure,) = fleet_of.failures
-    assert "its layer '1' is BatchNorm1d; put GroupNorm(" in failure
+    assert "its layer '1' is BatchNorm1d; replace it with GroupNorm(" in failure
     assert "depending on who else is on its batch." in failure
     assert all(record.exc_info is None for record in caplog.records)
 

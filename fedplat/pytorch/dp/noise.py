@@ -40,7 +40,7 @@ class StepNoise:
 
 
 def noise_of(seed: int | None) -> StepNoise:
-    """Return the randomness of a seed, for simulations; without one, unrepeatable randomness of the operating system."""
+    """Return the randomness of a seed, for simulations; without one, that of the operating system, unrepeatable."""
     if seed is None:
         return StepNoise(Noise(os.urandom(KEY_BYTES)))
     return StepNoise(Noise(hashlib.sha256(f"private training {seed}".encode()).digest()))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing_extensions import override
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from typing_extensions import override
 
 from fedplat.pytorch.training.schedule import Indices
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing_extensions import override
 import itertools
 from collections.abc import Iterator
 from typing import Protocol
+
+from typing_extensions import override
 
 from fedplat.pytorch.training.examples import Examples
 from fedplat.pytorch.training.learner import Trainee

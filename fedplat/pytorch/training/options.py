@@ -93,7 +93,7 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.precision != "fp32":
             yield f'precision = "{self.precision}": expected "fp32" with dp = "{self.dp}": noise must be exact'
         if self.measure_before:
-            yield f'measure_before = true: expected false with dp = "{self.dp}": a loss on the data reveals information about them'
+            yield f'measure_before = true: expected false with dp = "{self.dp}": the loss is not protected'
 
     def rate(self, round_number: int) -> float:
         """Return the learning rate of a round; rounds count from 1."""

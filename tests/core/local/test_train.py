@@ -186,5 +186,5 @@ def test_personal_layers_that_are_missing_or_travel_are_named() -> None:
     with pytest.raises(ValueError, match=r"personal = 'head\.\*' matches none of the module's tensors: weight"):
         Trainee(Learner(model=linear, personal=("head.*",)))
     learner = Learner(model=mixed, loss=nn.functional.mse_loss, personal=("3.*",))
-    with pytest.raises(ModelError, match=r"the tensor '3\.bias' is personal, and the job's model has it"):
+    with pytest.raises(ModelError, match=r"the tensor '3\.bias' is personal, but the job's model has it"):
         train_in_place(Trainee(learner), Learner(model=mixed).initial(), work())

@@ -1,4 +1,4 @@
-"""The verdict on a pool: whether it is healthy, and if not, which rank or link is the cause."""
+"""The verdict on a group of workers: whether it is healthy, and if not, which rank or link is the cause."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIN_TCP_FRACTION = 0.2
 
 
 def find_problems(report: BenchReport) -> list[str]:
-    """Return the problems, a sentence each; none if the pool is healthy."""
+    """Return the problems, a sentence each; an empty list if the workers are healthy."""
     found = _wrong(report)
     slow_ranks = [
         f"rank {rank} copies memory at {copied:.2f} GB/s, the others at {others:.2f} GB/s: "
