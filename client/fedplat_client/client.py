@@ -99,13 +99,13 @@ class Client:
         Without one there either, use the identity in the data directory: an enrolled client needs no ticket. Raises
         `TicketError` or `DataDirectoryError`.
         """
-        found = tickets.find(ticket)
-        if found is None:
+        parsed = tickets.find(ticket)
+        if parsed is None:
             identity = data_directory.find_identity(_resolve_data_dir(data_dir))
             server, population = identity.server, identity.population
         else:
-            server, population = found.server, found.population
-        return cls(server, population=population, labels=labels, data_dir=data_dir, options=options, ticket=found)
+            server, population = parsed.server, parsed.population
+        return cls(server, population=population, labels=labels, data_dir=data_dir, options=options, ticket=parsed)
 
     def trainer(self, name: str) -> Callable[[TrainFunction], TrainFunction]:
         """Register the decorated function as the trainer `name`."""
@@ -177,8 +177,8 @@ class Client:
     @contextlib.contextmanager
     def _open_session(self) -> Generator[tuple[ClientSession, RunAssignment]]:
         with self._directory.lock(), cancellation.on_signals(self.stop), contextlib.ExitStack() as stack:
-            identity = self._directory.identity(self._ticket)
-            key = self._directory.signing_key(identity)
+            identity = self._directory.load_identity(self._ticket)
+            key = self._directory.load_signing_key(identity)
             channel = stack.enter_context(transport.connect(self._server, tls=identity.tls, ca=identity.ca))
             signed = SignedAccess(channel, key, self._options.call_timeout_s)
             access = stack.enter_context(self._certificates(signed, identity)) if self._options.mtls else signed

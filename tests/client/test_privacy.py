@@ -299,7 +299,7 @@ def test_a_model_that_opacus_cannot_handle_fails_without_a_traceback(
     fleet_of.model = fleet_of.fake.add_model(Learner(model=normed).initial())
     fleet_of.work(TorchTrainer(model=normed, data=data(), device="cpu", private=LIMIT))
     (failure,) = fleet_of.failures
-    assert "its layer '1' is BatchNorm1d; replace it with GroupNorm(" in failure
+    assert "its layer '1' is BatchNorm1d; use GroupNorm(" in failure
     assert "depending on who else is on its batch." in failure
     assert all(record.exc_info is None for record in caplog.records)
 

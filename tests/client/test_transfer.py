@@ -291,7 +291,7 @@ def test_parts_grow_where_the_line_is_fast(seconds: float, largest: int) -> None
     content, header = update.to_bytes(), len(update.schema.header)
     for start in (0, 1, header, header + 1, len(content) - 1, len(content)):
         ticks = itertools.count(0.0, seconds)
-        parts = list(transfer.parts_of(transfer.Content.of(update), start, ticks.__next__))
+        parts = list(transfer.split_content(transfer.Content.of(update), start, ticks.__next__))
         assert b"".join(parts) == content[start:]
         assert max(map(len, parts), default=0) == min(largest, len(content) - start)
 

@@ -72,7 +72,7 @@ class SignedAccess:
         """Make a call that proves possession of the key. Raises `CallError`."""
         challenge = fleet_pb2.GetChallengeRequest(protocol_version=wire.PROTOCOL_VERSION).SerializeToString()
         nonce = result(_CHALLENGE.start(self._channel, challenge, self._timeout_s, ()), signal).nonce
-        metadata = request_signing.proof(self._key, method.path, nonce, request)
+        metadata = request_signing.sign_challenge(self._key, method.path, nonce, request)
         return result(method.start(self._channel, request, self._timeout_s, metadata), signal)
 
     def _open_session(self, signal: StopSignal) -> str:

@@ -116,7 +116,7 @@ class Connection:
                 tries += 1
 
     def _translate_stream_error(self, used: CallCredentials, exc: CallError) -> CallError:
-        """Return the error of a stream: retryable ones are unavailability, since the caller resumes the stream."""
+        """Return the error of a stream; a retryable one is `ServerUnavailableError`, since callers resume streams."""
         if self._access.may_try_again(used, exc):
             return ServerUnavailableError(exc.code, str(exc), exc.retry)
         return exc

@@ -117,9 +117,9 @@ class CertificateAccess:
         return fresh
 
     def _request_certificate(self, now: float, signal: StopSignal) -> _CertifiedChannel:
-        key = self._directory.tls_key()
+        key = self._directory.load_tls_key()
         try:
-            request = fleet_pb2.RenewCertificateRequest(signing_request=keys.signing_request(key))
+            request = fleet_pb2.RenewCertificateRequest(signing_request=keys.make_signing_request(key))
         except ValueError as exc:
             raise DataDirectoryError(
                 f"{self._directory.path / 'tls.key'} is damaged ({exc}); delete it to get another one"

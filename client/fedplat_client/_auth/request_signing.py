@@ -59,7 +59,7 @@ class Signer:
                 self._session_id = ""
 
 
-def proof(key: SigningKey, method: str, nonce: bytes, request: bytes) -> Metadata:
+def sign_challenge(key: SigningKey, method: str, nonce: bytes, request: bytes) -> Metadata:
     """Return the metadata that proves possession of the key, by a signature that covers the server's nonce."""
     signature = key.sign(auth.proof_payload(method, nonce, request))
     return (auth.METADATA_NONCE, nonce), (auth.METADATA_SIGNATURE, signature)

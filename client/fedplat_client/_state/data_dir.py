@@ -99,7 +99,9 @@ class DataDirectory:
         finally:
             os.close(lock)  # also frees the lock
 
-    def identity(self, ticket: Ticket | None = None, new_key: Callable[[], str] = lambda: uuid.uuid4().hex) -> Identity:
+    def load_identity(
+        self, ticket: Ticket | None = None, new_key: Callable[[], str] = lambda: uuid.uuid4().hex
+    ) -> Identity:
         """Return the stored identity, or store and return a new one.
 
         The identity is stored first, so a crash between the first Enroll call and its reply does not enroll twice. A
@@ -112,7 +114,7 @@ class DataDirectory:
             self._key.unlink(missing_ok=True)  # the key of a lost identity is useless
             identity = Identity(new_key(), self._server, self._population)
             self._save_with(identity, ticket)
-            return self.identity()
+            return self.load_identity()
         if ticket is not None and identity.tls and not ticket.tls:
             raise DataDirectoryError(
                 f"the ticket is for {self._server} without TLS, and this client has used TLS with it; expected a "
@@ -121,10 +123,10 @@ class DataDirectory:
             )
         if ticket is not None and (identity.tls, identity.ca) != (ticket.tls, ticket.ca):
             self._save_with(identity, ticket)
-            return self.identity()
+            return self.load_identity()
         return identity
 
-    def signing_key(self, identity: Identity) -> SigningKey:
+    def load_signing_key(self, identity: Identity) -> SigningKey:
         """Return the private key; before the enrollment, create and store it if necessary."""
         try:
             if not identity.client_id and not self._key.exists():
@@ -141,7 +143,7 @@ class DataDirectory:
                 f"or delete {self._identity} to enroll as a new client"
             ) from exc
 
-    def tls_key(self) -> bytes:
+    def load_tls_key(self) -> bytes:
         """Return the private key for TLS, PEM; create and store it if necessary.
 
         It does not identify the client: it may be deleted at any time.

@@ -22,7 +22,7 @@ def new_tls_key() -> bytes:
     return _pem(ec.generate_private_key(ec.SECP256R1()))
 
 
-def signing_request(tls_key: bytes) -> bytes:
+def make_signing_request(tls_key: bytes) -> bytes:
     """Return a certificate signing request (PKCS #10, DER); the server chooses its name. Raises `ValueError`."""
     key = _load_key(tls_key)
     if not isinstance(key, ec.EllipticCurvePrivateKey):

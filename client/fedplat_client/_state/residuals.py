@@ -17,14 +17,14 @@ class Residuals:
         self._files = TwoPhaseFiles(folder, limit_bytes, "A residual")
         self.forget = self._files.forget
 
-    def settle(self, job_id: str, format: str, size: int, merged: WasMerged) -> Vector | None:
+    def load(self, job_id: str, format: str, size: int, merged: WasMerged) -> Vector | None:
         """Return the residual of a job, float32 [size], or None; `format` identifies the job's codec and schema."""
         data = self._files.commit(job_id, f"{format} {size}", merged)
         if data is None or len(data) != 4 * size:
             return None
         return np.frombuffer(data, "<f4").astype(np.float32, copy=False)
 
-    def keep(self, job_id: str, format: str, sent: SentReport, residual: Vector) -> bool:
+    def stage(self, job_id: str, format: str, sent: SentReport, residual: Vector) -> bool:
         """Store the residual of an update before it is reported; return False if it exceeds the limit."""
         data = residual.astype("<f4", copy=False).data.cast("B")
         return self._files.stage(job_id, f"{format} {residual.size}", sent, data)

@@ -31,19 +31,19 @@ def encode(
     `seed` seeds the codec's randomness. If the residual cannot be read or stored, encode without feedback. Raises
     `CodecError` if the update cannot be encoded, and the errors of `merged`.
     """
-    broken = False
+    is_residual_broken = False
     if format.needs_feedback:
         try:
             content = _encode_with_feedback(assignment, update, format, seed, residuals, merged)
             if content is not None:
                 return content
-            _logger.warning("The codec's residual exceeds cache_limit_bytes and is dropped.")
+            _logger.warning("The codec's residual exceeds cache_limit_bytes; encoding without error feedback.")
         except OSError as exc:
             _logger.warning("The codec's residual cannot be stored: %s", exc)
         except CodecError:
-            broken = True
+            is_residual_broken = True
     content = Content.merge_parts(format.encode(update, np.random.default_rng(seed)))
-    if broken:  # the update alone can be encoded, so the residual is the cause
+    if is_residual_broken:  # the update alone can be encoded, so the residual is the cause
         residuals.forget(assignment.job_id)
     return content
 
@@ -58,8 +58,8 @@ def _encode_with_feedback(
 ) -> Content | None:
     """Return None if the new residual exceeds the size limit; the stored residual then stays."""
     size, name = format.schema.num_floating, hashlib.sha256(format.prefix).hexdigest()
-    residual = residuals.settle(assignment.job_id, name, size, merged)
+    residual = residuals.load(assignment.job_id, name, size, merged)
     pieces, left_out = format.encode_with_feedback(update, residual, np.random.default_rng(seed))
     content = Content.merge_parts(pieces)
     sent = SentReport(assignment.token, content.digest)
-    return content if residuals.keep(assignment.job_id, name, sent, left_out) else None
+    return content if residuals.stage(assignment.job_id, name, sent, left_out) else None

@@ -36,17 +36,17 @@ def download(connection: Connection, model: Source, part: PartialDownload, contr
     patience = _Patience(control, "the download of the model")
     if part.size > model.size_bytes:
         part.restart()
-    while (have := part.size) < model.size_bytes:
+    while (num_received := part.size) < model.size_bytes:
         retry = None
         try:
             _append(connection, model, part, control)
-            broken = "the stream ended early"
+            error = "the stream ended early"
         except ServerUnavailableError as exc:
-            broken, retry = str(exc), exc.retry
+            error, retry = str(exc), exc.retry
         except CallRefusedError as exc:
             raise TransferError(f"the server refuses to send the model {model.digest}: {exc}") from exc
         if part.size < model.size_bytes:
-            patience.broken(broken, retry, progress=part.size > have)
+            patience.wait_after_break(error, retry, progress=part.size > num_received)
 
 
 def decode_model(model: model_pb2.ModelRef, content: bytes) -> Parameters:
@@ -105,28 +105,28 @@ def upload(connection: Connection, token: str, content: Content, control: Contro
         header = fleet_pb2.UploadHeader(token=token, digest=digest, size_bytes=size_bytes, offset=offset)
         retry = None
         try:
-            parts = parts_of(content, offset, control.options.clock)
-            have = connection.upload(header, parts, _limit_timeout(control.remaining_s), control.signal)
-            broken = "the server stored only a part"
+            parts = split_content(content, offset, control.options.clock)
+            num_received = connection.upload(header, parts, _limit_timeout(control.remaining_s), control.signal)
+            error = "the server stored only a part"
         except ServerBusyError as exc:
             control.wait(draw_s(exc.retry or _BUSY, control.options.rng))
             continue
         except ServerUnavailableError as exc:
-            have, broken, retry = None, str(exc), exc.retry
+            num_received, error, retry = None, str(exc), exc.retry
         except CallRefusedError as exc:
             if exc.code not in _OFFSET_REFUSED:
                 raise TransferError(f"the server refuses the update: {exc}") from exc
-            have, broken = None, str(exc)
-        while have is None:
-            have, broken = _query(connection, token, digest, control, broken)
-            if have is None:
-                patience.broken(broken, retry, progress=False)
-        if have == size_bytes:
+            num_received, error = None, str(exc)
+        while num_received is None:
+            num_received, error = _query(connection, token, digest, control, error)
+            if num_received is None:
+                patience.wait_after_break(error, retry, progress=False)
+        if num_received == size_bytes:
             return
-        if have > size_bytes:
-            raise TransferError(f"the server has {have} bytes of the update; expected {size_bytes} at most")
-        patience.broken(broken, retry, progress=have > offset)
-        offset = have
+        if num_received > size_bytes:
+            raise TransferError(f"the server has {num_received} bytes of the update; expected {size_bytes} at most")
+        patience.wait_after_break(error, retry, progress=num_received > offset)
+        offset = num_received
 
 
 class _Patience:
@@ -138,7 +138,7 @@ class _Patience:
         self._backoff = Backoff(control.options)
         self._idle = 0
 
-    def broken(self, why: str, retry: model_pb2.RetryWindow | None, *, progress: bool) -> None:
+    def wait_after_break(self, why: str, retry: model_pb2.RetryWindow | None, *, progress: bool) -> None:
         if progress:
             self._idle = 0
             self._backoff.reset()
@@ -159,16 +159,16 @@ def _append(connection: Connection, model: Source, part: PartialDownload, contro
             part.write(data)
 
 
-def _query(connection: Connection, token: str, digest: str, control: Control, broken: str) -> tuple[int | None, str]:
+def _query(connection: Connection, token: str, digest: str, control: Control, error: str) -> tuple[int | None, str]:
     try:
-        return connection.query_upload(token, digest, control.signal), broken
+        return connection.query_upload(token, digest, control.signal), error
     except ServerUnavailableError as exc:
         return None, str(exc)
     except CallRefusedError as exc:
         raise TransferError(f"the server refuses the update: {exc}") from exc
 
 
-def parts_of(content: Content, start: int, clock: Callable[[], float]) -> Iterator[memoryview]:
+def split_content(content: Content, start: int, clock: Callable[[], float]) -> Iterator[memoryview]:
     """Yield the content from `start` on in parts: small ones on a slow line, larger and cheaper ones on a fast one."""
     size = wire.UPLOAD_CHUNK_BYTES
     for piece in content.pieces:

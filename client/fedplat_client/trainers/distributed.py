@@ -190,7 +190,7 @@ class MultiProcess:
         """Raise `ValueError` if there are too few examples for the processes."""
         self._gradients(0).check(trainee, num_examples)
 
-    def passes(self, seed: int) -> training.GradientComputation:
+    def make_gradients(self, seed: int) -> training.GradientComputation:
         """Return a gradient computation with one logical rank per process: each batch is split among them."""
         return self._gradients(seed)
 

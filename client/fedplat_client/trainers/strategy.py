@@ -29,7 +29,7 @@ class TrainingStrategy(Protocol):
         """Raise `ValueError` if there are too few examples for the processes."""
         ...
 
-    def passes(self, seed: int) -> training.GradientComputation:
+    def make_gradients(self, seed: int) -> training.GradientComputation:
         """Return the gradient computation."""
         ...
 
@@ -51,7 +51,7 @@ class SingleProcess:
     def check(self, trainee: training.Trainee, num_examples: int) -> None:
         """Accept any number of examples."""
 
-    def passes(self, seed: int) -> training.GradientComputation:
+    def make_gradients(self, seed: int) -> training.GradientComputation:
         """Return the gradient computation of one process."""
         return training.SingleProcessGradients()
 

@@ -92,7 +92,7 @@ class TorchTrainer:
                 client_state=task.client_state,
                 after_step=strategy.after_step(_Clock(task, options.partial_work).after_step),
                 make_optimizer=make_optimizer,
-                passes=strategy.passes(seed),
+                gradients=strategy.make_gradients(seed),
                 ledger=private.TaskLedger(task, self.private),
             )
             metrics = training.train(trainee, task.parameters, work)
@@ -148,7 +148,7 @@ class TorchTrainer:
         return trainee, examples
 
     def _examples(self, task: Task, device: torch.device) -> training.Examples:
-        return training.examples_to_use(self.data if isinstance(self.data, Dataset) else self.data(task), device)
+        return training.check_examples(self.data if isinstance(self.data, Dataset) else self.data(task), device)
 
 
 @dataclasses.dataclass
@@ -156,7 +156,7 @@ class _Clock:
     """Reports progress, and ends a training before its deadline if partial work counts.
 
     Reserves twice the duration of the longest step so far for one more step, and a twentieth of the whole time for the
-    report.
+    work after the training.
     """
 
     task: Task

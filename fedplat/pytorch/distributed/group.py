@@ -63,9 +63,9 @@ class Ranks:
         longest = max(1, *(int(each.item()) for each in lengths))
         mine = torch.zeros(longest, dtype=torch.uint8)
         mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else mine[:0]
-        gathered = [torch.empty_like(mine) for _ in range(self.size)]
-        distributed.all_gather(gathered, mine, group=self.group)
-        return [each[: int(size.item())].numpy().tobytes() for each, size in zip(gathered, lengths, strict=True)]
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        distributed.all_gather(parts, mine, group=self.group)
+        return [each[: int(size.item())].numpy().tobytes() for each, size in zip(parts, lengths, strict=True)]
 
     def gather_arrays(self, part: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
         """Return the (large) arrays of all ranks, in their order, on rank 0; an empty list on the others."""
@@ -93,8 +93,8 @@ class Ranks:
 
     def barrier(self) -> None:
         """Wait until every rank has called it."""
-        here = torch.zeros(1, dtype=torch.uint8)
-        distributed.all_gather([torch.empty_like(here) for _ in range(self.size)], here, group=self.group)
+        token = torch.zeros(1, dtype=torch.uint8)
+        distributed.all_gather([torch.empty_like(token) for _ in range(self.size)], token, group=self.group)
 
     def with_backend(self, backend: Backend) -> Ranks:
         """Return the same ranks, which with "gloo" compute on CPUs even if they have GPUs."""
@@ -179,8 +179,8 @@ def prove_key(ranks: Ranks, key: bytes) -> None:
     """Have each pair of ranks prove to each other that both have the key.
 
     Gloo listens on a port that every user of the host can reach, and treats the first connection that names a rank as
-    that rank. Another process in its place can neither answer, nor relay the question to the rank, which is connected
-    to a different port. Raises `PermissionError`.
+    that rank. Another process in its place cannot answer, nor can it have the real rank answer for it, which is not
+    connected to it. Raises `PermissionError`.
     """
     mine = secrets.token_bytes(_PROOF_BYTES)
     # With several network interfaces there is a connection for each.

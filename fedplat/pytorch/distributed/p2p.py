@@ -27,7 +27,7 @@ class P2PVectors(Vectors):
     """
 
     def __init__(self, ranks: Ranks, layout: VectorLayout, length: int = MESSAGE_LENGTH) -> None:
-        """All processes have to pass the same arguments."""
+        """Allocate the vectors; all processes have to pass the same arguments."""
         super().__init__(ranks, layout)
         self._length = length
         self._slots = [

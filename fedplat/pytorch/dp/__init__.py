@@ -12,7 +12,7 @@ from fedplat.errors import MissingExtraError
 try:
     from fedplat.pytorch.dp.accounting import RecordedLedger, epsilon
     from fedplat.pytorch.dp.clipping import Clipper, Clipping, clipping
-    from fedplat.pytorch.dp.noise import StepNoise, noise_of
+    from fedplat.pytorch.dp.noise import StepNoise, make_noise
     from fedplat.pytorch.dp.validation import check
 except ImportError as exc:
     raise MissingExtraError(
@@ -20,4 +20,4 @@ except ImportError as exc:
         "pip install 'fedplat[opacus]', on a client: pip install 'fedplat-client[opacus]'"
     ) from exc
 
-__all__ = ["Clipper", "Clipping", "RecordedLedger", "StepNoise", "check", "clipping", "epsilon", "noise_of"]
+__all__ = ["Clipper", "Clipping", "RecordedLedger", "StepNoise", "check", "clipping", "epsilon", "make_noise"]

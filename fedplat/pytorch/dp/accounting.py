@@ -42,8 +42,10 @@ def epsilon(charges: Iterable[StepCharge], delta: float) -> float:
 @functools.lru_cache(maxsize=1024)
 def _step_divergences(noise_multiplier: float, sampling_probability: float) -> npt.NDArray[np.float64]:
     """Return the Rényi divergences of one step, by order; those of several steps add up."""
-    found = analysis.compute_rdp(q=sampling_probability, noise_multiplier=noise_multiplier, steps=1, orders=_ORDERS)
-    return np.asarray(found, np.float64)
+    divergences = analysis.compute_rdp(
+        q=sampling_probability, noise_multiplier=noise_multiplier, steps=1, orders=_ORDERS
+    )
+    return np.asarray(divergences, np.float64)
 
 
 class RecordedLedger:

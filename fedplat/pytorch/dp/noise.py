@@ -39,7 +39,7 @@ class StepNoise:
         return total.cpu().double() + deviation * torch.from_numpy(numbers).view(total.shape)
 
 
-def noise_of(seed: int | None) -> StepNoise:
+def make_noise(seed: int | None) -> StepNoise:
     """Return the randomness of a seed, for simulations; without one, that of the operating system, unrepeatable."""
     if seed is None:
         return StepNoise(Noise(os.urandom(KEY_BYTES)))

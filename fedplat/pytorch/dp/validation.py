@@ -34,7 +34,7 @@ def _describe_problem(name: str, part: nn.Module) -> str:
     if fixer is None:
         return f"{problem}; expected another layer"
     replacement = " ".join(str(fixer(part)).split())
-    return f"{problem}; replace it with {replacement}, as opacus.validators.ModuleValidator.fix(module) does"
+    return f"{problem}; use {replacement}, as opacus.validators.ModuleValidator.fix(module) does"
 
 
 def _shorten(reason: str) -> str:

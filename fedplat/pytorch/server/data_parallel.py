@@ -95,7 +95,9 @@ class DataParallelGradients(GradientComputation):
             ]
 
     @override
-    def over(self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples) -> Iterator[Scores]:
+    def compute_steps(
+        self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples
+    ) -> Iterator[Scores]:
         module = DistributedDataParallel(
             trainee.module.train(),
             process_group=self._ranks.group,
@@ -129,18 +131,18 @@ class DataParallelGradients(GradientComputation):
             yield scores
 
     @override
-    def total(self, scores: Scores) -> Sums:
-        return total(self._ranks, scores)
+    def sum_scores(self, scores: Scores) -> Sums:
+        return sum_scores(self._ranks, scores)
 
     def _part(self, number: int, rank: int, place: int, indices: Indices, step: Indices) -> RankBatch:
         seed = int(np.random.SeedSequence([self._seed, number, rank, place]).generate_state(1)[0])
         return RankBatch(rank, seed, indices if len(indices) else step[:1], len(indices) / len(step))
 
 
-def total(ranks: Ranks, scores: Scores) -> Sums:
+def sum_scores(ranks: Ranks, scores: Scores) -> Sums:
     """Return the sum of the scores over all ranks, on all of them."""
-    gathered = ranks.all_gather(msgspec.msgpack.encode(scores.sums()))
-    return Sums.total(msgspec.msgpack.decode(each, type=Sums) for each in gathered)
+    parts = ranks.all_gather(msgspec.msgpack.encode(scores.sums()))
+    return Sums.total(msgspec.msgpack.decode(each, type=Sums) for each in parts)
 
 
 @dataclass

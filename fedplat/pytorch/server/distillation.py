@@ -3,8 +3,9 @@
 Source: Lin et al. 2020, "Ensemble Distillation for Robust Model Fusion in Federated Learning", arXiv 2006.07242,
 Algorithm 1: the student starts at the average of the clients' models, and each step follows the gradient of
 KL(softmax(mean of the teachers' logits) || softmax(the student's logits)) on a batch of unlabelled examples. With a
-temperature T both sides are divided by T. The loss is not multiplied by T², unlike in Hinton et al. 2015; the authors'
-program does the same. Teachers are in evaluation mode, the student in training mode (dropout, BatchNorm).
+temperature T both sides are divided by T. The loss is not multiplied by T² as in Hinton et al. 2015, because the
+authors' own program does not do so either. Teachers are in evaluation mode, the student in training mode (dropout,
+BatchNorm).
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ import itertools
 from fedplat.client_state import ClientState
 from fedplat.model import Parameters
 from fedplat.pytorch.distributed import Ranks
-from fedplat.pytorch.server.data_parallel import total
-from fedplat.pytorch.server.trainer import ServerTrainer, examples_of, make_on_all_ranks
-from fedplat.pytorch.training import Examples, Trainee, evaluate_batches, in_order
+from fedplat.pytorch.server.data_parallel import sum_scores
+from fedplat.pytorch.server.trainer import ServerTrainer, load_examples, make_on_all_ranks
+from fedplat.pytorch.training import Examples, Trainee, evaluate_batches, iterate_batches
 
 _BATCH_SIZE = 256
 
@@ -28,8 +28,8 @@ def evaluate(
             raise ValueError("no examples to evaluate on; expected ServerTrainer(evaluation=...)")
         trainee = Trainee(trainer.learner, ranks.device)
         trainee.load(parameters, ClientState())
-        return trainee, examples_of(trainer.evaluation, ranks.device)
+        return trainee, load_examples(trainer.evaluation, ranks.device)
 
     trainee, examples = make_on_all_ranks(ranks, build)
-    order = itertools.islice(in_order(len(examples), batch_size), ranks.rank, None, ranks.size)
-    return total(ranks, evaluate_batches(trainee, examples, order)).means()
+    order = itertools.islice(iterate_batches(len(examples), batch_size), ranks.rank, None, ranks.size)
+    return sum_scores(ranks, evaluate_batches(trainee, examples, order)).means()

@@ -50,9 +50,9 @@ class ServerTrainer:
         return training.Learner(model=self.model, loss=self.loss)
 
 
-def examples_of(data: Data, device: torch.device) -> training.Examples:
+def load_examples(data: Data, device: torch.device) -> training.Examples:
     """Return the examples of a trainer's data. Raises `ValueError` if it has no length or is empty."""
-    return training.examples_to_use(data if isinstance(data, Dataset) else data(), device)
+    return training.check_examples(data if isinstance(data, Dataset) else data(), device)
 
 
 def make_on_all_ranks(ranks: Ranks, make: Callable[[], Made]) -> Made:

@@ -22,7 +22,7 @@ from fedplat.pytorch.server import profiling
 from fedplat.pytorch.server.checkpoints import Checkpoints, TrainingState
 from fedplat.pytorch.server.data_parallel import DataParallelGradients, RankBatch
 from fedplat.pytorch.server.lr_schedule import LearningRates, factor
-from fedplat.pytorch.server.trainer import ServerTrainer, examples_of, make_on_all_ranks
+from fedplat.pytorch.server.trainer import ServerTrainer, load_examples, make_on_all_ranks
 from fedplat.pytorch.training import Examples, LocalOptions, Scores, StepSchedule, Sums, Trainee
 from fedplat.pytorch.training.stepper import Stepper
 
@@ -88,7 +88,7 @@ class TrainingCurve:
 def train(ranks: Ranks, trainer: ServerTrainer, parameters: Parameters, work: TrainingRun) -> TrainingCurve | None:
     """Train the model in place on the trainer's data, by SGD or the trainer's optimizer.
 
-    Every rank of the workers calls it with the same arguments and `parameters` of the same values. The first
+    Every worker calls it with the same arguments and `parameters` of the same values. The first
     `work.num_ranks` of them train and end with the same model; the others do nothing and return None. An epoch is a
     permutation of the data, cut into steps of `num_ranks * batch_size * accumulate` examples. Its last step has the
     remaining examples, divided among the ranks as evenly as possible, and is a mean over its examples like any other;
@@ -107,11 +107,11 @@ class TrainingLoop:
         """Raise `TrainingError` on all ranks alike."""
         self.ranks, self._trainer, self._work = ranks, trainer, work
         self.trainee, self.examples = make_on_all_ranks(ranks, self._build_trainee)
-        self.plan = work.plan(len(self.examples), self._spread(0).smallest_batch(self.trainee))
+        self.plan = work.plan(len(self.examples), self._gradients(0).smallest_batch(self.trainee))
 
     def parts(self) -> Iterator[list[RankBatch]]:
         """Yield the parts of each step that this process computes."""
-        return self._spread(0).parts(self.plan)
+        return self._gradients(0).parts(self.plan)
 
     def run(self, parameters: Parameters) -> TrainingCurve:
         """Train the model in place. Raises `TrainingError` if it does not fit."""
@@ -125,11 +125,11 @@ class TrainingLoop:
         stepper = Stepper(
             self.trainee.parameters(), self.plan.options, 1.0, Correction(), {}, make_optimizer=lambda _: optimizer
         )
-        passes = self._spread(progress.done).over(self.trainee, stepper, self.plan, self.examples)
+        steps = self._gradients(progress.done).compute_steps(self.trainee, stepper, self.plan, self.examples)
         traces = self._work.traces if self._work.options.profile else None
         with profiling.trace_steps(traces, self.ranks, self.plan.num_steps - progress.done) as trace:
             self._set(rates, progress)
-            for scores in passes:
+            for scores in steps:
                 stepper.step()
                 curve.add(scores)
                 if checkpoints is not None and checkpoints.is_due(progress):
@@ -144,8 +144,8 @@ class TrainingLoop:
 
     def _build_trainee(self) -> tuple[Trainee, Examples]:
         trainee = Trainee(self._trainer.learner, self.ranks.device, self._work.seed)
-        examples = examples_of(self._trainer.data, self.ranks.device)
-        self._spread(0).check(trainee, len(examples))
+        examples = load_examples(self._trainer.data, self.ranks.device)
+        self._gradients(0).check(trainee, len(examples))
         return trainee, examples
 
     def _reset(self, parameters: Parameters) -> torch.optim.Optimizer:
@@ -158,7 +158,7 @@ class TrainingLoop:
             trained, lr=table.learning_rate, momentum=table.momentum, weight_decay=table.weight_decay
         )
 
-    def _spread(self, begin: int) -> DataParallelGradients:
+    def _gradients(self, begin: int) -> DataParallelGradients:
         return DataParallelGradients(self.ranks, self._work.num_ranks, self._work.seed, begin)
 
     def _checkpoints(self) -> Checkpoints | None:
@@ -189,8 +189,8 @@ class _Curve:
     def close(self) -> None:
         """Write the losses of all steps so far."""
         mine = msgspec.msgpack.encode([scores.sums() for scores in self._open])
-        gathered = [msgspec.msgpack.decode(each, type=list[Sums]) for each in self._ranks.all_gather(mine)]
+        rank_sums = [msgspec.msgpack.decode(each, type=list[Sums]) for each in self._ranks.all_gather(mine)]
         first = self._progress.done - len(self._open)
-        for step, parts in enumerate(zip(*gathered, strict=True), first):
+        for step, parts in enumerate(zip(*rank_sums, strict=True), first):
             self._progress.losses[step] = Sums.total(parts).means()["loss"]
         self._open = []

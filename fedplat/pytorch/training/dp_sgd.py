@@ -69,7 +69,7 @@ def run(trainee: Trainee, stepper: Stepper, work: LocalTraining) -> tuple[Mappin
         plan=StepSchedule(
             num_examples=len(work.examples), options=work.options, seed=work.seed, fraction=work.fraction
         ),
-        noise=dp.noise_of(work.noise_seed),
+        noise=dp.make_noise(work.noise_seed),
     )
     ledger = work.ledger or dp.RecordedLedger(work.client_state)
     options, planned, made = work.options, plan.charge(work.options), 0
@@ -102,7 +102,7 @@ def _steps(stepper: Stepper, plan: PoissonPlan, work: LocalTraining, clipper: dp
     for number, step in enumerate(steps, 1):
         for _ in plan.plan.batches_of(step):
             clipper.add(*next(batches))
-        stepper.give([plan.noise.add_noise(total, deviation) / plan.expected for total in clipper.take()])
+        stepper.set_gradients([plan.noise.add_noise(total, deviation) / plan.expected for total in clipper.take()])
         stepper.step()
         yield number
 

@@ -59,7 +59,7 @@ class DatasetExamples(Examples):
             yield inputs.to(self._device), targets.to(self._device)
 
 
-def examples_of(dataset: Dataset[Any], device: torch.device) -> Examples:
+def make_examples(dataset: Dataset[Any], device: torch.device) -> Examples:
     """Return the examples of a dataset; plain tensors are not read one example at a time."""
     if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
         inputs, targets = (tensor.to(device) for tensor in dataset.tensors)
@@ -67,13 +67,13 @@ def examples_of(dataset: Dataset[Any], device: torch.device) -> Examples:
     return DatasetExamples(dataset, device)
 
 
-def examples_to_use(dataset: Dataset[Any], device: torch.device) -> Examples:
+def check_examples(dataset: Dataset[Any], device: torch.device) -> Examples:
     """Return the examples of a user's dataset. Raises `ValueError` if it has no length or is empty."""
     if not isinstance(dataset, Sized):
         raise ValueError(f"the dataset {type(dataset).__name__} has no length; expected a map-style dataset")
     if not len(dataset):
         raise ValueError("the dataset is empty; expected at least one example to train or evaluate on")
-    return examples_of(dataset, device)
+    return make_examples(dataset, device)
 
 
 class _Lists:

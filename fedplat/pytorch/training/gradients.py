@@ -22,11 +22,13 @@ class GradientComputation(Protocol):
         """Return the minimum number of examples of a batch."""
         ...
 
-    def over(self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples) -> Iterator[Scores]:
+    def compute_steps(
+        self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples
+    ) -> Iterator[Scores]:
         """Compute the gradients of each step of the plan; yield the step's scores before the weights change."""
         ...
 
-    def total(self, scores: Scores) -> Sums:
+    def sum_scores(self, scores: Scores) -> Sums:
         """Return the sum of the scores over all processes."""
         ...
 
@@ -39,7 +41,9 @@ class SingleProcessGradients(GradientComputation):
         return trainee.smallest_batch
 
     @override
-    def over(self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples) -> Iterator[Scores]:
+    def compute_steps(
+        self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples
+    ) -> Iterator[Scores]:
         module, loss_of = trainee.module.train(), trainee.learner.loss
         steps, ahead = itertools.tee(plan.steps())
         batches = examples.batches(itertools.chain.from_iterable(map(plan.batches_of, ahead)))
@@ -55,5 +59,5 @@ class SingleProcessGradients(GradientComputation):
             yield scores
 
     @override
-    def total(self, scores: Scores) -> Sums:
+    def sum_scores(self, scores: Scores) -> Sums:
         return scores.sums()

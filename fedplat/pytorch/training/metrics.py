@@ -47,7 +47,7 @@ class Scores:
             self._hits.append((outputs.detach().argmax(1) == targets).sum())
             self._num_answers += targets.numel()
 
-    def join(self, others: Scores) -> None:
+    def extend(self, others: Scores) -> None:
         """Add the scores of other batches."""
         self._losses += others._losses
         self._hits += others._hits

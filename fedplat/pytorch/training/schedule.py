@@ -15,7 +15,7 @@ from fedplat.pytorch.training.options import LocalOptions
 Indices: TypeAlias = npt.NDArray[np.int64]
 
 
-def in_order(num_examples: int, batch_size: int) -> Iterator[Indices]:
+def iterate_batches(num_examples: int, batch_size: int) -> Iterator[Indices]:
     """Yield all examples once, in batches; the last may be short. A `batch_size` of 0 means one batch."""
     size = batch_size or num_examples
     for start in range(0, num_examples, size):

@@ -73,7 +73,7 @@ class Stepper:
             loss = loss * share
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
 
-    def give(self, gradients: Iterable[torch.Tensor]) -> None:
+    def set_gradients(self, gradients: Iterable[torch.Tensor]) -> None:
         """Set the parameters' gradients of a step, computed elsewhere, in the order of the parameters."""
         for parameter, gradient in zip(self._parameters.values(), gradients, strict=True):
             parameter.grad = gradient.to(parameter)

@@ -14,7 +14,7 @@ from fedplat.pytorch import convert as backend
 from fedplat.pytorch.training.examples import Examples
 from fedplat.pytorch.training.learner import Trainee, use_seed
 from fedplat.pytorch.training.metrics import Scores
-from fedplat.pytorch.training.schedule import Indices, StepSchedule, in_order
+from fedplat.pytorch.training.schedule import Indices, StepSchedule, iterate_batches
 from fedplat.pytorch.training.stepper import Stepper
 from fedplat.pytorch.training.work import LocalTraining
 
@@ -60,7 +60,7 @@ def evaluate(
     `after_batch` is called with the completed fraction.
     """
     trainee.load(parameters, memory or ClientState())
-    order = in_order(len(examples), batch_size)
+    order = iterate_batches(len(examples), batch_size)
     return evaluate_batches(trainee, examples, order, lambda done: after_batch(done / len(examples))).means()
 
 
@@ -128,7 +128,7 @@ def _run(trainee: Trainee, start: _Start, work: LocalTraining) -> tuple[Mapping[
 
         return dp_sgd.run(trainee, stepper, work)
     scores, num_steps = _steps(trainee, stepper, work)
-    return work.passes.total(scores).means(), num_steps
+    return work.gradients.sum_scores(scores).means(), num_steps
 
 
 def _steps(trainee: Trainee, stepper: Stepper, work: LocalTraining) -> tuple[Scores, int]:
@@ -138,13 +138,13 @@ def _steps(trainee: Trainee, stepper: Stepper, work: LocalTraining) -> tuple[Sco
         options=work.options,
         seed=work.seed,
         fraction=work.fraction,
-        smallest=work.passes.smallest_batch(trainee),
+        smallest=work.gradients.smallest_batch(trainee),
     )
     scores, num_steps = Scores(), 0
-    for number, step_scores in enumerate(work.passes.over(trainee, stepper, plan, work.examples)):
+    for number, step_scores in enumerate(work.gradients.compute_steps(trainee, stepper, plan, work.examples)):
         if number % plan.steps_per_epoch == 0:
             scores = Scores()
-        scores.join(step_scores)
+        scores.extend(step_scores)
         num_steps += stepper.step()
         if not work.after_step(number + 1, plan.num_steps):
             break

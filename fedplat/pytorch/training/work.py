@@ -19,7 +19,7 @@ class LocalTraining:
 
     `seed` seeds all randomness except that of DP-SGD. `fraction` is the part of the steps that the client has time for.
     `after_step(done, total)` is called after each step; the training ends when it returns False. `make_optimizer`
-    replaces SGD. `passes` computes the gradients of the steps.
+    replaces SGD. `gradients` computes the gradients of the steps.
 
     With DP-SGD, `ledger` counts the privacy loss, by default in `client_state`, and `noise_seed` seeds the draws and
     the noise. It is None except in simulations: with the seed, the noise can be subtracted again.
@@ -33,7 +33,7 @@ class LocalTraining:
     client_state: ClientState = field(default_factory=ClientState)
     after_step: Callable[[int, int], bool] = lambda done, total: True
     make_optimizer: MakeOptimizer | None = None
-    passes: GradientComputation = field(default_factory=SingleProcessGradients)
+    gradients: GradientComputation = field(default_factory=SingleProcessGradients)
     ledger: StepLedger | None = None
     noise_seed: int | None = None
 

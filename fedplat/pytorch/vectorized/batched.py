@@ -157,7 +157,7 @@ class CohortTrainer:
                 return result.gradients
             shares = torch.from_numpy((sizes / totals).astype(np.float32)).to(stack.inputs.device)
             scaled = [each * shares.view(-1, *[1] * (each.ndim - 1)) for each in result.gradients]
-            gradients = foreach.total(gradients, scaled) if gradients else scaled
+            gradients = foreach.add_pairs(gradients, scaled) if gradients else scaled
         return gradients
 
     def _stack(self, rows: Sequence[_Row], chosen: Sequence[Indices], sizes: npt.NDArray[np.int64]) -> Stack:

@@ -25,6 +25,6 @@ def scale_tensors(values: Tensors, factor: float) -> Tensors:
     return torch._foreach_mul(values, factor)
 
 
-def total(left: Tensors, right: Tensors) -> Tensors:
+def add_pairs(left: Tensors, right: Tensors) -> Tensors:
     """Return the pairwise sums of two lists."""
     return torch._foreach_add(left, right)

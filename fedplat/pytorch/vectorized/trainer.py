@@ -105,4 +105,4 @@ def accumulate_gradients(gradients: Tensors, batch: Tensors, share: float) -> Te
     if share == 1.0:
         return batch
     scaled = foreach.scale_tensors(batch, share)
-    return foreach.total(gradients, scaled) if gradients else scaled
+    return foreach.add_pairs(gradients, scaled) if gradients else scaled

@@ -86,7 +86,7 @@ def test_batch_norm_is_refused_with_opacus_reason_and_the_fix(affine: bool) -> N
         train(Trainee(learner), learner.initial(), work(memory=memory, **QUIET))
     said = str(caught.value)
     assert said.startswith(
-        "the model cannot be trained with example-level privacy: its layer '1' is BatchNorm1d; replace it with GroupNorm(4, 12, "
+        "the model cannot be trained with example-level privacy: its layer '1' is BatchNorm1d; use GroupNorm(4, 12, "
     )
     assert "as opacus.validators.ModuleValidator.fix(module) does. Opacus reports: BatchNorm cannot support" in said
     assert said.endswith("depending on who else is on its batch.")
