@@ -65,7 +65,7 @@ class SignedAccess:
         if isinstance(exc, SessionLostError):
             self._signer.forget(used.session_id)
             return True
-        # FENCED is no rival if this process opened a newer session while the call was in flight.
+        # FENCED does not mean a rival if this process opened a newer session while the call was in flight.
         return isinstance(exc, FencedError) and not self._signer.is_current(used.session_id)
 
     def prove(self, method: Method[Response], request: bytes, signal: StopSignal) -> Response:

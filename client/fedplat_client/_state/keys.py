@@ -1,7 +1,4 @@
-"""The client's keys: Ed25519, which identifies it to the server, and ECDSA on P-256 for TLS.
-
-TLS libraries do not accept Ed25519.
-"""
+"""The client's keys: Ed25519, to identify it to the server, and ECDSA (P-256) for gRPC's TLS, which lacks Ed25519."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 from fedplat.model import WINDOW, Vector
 
 _SPARE_BYTES = 8 * 4 * WINDOW
-"""Memory beside the sum: two windows of an update, and temporary memory of PyTorch."""
+"""Memory besides the sum: two windows of an update, and temporary memory of PyTorch."""
 
 
 def device_sum(size: int, device: torch.device, free_bytes: int | None = None) -> DeviceSum | None:

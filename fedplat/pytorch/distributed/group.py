@@ -179,8 +179,8 @@ def prove_key(ranks: Ranks, key: bytes) -> None:
     """Have each pair of ranks prove to each other that both have the key.
 
     Gloo listens on a port that every user of the host can reach, and treats the first connection that names a rank as
-    that rank. Another process in its place cannot answer, nor can it have the real rank answer for it, which is not
-    connected to it. Raises `PermissionError`.
+    that rank. Another process in its place cannot answer, nor can it have the real rank answer for it, which is
+    connected to other processes. Raises `PermissionError`.
     """
     mine = secrets.token_bytes(_PROOF_BYTES)
     # With several network interfaces there is a connection for each.
