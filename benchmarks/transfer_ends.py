@@ -149,9 +149,9 @@ def fedplat_client(ticket: str, folder: str) -> None:
     asked = Ticket.from_text(Path(ticket).read_text())
     directory = DataDirectory(Path(folder), asked.server, asked.population)
     with directory.lock():
-        known = directory.identity(asked)
+        known = directory.load_identity(asked)
         channel = transport.connect(known.server, tls=known.tls, ca=known.ca)
-        access = SignedAccess(channel, directory.signing_key(known), 30.0)
+        access = SignedAccess(channel, directory.load_signing_key(known), 30.0)
         connection, stop = Connection(access, 30.0), StopSignal()
         profile = ClientDescription(
             population=asked.population, labels={}, trainers=["noop"], evaluators=[], ticket=asked

@@ -9,7 +9,7 @@ client = Client.from_ticket(labels={"region": "eu"}, data_dir="~/.fedplat")  # F
 def train(task):
     weights = task.parameters  # named views of one flat buffer
     ...
-    task.progress(0.5)  # raises Cancelled when the server says stop
+    task.progress(0.5)  # raises Cancelled when the server stops the task
     return TrainResult(parameters=weights, num_examples=100, metrics={"loss": 0.1})
 
 client.run()

@@ -1,4 +1,4 @@
-"""`python -m fedplat_client` is the command `fedplat-client`."""
+"""Run the command `fedplat-client` as `python -m fedplat_client`."""
 
 from fedplat_client.cli import main
 

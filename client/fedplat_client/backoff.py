@@ -1,4 +1,4 @@
-"""How long the client waits before it tries again, and calls that are repeated until the server answers."""
+"""Back-off: the delay before the next attempt, and calls that are repeated until the server answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Backoff:
         self._failures = 0
 
     def next_s(self, wish: model_pb2.RetryWindow | None = None) -> float:
-        """Return the delay after one more failure; not before the server's retry window, if it named one."""
+        """Return the delay in seconds after one more failure, not before the server's retry window, if it sent one."""
         exponent = min(self._failures, 64)
         self._failures += 1
         bound = min(self._options.max_backoff_s, self._options.first_backoff_s * 2.0**exponent)
@@ -35,13 +35,13 @@ class Backoff:
         return delay_s if wish is None else max(delay_s, draw_s(wish, self._options.rng))
 
     def reset(self) -> None:
-        """Begin anew, after a success."""
+        """Start again from the first delay, after a success."""
         self._failures = 0
 
 
 def draw_s(window: model_pb2.RetryWindow, rng: random.Random) -> float:
-    """Draw a moment of a server's retry window, in seconds from now, uniformly; at most a day."""
-    earliest = window.min_s if window.min_s > 0 else 0.0  # NaN too
+    """Draw a delay in seconds uniformly from a server's retry window; at most a day."""
+    earliest = window.min_s if window.min_s > 0 else 0.0  # also replaces NaN
     latest = window.max_s if window.max_s > earliest else earliest
     return rng.uniform(min(earliest, _LONGEST_RETRY_S), min(latest, _LONGEST_RETRY_S))
 
@@ -56,15 +56,15 @@ def retry(
 ) -> _Answer:
     """Repeat a call, with back-off, until the server gives a usable answer.
 
-    `recover` is called after each wait, before the next attempt. Raises the last `ServerUnavailableError` after
-    `attempts`, or when `signal` is set; other errors end the repetition at once.
+    Call `recover` after each wait, before the next attempt. Raises the last `ServerUnavailableError` after `attempts`
+    failures or when `signal` is set; other errors are raised at once.
     """
-    backoff, made = Backoff(options), 0
+    backoff, failures = Backoff(options), 0
     while True:
         try:
             return call()
         except ServerUnavailableError as exc:
-            made += 1
-            if made >= attempts or options.wait(signal, backoff.next_s(exc.retry)):
+            failures += 1
+            if failures >= attempts or options.wait(signal, backoff.next_s(exc.retry)):
                 raise
             recover(exc)

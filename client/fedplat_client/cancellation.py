@@ -1,4 +1,4 @@
-"""Stopping: an event that carries its reason and cancels the calls in flight, and the process's signals."""
+"""Stop signals: events that carry a reason and cancel calls in flight, and the process's SIGINT and SIGTERM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedplat_client.errors import Cancelled
 
 
 def reason_name(reason: int) -> str:
-    """The name of a reason without its prefix; a number when the server is newer than this client."""
+    """Return the name of a reason without its prefix, or the number of one that this client does not define."""
     try:
         return model_pb2.Reason.Name(model_pb2.Reason.ValueType(reason)).removeprefix("REASON_")
     except ValueError:
@@ -24,7 +24,7 @@ def reason_name(reason: int) -> str:
 
 @dataclass(frozen=True)
 class Stop:
-    """Why something stops; `by_server` when the server said so and knows already."""
+    """Why something stops; `by_server` if the server ordered the stop and needs no report of it."""
 
     reason: model_pb2.Reason.ValueType
     text: str
@@ -36,7 +36,7 @@ class StopSignal:
     """An event that carries a `Stop` and cancels the calls in flight when it is set.
 
     >>> stop_signal = StopSignal()
-    >>> with stop_signal.attached(lambda: print("call cancelled")):
+    >>> with stop_signal.attach(lambda: print("call cancelled")):
     ...     stop_signal.set(Stop(model_pb2.REASON_CLIENT_STOPPED, "the client was stopped"))
     call cancelled
     >>> stop_signal.wait(60.0)  # at once
@@ -49,7 +49,7 @@ class StopSignal:
         self.stop: Stop | None = None
 
     def set(self, stop: Stop) -> None:
-        """Stops; the first reason stays. Callable from any thread."""
+        """Set the signal and run the callbacks; the first reason is kept. Callable from any thread."""
         if self.stop is None:
             self.stop = stop
         self._event.set()
@@ -57,23 +57,23 @@ class StopSignal:
             callback()
 
     def is_set(self) -> bool:
-        """Whether it was set."""
+        """Return whether the signal is set."""
         return self._event.is_set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until it is set, `timeout_s` seconds at most; tells whether it is set."""
+        """Wait until the signal is set, at most `timeout_s` seconds; return whether it is set."""
         return self._event.wait(timeout_s)
 
     def check(self) -> None:
-        """Raises `Cancelled` when it was set."""
+        """Raise `Cancelled` if the signal is set."""
         if self._event.is_set() and self.stop is not None:
             raise Cancelled(reason_name(self.stop.reason), self.stop.text)
 
     @contextlib.contextmanager
     def attach(self, callback: Callable[[], object]) -> Generator[None]:
-        """Calls `callback` when the signal is set within the block, or was set before; perhaps twice."""
+        """Call `callback`, perhaps twice, if the signal is set within the block or was set before it."""
         key = object()
-        # First added, then looked: whichever of two threads comes second sees the other, without a lock.
+        # Add first, check second: of two concurrent threads the second one sees the first, without a lock.
         self._callbacks[key] = callback
         try:
             if self._event.is_set():
@@ -85,7 +85,7 @@ class StopSignal:
 
 @contextlib.contextmanager
 def on_signals(stop: Callable[[], None]) -> Generator[None]:
-    """Calls `stop` at the first SIGINT or SIGTERM; the second one does what it did before.
+    """Call `stop` at the first SIGINT or SIGTERM; the second one gets the previous handler.
 
     Does nothing outside the main thread, where Python delivers no signals, and for signals that are ignored.
     """
@@ -111,13 +111,13 @@ def on_signals(stop: Callable[[], None]) -> Generator[None]:
                 stop()
                 return
 
-    # Python writes the number of a signal there at once; the handler waits until the main thread runs Python code,
-    # which a signal that comes just before a long wait does not interrupt. It writes the number again, since a trainer
-    # may have taken that place for itself, as asyncio does.
+    # Python writes the signal's number to the wakeup descriptor at once. The handler runs only when the main thread
+    # executes Python code, and a signal that arrives just before a long wait does not interrupt that wait. The handler
+    # writes the number again, because a trainer may have replaced the descriptor, as asyncio does.
     os.set_blocking(writer, False)
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    # The handler interrupts the main thread wherever it is, perhaps within a lock that stop() needs; so it only
-    # writes to a pipe, and a thread of its own stops the client.
+    # The handler interrupts the main thread anywhere, perhaps while it holds a lock that stop() needs. So the handler
+    # only writes to a pipe, and a separate thread stops the client.
     watcher = threading.Thread(target=watch, name="fedplat-signals", daemon=True)
     watcher.start()
     try:

@@ -1,4 +1,4 @@
-"""The command `fedplat-client`, for people who want no script."""
+"""The command `fedplat-client`: run a client without writing a script."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 
 class _UsageError(click.ClickException):
-    """A wrong argument: one line, and the exit status that click uses for these."""
+    """A wrong argument: printed as one line, with click's exit status for usage errors."""
 
     exit_code = 2
 
 
 _MAX_LINE = 4000
-"""Characters of a line in the log: servers choose some of what is in it."""
+"""Longest log line in characters; servers choose some of the logged text."""
 
 
 def _printable(text: str) -> str:
-    """A line that is safe for a terminal: control characters are escaped, and the rest of a long one is left out."""
+    """Escape control characters, so that a line is safe for a terminal, and cut a long line."""
     if len(text) > _MAX_LINE:
         text = f"{text[:_MAX_LINE]} ... ({len(text) - _MAX_LINE} more characters)"
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 class _FieldFormatter(logging.Formatter):
-    """A sentence for people, then the fields for machines as key=value. Neither holds a control character."""
+    """Formats a sentence for people, then the fields for machines as key=value, both without control characters."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         fields = {name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS}
@@ -73,58 +73,59 @@ def main() -> None:
     """Entry point of the command."""
 
 
-@main.command(help="Work for a server until stopped. A file counts as a module: /path/to/file.py:function.")
+@main.command(help="Run a client until stopped. A module may be given as a file: /path/to/file.py:function.")
 @click.option(
     "--ticket",
     metavar="TICKET",
-    help="The line that an operator gave; else FEDPLAT_TICKET. Better in a file: all users of the host see arguments.",
+    help="Enrollment ticket from the operator; default FEDPLAT_TICKET. "
+    "Prefer --ticket-file: all users of the host can see arguments.",
 )
 @click.option(
     "--ticket-file",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="A file that holds the ticket; else FEDPLAT_TICKET_FILE. Once enrolled, a client needs no ticket.",
+    help="File with the ticket; default FEDPLAT_TICKET_FILE. An enrolled client needs no ticket.",
 )
 @click.option(
     "--server",
     envvar="FEDPLAT_SERVER",
     show_envvar=True,
     metavar="HOST:PORT",
-    help="Which server, if the data directory has identities for several.",
+    help="Server to use, if the data directory has identities for several.",
 )
 @click.option(
     "--population",
     envvar="FEDPLAT_POPULATION",
     show_envvar=True,
-    help="Which population, if the data directory has identities for several.",
+    help="Population to use, if the data directory has identities for several.",
 )
-@click.option("--trainer", "trainers", multiple=True, metavar="[NAME=]MODULE:FUNCTION", help="A trainer; repeatable.")
 @click.option(
-    "--evaluator", "evaluators", multiple=True, metavar="[NAME=]MODULE:FUNCTION", help="An evaluator; repeatable."
+    "--trainer", "trainers", multiple=True, metavar="[NAME=]MODULE:FUNCTION", help="Add a trainer; repeatable."
 )
-@click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="A label; repeatable.")
 @click.option(
-    "--data-dir", type=click.Path(path_type=Path, file_okay=False), help="Where identity and models are kept."
+    "--evaluator", "evaluators", multiple=True, metavar="[NAME=]MODULE:FUNCTION", help="Add an evaluator; repeatable."
 )
+@click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Add a label; repeatable.")
+@click.option("--data-dir", type=click.Path(path_type=Path, file_okay=False), help="Directory for identity and models.")
 @click.option(
     "--mtls",
     is_flag=True,
     envvar="FEDPLAT_MTLS",
     show_envvar=True,
-    help="Show the server a certificate, on its port for those, instead of signing each call.",
+    help="Authenticate with a client certificate, on the server's mTLS port, instead of signing each call.",
 )
 @click.option("--max-tasks", type=click.IntRange(min=0), help="Stop after this many tasks.")
 @click.option("--log-level", type=click.Choice(_LEVELS), default="info", show_default=True)
 def run(**options: Unpack[_RunOptions]) -> None:
-    """Runs a client."""
+    """Run a client."""
     _set_up_logging(options["log_level"])
     if options["ticket"] is not None:
         click.echo(
             "Warning: --ticket shows the ticket to all users of this host, in the list of processes; "
-            "give it with --ticket-file FILE or FEDPLAT_TICKET.",
+            "use --ticket-file FILE or FEDPLAT_TICKET instead.",
             err=True,
         )
     process_tuning.reuse_message_memory()
-    client = _client(options)
+    client = _create_client(options)
     process_tuning.keep_what_is_loaded()
     try:
         client.run(options["max_tasks"])
@@ -136,16 +137,16 @@ def run(**options: Unpack[_RunOptions]) -> None:
     click.echo("stopped", err=True)
 
 
-def _client(options: _RunOptions) -> Client:
+def _create_client(options: _RunOptions) -> Client:
     if not (options["trainers"] or options["evaluators"]):
         raise _UsageError("there is nothing to do; give at least one --trainer or --evaluator")
     try:
-        client = _open_client(options, dict(_label(text) for text in options["labels"]))
+        client = _open_client(options, dict(_parse_label(text) for text in options["labels"]))
         for spec in options["trainers"]:
             client.add_trainer(*_load("--trainer", spec))
         for spec in options["evaluators"]:
             name, function = _load("--evaluator", spec)
-            # A trainer object such as TorchTrainer brings its evaluator along.
+            # A trainer object such as TorchTrainer has its evaluator as a method.
             client.add_evaluator(name, getattr(function, "evaluate", function))
     except (ValueError, TicketError, DataDirectoryError) as exc:
         raise _UsageError(str(exc)) from exc
@@ -153,24 +154,24 @@ def _client(options: _RunOptions) -> Client:
 
 
 def _open_client(options: _RunOptions, labels: dict[str, str]) -> Client:
-    """The client that a ticket names; else the one that the data directory knows."""
+    """Open the client named by the ticket or the options; without either, the one enrolled in the data directory."""
     server, population, settings = options["server"], options["population"], ClientOptions(mtls=options["mtls"])
     ticket = tickets.find(options["ticket"], options["ticket_file"])
     if ticket is not None:
         if (server or ticket.server, population or ticket.population) != (ticket.server, ticket.population):
             raise _UsageError(
-                f"the ticket is for {ticket.population!r} at {ticket.server}, --server and --population say otherwise; "
-                "give one or the other"
+                f"the ticket is for {ticket.population!r} at {ticket.server}, but --server or --population differs; "
+                "use either the ticket or the options"
             )
         return Client.from_ticket(ticket.to_text(), labels=labels, data_dir=options["data_dir"], options=settings)
     if server and population:
         return Client(server, population=population, labels=labels, data_dir=options["data_dir"], options=settings)
     if server or population:
-        raise _UsageError("--server and --population belong together; a ticket says both")
+        raise _UsageError("--server and --population must be used together; a ticket contains both")
     return Client.from_ticket(labels=labels, data_dir=options["data_dir"], options=settings)
 
 
-def _label(text: str) -> tuple[str, str]:
+def _parse_label(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not (key and equals):
         raise _UsageError(f"--label {text!r} cannot be read; expected KEY=VALUE, such as region=eu")

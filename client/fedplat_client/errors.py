@@ -1,24 +1,24 @@
-"""The errors of the client SDK, as one tree below the core's.
+"""The client SDK's errors, as one tree below `FedplatError`.
 
 ```
 FedplatError
 └── ClientError
-    ├── Cancelled                  the task shall stop; `Task.progress` raises it inside the trainer
+    ├── Cancelled                  the task must stop; `Task.progress` raises it inside the trainer
     ├── DataDirectoryError         the data directory is in use, unreadable or damaged
-    ├── EnrollmentError             the server does not accept this client
+    ├── EnrollmentError            the server does not accept this client
     ├── TransferError              a model or an update could not be moved, or its digest is wrong
-    └── ServerError                a call failed; carries `code`, the name of the gRPC status
+    └── CallError                  a call failed; carries `code`, the name of the gRPC status
         ├── ServerUnavailableError     no usable answer; the same call may work later
-        │   ├── ServerBusyError            it has no room for this transfer at this moment
+        │   ├── ServerBusyError            the server has no room for this transfer now
         │   ├── SessionLostError           the session is gone; the same call works in another one
-    │   ├── CertificateExpiredError    the client's certificate has expired; the same call works with the next one
-    │   └── UnreachableError           nobody answered at all: the connection broke, or there was none
-        ├── IdentityError              the server does not accept who this client says it is
-        │   ├── UnknownClientError         it knows no such client
+        │   ├── CertificateExpiredError    the client's certificate expired; the call works with the next one
+        │   └── UnreachableError           no answer at all: the connection broke, or there was none
+        ├── IdentityError              the server does not accept this client's identity
+        │   ├── UnknownClientError         the server has no such client
         │   ├── FencedError                another process runs with the same identity
         │   └── RevokedError               an operator has revoked the client
-        ├── IncompatibleServerError    the server speaks another version of the protocol
-        └── CallRefusedError           the server understood the call and said no
+        ├── IncompatibleServerError    the server uses another version of the protocol
+        └── CallRefusedError           the server understood the call and refused it
 ```
 `fedplat_client.transport` translates gRPC's errors into these; no other module sees `grpc.RpcError`.
 """
@@ -30,14 +30,14 @@ from fedplat.wire.v1 import model_pb2
 
 
 class ClientError(FedplatError):
-    """The base of every error that the client SDK raises on purpose."""
+    """Base of the errors that the client SDK raises."""
 
 
 class Cancelled(ClientError):
-    """The task shall stop: the trainer lets it pass, and the client asks for new work.
+    """The task must stop: the trainer lets the error pass, and the client checks in again.
 
-    `reason` is the name of a reason in `model.proto` without its prefix, such as "SURPLUS" or "TRAIN_TIMEOUT";
-    `text` says the same for people.
+    `reason` is the name of a reason in `model.proto` without its prefix, such as "SURPLUS" or "TRAIN_TIMEOUT"; `text`
+    is its explanation for people.
     """
 
     def __init__(self, reason: str, text: str = "") -> None:
@@ -47,7 +47,7 @@ class Cancelled(ClientError):
 
 
 class DataDirectoryError(ClientError):
-    """The data directory is in use, unreadable or damaged; the message says what to do."""
+    """The data directory is in use, unreadable or damaged; the message describes the remedy."""
 
 
 class EnrollmentError(ClientError):
@@ -59,7 +59,7 @@ class TransferError(ClientError):
 
 
 class CallError(ClientError):
-    """A call failed; `code` is the name of the gRPC status, `retry` when the server wants to be asked again."""
+    """A call failed: `code` is the name of the gRPC status, `retry` the server's retry window if it sent one."""
 
     def __init__(self, code: str, text: str, retry: model_pb2.RetryWindow | None = None) -> None:
         super().__init__(f"{code}: {text}")
@@ -72,31 +72,31 @@ class ServerUnavailableError(CallError):
 
 
 class ServerBusyError(ServerUnavailableError):
-    """The server has no room for this transfer at this moment; the same call works in its retry window."""
+    """The server has no room for this transfer now; the same call works in its retry window."""
 
 
 class SessionLostError(ServerUnavailableError):
-    """The server does not know the session, for instance because it was restarted; the client opens another one."""
+    """The server does not have the session, for example after a restart; the client opens another one."""
 
 
 class CertificateExpiredError(ServerUnavailableError):
-    """The client's certificate has expired; the client gets another one."""
+    """The client's certificate has expired; the client requests another one."""
 
 
 class UnreachableError(ServerUnavailableError):
-    """The server has not answered at all: there is no connection to it, or it broke."""
+    """The server did not answer: there is no connection to it, or the connection broke."""
 
 
 class IdentityError(CallError):
-    """The server does not accept who this client says it is; trying again does not help."""
+    """The server does not accept this client's identity; trying again does not help."""
 
 
 class UnknownClientError(IdentityError):
-    """The server knows no such client: its database is another one than when the client enrolled."""
+    """The server has no such client: its database is not the one that this client enrolled in."""
 
 
 class FencedError(IdentityError):
-    """Another process runs with the same identity, and came later: this one has to stop."""
+    """Another process started later with the same identity; this one must stop."""
 
 
 class RevokedError(IdentityError):
@@ -104,8 +104,8 @@ class RevokedError(IdentityError):
 
 
 class IncompatibleServerError(CallError):
-    """The server speaks another version of the protocol; the message names the versions that it supports."""
+    """The server uses another version of the protocol; the message lists the versions that it supports."""
 
 
 class CallRefusedError(CallError):
-    """The server understood the call and said no."""
+    """The server understood the call and refused it."""

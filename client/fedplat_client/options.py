@@ -1,4 +1,4 @@
-"""The settings of a client beside its server and population."""
+"""The options of a client besides its server and population."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from fedplat_client.cancellation import StopSignal
 class ClientOptions:
     """Times in seconds, sizes in bytes.
 
-    `rng`, `wait` and `clock` are the client's randomness and time; tests give their own. `wait(signal, seconds)`
-    waits until the signal is set and tells whether it is.
+    `rng`, `wait` and `clock` are the client's randomness and time; tests replace them. `wait(signal, seconds)` waits
+    until the signal is set, at most `seconds`, and returns whether it is set.
     """
 
     check_in_wait_s: float = 60.0
-    """How long a check-in waits for work at the server."""
+    """How long a check-in waits at the server for an assignment."""
     call_timeout_s: float = 30.0
     """How long the server may take to answer."""
     first_backoff_s: float = wire.FIRST_BACKOFF_S
     max_backoff_s: float = wire.MAX_BACKOFF_S
     transfer_attempts: int = 8
-    """How often in a row a transfer may break without a single new byte."""
+    """How many times in a row a transfer may break without a single new byte."""
     inline_limit_bytes: int = wire.INLINE_BYTES
-    """Largest update that travels with its report, without an upload of its own."""
+    """Largest update that is sent within its report, without a separate upload."""
     cache_limit_bytes: int = 2 * 2**30
-    """Size of the model cache; a model that exceeds it is used, and not kept. What codecs have left out may
-    take as much again, and so may what trainers remember."""
+    """Size of the model cache; a larger model is used but not kept. The codecs' residuals may take the same size again,
+    and so may the client states."""
     max_model_bytes: int = 32 * 2**30
-    """Largest model that is downloaded; the client fails an assignment with a larger one (`TRANSFER_FAILED`)."""
+    """Largest model that is downloaded; a larger one fails the assignment (`TRANSFER_FAILED`)."""
     mtls: bool = False
-    """Show the server a short-lived certificate instead of signing each call."""
+    """Authenticate with a short-lived certificate instead of signing each call."""
     rng: random.Random = field(default_factory=random.SystemRandom)
     wait: Callable[[StopSignal, float], bool] = StopSignal.wait
     clock: Callable[[], float] = time.monotonic

@@ -1,6 +1,6 @@
-"""Calls on a channel: gRPC's options, deadlines and errors are dealt with here and nowhere else.
+"""Calls on a channel: the only module that handles gRPC's options, deadlines and errors.
 
-Messages are serialized before gRPC sees them, so that a client signs the very bytes that it sends.
+Messages are serialized before gRPC sees them, so that a client signs exactly the bytes that it sends.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # The client has its own back-off; a channel that waits for two minutes would only add to it.
+    # The client has its own back-off; the channel's default of up to two minutes would only add to it.
     ("grpc.initial_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 5_000),
-    # A server in a container comes back with another address: do not trust the old one for gRPC's 30 seconds.
+    # A restarted container has another address: do not keep the old one for gRPC's default of 30 seconds.
     ("grpc.dns_min_time_between_resolutions_ms", 2_000),
-    # Else all clients of a process share one connection and its limit of concurrent streams.
+    # Otherwise all clients of a process share one connection and its limit of concurrent streams.
     ("grpc.use_local_subchannel_pool", 1),
 )
 _TRY_LATER = frozenset(
@@ -53,7 +53,7 @@ _TRY_LATER = frozenset(
         grpc.StatusCode.DEADLINE_EXCEEDED,
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         grpc.StatusCode.ABORTED,
-        # A connection that breaks in the middle of a call shows as one of these, depending on where it was.
+        # A connection that breaks during a call results in one of these, depending on the stage of the call.
         grpc.StatusCode.CANCELLED,
         grpc.StatusCode.INTERNAL,
         grpc.StatusCode.UNKNOWN,
@@ -75,48 +75,50 @@ _BY_CODE: dict[str, type[CallError]] = {
 _SERVICE = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name
 
 
-def connect(server: str, *, tls: bool = False, ca: str = "", shown: tuple[bytes, bytes] | None = None) -> grpc.Channel:
-    """Opens a channel to `host:port`; with TLS, `ca` (PEM) is trusted instead of the platform's authorities.
+def connect(
+    server: str, *, tls: bool = False, ca: str = "", client_certificate: tuple[bytes, bytes] | None = None
+) -> grpc.Channel:
+    """Open a channel to `host:port`; with TLS, trust `ca` (PEM) instead of the platform's authorities.
 
-    `shown`: the client's own key and certificate, PEM.
+    `client_certificate`: the client's private key and certificate, PEM.
     """
     if not tls:
         return grpc.insecure_channel(server, options=_CHANNEL_OPTIONS, compression=grpc.Compression.NoCompression)
-    credentials = grpc.ssl_channel_credentials(ca.encode() or None, *(shown or ()))
+    credentials = grpc.ssl_channel_credentials(ca.encode() or None, *(client_certificate or ()))
     return grpc.secure_channel(server, credentials, _CHANNEL_OPTIONS, grpc.Compression.NoCompression)
 
 
 @dataclass(frozen=True)
 class Method(Generic[Response]):
-    """A method of `fleet.proto` and what it answers."""
+    """A method of `fleet.proto` and its response type."""
 
     name: str
     response: type[Response]
 
     @property
     def path(self) -> str:
-        """As gRPC names it, and as it is signed."""
+        """The method's name in gRPC and in signatures."""
         return f"/{_SERVICE}/{self.name}"
 
     def start(self, channel: grpc.Channel, request: bytes, timeout_s: float, metadata: Metadata) -> _Future[Response]:
-        """Makes the call; its answer is the future's."""
+        """Start the call; the future's result is its response."""
         method = channel.unary_unary(self.path, response_deserializer=self.response.FromString)
         return cast(Any, method).future(request, timeout=timeout_s, metadata=metadata)
 
     def start_sending(
         self, channel: grpc.Channel, requests: Iterator[bytes], timeout_s: float, metadata: Metadata
     ) -> _Future[Response]:
-        """Makes the call with a stream of requests."""
+        """Start the call with a stream of requests."""
         method = channel.stream_unary(self.path, response_deserializer=self.response.FromString)
         return cast(Any, method).future(requests, timeout=timeout_s, metadata=metadata)
 
     def start_receiving(self, channel: grpc.Channel, request: bytes, timeout_s: float, metadata: Metadata) -> Any:
-        """Makes the call, whose answers come one by one: the bytes of pieces of a file."""
-        method = channel.unary_stream(self.path, response_deserializer=_piece)
+        """Start the call; return an iterator over the bytes of the pieces of a file."""
+        method = channel.unary_stream(self.path, response_deserializer=_decode_piece)
         return cast(Any, method)(request, timeout=timeout_s, metadata=metadata)
 
 
-def _piece(message: bytes) -> pieces.Bytes:
+def _decode_piece(message: bytes) -> pieces.Bytes:
     data = pieces.unframe_field(pieces.CHUNK, message)
     return data if data is not None else model_pb2.Chunk.FromString(message).data
 
@@ -132,7 +134,7 @@ class _Future(Protocol[Response_co]):
 
 
 def result(future: _Future[Response_co], signal: StopSignal) -> Response_co:
-    """The answer of a call, which is cancelled when the signal is set. Raises `CallError` or `Cancelled`."""
+    """Return the response of a call; cancel the call when the signal is set. Raises `CallError` or `Cancelled`."""
     with signal.attach(future.cancel):
         try:
             return future.result()
@@ -145,12 +147,12 @@ def result(future: _Future[Response_co], signal: StopSignal) -> Response_co:
 
 
 def translate_error(exc: grpc.RpcError) -> CallError:
-    """What an error of gRPC means to us."""
+    """Translate a gRPC error into a `CallError`."""
     status, text = exc.code(), exc.details() or "no details"
-    said = {entry.key: entry.value for entry in exc.trailing_metadata() or ()}.get(auth.METADATA_CODE)
-    if (known := _BY_CODE.get(str(said))) is not None:
-        return known(status.name, text, _retry_window(exc))
-    if status is grpc.StatusCode.UNAVAILABLE and said is None:
+    error_code = {entry.key: entry.value for entry in exc.trailing_metadata() or ()}.get(auth.METADATA_CODE)
+    if (error_type := _BY_CODE.get(str(error_code))) is not None:
+        return error_type(status.name, text, _retry_window(exc))
+    if status is grpc.StatusCode.UNAVAILABLE and error_code is None:
         return UnreachableError(status.name, text, _retry_window(exc))
     if status in _TRY_LATER:
         return ServerUnavailableError(status.name, text, _retry_window(exc))
@@ -160,7 +162,7 @@ def translate_error(exc: grpc.RpcError) -> CallError:
 
 
 def _retry_window(exc: grpc.RpcError) -> model_pb2.RetryWindow | None:
-    """What a refusal says about when to come back; nothing if it cannot be read."""
+    """Return the retry window of a refusal; None if it has none or it cannot be parsed."""
     for key, value in cast("Iterable[tuple[str, str | bytes]]", exc.trailing_metadata() or ()):
         if key == wire.METADATA_RETRY:
             try:

@@ -1,1 +1,1 @@
-"""All that needs PyTorch: training of one client and of many at once, process groups, training on the server."""
+"""The code that needs PyTorch: training of one client and of many at once, process groups, training on the server."""

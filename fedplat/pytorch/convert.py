@@ -1,4 +1,7 @@
-"""PyTorch: parameters as tensors that share the flat buffer, and a module's state in and out (extra "torch")."""
+"""Conversion between PyTorch and fedplat: parameters as tensors that share the flat buffer, and a module's state.
+
+Needs the extra "torch".
+"""
 
 from __future__ import annotations
 
@@ -20,21 +23,22 @@ except ImportError as exc:
 
 
 def to_torch(parameters: Parameters) -> dict[str, torch.Tensor]:
-    """Named tensors that share the buffer of `parameters`; a read-only buffer is copied first."""
+    """Return named tensors that share the buffer of `parameters`; a read-only buffer is copied first."""
     source = parameters if parameters.buffer.flags.writeable else parameters.copy()
     return {name: _as_tensor(source[name]) for name in source}
 
 
 def from_state_dict(state: Mapping[str, torch.Tensor], carry: Carry = "keep") -> Parameters:
-    """The values of a `state_dict`, copied into one flat buffer on the CPU.
+    """Copy the values of a `state_dict` into one flat buffer on the CPU.
 
-    Raises `ModelError` for an entry that is no dense tensor with values, or of a dtype that fedplat lacks.
+    Raises `ModelError` for an entry that is not a dense tensor with values, or has a dtype that fedplat does not
+    support.
     """
     return Parameters.from_arrays(to_arrays(state), carry)
 
 
 def load_into(module: torch.nn.Module, parameters: Parameters) -> None:
-    """Copies `parameters` into a module, on whatever device it is. Raises `ModelError` when names or shapes differ."""
+    """Copy `parameters` into a module, on any device. Raises `ModelError` if names or shapes differ."""
     try:
         module.load_state_dict(to_torch(parameters), strict=True)
     except RuntimeError as exc:
@@ -42,7 +46,7 @@ def load_into(module: torch.nn.Module, parameters: Parameters) -> None:
 
 
 def to_arrays(state: Mapping[str, object]) -> dict[str, npt.NDArray[Any]]:
-    """The tensors of a `state_dict` as arrays on the CPU, which may share their memory. Raises `ModelError`."""
+    """Return the tensors of a `state_dict` as arrays on the CPU, which may share their memory. Raises `ModelError`."""
     arrays: dict[str, npt.NDArray[Any]] = {}
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):  # a module's extra state may be any object
@@ -55,7 +59,7 @@ def to_arrays(state: Mapping[str, object]) -> dict[str, npt.NDArray[Any]]:
 
 
 def _as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
-    if array.dtype.name == "bfloat16":  # torch.from_numpy does not know ml_dtypes
+    if array.dtype.name == "bfloat16":  # torch.from_numpy does not support ml_dtypes
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 

@@ -1,7 +1,7 @@
-"""The models of the papers that federated learning is measured by, as builders of PyTorch modules.
+"""Builders of the PyTorch models that papers use to measure federated learning.
 
-Inputs are images [batch, channels, height, width], or vectors where no convolution comes first. Each builder makes new
-initial values from PyTorch's global generator; `Learner` gives it a seed.
+Inputs are images [batch, channels, height, width], or vectors if the model does not start with a convolution. Each
+builder draws new initial values from PyTorch's global generator, which `Learner` seeds.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from torch import nn
 
 
 def logistic_regression(num_inputs: int = 784, num_classes: int = 10) -> nn.Module:
-    """Multinomial logistic regression: 7,850 parameters for MNIST."""
+    """Build multinomial logistic regression: 7,850 parameters for MNIST."""
     return nn.Sequential(nn.Flatten(), nn.Linear(num_inputs, num_classes))
 
 
 def mcmahan_2nn(num_inputs: int = 784, num_classes: int = 10) -> nn.Module:
-    """The "2NN" for MNIST: two hidden layers of 200 units, 199,210 parameters.
+    """Build the "2NN" for MNIST: two hidden layers of 200 units, 199,210 parameters.
 
     Source: McMahan et al. 2017, arXiv 1602.05629, Section 3.
     """
@@ -31,7 +31,7 @@ def mcmahan_2nn(num_inputs: int = 784, num_classes: int = 10) -> nn.Module:
 
 
 def mcmahan_cnn(num_classes: int = 10) -> nn.Module:
-    """The CNN for MNIST: two 5 x 5 convolutions (32, 64 channels), 512 units; 1,663,370 parameters.
+    """Build the CNN for MNIST: two 5 x 5 convolutions (32, 64 channels), 512 units; 1,663,370 parameters.
 
     Source: McMahan et al. 2017, arXiv 1602.05629, Section 3.
     """
@@ -46,7 +46,7 @@ def mcmahan_cnn(num_classes: int = 10) -> nn.Module:
 
 
 def lenet5(channels: int = 1, size: int = 28, num_classes: int = 10) -> nn.Module:
-    """LeNet-5 as NIID-Bench has it: 6 and 16 channels, 120 and 84 units; 44,426 parameters for MNIST.
+    """Build LeNet-5 as in NIID-Bench: 6 and 16 channels, 120 and 84 units; 44,426 parameters for MNIST.
 
     `size` is the height and width of an image. Source: Li et al. 2022, "Federated Learning on Non-IID Data Silos: An
     Experimental Study", arXiv 2102.02079, Section 5.
@@ -65,9 +65,10 @@ def lenet5(channels: int = 1, size: int = 28, num_classes: int = 10) -> nn.Modul
 
 
 def cifar_cnn(num_classes: int = 10) -> nn.Module:
-    """A small CNN for 32 x 32 colour images: 3 x 3 convolutions (32, 64, 64 channels), 64 units; 122,570 parameters.
+    """Build a small CNN for 32 x 32 colour images; 122,570 parameters.
 
-    Source: the tutorial of TensorFlow, "Convolutional Neural Network (CNN)".
+    It has 3 x 3 convolutions (32, 64, 64 channels) and 64 units. Source: TensorFlow's tutorial "Convolutional Neural
+    Network (CNN)".
     """
     return nn.Sequential(
         nn.Conv2d(3, 32, 3),
@@ -86,12 +87,12 @@ def cifar_cnn(num_classes: int = 10) -> nn.Module:
 
 
 def digits_2nn() -> nn.Module:
-    """Two hidden layers of 50 units for scikit-learn's digits of 8 x 8 pixels: 6,310 parameters."""
+    """Build two hidden layers of 50 units for scikit-learn's digits of 8 x 8 pixels: 6,310 parameters."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 10))
 
 
 class NextCharacter(nn.Module):
-    """Scores of the character to come after codes [batch, length]: an embedding of 8, and two LSTM layers."""
+    """Predicts the character that follows codes [batch, length]: an embedding of 8, and two LSTM layers."""
 
     def __init__(self, num_characters: int, num_units: int) -> None:
         super().__init__()
@@ -100,13 +101,13 @@ class NextCharacter(nn.Module):
         self.output = nn.Linear(num_units, num_characters)
 
     def forward(self, codes: torch.Tensor) -> torch.Tensor:
-        """Scores [batch, characters]."""
+        """Return scores [batch, characters]."""
         states, _ = self.lstm(self.embedding(codes))
         return self.output(states[:, -1])
 
 
 def mcmahan_lstm(num_characters: int = 85, num_units: int = 256) -> nn.Module:
-    """The stacked character LSTM for Shakespeare's plays: 821,245 parameters with the characters of our loader.
+    """Build the stacked character LSTM for Shakespeare's plays: 821,245 parameters with our loader's characters.
 
     Source: McMahan et al. 2017, arXiv 1602.05629, Section 3.
     """

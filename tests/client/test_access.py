@@ -138,10 +138,10 @@ def test_a_client_that_is_started_again_goes_on_as_who_it_was(
         (["--ticket", "nonsense"], "this is not a ticket of this version"),
         (["--ticket", "fpt1." + "A" * 40_000], "expected at most"),
         (["--ticket-file", "no-such-file"], "the ticket file no-such-file cannot be read"),
-        (["--ticket", "{good}", "--ticket-file", "file"], "give one of them"),
-        (["--ticket", "{good}", "--server", "elsewhere:1"], "--server and --population say otherwise"),
-        (["--server", "elsewhere:1"], "--server and --population belong together"),
-        ([], "has no identity; expected one. Give a ticket"),
+        (["--ticket", "{good}", "--ticket-file", "file"], "expected one of them"),
+        (["--ticket", "{good}", "--server", "elsewhere:1"], "but --server or --population differs"),
+        (["--server", "elsewhere:1"], "--server and --population must be used together"),
+        ([], "has no identity; expected one. Pass a ticket"),
     ],
 )
 def test_tickets_that_cannot_be_used_are_one_line(

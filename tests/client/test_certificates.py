@@ -14,7 +14,7 @@ from fedplat_client import Client, DataDirectoryError, EnrollmentError, Task, Tr
 from fedplat_client._auth.authenticator import SignedAccess
 from fedplat_client._auth.mtls import CertificateAccess
 from fedplat_client._state.data_dir import DataDirectory, Identity
-from fedplat_client._state.keys import SigningKey, new_signing_key, new_tls_key, signing_request
+from fedplat_client._state.keys import SigningKey, make_signing_request, new_signing_key, new_tls_key
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.transport import connect
 
@@ -26,10 +26,10 @@ def no_op(task: Task) -> TrainResult:
 def test_the_key_for_tls_is_private_and_stays(tmp_path: Path) -> None:
     directory = DataDirectory(tmp_path, "server:1", "demo")
     with directory.lock():
-        key = directory.tls_key()
-        assert directory.tls_key() == key
+        key = directory.load_tls_key()
+        assert directory.load_tls_key() == key
         assert stat.S_IMODE((directory.path / "tls.key").stat().st_mode) == 0o600
-    assert x509.load_der_x509_csr(signing_request(key)).is_signature_valid
+    assert x509.load_der_x509_csr(make_signing_request(key)).is_signature_valid
 
 
 @pytest.mark.parametrize(

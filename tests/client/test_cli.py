@@ -99,7 +99,7 @@ def test_it_works_for_a_server(fleet: FakeFleet, model: model_pb2.ModelRef, modu
         (("--trainer", "{module}:missing"), "has no 'missing'"),
         (("--trainer", "{module}:number"), "'number' is a int; expected a function"),
         (("--trainer", "{module}:digits", "--label", "eu"), "--label 'eu' cannot be read; expected KEY=VALUE"),
-        (("--trainer", "{module}:digits", "--trainer", "digits={module}:wait"), "a trainer 'digits' already"),
+        (("--trainer", "{module}:digits", "--trainer", "digits={module}:wait"), "a trainer 'digits' exists already"),
     ],
 )
 def test_a_wrong_argument_gives_one_clear_line(
@@ -153,5 +153,5 @@ def test_a_signal_ends_the_process_cleanly(
     assert process.returncode == 0
     assert output.endswith("stopped\n")
     assert "Traceback" not in output
-    assert "Work on a task begins. job=digits round=1" in output
+    assert "The task started. job=digits round=1" in output
     assert [fail.reason for fail in fleet.requests["Fail"]] == [model_pb2.REASON_CLIENT_STOPPED]

@@ -340,7 +340,7 @@ def test_mistakes_in_the_callers_code_are_named(make_client: MakeClient) -> None
     with pytest.raises(ValueError, match="no trainer and no evaluator"):
         client.run()
     client.add_trainer("digits", add_one)
-    with pytest.raises(ValueError, match="trainer 'digits' already"):
+    with pytest.raises(ValueError, match="trainer 'digits' exists already"):
         client.add_trainer("digits", add_one)
     with pytest.raises(ValueError, match="needs a name and a function"):
         client.add_trainer("letters", None)  # type: ignore[arg-type]
@@ -349,5 +349,5 @@ def test_mistakes_in_the_callers_code_are_named(make_client: MakeClient) -> None
     labels: Any = {"memory_mb": 4096}
     with pytest.raises(ValueError, match="label 'memory_mb' is 4096; expected text"):
         Client("localhost:1", population="demo", labels=labels)
-    with pytest.raises(ValueError, match="cannot name a server or a population"):
+    with pytest.raises(ValueError, match="is not a valid server or population name"):
         Client("localhost:1", population="")

@@ -148,7 +148,7 @@ def test_who_has_not_the_base_gets_the_whole_model(
     del versions.fleet.work[0]
     assert run(make_client(), num_tasks=1) == [versions.second]
     assert versions.downloaded == [second.digest]
-    assert "The version before is not in the cache" in caplog.text
+    assert "The delta's base is not in the cache" in caplog.text
 
 
 def test_who_has_a_damaged_base_gets_the_whole_model(versions: Versions, make_client: MakeClient, folder: Path) -> None:
@@ -170,9 +170,9 @@ def test_who_has_a_damaged_base_gets_the_whole_model(versions: Versions, make_cl
         ({"codec": '{"codec":"of tomorrow"}'}, [], "is not supported"),
         ({"codec": '{"codec":"eden","bits":4,"secret":1}'}, [], "is not supported"),
         ({"codec": '{"codec":"bf16"}'}, ["delta"], "is encoded with"),
-        ({"base_digest": "../../etc/passwd"}, [], "expected 64 hexadecimal digits"),
-        ({"digest": "../../etc/passwd"}, [], "expected 64 hexadecimal digits"),
-        ({"size_bytes": 2**40}, [], "expected models of one size, and less than that"),
+        ({"base_digest": "../../etc/passwd"}, [], "expected 64 lower-case hexadecimal digits"),
+        ({"digest": "../../etc/passwd"}, [], "expected 64 lower-case hexadecimal digits"),
+        ({"size_bytes": 2**40}, [], "expected a base and a model of equal size, and a smaller delta"),
         ({"size_bytes": 5}, ["delta"], "sends more than the 5 bytes"),
     ],
 )
@@ -188,7 +188,7 @@ def test_a_delta_of_no_use_costs_a_download_at_most(
     assert run(make_client()) == [versions.first, versions.second]
     names = {first.digest: "first", second.digest: "second", delta.digest: "delta"}
     assert [names[digest] for digest in versions.downloaded] == ["first", *downloads, "second"]
-    assert "The delta is of no use, the whole model is downloaded" in caplog.text
+    assert "The delta cannot be used; downloading the full model" in caplog.text
     assert said in caplog.text
 
 
@@ -219,7 +219,7 @@ def test_a_delta_that_leads_elsewhere_is_not_believed(
     first, second, delta = versions.assign()
     assert run(make_client()) == [versions.first, versions.second]
     assert versions.downloaded == [first.digest, delta.digest, second.digest]
-    assert "The delta is of no use" in caplog.text
+    assert "The delta cannot be used" in caplog.text
     assert len([*folder.iterdir()]) == 2, "nothing of the delta is left"
 
 
@@ -230,7 +230,7 @@ def test_a_delta_with_other_bytes_than_announced_is_not_used(
     versions.fleet.models[delta.digest] = versions.content[:-1] + b"!"
     assert run(make_client()) == [versions.first, versions.second]
     assert versions.downloaded == [first.digest, delta.digest, second.digest]
-    assert "what was downloaded has the digest" in caplog.text
+    assert "the downloaded file has the digest" in caplog.text
 
 
 def test_a_cache_without_room_for_both_takes_the_whole_model(
@@ -272,4 +272,4 @@ def test_a_model_that_is_larger_than_the_client_takes_is_refused(
     assert list(folder.iterdir()) == []
     reasons = [(request.reason, request.text) for request in versions.fleet.requests["Fail"]]
     assert [reason for reason, _ in reasons] == [model_pb2.REASON_TRANSFER_FAILED] * 2
-    assert f"has {first.size_bytes} bytes, and this client takes {first.size_bytes - 1} at most" in reasons[0][1]
+    assert f"has {first.size_bytes} bytes; this client accepts at most {first.size_bytes - 1}" in reasons[0][1]

@@ -160,7 +160,7 @@ def test_an_unknown_trainer_is_reported(fleet: FakeFleet, make_client: MakeClien
     client.run(max_tasks=1)
     (fail,) = fleet.requests["Fail"]
     assert fail.reason == model_pb2.REASON_UNKNOWN_TRAINER
-    assert fail.text == "the client has no trainer 'letters'; it has: digits"
+    assert fail.text == "the client has no trainer 'letters'; available: digits"
     assert "Download" not in fleet.calls
 
 

@@ -153,7 +153,7 @@ def test_residuals_that_are_not_finite_are_forgotten(job: Fleet, tmp_path: Path)
     residuals = Residuals(folder, 2**20)
     head = path.read_bytes().partition(b"\n")[0]
     name = head.split(b'"format":"')[1][:64].decode()
-    assert residuals.keep("job-1", name, SentReport("token of 1", "d"), np.full(100, np.inf, "f4"))
+    assert residuals.stage("job-1", name, SentReport("token of 1", "d"), np.full(100, np.inf, "f4"))
     np.testing.assert_array_equal(job.work(2), largest(job.change(2)))
     assert list(folder.iterdir()) == []
 
@@ -162,14 +162,14 @@ def test_the_jobs_of_longest_ago_go_first(tmp_path: Path) -> None:
     residuals = Residuals(tmp_path, limit_bytes=23_000)
     vectors = {name: np.full(1000, number, "f4") for number, name in enumerate("abcde")}
     for name, vector in vectors.items():
-        assert residuals.keep(name, "f", SentReport(name, name), vector)
+        assert residuals.stage(name, "f", SentReport(name, name), vector)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 23_000
-    found = {name: residuals.settle(name, "f", 1000, lambda sent: True) for name in vectors}
+    found = {name: residuals.load(name, "f", 1000, lambda sent: True) for name in vectors}
     assert [name for name, vector in found.items() if vector is None] == ["a"]
     assert all(np.array_equal(found[name], vectors[name]) for name in "bcde")  # type: ignore[arg-type]
-    assert residuals.settle("b", "other", 1000, lambda sent: True) is None
-    assert residuals.settle("c", "f", 999, lambda sent: True) is None
-    assert not residuals.keep("huge", "f", SentReport("t", "d"), np.zeros(4000, "f4"))
+    assert residuals.load("b", "other", 1000, lambda sent: True) is None
+    assert residuals.load("c", "f", 999, lambda sent: True) is None
+    assert not residuals.stage("huge", "f", SentReport("t", "d"), np.zeros(4000, "f4"))
 
 
 def test_a_crash_at_any_moment_leaves_one_of_two_residuals(tmp_path: Path) -> None:
@@ -177,17 +177,17 @@ def test_a_crash_at_any_moment_leaves_one_of_two_residuals(tmp_path: Path) -> No
     one, two = np.full(3, 1, "f4"), np.full(3, 2, "f4")
     for answer in (True, False):
         residuals = Residuals(tmp_path / str(answer), 2**20)
-        residuals.keep("job", "f", SentReport("t1", "d1"), one)
-        assert residuals.settle("job", "f", 3, lambda sent: sent == SentReport("t1", "d1")) is not None
-        residuals.keep("job", "f", SentReport("t2", "d2"), two)
+        residuals.stage("job", "f", SentReport("t1", "d1"), one)
+        assert residuals.load("job", "f", 3, lambda sent: sent == SentReport("t1", "d1")) is not None
+        residuals.stage("job", "f", SentReport("t2", "d2"), two)
 
         def died(sent: SentReport) -> bool:
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            residuals.settle("job", "f", 3, died)
+            residuals.load("job", "f", 3, died)
         for _ in range(2):  # said once, it is not asked again
-            kept = residuals.settle("job", "f", 3, lambda sent, answer=answer: answer and sent.token == "t2")
+            kept = residuals.load("job", "f", 3, lambda sent, answer=answer: answer and sent.token == "t2")
             np.testing.assert_array_equal(kept, two if answer else one)
 
 

@@ -75,7 +75,7 @@ def test_a_damaged_identity_is_named_with_its_remedy(tmp_path: Path, content: by
         path = directory.path / "identity.json"
         path.write_bytes(content)
         with pytest.raises(DataDirectoryError, match=r"identity\.json is damaged .*delete it to enroll as a new"):
-            directory.identity()
+            directory.load_identity()
 
 
 def test_a_leftover_of_a_crash_while_writing_does_no_harm(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_leftover_of_a_crash_while_writing_does_no_harm(tmp_path: Path) -> Non
         leftover = directory.path / ".fedplat-0123456789abcdef.tmp"
         leftover.write_bytes(b"{")
         leftover.chmod(0o644)
-        assert directory.identity() == identity
+        assert directory.load_identity() == identity
         directory.save(identity)
         assert stat.S_IMODE((directory.path / "identity.json").stat().st_mode) == 0o600
 
@@ -117,7 +117,7 @@ def test_a_second_process_is_refused(fleet: FakeFleet, make_client: MakeClient, 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(DataDirectoryError, match=r"cannot be used.*give one that this user may write to"),
+        pytest.raises(DataDirectoryError, match=r"cannot be used.*choose one that this user may write to"),
         DataDirectory(tmp_path / "file", "localhost:1", "demo").lock(),
     ):
         pass
@@ -135,13 +135,13 @@ def test_a_ticket_cannot_take_tls_from_a_known_server(tmp_path: Path) -> None:
     with_tls = Ticket(server="server:1", population="demo", secret="a" * 43, tls=True, ca="pem")
     without = msgspec.structs.replace(with_tls, tls=False, ca="")
     with directory.lock():
-        known = directory.identity(with_tls)
-        with pytest.raises(DataDirectoryError, match="without TLS, and this client knows it with TLS") as caught:
-            directory.identity(without)
+        known = directory.load_identity(with_tls)
+        with pytest.raises(DataDirectoryError, match="without TLS, and this client has used TLS with it") as caught:
+            directory.load_identity(without)
         assert f"delete {directory.path / 'identity.json'}" in str(caught.value)
-        assert directory.identity() == known
-        assert directory.identity(msgspec.structs.replace(with_tls, ca="another")).ca == "another"
+        assert directory.load_identity() == known
+        assert directory.load_identity(msgspec.structs.replace(with_tls, ca="another")).ca == "another"
     other = DataDirectory(tmp_path, "server:2", "demo")
     with other.lock():
-        assert not other.identity(without).tls
-        assert other.identity(with_tls).tls
+        assert not other.load_identity(without).tls
+        assert other.load_identity(with_tls).tls

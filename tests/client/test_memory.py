@@ -108,7 +108,7 @@ def test_without_room_the_assignment_fails(job: Job, caplog: pytest.LogCaptureFi
     job.work(options={"cache_limit_bytes": 1000})
     (failure,) = job.fleet.requests["Fail"]
     assert failure.reason == model_pb2.REASON_TRAINER_ERROR
-    assert "what the trainer remembers of the job cannot be kept: there is no room for it" in failure.text
+    assert "the client state of the job cannot be stored: it exceeds cache_limit_bytes" in failure.text
     assert not job.fleet.requests["Report"]
 
 

@@ -139,8 +139,8 @@ def test_a_client_refuses_past_its_own_limit_and_says_why(fleet_of: Fleet, tmp_p
         fleet_of.work(trainer(limit))
     assert len(fleet_of.epsilons) == 2
     assert [each.reason for each in fleet_of.fake.requests["Fail"]] == [model_pb2.REASON_PRIVACY_LIMIT] * 2
-    assert fleet_of.failures[0].startswith("the training would take the data beyond epsilon ")
-    assert "the limit of their owner; nothing was computed" in fleet_of.failures[0]
+    assert fleet_of.failures[0].startswith("the training would exceed epsilon ")
+    assert "the limit of the data's owner; nothing was computed" in fleet_of.failures[0]
     assert PrivacyLedger(tmp_path / "data" / "privacy.json").load_charges("default") == [StepCharge(1.0, 0.25, 16)]
 
 
@@ -222,8 +222,8 @@ def test_a_training_that_is_stopped_has_cost_the_steps_that_were_made() -> None:
     [
         ({"dp": "none"}, LIMIT, "the owner of the data allows private trainings only; expected config.dp"),
         ({}, dataclasses.replace(LIMIT, min_noise_multiplier=1.1), "dp_noise_multiplier = 1: expected at least 1.1"),
-        ({}, dataclasses.replace(LIMIT, max_epsilon=0.1), "beyond epsilon 0.1 at delta 1e-05"),
-        ({"epochs": 10**6}, LIMIT, "Expected fewer steps, or noisier ones"),
+        ({}, dataclasses.replace(LIMIT, max_epsilon=0.1), "exceed epsilon 0.1 at delta 1e-05"),
+        ({"epochs": 10**6}, LIMIT, "Expected fewer steps, or more noise"),
     ],
 )
 def test_what_the_owner_does_not_allow_is_declined(config: dict[str, Any], limit: PrivacyLimit, message: str) -> None:
@@ -236,7 +236,7 @@ def test_what_the_owner_does_not_allow_is_declined(config: dict[str, Any], limit
 
 
 def test_evaluations_are_declined_unless_the_owner_allows_them() -> None:
-    with pytest.raises(PrivacyLimitError, match="what an evaluation tells has no noise"):
+    with pytest.raises(PrivacyLimitError, match="the metrics of an evaluation have no noise"):
         trainer().evaluate(make_task())
     for limit in (None, dataclasses.replace(LIMIT, evaluates=True), dataclasses.replace(LIMIT, required=False)):
         assert trainer(limit).evaluate(make_task()).metrics.keys() == {"loss", "accuracy"}
@@ -273,7 +273,7 @@ def test_a_damaged_ledger_stops_private_trainings(fleet_of: Fleet, tmp_path: Pat
     (tmp_path / "data" / "privacy.json").write_bytes(damage)
     fleet_of.work(trainer())
     (failure,) = fleet_of.failures
-    assert "what was told of the data is not known, so no private training may begin" in failure
+    assert "the privacy cost so far is unknown, so no private training may start" in failure
 
 
 def test_a_ledger_that_cannot_be_written_stops_private_trainings(
@@ -284,7 +284,7 @@ def test_a_ledger_that_cannot_be_written_stops_private_trainings(
 
     monkeypatch.setattr(os, "fsync", fail)
     task = make_task(ledger=PrivacyLedger(tmp_path / "privacy.json"))
-    with pytest.raises(DataDirectoryError, match="no private training may begin before it can be written"):
+    with pytest.raises(DataDirectoryError, match="private training needs a readable and writable ledger"):
         trainer()(task)
     assert task.parameters == start()
     assert [path.name for path in tmp_path.iterdir()] == ["privacy.lock"]
@@ -299,7 +299,7 @@ def test_a_model_that_opacus_cannot_handle_fails_without_a_traceback(
     fleet_of.model = fleet_of.fake.add_model(Learner(model=normed).initial())
     fleet_of.work(TorchTrainer(model=normed, data=data(), device="cpu", private=LIMIT))
     (failure,) = fleet_of.failures
-    assert "its layer '1' is BatchNorm1d; put GroupNorm(" in failure
+    assert "its layer '1' is BatchNorm1d; use GroupNorm(" in failure
     assert "depending on who else is on its batch." in failure
     assert all(record.exc_info is None for record in caplog.records)
 

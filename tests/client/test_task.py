@@ -35,8 +35,8 @@ def test_progress_is_a_fraction(fraction: float) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_examples": 1}, "either parameters or delta; none"),
-        ({"parameters": {}, "delta": {}, "num_examples": 1}, "either parameters or delta; both"),
+        ({"num_examples": 1}, "either parameters or delta; got neither"),
+        ({"parameters": {}, "delta": {}, "num_examples": 1}, "either parameters or delta; got both"),
         ({"parameters": {}, "num_examples": -1}, "num_examples is -1; expected a number from"),
         ({"parameters": {}, "num_examples": math.inf}, "num_examples is inf"),
         ({"parameters": {}, "num_examples": None}, "num_examples is None; expected a number"),

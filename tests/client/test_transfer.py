@@ -160,7 +160,7 @@ def test_a_digest_that_is_none_never_becomes_a_file_name(
 ) -> None:
     fleet.assign(model_pb2.ModelRef(digest=digest, size_bytes=10))
     run(make_client())
-    assert "expected 64 hexadecimal digits" in fleet.requests["Fail"][0].text
+    assert "expected 64 lower-case hexadecimal digits" in fleet.requests["Fail"][0].text
     assert "Download" not in fleet.calls
 
 
@@ -291,7 +291,7 @@ def test_parts_grow_where_the_line_is_fast(seconds: float, largest: int) -> None
     content, header = update.to_bytes(), len(update.schema.header)
     for start in (0, 1, header, header + 1, len(content) - 1, len(content)):
         ticks = itertools.count(0.0, seconds)
-        parts = list(transfer.parts_of(transfer.Content.of(update), start, ticks.__next__))
+        parts = list(transfer.split_content(transfer.Content.of(update), start, ticks.__next__))
         assert b"".join(parts) == content[start:]
         assert max(map(len, parts), default=0) == min(largest, len(content) - start)
 

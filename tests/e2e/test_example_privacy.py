@@ -81,6 +81,8 @@ def test_a_client_declines_what_is_beyond_its_limit_and_the_server_hears_why(tmp
     epsilons = {(each.client_id, each.round): each.metrics["epsilon"] for each in reports}
     assert sorted(epsilons.values()) == pytest.approx(sorted(map(cost, (1, 1, 2, 2, 3, 4))), rel=1e-6)
     assert {event.round for event in failures} == {3, 4}
-    assert all("beyond epsilon" in event.reason and "the limit of their owner" in event.reason for event in failures)
+    assert all(
+        "exceed epsilon" in event.reason and "the limit of the data's owner" in event.reason for event in failures
+    )
     spent = [json.loads((tmp_path / str(number) / "privacy.json").read_text()) for number in range(len(limits))]
     assert [content["entries"][0]["charges"][0]["num_steps"] for content in spent] == [16, 8]

@@ -103,7 +103,7 @@ def test_a_cancelled_job_ends_the_training_in_all_processes(
     log = folder / "client.log"
 
     def num_begun() -> int:
-        return log.read_text().count("A training with rank 0 begins.")
+        return log.read_text().count("A training with rank 0 started.")
 
     with server.admin() as admin:
         before = num_begun()

@@ -81,7 +81,7 @@ class Place:
 
     async def certificate(self, client: RawClient) -> Shown:
         key = keys.new_tls_key()
-        request = fleet_pb2.RenewCertificateRequest(signing_request=keys.signing_request(key))
+        request = fleet_pb2.RenewCertificateRequest(signing_request=keys.make_signing_request(key))
         answer = await client.stub.RenewCertificate(request, metadata=client.signed("RenewCertificate", request))
         assert answer.port == self.site.daemon.mtls_port
         assert answer.valid_s == 86_400

@@ -1,1 +1,1 @@
-"""How a client proves who it is: tickets, signed requests, certificates."""
+"""Client authentication: tickets, signed requests and certificates."""

@@ -1,4 +1,4 @@
-"""How a client shows who it is: by signed calls, in a session that it opens with its key."""
+"""Client authentication by signed calls, in a session that the client opens with its key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPEN = Method("OpenSession", fleet_pb2.OpenSessionResponse)
 
 @dataclass(frozen=True)
 class CallCredentials:
-    """What one call needs to be let in: a channel, metadata, and the session that these belong to."""
+    """The credentials of one call: a channel, metadata, and the session that they belong to."""
 
     channel: grpc.Channel
     metadata: Metadata
@@ -29,19 +29,19 @@ class CallCredentials:
 
 
 class Access(Protocol):
-    """A way of authentication."""
+    """A method of authentication."""
 
     def authenticate(self, method: str, request: bytes, signal: StopSignal) -> CallCredentials:
-        """A pass for a call. Raises `CallError`, or `Cancelled` when the signal is set."""
+        """Return credentials for a call. Raises `CallError`, or `Cancelled` if the signal is set."""
         ...
 
     def may_try_again(self, used: CallCredentials, exc: CallError) -> bool:
-        """Whether a call that failed may be made again at once, with another pass."""
+        """Return whether a failed call may be repeated at once, with other credentials."""
         ...
 
 
 class SignedAccess:
-    """Signs every call: works also where a proxy ends TLS. `client_id` is known from the enrollment on."""
+    """Signs every call; works also behind a proxy that terminates TLS. `client_id` is set by the enrollment."""
 
     def __init__(self, channel: grpc.Channel, key: SigningKey, timeout_s: float) -> None:
         self.client_id = ""
@@ -52,27 +52,27 @@ class SignedAccess:
 
     @property
     def public_key(self) -> bytes:
-        """What the server shall know the client by."""
+        """The public key that the server identifies the client by."""
         return self._key.public
 
     def authenticate(self, method: str, request: bytes, signal: StopSignal) -> CallCredentials:
-        """A pass for a call; opens a session if there is none."""
+        """Return credentials for a call; open a session if necessary."""
         use = self._signer.use(method, request, lambda: self._open_session(signal))
         return CallCredentials(self._channel, use.metadata, use.session_id)
 
     def may_try_again(self, used: CallCredentials, exc: CallError) -> bool:
-        """Whether a call that failed may be made again at once, in another session."""
+        """Return whether a failed call may be repeated at once, in another session."""
         if isinstance(exc, SessionLostError):
             self._signer.forget(used.session_id)
             return True
-        # A call that was under way while this very process opened a newer session is no rival.
+        # FENCED does not mean a rival if this process opened a newer session while the call was in flight.
         return isinstance(exc, FencedError) and not self._signer.is_current(used.session_id)
 
     def prove(self, method: Method[Response], request: bytes, signal: StopSignal) -> Response:
-        """Makes a call that proves the possession of the key. Raises `CallError`."""
-        asked = fleet_pb2.GetChallengeRequest(protocol_version=wire.PROTOCOL_VERSION).SerializeToString()
-        nonce = result(_CHALLENGE.start(self._channel, asked, self._timeout_s, ()), signal).nonce
-        metadata = request_signing.proof(self._key, method.path, nonce, request)
+        """Make a call that proves possession of the key. Raises `CallError`."""
+        challenge = fleet_pb2.GetChallengeRequest(protocol_version=wire.PROTOCOL_VERSION).SerializeToString()
+        nonce = result(_CHALLENGE.start(self._channel, challenge, self._timeout_s, ()), signal).nonce
+        metadata = request_signing.sign_challenge(self._key, method.path, nonce, request)
         return result(method.start(self._channel, request, self._timeout_s, metadata), signal)
 
     def _open_session(self, signal: StopSignal) -> str:

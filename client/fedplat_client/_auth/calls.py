@@ -1,4 +1,4 @@
-"""The server as a client sees it: the calls of `fleet.proto`, each let in by the client's way of authentication."""
+"""The calls of `fleet.proto` that an enrolled client makes, each authenticated by the client's method."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _QUERY_UPLOAD = Method("QueryUpload", fleet_pb2.QueryUploadResponse)
 _REPORT = Method("Report", fleet_pb2.ReportResponse)
 _FAIL = Method("Fail", fleet_pb2.FailResponse)
 _RENEW_CERTIFICATE = Method("RenewCertificate", fleet_pb2.RenewCertificateResponse)
-_DOWNLOAD = Method("Download", model_pb2.Chunk)  # whose messages are read by `pieces`
+_DOWNLOAD = Method("Download", model_pb2.Chunk)  # `pieces` decodes its messages
 _UPLOAD = Method("Upload", fleet_pb2.UploadResponse)
 
 _MAX_TRIES = 3
-"""Passes that one call uses up at most: its session may be lost again while it is made."""
+"""Maximum attempts of one call: its session may be lost again while it is in flight."""
 
 
 class Connection:
-    """The calls of a client that is enrolled.
+    """The calls of an enrolled client.
 
-    Every call that takes a `signal` is cancelled when the signal is set, and raises `Cancelled` then. All raise
-    `CallError` when they fail.
+    A call with a `signal` is cancelled when the signal is set, and then raises `Cancelled`. All raise `CallError` if
+    they fail.
     """
 
     def __init__(self, access: Access, call_timeout_s: float) -> None:
@@ -41,37 +41,37 @@ class Connection:
         self._timeout_s = call_timeout_s
 
     def check_in(self, request: fleet_pb2.CheckInRequest, signal: StopSignal) -> fleet_pb2.CheckInResponse:
-        """Waits for work, `request.wait_s` at most."""
+        """Wait for an assignment, at most `request.wait_s`."""
         with version_check():
             return self._call(_CHECK_IN, request, signal, request.wait_s + self._timeout_s)
 
     def heartbeat(self, request: fleet_pb2.HeartbeatRequest, signal: StopSignal) -> fleet_pb2.HeartbeatResponse:
-        """Send the progress; wait for an order to stop or, after `request.wait_s`, for the time that is left."""
+        """Send the progress; wait for a stop order or, after `request.wait_s`, for the remaining time."""
         return self._call(_HEARTBEAT, request, signal, request.wait_s + self._timeout_s)
 
     def query_upload(self, token: str, digest: str, signal: StopSignal) -> int:
-        """The number of bytes of an update that the server has."""
+        """Return how many bytes of an update the server has."""
         request = fleet_pb2.QueryUploadRequest(token=token, digest=digest)
         return self._call(_QUERY_UPLOAD, request, signal, self._timeout_s).received_bytes
 
     def renew_certificate(
         self, request: fleet_pb2.RenewCertificateRequest, signal: StopSignal
     ) -> fleet_pb2.RenewCertificateResponse:
-        """Asks for a certificate for TLS; only a signed call is answered."""
+        """Request a TLS certificate; the server answers only a signed call."""
         return self._call(_RENEW_CERTIFICATE, request, signal, self._timeout_s)
 
     def report(self, request: fleet_pb2.ReportRequest) -> fleet_pb2.ReportResponse:
-        """Commits an update. No signal cancels it: whether it was accepted is worth the wait."""
+        """Commit an update. No signal cancels it: the answer, whether it was accepted, is worth waiting for."""
         return self._call(_REPORT, request, StopSignal(), self._timeout_s)
 
     def fail(self, request: fleet_pb2.FailRequest, timeout_s: float) -> None:
-        """Gives an assignment up. No signal cancels it: it is what a client does when it stops."""
+        """Give up an assignment. No signal cancels it, since a client also does this when it is stopped."""
         self._call(_FAIL, request, StopSignal(), min(timeout_s, self._timeout_s))
 
     def download(
         self, request: fleet_pb2.DownloadRequest, timeout_s: float, signal: StopSignal
     ) -> Generator[pieces.Bytes]:
-        """The bytes of a model from an offset on, in pieces. Close the iterator when you stop early."""
+        """Yield the bytes of a model from an offset on, in pieces. Close the iterator to stop early."""
         data = request.SerializeToString()
         used = self._access.authenticate(_DOWNLOAD.path, data, signal)
         call = _DOWNLOAD.start_receiving(used.channel, data, timeout_s, used.metadata)
@@ -80,14 +80,14 @@ class Connection:
                 yield from call
         except grpc.RpcError as exc:
             signal.check()
-            raise self._final(used, translate_error(exc)) from exc
+            raise self._translate_stream_error(used, translate_error(exc)) from exc
         finally:
             call.cancel()
 
     def upload(
         self, header: fleet_pb2.UploadHeader, parts: Iterator[pieces.Bytes], timeout_s: float, signal: StopSignal
     ) -> int:
-        """Sends a header and then data; the number of bytes that the server has now."""
+        """Send a header and then data; return the number of bytes that the server now has."""
         first = fleet_pb2.UploadRequest(header=header).SerializeToString()
 
         def requests() -> Iterator[bytes]:
@@ -101,7 +101,7 @@ class Connection:
                 _UPLOAD.start_sending(used.channel, requests(), timeout_s, used.metadata), signal
             ).received_bytes
         except CallError as exc:
-            raise self._final(used, exc) from exc
+            raise self._translate_stream_error(used, exc) from exc
 
     def _call(self, method: Method[Response], request: Message, signal: StopSignal, timeout_s: float) -> Response:
         data = request.SerializeToString()
@@ -115,8 +115,8 @@ class Connection:
                     raise
                 tries += 1
 
-    def _final(self, used: CallCredentials, exc: CallError) -> CallError:
-        """The error of a stream: those who call it know how to resume, so that it need not be tried again here."""
+    def _translate_stream_error(self, used: CallCredentials, exc: CallError) -> CallError:
+        """Return the error of a stream; a retryable one is `ServerUnavailableError`, since callers resume streams."""
         if self._access.may_try_again(used, exc):
             return ServerUnavailableError(exc.code, str(exc), exc.retry)
         return exc
@@ -124,7 +124,7 @@ class Connection:
 
 @contextlib.contextmanager
 def version_check() -> Generator[None]:
-    """Within it, FAILED_PRECONDITION means that the server speaks another version of the protocol."""
+    """Raise `IncompatibleServerError` for FAILED_PRECONDITION: in this block it means another protocol version."""
     try:
         yield
     except CallRefusedError as exc:

@@ -1,4 +1,4 @@
-"""A client's standing with its server: enrollment, and the check-in."""
+"""A client's session with its server: enrollment and check-in."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ClientDescription:
-    """What a client tells the server about itself; the ticket is needed to enroll, and not afterwards."""
+    """What a client sends to the server about itself; the ticket is needed only to enroll."""
 
     population: str
     labels: Mapping[str, str]
@@ -45,43 +45,43 @@ class ClientDescription:
 
 @dataclass(frozen=True)
 class Endpoints:
-    """The ways to the server: `access` proves who the client is, `connection` makes the calls of one that is known."""
+    """The ways to call the server: `access` proves the client's identity, `connection` makes authenticated calls."""
 
     access: SignedAccess
     connection: Connection
 
 
 class ClientSession:
-    """Calls are cancelled when `stop` is set; they raise `Cancelled` then."""
+    """Enrolls and checks in. Setting `stop` cancels its calls, which then raise `Cancelled`."""
 
     def __init__(
         self,
-        door: Endpoints,
+        endpoints: Endpoints,
         directory: DataDirectory,
         identity: Identity,
-        profile: ClientDescription,
+        description: ClientDescription,
         stop: StopSignal,
     ) -> None:
-        self._endpoints = door
+        self._endpoints = endpoints
         self._directory = directory
-        self._profile = profile
+        self._description = description
         self._stop = stop
         self._identity = identity
-        door.access.client_id = identity.client_id
+        endpoints.access.client_id = identity.client_id
 
     def enroll(self) -> None:
-        """Enrolls unless that was done before. Raises `EnrollmentError` or `CallError`."""
+        """Enroll, unless the client has enrolled already. Raises `EnrollmentError` or `CallError`."""
         if self._identity.client_id:
             return
-        population, ticket = self._profile.population, self._profile.ticket
+        population, ticket = self._description.population, self._description.ticket
         if ticket is None:
             raise EnrollmentError(
                 f"this client is not enrolled in the population {population!r}, and has no ticket; "
-                "ask the server's operator for one (fedplat enrollment create) and give it as FEDPLAT_TICKET"
+                "request one from the server's operator (fedplat enrollment create) and set FEDPLAT_TICKET to it"
             )
         request = fleet_pb2.EnrollRequest(
             population=population,
-            labels=self._profile.labels,
+            labels=self._description.labels,
             idempotency_key=self._identity.idempotency_key,
             protocol_version=wire.PROTOCOL_VERSION,
             software_version=__version__,
@@ -98,43 +98,44 @@ class ClientSession:
                 f"the server does not accept this client in the population {population!r}: {exc}; "
                 "check the ticket and the labels with the server's operator"
             ) from exc
-        self._remember(response.client_id)
+        self._save_client_id(response.client_id)
         _logger.info("The client is enrolled.", extra={"client_id": response.client_id, "population": population})
 
     def check_in(self, wait_s: float) -> fleet_pb2.CheckInResponse:
-        """Waits for work. Raises `CallError`."""
+        """Wait for an assignment, at most `wait_s`. Raises `CallError`."""
         request = fleet_pb2.CheckInRequest(
             protocol_version=wire.PROTOCOL_VERSION,
             software_version=__version__,
-            labels=self._profile.labels,
-            trainers=self._profile.trainers,
-            evaluators=self._profile.evaluators,
+            labels=self._description.labels,
+            trainers=self._description.trainers,
+            evaluators=self._description.evaluators,
             codecs=sorted(CODECS),
             wait_s=wait_s,
         )
         return self._endpoints.connection.check_in(request, self._stop)
 
     def explain_error(self, exc: CallError) -> CallError:
-        """An error in better words, if the server and what the client trusts do not go together."""
-        known = self._identity
-        if not known.tls or exc.code != "UNAVAILABLE":
+        """Return a clearer error if the client cannot verify the server's TLS; else the error itself."""
+        identity = self._identity
+        if not identity.tls or exc.code != "UNAVAILABLE":
             return exc
-        problem = handshake.problem(known.server, ca=known.ca)
-        return ServerUnavailableError(exc.code, f"{known.server}: {problem}", exc.retry) if problem else exc
+        problem = handshake.problem(identity.server, ca=identity.ca)
+        return ServerUnavailableError(exc.code, f"{identity.server}: {problem}", exc.retry) if problem else exc
 
     def forget_enrollment(self) -> None:
-        """Makes the next `enroll` ask anew, of a server that does not know this client. Raises `EnrollmentError`.
+        """Make the next `enroll` enroll again, at a server that does not know this client. Raises `EnrollmentError`.
 
-        The keys stay: a server whose database was restored knows them again. So does the enrollment, without a ticket.
+        The keys are kept: a server with a restored database recognizes them. Without a ticket the enrollment is kept
+        too, and the error is raised.
         """
-        if self._profile.ticket is None:
+        if self._description.ticket is None:
             raise EnrollmentError(
                 f"the server does not know the client {self._identity.client_id} any more; "
-                "ask its operator for a ticket and give it as FEDPLAT_TICKET to enroll again"
+                "request a ticket from its operator and set FEDPLAT_TICKET to it to enroll again"
             )
-        self._remember("")
+        self._save_client_id("")
 
-    def _remember(self, client_id: str) -> None:
+    def _save_client_id(self, client_id: str) -> None:
         self._identity = msgspec.structs.replace(self._identity, client_id=client_id)
         self._directory.save(self._identity)
         self._endpoints.access.client_id = client_id

@@ -1,4 +1,4 @@
-"""Signed calls: the session of this process with the server, and the metadata that every call carries."""
+"""Signed calls: this process's session with the server, and the metadata that every call carries."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fedplat_client.transport import Metadata
 
 @dataclass(frozen=True)
 class SessionUse:
-    """One call's use of a session: what it must send, and which session that was."""
+    """One call's metadata, and the id of the session that signed it."""
 
     session_id: str
     metadata: Metadata
 
 
 class Signer:
-    """Signs calls, from any thread."""
+    """Signs calls; thread-safe."""
 
     def __init__(self, key: SigningKey) -> None:
         self._key = key
@@ -29,9 +29,9 @@ class Signer:
         self._counter = 0
 
     def use(self, method: str, request: bytes, open_session: Callable[[], str]) -> SessionUse:
-        """Signs a request as it will be sent, with a number that no other call has.
+        """Sign a serialized request with a counter that no other call of the session has.
 
-        `open_session` asks the server for a session; of several threads that need one, one asks.
+        `open_session` requests a session from the server; of several threads that need one, only one calls it.
         """
         with self._opening:
             if not self._session_id:
@@ -49,17 +49,17 @@ class Signer:
         )
 
     def is_current(self, session_id: str) -> bool:
-        """Whether a call that was made now would use this session."""
+        """Return whether the next call would use this session."""
         return self._session_id == session_id
 
     def forget(self, session_id: str) -> None:
-        """Lets the next call open another session, unless that has happened already."""
+        """Let the next call open another session, unless that has happened already."""
         with self._opening:
             if self._session_id == session_id:
                 self._session_id = ""
 
 
-def proof(key: SigningKey, method: str, nonce: bytes, request: bytes) -> Metadata:
-    """The metadata of a call that proves the possession of the key over a nonce of the server."""
+def sign_challenge(key: SigningKey, method: str, nonce: bytes, request: bytes) -> Metadata:
+    """Return the metadata that proves possession of the key, by a signature that covers the server's nonce."""
     signature = key.sign(auth.proof_payload(method, nonce, request))
     return (auth.METADATA_NONCE, nonce), (auth.METADATA_SIGNATURE, signature)

@@ -1,4 +1,4 @@
-"""Where a client finds its ticket: an argument, a file, or the environment."""
+"""Where a client reads its ticket from: an argument, a file, or the environment."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ VARIABLE = "FEDPLAT_TICKET"
 FILE_VARIABLE = "FEDPLAT_TICKET_FILE"
 
 
-def find(given: str | None = None, file: Path | None = None) -> Ticket | None:
-    """The ticket that was given, or that the environment has; None if there is none. Raises `TicketError`."""
-    if given is not None and file is not None:
-        raise TicketError("there are a ticket and a file with a ticket; give one of them")
-    if given is None and file is None:
-        given = os.environ.get(VARIABLE) or None
+def find(text: str | None = None, file: Path | None = None) -> Ticket | None:
+    """Return the ticket from the arguments, else from the environment, else None. Raises `TicketError`."""
+    if text is not None and file is not None:
+        raise TicketError("both a ticket and a ticket file were given; expected one of them")
+    if text is None and file is None:
+        text = os.environ.get(VARIABLE) or None
         name = os.environ.get(FILE_VARIABLE)
-        file = Path(name) if name and given is None else None
+        file = Path(name) if name and text is None else None
     if file is not None:
-        given = _read(file)
-    return Ticket.from_text(given) if given is not None else None
+        text = _read(file)
+    return Ticket.from_text(text) if text is not None else None
 
 
 def _read(file: Path) -> str:

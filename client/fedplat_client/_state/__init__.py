@@ -1,1 +1,1 @@
-"""What a client keeps on its disk: identity, models, client state, residuals, the privacy ledger."""
+"""The files of a client: identity, models, client state, residuals and the privacy ledger."""

@@ -1,7 +1,7 @@
-"""What trainers remember of their jobs between rounds (`task.client_state`), kept in the client's data folder.
+"""The client state of each job (`task.client_state`), stored between rounds in the client's data folder.
 
-A control variate that is lost, or kept though its update was not merged, would make the job's result wrong without a
-word. So an assignment fails if what its trainer remembers cannot be kept.
+A lost control variate, or one kept although its update was not merged, would silently make the job's result wrong. So
+an assignment fails if its client state cannot be stored.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ _logger = logging.getLogger(__name__)
 
 
 class ClientStateStore:
-    """A folder with the memories of all jobs, of at most `limit_bytes`."""
+    """A folder with the client states of all jobs, at most `limit_bytes` in size."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
-        self._files = TwoPhaseFiles(folder, limit_bytes, "What a trainer remembers of a job")
+        self._files = TwoPhaseFiles(folder, limit_bytes, "A client state")
 
     def open(self, job_id: str, merged: WasMerged, *, training: bool) -> ClientState:
-        """What is remembered of a job. For an evaluation it is only looked at."""
+        """Return the client state of a job. An evaluation reads the state without changing the files."""
         try:
-            look = self._files.commit if training else self._files.peek
-            data = look(job_id, _FORMAT, merged)
-            return ClientState({} if data is None else _notes(Parameters.from_bytes(data)))
-        except (OSError, ModelError) as exc:  # most trainers remember nothing; for the others `keep` fails, too
-            _logger.warning("What the trainer remembers of the job cannot be read: %s", exc, extra={"job": job_id})
+            read = self._files.commit if training else self._files.peek
+            data = read(job_id, _FORMAT, merged)
+            return ClientState({} if data is None else _unpack_notes(Parameters.from_bytes(data)))
+        except (OSError, ModelError) as exc:  # most trainers have no state; for the others `stage` fails, too
+            _logger.warning("The client state of the job cannot be read: %s", exc, extra={"job": job_id})
             return ClientState()
 
-    def stage(self, job_id: str, sent: SentReport, memory: ClientState) -> bool:
-        """Stores what is remembered before the update is reported; False if it is beyond the limit. Raises `OSError`.
+    def stage(self, job_id: str, sent: SentReport, client_state: ClientState) -> bool:
+        """Store the client state before the update is reported; return False if it exceeds the limit.
 
-        Where nothing was written, what was kept before goes on to count.
+        If the trainer changed nothing, the stored state stays valid. Raises `OSError`.
         """
-        if not memory.changed:
+        if not client_state.changed:
             return True
-        return self._files.stage(job_id, _FORMAT, sent, _pack_notes(memory.contents).to_bytes())
+        return self._files.stage(job_id, _FORMAT, sent, _pack_notes(client_state.contents).to_bytes())
 
 
 def _pack_notes(notes: Mapping[str, Parameters]) -> Parameters:
-    """All notes as one file, with tensors NOTE/TENSOR; names of notes have no slash."""
+    """Pack all notes into one file with tensors named NOTE/TENSOR; a note's name contains no slash."""
     arrays: dict[str, npt.NDArray[Any]] = {
         f"{note}/{name}": array for note, values in notes.items() for name, array in values.items()
     }
     return Parameters.from_arrays(arrays)
 
 
-def _notes(joined: Parameters) -> dict[str, Parameters]:
+def _unpack_notes(packed: Parameters) -> dict[str, Parameters]:
     notes: dict[str, dict[str, npt.NDArray[Any]]] = {}
-    for key, array in joined.items():
+    for key, array in packed.items():
         note, _, name = key.partition("/")
         notes.setdefault(note, {})[name] = array
     return {note: Parameters.from_arrays(arrays) for note, arrays in notes.items()}

@@ -1,14 +1,14 @@
-"""The data directory of one client: its lock, and the identity that outlives restarts.
+"""The data directory of one client: its lock, and the identity that survives restarts.
 
 ```
 <data_dir>/<server>/<population>/lock            held while a process runs as this client
-                                 identity.json   who the client is, and how it knows its server
+                                 identity.json   the client's ID, and how to reach and trust its server
                                  identity.key    its private key, which never leaves this folder
-                                 tls.key         its key for TLS, if it shows certificates (fedplat_client._auth.mtls)
+                                 tls.key         its TLS key, if it uses certificates (fedplat_client._auth.mtls)
                                  models/         the model cache (fedplat_client._state.model_cache)
-                                 residuals/      what codecs have left out (fedplat_client._state.residuals)
-                                 memories/       what trainers remember (fedplat_client._state.client_state)
-           privacy.json          what was told of single examples, of all servers (fedplat_client._state.privacy_ledger)
+                                 residuals/      the codecs' residuals (fedplat_client._state.residuals)
+                                 memories/       the client states (fedplat_client._state.client_state)
+           privacy.json          the privacy ledger, for all servers (fedplat_client._state.privacy_ledger)
 ```
 Files are readable by their owner only.
 """
@@ -33,7 +33,7 @@ from fedplat_client.errors import DataDirectoryError
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who a client is: `client_id` is empty before the enrollment. `tls` and `ca` are those of the ticket."""
+    """A client's identity: `client_id` is empty before the enrollment. `tls` and `ca` come from the ticket."""
 
     idempotency_key: str
     server: str
@@ -44,30 +44,30 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def default_data_dir() -> Path:
-    """Where data goes unless the caller says otherwise, by the customs of the platform."""
+    """Return the platform's folder for user data."""
     return platformdirs.user_data_path("fedplat")
 
 
 def find_identity(data_dir: Path) -> Identity:
-    """The only identity of a data directory. Raises `DataDirectoryError` if there are none or several."""
-    found = sorted(data_dir.glob("*/*/identity.json"))
-    if len(found) != 1:
-        have = f"{len(found)} identities" if found else "no identity"
+    """Return the only identity in a data directory. Raises `DataDirectoryError` unless there is exactly one."""
+    paths = sorted(data_dir.glob("*/*/identity.json"))
+    if len(paths) != 1:
+        count = f"{len(paths)} identities" if paths else "no identity"
         raise DataDirectoryError(
-            f"the data directory {data_dir} has {have}; expected one. "
-            "Give a ticket (--ticket-file or FEDPLAT_TICKET), or name server and population"
+            f"the data directory {data_dir} has {count}; expected one. "
+            "Pass a ticket (--ticket-file or FEDPLAT_TICKET), or server and population"
         )
-    return _read(found[0])
+    return _read(paths[0])
 
 
 class DataDirectory:
-    """The folder of one client. Raises `DataDirectoryError`, and says what to do."""
+    """The folder of one client. Raises `DataDirectoryError`; its message describes the remedy."""
 
     def __init__(self, data_dir: Path, server: str, population: str) -> None:
         self.path = data_dir / _folder_name(server) / _folder_name(population)
         self.models = self.path / "models"
         self.residuals = self.path / "residuals"
-        self.memories = self.path / "memories"
+        self.client_states = self.path / "memories"
         self.privacy = data_dir / "privacy.json"
         self._server = server
         self._population = population
@@ -77,7 +77,7 @@ class DataDirectory:
 
     @contextlib.contextmanager
     def lock(self) -> Generator[None]:
-        """Makes the folder and keeps every other process out of it."""
+        """Create the folder and hold its lock, which excludes every other process."""
         try:
             for folder in (*reversed(self.path.parents[:2]), self.path):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ class DataDirectory:
             lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as exc:
             raise DataDirectoryError(
-                f"the data directory {self.path} cannot be used: {exc}; give one that this user may write to"
+                f"the data directory {self.path} cannot be used: {exc}; choose one that this user may write to"
             ) from exc
         try:
             try:
@@ -93,38 +93,41 @@ class DataDirectory:
             except BlockingIOError as exc:
                 raise DataDirectoryError(
                     f"the data directory {self.path} is in use by another client; "
-                    "stop that one, or give this one a data directory of its own"
+                    "stop that client, or use another data directory for this one"
                 ) from exc
             yield
         finally:
             os.close(lock)  # also frees the lock
 
-    def identity(self, ticket: Ticket | None = None, new_key: Callable[[], str] = lambda: uuid.uuid4().hex) -> Identity:
-        """The stored identity; when there is none, a new one that is stored before it is returned.
+    def load_identity(
+        self, ticket: Ticket | None = None, new_key: Callable[[], str] = lambda: uuid.uuid4().hex
+    ) -> Identity:
+        """Return the stored identity, or store and return a new one.
 
-        So a crash between the first Enroll call and its reply does not enroll twice. A ticket says how the server is
-        known from now on, except that it cannot take TLS away: raises `DataDirectoryError` for such a ticket.
+        The identity is stored first, so a crash between the first Enroll call and its reply does not enroll twice. A
+        ticket updates how the client reaches and trusts the server, except that it cannot remove TLS: raises
+        `DataDirectoryError` for such a ticket.
         """
         try:
             identity = _read(self._identity)
         except FileNotFoundError:
-            self._key.unlink(missing_ok=True)  # of an identity that is gone: nobody knows it
+            self._key.unlink(missing_ok=True)  # the key of a lost identity is useless
             identity = Identity(new_key(), self._server, self._population)
             self._save_with(identity, ticket)
-            return self.identity()
+            return self.load_identity()
         if ticket is not None and identity.tls and not ticket.tls:
             raise DataDirectoryError(
-                f"the ticket names {self._server} without TLS, and this client knows it with TLS; expected a ticket "
-                "with TLS, so that no other host can stand for the server. If its operator has switched TLS off, "
-                f"delete {self._identity} to enroll as a new client"
+                f"the ticket is for {self._server} without TLS, and this client has used TLS with it; expected a "
+                "ticket with TLS, so that no other host can impersonate the server. If its operator has switched TLS "
+                f"off, delete {self._identity} to enroll as a new client"
             )
         if ticket is not None and (identity.tls, identity.ca) != (ticket.tls, ticket.ca):
             self._save_with(identity, ticket)
-            return self.identity()
+            return self.load_identity()
         return identity
 
-    def signing_key(self, identity: Identity) -> SigningKey:
-        """The private key; before the enrollment a new one, if there is none, which is stored before it is returned."""
+    def load_signing_key(self, identity: Identity) -> SigningKey:
+        """Return the private key; before the enrollment, create and store it if necessary."""
         try:
             if not identity.client_id and not self._key.exists():
                 self._write(self._key, new_signing_key())
@@ -140,10 +143,10 @@ class DataDirectory:
                 f"or delete {self._identity} to enroll as a new client"
             ) from exc
 
-    def tls_key(self) -> bytes:
-        """The private key for TLS, PEM; a new one, if there is none, which is stored before it is returned.
+    def load_tls_key(self) -> bytes:
+        """Return the private key for TLS, PEM; create and store it if necessary.
 
-        Nobody knows the client by it: it may be deleted at any time.
+        It does not identify the client: it may be deleted at any time.
         """
         try:
             if not self._tls_key.exists():
@@ -153,7 +156,7 @@ class DataDirectory:
             raise DataDirectoryError(f"{self._tls_key} cannot be read: {exc}; delete it to get another one") from exc
 
     def save(self, identity: Identity) -> None:
-        """Stores the identity; after a crash the file is the old one or the new one, whole."""
+        """Store the identity atomically: after a crash the file has either the old content or the new one."""
         self._write(self._identity, msgspec.json.format(msgspec.json.encode(identity)) + b"\n")
 
     def _save_with(self, identity: Identity, ticket: Ticket | None) -> None:
@@ -171,7 +174,7 @@ class DataDirectory:
 
 
 def _read(path: Path) -> Identity:
-    """Raises `FileNotFoundError` when there is none."""
+    """Read an identity. Raises `FileNotFoundError` if the file does not exist, else `DataDirectoryError`."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -193,8 +196,8 @@ def _read(path: Path) -> Identity:
 
 
 def _folder_name(name: str) -> str:
-    """A name that no two names share and that leads nowhere else; readable in the usual case."""
+    """Encode a name as one path component: unique, unable to escape the folder, and readable in the usual case."""
     quoted = urllib.parse.quote(name, safe="")
     if not quoted or len(quoted) > 255:
-        raise ValueError(f"{name!r} cannot name a server or a population; expected 1 to 255 characters")
+        raise ValueError(f"{name!r} is not a valid server or population name; expected 1 to 255 characters")
     return quoted.replace(".", "%2E") if set(quoted) == {"."} else quoted

@@ -1,4 +1,4 @@
-"""Room in a folder of limited size: the files that were used longest ago go first."""
+"""Least-recently-used eviction in a folder of limited size."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 def make_room(
     folder: Path, size_bytes: int, limit_bytes: int, spared: Collection[str], evicted: Callable[[Path, int], None]
 ) -> bool:
-    """Deletes files until `size_bytes` fit into the limit beside those that are left; False if they never do.
+    """Delete the least recently used files until `size_bytes` fit into the limit; return False if they cannot.
 
-    `size_bytes` is for all files whose names without suffix are in `spared`; these stay. `evicted` hears of each file
-    that was deleted, and its size. Raises `OSError`.
+    `size_bytes` counts all files with a stem in `spared`; these are not deleted. `evicted` is called with each deleted
+    file and its size. Raises `OSError`.
     """
     others = [path for path in folder.iterdir() if path.stem not in spared]
     used = sorted((path.stat().st_mtime_ns, path.stat().st_size, path) for path in others)

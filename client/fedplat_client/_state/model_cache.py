@@ -1,4 +1,4 @@
-"""The model cache: committed models by the digest of their content, verified, limited in size."""
+"""The model cache: models by the digest of their content, verified on use, limited in total size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _logger = logging.getLogger(__name__)
 
 
 class PartialDownload:
-    """A download that is not finished: a file that grows, and the hash of what is in it. Close it after use."""
+    """An unfinished download: a growing file and the hash of its content. Close it after use."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -28,32 +28,32 @@ class PartialDownload:
         self._sha256 = hashlib.sha256()
         self._file = path.open("a+b", buffering=0)
         self._file.seek(0)
-        while read := self._file.read(_READ_BYTES):  # what an earlier process has left
-            self._note(read)
+        while read := self._file.read(_READ_BYTES):  # bytes from an earlier process
+            self._count(read)
 
     @property
     def digest(self) -> str:
-        """That of what is in it."""
+        """SHA-256 of the content so far, hexadecimal."""
         return self._sha256.hexdigest()
 
     def write(self, data: pieces.Bytes) -> None:
-        """Appends bytes; hashes them now, while they are in the processor's cache."""
+        """Append bytes, and hash them now, while they are in the processor's cache."""
         rest = memoryview(data)
         while rest:
             rest = rest[self._file.write(rest) :]
-        self._note(data)
+        self._count(data)
 
     def restart(self) -> None:
-        """Throws away what is in it."""
+        """Delete the content."""
         self._file.truncate(0)
         self.size = 0
         self._sha256 = hashlib.sha256()
 
     def close(self) -> None:
-        """Ends the writing; what is in it stays."""
+        """Close the file; its content is kept."""
         self._file.close()
 
-    def _note(self, data: pieces.Bytes) -> None:
+    def _count(self, data: pieces.Bytes) -> None:
         self._sha256.update(data)
         self.size += len(data)
 
@@ -61,9 +61,9 @@ class PartialDownload:
 class ModelCache:
     """A folder with one file per model, `<digest>.safetensors`, and one `<digest>.part` per unfinished download.
 
-    One model is in use at a time: the one that was last asked for, and while it is made from a delta, its base. They
-    are never evicted; of the others, the one that was used longest ago goes first. A model that is larger than the
-    limit is not kept (`models.py`). Methods raise `OSError` when the disk fails them.
+    One model is in use at a time: the last one requested, and also its base while it is built from a delta. These are
+    never evicted; of the others, the least recently used is evicted first. A model larger than the limit is not kept
+    (`fedplat_client._work.model_download`). Methods raise `OSError` if the disk fails.
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
@@ -72,7 +72,7 @@ class ModelCache:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def find(self, digest: str) -> Path | None:
-        """The model's file, verified; None when the cache has none. A damaged file is deleted."""
+        """Return the model's file after verifying it, or None if the cache does not have it. Deletes a damaged file."""
         path = self._path(digest, "safetensors")
         if not path.exists():
             return None
@@ -80,12 +80,12 @@ class ModelCache:
             _logger.warning("A cached model is damaged and is downloaded again.", extra={"digest": digest})
             path.unlink()
             return None
-        os.utime(path)  # the order of eviction; access times are often switched off
+        os.utime(path)  # eviction orders by modification time, since access times are often disabled
         return path
 
     @contextlib.contextmanager
     def part(self, digest: str) -> Generator[PartialDownload]:
-        """Where the download of a model goes; what is there already is the beginning of the model."""
+        """Open the partial download of a model; it may already contain the beginning."""
         part = PartialDownload(self._path(digest, "part"))
         try:
             yield part
@@ -93,33 +93,30 @@ class ModelCache:
             part.close()
 
     def make_room(self, size_bytes: int, *digests: str) -> bool:
-        """Evicts other models and other unfinished downloads than these until `size_bytes`, for all of these, fit.
-
-        False if that is beyond the limit.
-        """
+        """Evict other files until `size_bytes`, the total size for these digests, fits; return False if it cannot."""
         return lru.make_room(self._folder, size_bytes, self._limit_bytes, digests, _log_eviction)
 
     def admit(self, part: PartialDownload, digest: str) -> Path:
-        """Makes a finished download a model of the cache.
+        """Turn a finished download into a model of the cache.
 
-        It is not synced: `find` notices what a power failure may leave of it. Raises `TransferError`, and deletes the
-        download, when its content has another digest.
+        The file is not synced: `find` detects damage from a power failure. Raises `TransferError`, and deletes the
+        download, if its content has another digest.
         """
         self.check(part, digest)
         return part.path.replace(self._path(digest, "safetensors"))
 
     def check(self, part: PartialDownload, digest: str) -> None:
-        """Raises `TransferError`, and deletes a finished download, when its content has another digest."""
+        """Raise `TransferError`, and delete a finished download, if its content has another digest."""
         if part.digest != digest:
             part.path.unlink()
             raise TransferError(
-                f"what was downloaded has the digest {part.digest}; expected {digest}. It was deleted; "
-                "the next attempt downloads it anew"
+                f"the downloaded file has the digest {part.digest}; expected {digest}. It was deleted; "
+                "the next attempt downloads it again"
             )
 
     def _path(self, digest: str, suffix: str) -> Path:
-        if not _DIGEST.fullmatch(digest):  # it becomes the name of a file
-            raise TransferError(f"the server names a model {digest!r}; expected 64 hexadecimal digits in lower case")
+        if not _DIGEST.fullmatch(digest):  # it becomes a file name
+            raise TransferError(f"the server sent the digest {digest!r}; expected 64 lower-case hexadecimal digits")
         return self._folder / f"{digest}.{suffix}"
 
 
@@ -129,4 +126,4 @@ def _digest_of(path: Path) -> str:
 
 
 def _log_eviction(path: Path, size_bytes: int) -> None:
-    _logger.info("A model was evicted from the cache.", extra={"file": path.name, "size_bytes": size_bytes})
+    _logger.info("Evicted a model from the cache.", extra={"file": path.name, "size_bytes": size_bytes})

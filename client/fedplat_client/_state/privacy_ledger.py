@@ -1,12 +1,13 @@
-"""What the owner of the data allows to be told of single examples, and the ledger of what was told already.
+"""The data owner's privacy limit for single examples, and the ledger of the privacy cost so far.
 
-A server asks for steps with so much noise (`config.dp`); the owner's `PrivacyLimit` says how many of them there may be,
-whoever asks. The ledger is one file for all servers, populations and jobs of a data directory, and not a part of what a
-trainer remembers of a job: that is taken back when an update was not merged, and what was computed from the data stays
-computed. It is charged for a whole training, and synced to the disk, before the first step is made. Afterwards steps
-that were not made are taken back. So a crash at any point counts too many steps, and never too few.
+A server requests private steps with a noise level (`config.dp`); the owner's `PrivacyLimit` bounds how many, over all
+servers. The ledger is one file for all servers, populations and jobs of a data directory. It is not part of a job's
+client state, which is rolled back when an update is not merged: what was computed from the data stays computed. The
+ledger is charged for a whole training, and synced to the disk, before the first step is made. Steps that were not made
+are refunded afterwards. So a crash at any point counts too many steps, never too few.
 
-Equal data in another data directory are counted there; whoever deletes the ledger, or restores an old one, forgets.
+Copies of the same data in another data directory are counted there separately. Deleting the ledger, or restoring an old
+one, loses the count.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from fedplat_client.errors import DataDirectoryError
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyLimit:
-    """The owner's terms. All jobs that ever trained on the data together cost at most `max_epsilon` at `delta`.
+    """The owner's limit: all jobs that ever train on the data together cost at most `max_epsilon` at `delta`.
 
-    What is protected is one example, be it there or not, from whoever sees all that the client ever sends. Raises
+    Protects the presence of one example against an observer of everything that the client ever sends. Raises
     `ValueError` for numbers that are not usable.
     """
 
@@ -39,13 +40,13 @@ class PrivacyLimit:
     delta: float
     """Well below one over the number of examples."""
     min_noise_multiplier: float = 0.0
-    """Least `config.dp_noise_multiplier` of a job."""
+    """Smallest `config.dp_noise_multiplier` that a job may have."""
     required: bool = True
-    """Whether the data are for private trainings only. What other ones tell is not limited and not counted."""
+    """Whether only private trainings may use the data. If False, other trainings are neither limited nor counted."""
     evaluates: bool = False
-    """Whether evaluations on the data are answered where privacy is required; their numbers have no noise."""
+    """Whether evaluations may use the data although privacy is required; their metrics have no noise."""
     dataset: str = "default"
-    """Whose count it is: trainers with data of their own may have one each."""
+    """Name that the cost is counted under: trainers with separate data may each have their own."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.max_epsilon) and self.max_epsilon > 0):
@@ -57,7 +58,7 @@ class PrivacyLimit:
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one job has cost one dataset."""
+    """The cost of one job to one dataset."""
 
     dataset: str
     job: str
@@ -69,10 +70,10 @@ class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PrivacyLedger:
-    """The ledger of a data directory, in a file; without a path in memory, for tasks that are made by hand.
+    """The ledger of a data directory, in a file; without a path in memory, for tasks that are created by hand.
 
-    `scope` is what job ids are unique in. Raises `DataDirectoryError` where the file cannot be used: then nothing may
-    be computed from the data.
+    Job ids are unique within `scope`. Raises `DataDirectoryError` if the file cannot be used: then nothing may be
+    computed from the data.
     """
 
     def __init__(self, path: Path | None = None, scope: str = "") -> None:
@@ -82,7 +83,10 @@ class PrivacyLedger:
     def charge(
         self, dataset: str, job_id: str, planned: StepCharge, allowed: Callable[[Sequence[StepCharge]], None]
     ) -> None:
-        """Notes steps that will be made. `allowed` is given all of the dataset with them; what it raises, stops it."""
+        """Record steps that will be made, unless `allowed` raises.
+
+        `allowed` receives all charges of the dataset, including the new ones.
+        """
         with self._lock():
             content = self._read()
             after = self._with(
@@ -92,7 +96,7 @@ class PrivacyLedger:
             self._write(after)
 
     def settle(self, dataset: str, job_id: str, unmade: StepCharge) -> list[StepCharge]:
-        """Takes back steps that were not made; what the job has cost the dataset so far."""
+        """Refund steps that were not made; return what the job has cost the dataset so far."""
         with self._lock():
             content = self._read()
             charges = self._of(content, dataset, job_id)
@@ -102,7 +106,7 @@ class PrivacyLedger:
             return charges
 
     def load_charges(self, dataset: str) -> list[StepCharge]:
-        """What all jobs together have cost a dataset."""
+        """Return what all jobs together have cost a dataset."""
         with self._lock():
             entries = self._read().entries
         return steps.merge_charges(charge for entry in entries if entry.dataset == dataset for charge in entry.charges)
@@ -121,7 +125,7 @@ class PrivacyLedger:
 
     @contextlib.contextmanager
     def _lock(self) -> Generator[None]:
-        """Keeps other clients of the same data directory out."""
+        """Exclude the other clients of the same data directory."""
         if self._path is None:
             yield
             return
@@ -146,8 +150,8 @@ class PrivacyLedger:
             raise self._unusable(exc) from exc
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise DataDirectoryError(
-                f"{self._path} is damaged ({exc}): what was told of the data is not known, so no private training may "
-                "begin. Restore it from the latest backup"
+                f"{self._path} is damaged ({exc}): the privacy cost so far is unknown, so no private training may "
+                "start. Restore the file from the latest backup"
             ) from exc
 
     def _write(self, content: _Content) -> None:
@@ -161,5 +165,5 @@ class PrivacyLedger:
 
     def _unusable(self, exc: OSError) -> DataDirectoryError:
         return DataDirectoryError(
-            f"{self._path} cannot be used: {exc}; no private training may begin before it can be written"
+            f"{self._path} cannot be used: {exc}; private training needs a readable and writable ledger"
         )

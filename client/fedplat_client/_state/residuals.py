@@ -1,4 +1,4 @@
-"""What a codec has left out of a job's updates, kept in the client's data folder and added to the next one."""
+"""Residuals: what a codec left out of a job's updates, stored in the client's data folder and added to the next one."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from fedplat_client._state.two_phase import SentReport, TwoPhaseFiles, WasMerged
 
 
 class Residuals:
-    """A folder with the residuals of all jobs, of at most `limit_bytes`. Methods raise `OSError`."""
+    """A folder with the residuals of all jobs, at most `limit_bytes` in size. Methods raise `OSError`."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         self._files = TwoPhaseFiles(folder, limit_bytes, "A residual")
         self.forget = self._files.forget
 
-    def settle(self, job_id: str, format: str, size: int, merged: WasMerged) -> Vector | None:
-        """The residual of a job, float32 [size], or None; `format` names the job's codec and schema."""
+    def load(self, job_id: str, format: str, size: int, merged: WasMerged) -> Vector | None:
+        """Return the residual of a job, float32 [size], or None; `format` identifies the job's codec and schema."""
         data = self._files.commit(job_id, f"{format} {size}", merged)
         if data is None or len(data) != 4 * size:
             return None
         return np.frombuffer(data, "<f4").astype(np.float32, copy=False)
 
-    def keep(self, job_id: str, format: str, sent: SentReport, residual: Vector) -> bool:
-        """Stores what is left of an update before it is reported; False if it is beyond the limit."""
+    def stage(self, job_id: str, format: str, sent: SentReport, residual: Vector) -> bool:
+        """Store the residual of an update before it is reported; return False if it exceeds the limit."""
         data = residual.astype("<f4", copy=False).data.cast("B")
         return self._files.stage(job_id, f"{format} {residual.size}", sent, data)

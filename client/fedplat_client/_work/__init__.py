@@ -1,1 +1,1 @@
-"""Work on an assignment: download, training, encoding, heartbeats, upload and report."""
+"""Running an assignment: download, training, encoding, heartbeats, upload and report."""

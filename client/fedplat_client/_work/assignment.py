@@ -1,4 +1,4 @@
-"""Work on one assignment: get the model, let the trainer run, send the update, report."""
+"""Run one assignment: get the model, run the trainer, send the update, report."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from fedplat_client.task import Control, EvaluateFunction, EvaluateResult, Scala
 
 _TEXT_LIMIT = 500
 _FAIL_ATTEMPTS = 3
-_ASK_ATTEMPTS = 3
-_FAREWELL_S = 5.0
+_MERGE_CHECK_ATTEMPTS = 3
+_FAIL_TIMEOUT_S = 5.0
 _DEADLINES = frozenset({model_pb2.REASON_TRAIN_TIMEOUT, model_pb2.REASON_UPLOAD_TIMEOUT})
-# A server that crashed after an upload may have lost its end, and says so to the report.
+# The answer to a report when a crash of the server has lost the end of the upload.
 _BYTES_MISSING = "ABORTED"
 _logger = logging.getLogger(__name__)
 
@@ -54,14 +54,14 @@ Result = TypeVar("Result", TrainResult, EvaluateResult)
 
 @dataclass(frozen=True)
 class CheckInResult:
-    """How an assignment or a check-in ended: whether to back off, and the server's wish when to come back."""
+    """The outcome of a check-in or an assignment: whether to back off, and the server's retry window if it sent one."""
 
     failed: bool
     retry: model_pb2.RetryWindow | None = None
 
 
 class _AssignmentFailedError(ClientError):
-    """The assignment is given up; `reason` is what the server is told."""
+    """The client gives up the assignment; `reason` is reported to the server."""
 
     def __init__(self, reason: model_pb2.Reason.ValueType, text: str) -> None:
         super().__init__(text)
@@ -70,7 +70,7 @@ class _AssignmentFailedError(ClientError):
 
 @dataclass(frozen=True, kw_only=True)
 class AssignmentWorker:
-    """Does one assignment after the other; `stop` is the client's own signal."""
+    """Runs one assignment after the other; `stop` is the client's own signal."""
 
     connection: Connection
     cache: ModelCache
@@ -82,11 +82,11 @@ class AssignmentWorker:
     options: ClientOptions
     stop: StopSignal
 
-    def work(self, assignment: fleet_pb2.Assignment) -> CheckInResult:
-        """Works on an assignment to its end, good or bad. Raises `IdentityError` only."""
+    def run(self, assignment: fleet_pb2.Assignment) -> CheckInResult:
+        """Run an assignment until it ends, in success or failure. Raises `IdentityError` only."""
         control = Control(assignment.training_timeout_s, assignment.upload_timeout_s, self.options)
         fields = _fields(assignment)
-        _logger.info("Work on a task begins.", extra=fields)
+        _logger.info("The task started.", extra=fields)
         try:
             request, content = self._produce(assignment, control)
             return self._report(request, content, control, fields)
@@ -104,36 +104,36 @@ class AssignmentWorker:
             _logger.info("The server stopped the task: %s", stop.text, extra=fields)
             return CheckInResult(failed=False, retry=stop.retry)
         _logger.warning("The task failed: %s", stop.text, extra=fields)
-        if stop.reason not in _DEADLINES:  # the server's own deadlines have passed before ours
+        if stop.reason not in _DEADLINES:  # the server's deadline has passed already
             self._fail(assignment.token, stop)
         return CheckInResult(failed=True)
 
     def _produce(
         self, assignment: fleet_pb2.Assignment, control: Control
     ) -> tuple[fleet_pb2.ReportRequest, Content | None]:
-        """Everything up to the report, under the heartbeat."""
+        """Do everything up to the report, with heartbeats."""
         run = self._function(assignment)
-        _codec(assignment)  # now: if it is unknown, the training would be for nothing
+        _codec(assignment)  # fail before the training if the codec is unknown
         heartbeat = Heartbeat(self.connection, assignment.token, assignment.heartbeat_s, control)
         with self._stoppable(control), heartbeat:
             base = self._model(assignment, control)
-            merged = _make_asker(self.connection, self.options, control)
+            merged = _make_merge_check(self.connection, self.options, control)
             training = assignment.task != fleet_pb2.TASK_EVALUATE
-            memory = self.client_states.open(assignment.job_id, merged, training=training)
-            result = run(self._task(assignment, base, memory, control))
+            client_state = self.client_states.open(assignment.job_id, merged, training=training)
+            result = run(self._task(assignment, base, client_state, control))
             request = fleet_pb2.ReportRequest(
                 token=assignment.token, num_examples=result.num_examples, metrics=result.metrics
             )
             content = self._content(assignment, result, base, merged) if isinstance(result, TrainResult) else None
             if content is not None:
                 control.trained = True
-                self._remember(assignment, content, memory)
-                self._attach(request, content, control)
+                self._stage_client_state(assignment, content, client_state)
+                self._attach_update(request, content, control)
         control.signal.check()
         return request, content
 
     def _stoppable(self, control: Control) -> contextlib.AbstractContextManager[None]:
-        """Within it, the end of the client is the end of the task."""
+        """Stop the task if the client is stopped within the block."""
         return self.stop.attach(lambda: control.signal.set(client_stopped()))
 
     def _function(self, assignment: fleet_pb2.Assignment) -> Callable[[Task], TrainResult | EvaluateResult]:
@@ -144,7 +144,9 @@ class AssignmentWorker:
         trainer = _find_trainer(self.trainers, "trainer", name)
         return lambda task: _call(trainer, task, TrainResult)
 
-    def _task(self, assignment: fleet_pb2.Assignment, base: Parameters, memory: ClientState, control: Control) -> Task:
+    def _task(
+        self, assignment: fleet_pb2.Assignment, base: Parameters, client_state: ClientState, control: Control
+    ) -> Task:
         return Task(
             name=assignment.trainer,
             parameters=base.copy(),
@@ -153,7 +155,7 @@ class AssignmentWorker:
             job_name=assignment.job_name,
             round=assignment.round,
             attempt=assignment.attempt,
-            client_state=memory,
+            client_state=client_state,
             ledger=self.ledger,
             control=control,
         )
@@ -164,13 +166,13 @@ class AssignmentWorker:
         except (TransferError, ModelError, OSError) as exc:
             control.signal.check()
             raise _AssignmentFailedError(
-                model_pb2.REASON_TRANSFER_FAILED, f"the model could not be got: {exc}"
+                model_pb2.REASON_TRANSFER_FAILED, f"the model could not be loaded: {exc}"
             ) from exc
 
     def _content(
         self, assignment: fleet_pb2.Assignment, result: TrainResult, base: Parameters, merged: WasMerged
     ) -> Content:
-        """What is sent of a result: the update, encoded if the job says so."""
+        """Return the bytes to send: the update, encoded if the job has a codec."""
         update, codec = _update(result, base), _codec(assignment)
         if codec is None:
             return Content.of(update)
@@ -182,27 +184,30 @@ class AssignmentWorker:
                 model_pb2.REASON_TRAINER_ERROR, f"the trainer's result cannot be encoded: {exc}"
             ) from exc
 
-    def _remember(self, assignment: fleet_pb2.Assignment, content: Content, memory: ClientState) -> None:
-        """Keeps what the trainer remembers, for the case that the update is merged."""
-        said = "there is no room for it (cache_limit_bytes)"
+    def _stage_client_state(
+        self, assignment: fleet_pb2.Assignment, content: Content, client_state: ClientState
+    ) -> None:
+        """Store the client state; it becomes the job's state if the update is merged."""
+        problem = "it exceeds cache_limit_bytes"
         try:
-            if self.client_states.stage(assignment.job_id, SentReport(assignment.token, content.digest), memory):
+            report = SentReport(assignment.token, content.digest)
+            if self.client_states.stage(assignment.job_id, report, client_state):
                 return
         except (OSError, ModelError) as exc:
-            said = str(exc)
+            problem = str(exc)
         raise _AssignmentFailedError(
-            model_pb2.REASON_TRAINER_ERROR, f"what the trainer remembers of the job cannot be kept: {said}"
+            model_pb2.REASON_TRAINER_ERROR, f"the client state of the job cannot be stored: {problem}"
         )
 
-    def _attach(self, request: fleet_pb2.ReportRequest, content: Content, control: Control) -> None:
-        """Uploads the update, or puts a small one into the report."""
+    def _attach_update(self, request: fleet_pb2.ReportRequest, content: Content, control: Control) -> None:
+        """Upload the update, or put a small one into the report."""
         request.digest = content.digest
         if content.size_bytes > self.options.inline_limit_bytes:
-            self._send(request.token, content, control)
+            self._upload(request.token, content, control)
         else:
             request.update = content.to_bytes()
 
-    def _send(self, token: str, content: Content, control: Control) -> None:
+    def _upload(self, token: str, content: Content, control: Control) -> None:
         try:
             transfer.upload(self.connection, token, content, control)
         except TransferError as exc:
@@ -216,14 +221,14 @@ class AssignmentWorker:
         control: Control,
         fields: Mapping[str, object],
     ) -> CheckInResult:
-        """Report the update until the server answers: a repetition does no harm."""
+        """Report the update until the server answers; repeating a report is harmless."""
 
         def recover(exc: ServerUnavailableError) -> None:
             if control.remaining_s <= 0:
                 raise exc
             if exc.code == _BYTES_MISSING and content is not None:
                 with self._stoppable(control):
-                    self._send(request.token, content, control)
+                    self._upload(request.token, content, control)
 
         try:
             response = retry(lambda: self.connection.report(request), self.options, self.stop, recover=recover)
@@ -238,14 +243,16 @@ class AssignmentWorker:
             return CheckInResult(failed=False)
         refusal = response.refusal
         reason = {"reason": reason_name(refusal.reason)}
-        _logger.warning("The server did not accept the report: %s", refusal.text, extra={**fields, **reason})
+        _logger.warning("The server rejected the report: %s", refusal.text, extra={**fields, **reason})
         return CheckInResult(failed=True, retry=refusal.retry if refusal.HasField("retry") else None)
 
     def _fail(self, token: str, stop: Stop) -> None:
         """Report a failure, so that the server need not wait for the deadline; best effort."""
         request = fleet_pb2.FailRequest(token=token, reason=stop.reason, text=stop.text)
         try:
-            retry(lambda: self.connection.fail(request, _FAREWELL_S), self.options, self.stop, attempts=_FAIL_ATTEMPTS)
+            retry(
+                lambda: self.connection.fail(request, _FAIL_TIMEOUT_S), self.options, self.stop, attempts=_FAIL_ATTEMPTS
+            )
         except ServerUnavailableError as exc:
             _logger.debug("The failure could not be reported: %s", exc)
         except IdentityError:
@@ -264,7 +271,7 @@ def _update(result: TrainResult, base: Parameters) -> Parameters:
 
 
 def _codec(assignment: fleet_pb2.Assignment) -> codecs.Options | None:
-    """How the update shall be encoded."""
+    """Return the codec that the update must be encoded with, or None."""
     try:
         return options_from_text(assignment.uplink) if assignment.uplink else None
     except CodecError as exc:
@@ -273,27 +280,27 @@ def _codec(assignment: fleet_pb2.Assignment) -> codecs.Options | None:
 
 def _find_trainer(functions: Mapping[str, Function], kind: str, name: str) -> Function:
     if name not in functions:
-        there = ", ".join(sorted(functions)) or "none"
+        available = ", ".join(sorted(functions)) or "none"
         raise _AssignmentFailedError(
-            model_pb2.REASON_UNKNOWN_TRAINER, f"the client has no {kind} {name!r}; it has: {there}"
+            model_pb2.REASON_UNKNOWN_TRAINER, f"the client has no {kind} {name!r}; available: {available}"
         )
     return functions[name]
 
 
 def client_stopped() -> Stop:
-    """The stop of a client by its owner."""
+    """Return the stop of a client by its owner."""
     return Stop(model_pb2.REASON_CLIENT_STOPPED, "the client was stopped")
 
 
 def _call(function: Callable[[Task], Result], task: Task, expected: type[Result]) -> Result:
-    """Runs code of the client's owner, whatever it does."""
+    """Call code of the client's owner; any exception from it fails the assignment."""
     try:
         result = cast(object, function(task))
         if not isinstance(result, expected):
             raise TypeError(f"{task.name!r} returned {type(result).__name__}; expected {expected.__name__}")
     except Exception as exc:
-        task.control.signal.check()  # however the trainer put it, it was told to stop
-        if not isinstance(exc, FedplatError):  # what fedplat raises on purpose says all that there is to say
+        task.control.signal.check()  # after a stop, whatever the trainer raised counts as the stop
+        if not isinstance(exc, FedplatError):  # the message of a fedplat error needs no traceback
             _logger.exception("The trainer %r raised an error.", task.name)
         limited = isinstance(exc, PrivacyLimitError)
         reason = model_pb2.REASON_PRIVACY_LIMIT if limited else model_pb2.REASON_TRAINER_ERROR
@@ -317,18 +324,18 @@ def _fields(assignment: fleet_pb2.Assignment) -> dict[str, object]:
     }
 
 
-def _make_asker(connection: Connection, options: ClientOptions, control: Control) -> WasMerged:
-    """Return a function that asks the server, once for each report, whether it was merged. It raises `Cancelled`."""
+def _make_merge_check(connection: Connection, options: ClientOptions, control: Control) -> WasMerged:
+    """Return a function that queries the server, once per report, whether it was merged. It raises `Cancelled`."""
 
     @functools.cache
-    def ask(sent: SentReport) -> bool:
+    def was_merged(sent: SentReport) -> bool:
         """Report again: after the end of an attempt, only merged updates get a receipt."""
         request = fleet_pb2.ReportRequest(token=sent.token, digest=sent.digest)
         try:
-            answer = retry(lambda: connection.report(request), options, control.signal, attempts=_ASK_ATTEMPTS)
+            answer = retry(lambda: connection.report(request), options, control.signal, attempts=_MERGE_CHECK_ATTEMPTS)
         except (CallRefusedError, ServerUnavailableError):
             control.signal.check()
             return False
         return answer.HasField("receipt")
 
-    return ask
+    return was_merged

@@ -1,4 +1,4 @@
-"""Encodes updates, with what the codec left out of the job's earlier ones, where it leaves out much."""
+"""Encoding updates, with error feedback: what a lossy codec left out of one update is added to the job's next one."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ def encode(
     residuals: Residuals,
     merged: WasMerged,
 ) -> Content:
-    """Return the file of an update. Raises `CodecError` for one that cannot be encoded, and what `merged` does.
+    """Return the encoded file of an update.
 
-    `seed` is that of the codec's randomness. A residual that cannot be read or kept is no reason to fail.
+    `seed` seeds the codec's randomness. If the residual cannot be read or stored, encode without feedback. Raises
+    `CodecError` if the update cannot be encoded, and the errors of `merged`.
     """
-    broken = False
+    is_residual_broken = False
     if format.needs_feedback:
         try:
             content = _encode_with_feedback(assignment, update, format, seed, residuals, merged)
             if content is not None:
                 return content
-            _logger.warning("There is no room for what the codec leaves out (cache_limit_bytes).")
+            _logger.warning("The codec's residual exceeds cache_limit_bytes; encoding without error feedback.")
         except OSError as exc:
-            _logger.warning("What the codec leaves out cannot be kept: %s", exc)
+            _logger.warning("The codec's residual cannot be stored: %s", exc)
         except CodecError:
-            broken = True
+            is_residual_broken = True
     content = Content.merge_parts(format.encode(update, np.random.default_rng(seed)))
-    if broken:  # not because of the update, then
+    if is_residual_broken:  # the update alone can be encoded, so the residual is the cause
         residuals.forget(assignment.job_id)
     return content
 
@@ -55,10 +56,10 @@ def _encode_with_feedback(
     residuals: Residuals,
     merged: WasMerged,
 ) -> Content | None:
-    """Return None if there is no room for what is left out; the residual that is there stays for another time then."""
+    """Return None if the new residual exceeds the size limit; the stored residual then stays."""
     size, name = format.schema.num_floating, hashlib.sha256(format.prefix).hexdigest()
-    residual = residuals.settle(assignment.job_id, name, size, merged)
+    residual = residuals.load(assignment.job_id, name, size, merged)
     pieces, left_out = format.encode_with_feedback(update, residual, np.random.default_rng(seed))
     content = Content.merge_parts(pieces)
     sent = SentReport(assignment.token, content.digest)
-    return content if residuals.keep(assignment.job_id, name, sent, left_out) else None
+    return content if residuals.stage(assignment.job_id, name, sent, left_out) else None

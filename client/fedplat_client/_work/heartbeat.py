@@ -1,4 +1,4 @@
-"""The heartbeat: a thread that sends the progress of a task, and receives its deadline and the order to stop."""
+"""The heartbeat: a thread that sends the progress of a task, and receives its deadline and stop orders."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from fedplat_client.cancellation import Stop, StopSignal, reason_name
 from fedplat_client.errors import CallError, Cancelled, IdentityError
 from fedplat_client.task import Control
 
-# A server that asks for no pause at all would get a busy loop.
-_SHORTEST_BEAT_S = 0.1
-# A task that ends within this time is not worth a heartbeat: that would be a third of its calls.
-_FIRST_BEAT_S = 0.25
+# An interval of 0 from the server would make a busy loop.
+_MIN_HEARTBEAT_S = 0.1
+# A task that ends within this time sends no heartbeat: it would be a third of the task's calls.
+_FIRST_HEARTBEAT_S = 0.25
 _logger = logging.getLogger(__name__)
 
 
 class Heartbeat:
-    """Runs within a `with` block, from the reception of an assignment to the end of its upload.
+    """Runs within a `with` block, from receiving an assignment to the end of its upload.
 
-    Sets the task's deadline to the server's, and its signal when the server orders a stop or the deadline has passed,
-    though the server cannot be reached. Leaving the block cancels the call in flight and joins the thread.
+    Sets the task's deadline to the server's. Sets the task's stop signal when the server orders a stop, or when the
+    deadline passes, even if the server is unreachable. Leaving the block cancels the call in flight and joins the
+    thread.
     """
 
     def __init__(self, connection: Connection, token: str, heartbeat_s: float, control: Control) -> None:
         self._connection = connection
         self._token = token
-        self._heartbeat_s = max(heartbeat_s, _SHORTEST_BEAT_S)
+        self._heartbeat_s = max(heartbeat_s, _MIN_HEARTBEAT_S)
         self._control = control
         self._ended = StopSignal()
         self._thread = threading.Thread(target=self._run, name="fedplat-heartbeat", daemon=True)
@@ -50,21 +51,21 @@ class Heartbeat:
     def _run(self) -> None:
         backoff, answered = Backoff(self._control.options), True
         with self._control.signal.attach(self._end):
-            self._ended.wait(_FIRST_BEAT_S)
+            self._ended.wait(_FIRST_HEARTBEAT_S)
             while not self._ended.is_set():
                 remaining_s = self._control.remaining_s
                 if remaining_s <= 0:
                     self._control.expire()
                     return
                 try:
-                    # A server that was away may have been restarted, with another deadline: it answers at once.
+                    # After a failure the server may have restarted with another deadline: request an answer at once.
                     self._beat(min(self._heartbeat_s, remaining_s) if answered else 0.0)
                     answered = True
                     backoff.reset()
                 except Cancelled:
                     return
                 except IdentityError as exc:
-                    # The next check-in hears the same, and ends the client with it.
+                    # The next check-in gets the same error, which ends the client.
                     self._control.signal.set(Stop(model_pb2.REASON_REVOKED, str(exc), by_server=True))
                     return
                 except CallError as exc:
@@ -78,7 +79,7 @@ class Heartbeat:
         if response.HasField("stop"):
             refusal = response.stop
             retry = refusal.retry if refusal.HasField("retry") else None
-            text = refusal.text or f"the server said stop ({reason_name(refusal.reason)})"
+            text = refusal.text or f"the server stopped the task ({reason_name(refusal.reason)})"
             self._control.signal.set(Stop(refusal.reason, text, by_server=True, retry=retry))
         elif response.HasField("proceed"):
             proceed = response.proceed

@@ -1,7 +1,7 @@
-"""Gets the model of an assignment: as it was sent along, from the cache, from a delta, or as a whole.
+"""Get the model of an assignment: from the assignment itself, from the cache, from a delta, or by a full download.
 
-A delta is a shorter way to the same bytes, and never a reason to fail: where it does not lead to the model's digest,
-the whole model is downloaded.
+A delta is a shorter way to the same bytes, and its failure is not an error: if the result does not have the model's
+digest, the full model is downloaded.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Downloader:
-    """Models by their digest."""
+    """Gets models by their digest."""
 
     connection: Connection
     cache: ModelCache
     max_model_bytes: int
 
     def get(self, assignment: fleet_pb2.Assignment, control: Control) -> Parameters:
-        """The model of an assignment.
+        """Return the model of an assignment.
 
-        Raises `TransferError`, `ModelError`, `OSError`, `IdentityError`, or `Cancelled` when the task is stopped.
+        Raises `TransferError`, `ModelError`, `OSError`, `IdentityError`, or `Cancelled` if the task is stopped.
         """
         model = assignment.model
         if assignment.model_bytes:
             return transfer.decode_model(model, assignment.model_bytes)
         path = self.cache.find(model.digest)
         if path is None and assignment.HasField("delta"):
-            path = self._from_delta(model, assignment.delta, control)
-        return Parameters.open(path) if path is not None else self._whole(model, control)
+            path = self._download_delta(model, assignment.delta, control)
+        return Parameters.open(path) if path is not None else self._download_full(model, control)
 
-    def _whole(self, model: model_pb2.ModelRef, control: Control) -> Parameters:
-        """Downloads the model; one that is beyond the limit of the cache is used, and not kept."""
+    def _download_full(self, model: model_pb2.ModelRef, control: Control) -> Parameters:
+        """Download the model; one that exceeds the cache limit is used but not kept."""
         if model.size_bytes > self.max_model_bytes:
             raise TransferError(
-                f"the server's model has {model.size_bytes} bytes, and this client takes {self.max_model_bytes} at "
-                "most; raise max_model_bytes if it is to work for such a job"
+                f"the server's model has {model.size_bytes} bytes; this client accepts at most "
+                f"{self.max_model_bytes}. Raise max_model_bytes to train larger models"
             )
         is_kept = self.cache.make_room(model.size_bytes, model.digest)
         with self.cache.part(model.digest) as part:
@@ -62,38 +62,38 @@ class Downloader:
             path = self.cache.admit(part, model.digest)
         parameters = Parameters.open(path)
         if not is_kept:
-            path.unlink()  # what is open stays readable
+            path.unlink()  # the open file stays readable
         return parameters
 
-    def _from_delta(self, model: model_pb2.ModelRef, delta: fleet_pb2.ModelDelta, control: Control) -> Path | None:
-        """The model's file; None, said in the log, where the delta is of no use."""
+    def _download_delta(self, model: model_pb2.ModelRef, delta: fleet_pb2.ModelDelta, control: Control) -> Path | None:
+        """Return the model's file, made from a delta; log why and return None if the delta cannot be used."""
         fields = {"version": model.version}
         try:
             base = self.cache.find(delta.base_digest)
             if base is None:
-                _logger.info("The version before is not in the cache: the whole model is downloaded.", extra=fields)
+                _logger.info("The delta's base is not in the cache; downloading the full model.", extra=fields)
                 return None
-            path = self._rebuilt(model, delta, base, control)
+            path = self._rebuild(model, delta, base, control)
         except (TransferError, ModelError, CodecError, OSError) as exc:
             control.signal.check()
-            _logger.warning("The delta is of no use, the whole model is downloaded: %s", exc, extra=fields)
+            _logger.warning("The delta cannot be used; downloading the full model: %s", exc, extra=fields)
             return None
-        _logger.info("The model was made from a delta.", extra={**fields, "size_bytes": delta.size_bytes})
+        _logger.info("Built the model from a delta.", extra={**fields, "size_bytes": delta.size_bytes})
         return path
 
-    def _rebuilt(
+    def _rebuild(
         self, model: model_pb2.ModelRef, delta: fleet_pb2.ModelDelta, base_path: Path, control: Control
     ) -> Path:
         base = ModelFile.open(base_path)
         size_bytes = base.schema.file_size_bytes
         if model.size_bytes != size_bytes or delta.size_bytes >= size_bytes:
             raise TransferError(
-                f"a delta of {delta.size_bytes} bytes leads from {size_bytes} to {model.size_bytes} bytes; "
-                "expected models of one size, and less than that"
+                f"a delta of {delta.size_bytes} bytes for a base of {size_bytes} and a model of {model.size_bytes} "
+                "bytes; expected a base and a model of equal size, and a smaller delta"
             )
         format = Format(options_from_text(delta.codec), base.schema)
         if not self.cache.make_room(2 * size_bytes + delta.size_bytes, model.digest, delta.digest, delta.base_digest):
-            raise TransferError("there is no room for a model beside its base (cache_limit_bytes)")
+            raise TransferError("cache_limit_bytes is too small for the model, its base and the delta together")
         with self.cache.part(delta.digest) as part:
             transfer.download(self.connection, delta, part, control)
             self.cache.check(part, delta.digest)
@@ -103,7 +103,7 @@ class Downloader:
                 part.path.unlink()
 
     def _apply_step(self, base: ModelFile, step: Values, model: model_pb2.ModelRef, control: Control) -> Path:
-        """The base with the step added, written and hashed window by window."""
+        """Add the step to the base; write and hash the result window by window."""
 
         def read(read: Read, run: Segment) -> Iterator[npt.NDArray[Any]]:
             return step.read_carried(run) if base.schema.carry == "max" else read_base_values(read, run)
@@ -116,6 +116,6 @@ class Downloader:
                     control.signal.check()
                     part.write(placed.values.view(np.uint8).data)
             except BaseException:
-                part.restart()  # else the download of the whole model would go on from here
+                part.restart()  # otherwise the full download would resume from these bytes
                 raise
             return self.cache.admit(part, model.digest)

@@ -1,4 +1,4 @@
-"""Several processes that together are one client; what makes them one needs PyTorch, and is in `trainers.crew`."""
+"""Several processes that together are one client; `fedplat_client.trainers.distributed` implements it with PyTorch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedplat_client.task import TrainFunction
 
 
 class ProcessGroup(Protocol):
-    """This process's place among them."""
+    """This process's membership in the group."""
 
     @property
     def leads(self) -> bool:
@@ -19,11 +19,11 @@ class ProcessGroup(Protocol):
         ...
 
     def follow(self, trainers: Mapping[str, TrainFunction]) -> None:
-        """Joins the trainings of the process that leads, until that ends."""
+        """Join the trainings of the leading process until it ends."""
         ...
 
     def release(self) -> None:
-        """Lets the processes that follow end."""
+        """Let the following processes end."""
         ...
 
 
@@ -31,32 +31,32 @@ _groups: list[ProcessGroup] = []
 
 
 def form(group: ProcessGroup) -> None:
-    """Makes the processes of a crew one client, as soon as a trainer is made that trains in all of them."""
+    """Set the group of this process; called when a trainer is created that trains in all processes of the group."""
     _groups[:] = [group]
 
 
 def current() -> ProcessGroup | None:
-    """The crew of this process; None where it is a client by itself."""
+    """Return the group of this process, or None if it is a client of one process."""
     return _groups[0] if _groups else None
 
 
 def run_follower(trainers: Mapping[str, TrainFunction]) -> bool:
-    """Follows the leader to its end, if this process is not the one that leads; whether it did."""
-    crew = current()
-    if crew is None or crew.leads:
+    """Follow the leader until it ends, unless this process leads or has no group; return whether it followed."""
+    group = current()
+    if group is None or group.leads:
         return False
-    # Whoever stops all processes stops the one that leads; it ends what it does and dismisses the others.
+    # A signal to all processes also reaches the leader, which ends its task and releases the followers.
     with cancellation.on_signals(lambda: None):
-        crew.follow(trainers)
+        group.follow(trainers)
     return True
 
 
 @contextlib.contextmanager
 def lead() -> Generator[None]:
-    """Within it the others follow, if there are any; then they may end."""
-    crew = current()
+    """Release the following processes, if there are any, at the end of the block."""
+    group = current()
     try:
         yield
     finally:
-        if crew is not None:
-            crew.release()
+        if group is not None:
+            group.release()

@@ -1,4 +1,4 @@
-"""Moving models and updates: in pieces, resumed where they broke, given up after a while without progress."""
+"""Transfers of models and updates in pieces: resumed after a break, given up after repeated breaks without progress."""
 
 from __future__ import annotations
 
@@ -19,57 +19,57 @@ from fedplat_client.errors import CallRefusedError, ServerBusyError, ServerUnava
 from fedplat_client.task import Control
 
 Source: TypeAlias = model_pb2.ModelRef | fleet_pb2.ModelDelta
-"""What is downloaded: it has a digest and a size."""
-_RETRY_S = 0.5
-"""A part that went within this time lets the next one be larger."""
+"""A download: it has a digest and a size."""
+_FAST_PIECE_S = 0.5
+"""If a piece was sent within this time, the next one is larger."""
 _BUSY = model_pb2.RetryWindow(min_s=1.0, max_s=10.0)
-"""When to ask a busy server again that does not say when."""
-# The server has another number of bytes than we thought: ask it, and go on from there.
+"""Retry window for a busy server that sends none."""
+# The server has another number of bytes than expected: query the number and resume from there.
 _OFFSET_REFUSED = frozenset({"OUT_OF_RANGE", "FAILED_PRECONDITION", "ALREADY_EXISTS"})
 
 
 def download(connection: Connection, model: Source, part: PartialDownload, control: Control) -> None:
-    """Completes a part, which holds the beginning of a model or of a delta, or nothing yet.
+    """Complete a partial download, which contains the beginning of a model or of a delta, or nothing yet.
 
-    Raises `TransferError`, `IdentityError`, or `Cancelled` when the task is stopped.
+    Raises `TransferError`, `IdentityError`, or `Cancelled` if the task is stopped.
     """
     patience = _Patience(control, "the download of the model")
     if part.size > model.size_bytes:
         part.restart()
-    while (have := part.size) < model.size_bytes:
+    while (num_received := part.size) < model.size_bytes:
         retry = None
         try:
             _append(connection, model, part, control)
-            broken = "the stream ended early"
+            error = "the stream ended early"
         except ServerUnavailableError as exc:
-            broken, retry = str(exc), exc.retry
+            error, retry = str(exc), exc.retry
         except CallRefusedError as exc:
-            raise TransferError(f"the server does not send the model {model.digest}: {exc}") from exc
+            raise TransferError(f"the server refuses to send the model {model.digest}: {exc}") from exc
         if part.size < model.size_bytes:
-            patience.broken(broken, retry, progress=part.size > have)
+            patience.wait_after_break(error, retry, progress=part.size > num_received)
 
 
 def decode_model(model: model_pb2.ModelRef, content: bytes) -> Parameters:
-    """A model that came with its assignment. Raises `TransferError` if it has another digest, and `ModelError`."""
-    if (found := hashlib.sha256(content).hexdigest()) != model.digest:
-        raise TransferError(f"the model that was sent has the digest {found}; expected {model.digest}")
+    """Decode a model sent with its assignment. Raises `TransferError` for another digest, and `ModelError`."""
+    if (digest := hashlib.sha256(content).hexdigest()) != model.digest:
+        raise TransferError(f"the model sent with the assignment has the digest {digest}; expected {model.digest}")
     return Parameters.from_bytes(content)
 
 
 @dataclass(frozen=True)
 class Content:
-    """What is uploaded: pieces of memory, which nobody changes meanwhile."""
+    """The bytes of an upload, as pieces of memory that must not change during it."""
 
     pieces: tuple[memoryview, ...]
 
     @classmethod
     def of(cls, update: Parameters) -> Content:
-        """The safetensors file of an update, without making it."""
+        """Return the content of an update's safetensors file, without copying the values."""
         return cls((memoryview(update.schema.header), update.buffer.data))
 
     @classmethod
     def merge_parts(cls, parts: Iterable[bytes]) -> Content:
-        """Many small parts as one piece."""
+        """Copy many small parts into one piece."""
         whole = bytearray()
         for part in parts:
             whole += part
@@ -77,26 +77,26 @@ class Content:
 
     @property
     def size_bytes(self) -> int:
-        """Size of all pieces."""
+        """Total size of the pieces."""
         return sum(map(len, self.pieces))
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of all pieces."""
+        """SHA-256 of the concatenated pieces, hexadecimal."""
         sha256 = hashlib.sha256()
         for piece in self.pieces:
             sha256.update(piece)
         return sha256.hexdigest()
 
     def to_bytes(self) -> bytes:
-        """All pieces in one."""
+        """Concatenate the pieces."""
         return b"".join(self.pieces)
 
 
 def upload(connection: Connection, token: str, content: Content, control: Control) -> None:
-    """Sends an update.
+    """Upload an update.
 
-    Raises `TransferError`, `IdentityError`, or `Cancelled` when the task is stopped.
+    Raises `TransferError`, `IdentityError`, or `Cancelled` if the task is stopped.
     """
     digest, size_bytes = content.digest, content.size_bytes
     patience = _Patience(control, "the upload of the update")
@@ -105,53 +105,53 @@ def upload(connection: Connection, token: str, content: Content, control: Contro
         header = fleet_pb2.UploadHeader(token=token, digest=digest, size_bytes=size_bytes, offset=offset)
         retry = None
         try:
-            parts = parts_of(content, offset, control.options.clock)
-            have = connection.upload(header, parts, _positive(control.remaining_s), control.signal)
-            broken = "the server took a part only"
+            parts = split_content(content, offset, control.options.clock)
+            num_received = connection.upload(header, parts, _limit_timeout(control.remaining_s), control.signal)
+            error = "the server stored only a part"
         except ServerBusyError as exc:
             control.wait(draw_s(exc.retry or _BUSY, control.options.rng))
             continue
         except ServerUnavailableError as exc:
-            have, broken, retry = None, str(exc), exc.retry
+            num_received, error, retry = None, str(exc), exc.retry
         except CallRefusedError as exc:
             if exc.code not in _OFFSET_REFUSED:
-                raise TransferError(f"the server does not take the update: {exc}") from exc
-            have, broken = None, str(exc)
-        while have is None:
-            have, broken = _query(connection, token, digest, control, broken)
-            if have is None:
-                patience.broken(broken, retry, progress=False)
-        if have == size_bytes:
+                raise TransferError(f"the server refuses the update: {exc}") from exc
+            num_received, error = None, str(exc)
+        while num_received is None:
+            num_received, error = _query(connection, token, digest, control, error)
+            if num_received is None:
+                patience.wait_after_break(error, retry, progress=False)
+        if num_received == size_bytes:
             return
-        if have > size_bytes:
-            raise TransferError(f"the server has {have} bytes of the update; expected {size_bytes} at most")
-        patience.broken(broken, retry, progress=have > offset)
-        offset = have
+        if num_received > size_bytes:
+            raise TransferError(f"the server has {num_received} bytes of the update; expected {size_bytes} at most")
+        patience.wait_after_break(error, retry, progress=num_received > offset)
+        offset = num_received
 
 
 class _Patience:
-    """Waits after each break, longer and longer; gives up after too many in a row without a new byte."""
+    """Waits after each break, longer each time; raises after too many in a row without a new byte."""
 
-    def __init__(self, control: Control, what: str) -> None:
+    def __init__(self, control: Control, name: str) -> None:
         self._control = control
-        self._what = what
+        self._name = name
         self._backoff = Backoff(control.options)
         self._idle = 0
 
-    def broken(self, why: str, retry: model_pb2.RetryWindow | None, *, progress: bool) -> None:
+    def wait_after_break(self, why: str, retry: model_pb2.RetryWindow | None, *, progress: bool) -> None:
         if progress:
             self._idle = 0
             self._backoff.reset()
         else:
             self._idle += 1
         if self._idle >= self._control.options.transfer_attempts:
-            raise TransferError(f"{self._what} broke {self._idle} times in a row without progress; last: {why}")
+            raise TransferError(f"{self._name} broke {self._idle} times in a row without progress; last: {why}")
         self._control.wait(self._backoff.next_s(retry))
 
 
 def _append(connection: Connection, model: Source, part: PartialDownload, control: Control) -> None:
     request = fleet_pb2.DownloadRequest(digest=model.digest, offset=part.size)
-    received = connection.download(request, _positive(control.remaining_s), control.signal)
+    received = connection.download(request, _limit_timeout(control.remaining_s), control.signal)
     with contextlib.closing(received):
         for data in received:
             if part.size + len(data) > model.size_bytes:
@@ -159,28 +159,28 @@ def _append(connection: Connection, model: Source, part: PartialDownload, contro
             part.write(data)
 
 
-def _query(connection: Connection, token: str, digest: str, control: Control, broken: str) -> tuple[int | None, str]:
+def _query(connection: Connection, token: str, digest: str, control: Control, error: str) -> tuple[int | None, str]:
     try:
-        return connection.query_upload(token, digest, control.signal), broken
+        return connection.query_upload(token, digest, control.signal), error
     except ServerUnavailableError as exc:
         return None, str(exc)
     except CallRefusedError as exc:
-        raise TransferError(f"the server does not take the update: {exc}") from exc
+        raise TransferError(f"the server refuses the update: {exc}") from exc
 
 
-def parts_of(content: Content, start: int, clock: Callable[[], float]) -> Iterator[memoryview]:
-    """Content from an offset on: small parts on a slow line, and larger ones, which cost less, on a fast one."""
+def split_content(content: Content, start: int, clock: Callable[[], float]) -> Iterator[memoryview]:
+    """Yield the content from `start` on in parts: small ones on a slow line, larger and cheaper ones on a fast one."""
     size = wire.UPLOAD_CHUNK_BYTES
     for piece in content.pieces:
         while start < len(piece):
             began = clock()
             yield piece[start : start + size]
             start = min(start + size, len(piece))
-            fast = clock() - began < _RETRY_S
+            fast = clock() - began < _FAST_PIECE_S
             size = min(2 * size, wire.CHUNK_BYTES) if fast else wire.UPLOAD_CHUNK_BYTES
         start -= len(piece)
 
 
-def _positive(timeout_s: float) -> float:
-    """A timeout that gRPC takes; an assignment whose time is up ends with DEADLINE_EXCEEDED."""
+def _limit_timeout(timeout_s: float) -> float:
+    """Limit a timeout to what gRPC accepts; after the deadline, the call fails with DEADLINE_EXCEEDED."""
     return min(max(timeout_s, 0.001), 7 * 86_400.0)

@@ -1,1 +1,1 @@
-"""Trainers for well-known libraries, each behind an extra; import the one that you need."""
+"""Trainers for well-known libraries, each an optional extra."""

@@ -1,8 +1,8 @@
 """The processes that torchrun started, as one client: rank 0 talks to the server, the others train with it.
 
-For each training rank 0 announces the task in torchrun's store, and all form a process group that lasts as long as the
-training. A rank that fails leaves the group, which ends the others' waiting with an error; so nobody is left behind,
-and the next training begins with a new group. What is announced and told is msgpack; values are sent as tensors.
+For each training rank 0 announces the task in torchrun's store, and all ranks form a process group for its duration. A
+rank that fails leaves the group, which fails the waiting ranks, so none is blocked, and the next training uses a new
+group. Messages are msgpack; values are sent as tensors.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from fedplat_client.task import Scalar, Task, TrainFunction
 from fedplat_client.trainers.strategy import AfterStep, Made
 
 _POLL_S = 0.05
-_ON, _END, _CANCELLED = b"on", b"end", b"cancelled"
+_CONTINUE, _END, _CANCELLED = b"on", b"end", b"cancelled"
 _logger = logging.getLogger(__name__)
 
 
-class _Announced(Struct, frozen=True):
-    """A training that begins."""
+class _Announcement(Struct, frozen=True):
+    """The task of a training that starts."""
 
     name: str
     config: dict[str, Scalar]
@@ -50,14 +50,14 @@ class _Announced(Struct, frozen=True):
 
 
 class _Sizes(Struct, frozen=True):
-    """In bytes, of what follows: the model, and the notes of the client's memory."""
+    """Sizes in bytes of the tensors that follow: the model, and the notes of the client state."""
 
     model: int
     notes: dict[str, int]
 
 
 class TorchrunGroup:
-    """This process's place among those of torchrun: `crews.Crew`."""
+    """This process's membership in torchrun's group: a `fedplat_client._work.process_group.ProcessGroup`."""
 
     def __init__(self) -> None:
         self.leads = os.environ["RANK"] == "0"
@@ -66,14 +66,14 @@ class TorchrunGroup:
         self._ranks: Ranks | None = None
 
     @contextlib.contextmanager
-    def together(self, task: Task, backend: Backend) -> Generator[MultiProcess]:
-        """The ranks for one training; they have the task's model and memory. Ends with it, well or badly."""
+    def train_together(self, task: Task, backend: Backend) -> Generator[MultiProcess]:
+        """Join the ranks of one training and send them the task's model and client state; leave them at its end."""
         if not self.leads:
             assert self._ranks is not None
             yield MultiProcess(self._ranks)
             return
         timeout_s = min(COLLECTIVE_S, max(1.0, task.remaining_s))
-        announced = _Announced(
+        announcement = _Announcement(
             name=task.name,
             config=dict(task.config),
             job_id=task.job_id,
@@ -83,8 +83,8 @@ class TorchrunGroup:
             backend=backend,
             timeout_s=timeout_s,
         )
-        self._say(msgspec.msgpack.encode(announced))
-        with join_group(backend, timeout_s, self._room()) as ranks, self._name_failed_rank():
+        self._publish(msgspec.msgpack.encode(announcement))
+        with join_group(backend, timeout_s, self._group_store()) as ranks, self._name_failed_rank():
             notes = task.client_state.contents
             sizes = {name: values.schema.file_size_bytes for name, values in notes.items()}
             ranks.broadcast(msgspec.msgpack.encode(_Sizes(task.parameters.schema.file_size_bytes, sizes)))
@@ -93,13 +93,13 @@ class TorchrunGroup:
             yield MultiProcess(ranks)
 
     def follow(self, trainers: Mapping[str, TrainFunction]) -> None:
-        """Joins the trainings that rank 0 announces, until it ends. Raises `ClientError` if it is gone."""
-        while (said := self._receive_from_leader()) != _END:
-            announced = msgspec.msgpack.decode(said, type=_Announced)
-            fields = {"job": announced.job_name or announced.job_id, "round": announced.round}
-            _logger.info("A training with rank 0 begins.", extra=fields)
+        """Join the trainings that rank 0 announces, until it ends. Raises `ClientError` if rank 0 is gone."""
+        while (message := self._receive_from_leader()) != _END:
+            announcement = msgspec.msgpack.decode(message, type=_Announcement)
+            fields = {"job": announcement.job_name or announcement.job_id, "round": announcement.round}
+            _logger.info("A training with rank 0 started.", extra=fields)
             try:
-                self._join(announced, trainers)
+                self._join(announcement, trainers)
             except Cancelled:
                 _logger.info("Rank 0 stopped the training.", extra=fields)
             except FedplatError as exc:
@@ -108,125 +108,126 @@ class TorchrunGroup:
                 _logger.exception("The training with rank 0 failed.", extra=fields)
 
     def release(self) -> None:
-        """Lets the processes that follow end."""
+        """Let the following processes end."""
         with contextlib.suppress(RuntimeError):  # torchrun is gone, and has ended them
-            self._say(_END)
+            self._publish(_END)
 
-    def _join(self, announced: _Announced, trainers: Mapping[str, TrainFunction]) -> None:
-        with join_group(announced.backend, announced.timeout_s, self._room()) as self._ranks:
+    def _join(self, announcement: _Announcement, trainers: Mapping[str, TrainFunction]) -> None:
+        with join_group(announcement.backend, announcement.timeout_s, self._group_store()) as self._ranks:
             try:
-                trainers[announced.name](_task(announced, self._ranks))
+                trainers[announcement.name](_receive_task(announcement, self._ranks))
             except Exception as exc:
-                # Before the group is left, since that fails the others.
-                said = f"rank {self._ranks.rank}: {type(exc).__name__}: {exc}"
-                self._open_group().compare_set(self._failed, "", said)
+                # Publish the error before leaving the group, since leaving fails the other ranks.
+                message = f"rank {self._ranks.rank}: {type(exc).__name__}: {exc}"
+                self._open_store().compare_set(self._failure_key, "", message)
                 raise
 
     @contextlib.contextmanager
     def _name_failed_rank(self) -> Generator[None]:
-        """Says which rank has failed first, where rank 0 only sees that the group is broken."""
+        """Raise an error that names the rank that failed first; rank 0 itself only sees the broken group."""
         try:
             yield
         except RuntimeError as exc:
-            if self._open_group().check([self._failed]):
-                raise ClientError(f"the training failed on {self._open_group().get(self._failed).decode()}") from exc
+            store = self._open_store()
+            if store.check([self._failure_key]):
+                raise ClientError(f"the training failed on {store.get(self._failure_key).decode()}") from exc
             raise
 
     @property
-    def _failed(self) -> str:
+    def _failure_key(self) -> str:
         return f"failed/{self._number}"
 
-    def _say(self, content: bytes) -> None:
+    def _publish(self, content: bytes) -> None:
         self._number += 1
-        self._open_group().set(f"said/{self._number}", content)
+        self._open_store().set(f"said/{self._number}", content)
 
     def _receive_from_leader(self) -> bytes:
-        """What rank 0 says next, however long that takes."""
+        """Wait for the next message of rank 0, without a time limit."""
         self._number += 1
         key, pause = f"said/{self._number}", threading.Event()
         try:
-            # Polls, because nothing interrupts a wait of the store, no signal either.
-            while not self._open_group().check([key]):
+            # Poll, because nothing interrupts a wait of the store, not even a signal.
+            while not self._open_store().check([key]):
                 pause.wait(_POLL_S)
-            return self._open_group().get(key)
+            return self._open_store().get(key)
         except RuntimeError as exc:
-            raise ClientError(f"rank 0 or torchrun is gone, and this process with it: {exc}") from exc
+            raise ClientError(f"rank 0 or torchrun has ended, so this process ends too: {exc}") from exc
 
-    def _room(self) -> Any:
-        """Where the ranks meet for the training that was announced last."""
-        return PrefixStore(f"group/{self._number}", self._open_group())
+    def _group_store(self) -> Any:
+        """Return the store of the process group for the training announced last."""
+        return PrefixStore(f"group/{self._number}", self._open_store())
 
-    def _open_group(self) -> Any:
+    def _open_store(self) -> Any:
         if self._store is None:
             store, _, _ = next(rendezvous("env://"))
             self._store = PrefixStore("fedplat", store)
         return self._store
 
 
-def of_this_process() -> TorchrunGroup | None:
-    """The crew that torchrun made of this process and others; None if it is alone."""
+def find_group() -> TorchrunGroup | None:
+    """Return torchrun's group of this process and others, created at the first call; None for a single process."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
         return None
-    crew = process_group.current()
-    if not isinstance(crew, TorchrunGroup):
-        crew = TorchrunGroup()
-        process_group.form(crew)
-    return crew
+    group = process_group.current()
+    if not isinstance(group, TorchrunGroup):
+        group = TorchrunGroup()
+        process_group.form(group)
+    return group
 
 
 class MultiProcess:
-    """The ranks that train together: `company.Company`."""
+    """Training by all ranks together: a `TrainingStrategy`."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self.device = ranks.device
 
     def make_on_all(self, make: Callable[[], Made]) -> Made:
-        """What `make` gives, if it gives something in all processes; else all of them raise `TrainingError`."""
+        """Return the result of `make` if it succeeds in all processes; otherwise all of them raise `TrainingError`."""
         return make_on_all_ranks(self._ranks, make)
 
     def check(self, trainee: training.Trainee, num_examples: int) -> None:
-        """Raises `ValueError` where so few examples are not enough for all."""
-        self._spread(0).check(trainee, num_examples)
+        """Raise `ValueError` if there are too few examples for the processes."""
+        self._gradients(0).check(trainee, num_examples)
 
-    def passes(self, seed: int) -> training.GradientComputation:
-        """Those of as many logical ranks as there are processes: each batch is cut into their parts."""
-        return self._spread(seed)
+    def make_gradients(self, seed: int) -> training.GradientComputation:
+        """Return a gradient computation with one logical rank per process: each batch is split among them."""
+        return self._gradients(seed)
 
     def after_step(self, after_step: AfterStep) -> AfterStep:
-        """All go on, end, or raise `Cancelled`, as rank 0 does."""
+        """Return a callback that makes all ranks continue, end, or raise `Cancelled`, as rank 0 does."""
 
         def step(done: int, total: int) -> bool:
             if not self._ranks.is_first:
-                said = self._ranks.broadcast()
-                if said == _CANCELLED:
-                    raise Cancelled("CLIENT_STOPPED", "rank 0 was told to stop")
-                return said == _ON
-            said = _CANCELLED
+                decision = self._ranks.broadcast()
+                if decision == _CANCELLED:
+                    raise Cancelled("CLIENT_STOPPED", "rank 0 was stopped")
+                return decision == _CONTINUE
+            decision = _CANCELLED
             try:
-                goes_on = after_step(done, total)
-                said = _ON if goes_on else _END
-                return goes_on
+                continues = after_step(done, total)
+                decision = _CONTINUE if continues else _END
+                return continues
             finally:
-                self._ranks.broadcast(said)
+                self._ranks.broadcast(decision)
 
         return step
 
-    def _spread(self, seed: int) -> DataParallelGradients:
+    def _gradients(self, seed: int) -> DataParallelGradients:
         return DataParallelGradients(self._ranks, self._ranks.size, seed)
 
 
-def _task(announced: _Announced, ranks: Ranks) -> Task:
-    """The task of rank 0, as the others see it."""
+def _receive_task(announcement: _Announcement, ranks: Ranks) -> Task:
+    """Receive the task of rank 0 on another rank."""
     sizes = msgspec.msgpack.decode(ranks.broadcast(), type=_Sizes)
     return Task(
-        name=announced.name,
+        name=announcement.name,
         parameters=_receive_parameters(sizes.model),
-        config=announced.config,
-        job_id=announced.job_id,
-        job_name=announced.job_name,
-        round=announced.round,
-        attempt=announced.attempt,
+        config=announcement.config,
+        job_id=announcement.job_id,
+        job_name=announcement.job_name,
+        round=announcement.round,
+        attempt=announcement.attempt,
         client_state=ClientState({name: _receive_parameters(size) for name, size in sizes.notes.items()}),
     )
 

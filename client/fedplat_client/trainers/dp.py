@@ -1,4 +1,4 @@
-"""The owner's privacy limit, for trainers that train by `fedplat.pytorch.training` (extra "opacus")."""
+"""The owner's privacy limit, for trainers that use `fedplat.pytorch.training` (extra "opacus")."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _logger = logging.getLogger(__name__)
 
 
 class TaskLedger:
-    """The client's ledger as local training sees it, with the owner's limit if there is one."""
+    """The client's privacy ledger for one task, with the owner's limit if there is one."""
 
     def __init__(self, task: Task, limit: PrivacyLimit | None) -> None:
         self._task, self._limit = task, limit
         self._dataset = _DEFAULT if limit is None else limit.dataset
 
     def charge(self, planned: StepCharge) -> None:
-        """Notes steps for good. Raises `PrivacyLimitError` and `DataDirectoryError`."""
+        """Record steps permanently before they are made. Raises `PrivacyLimitError` and `DataDirectoryError`."""
         self._task.ledger.charge(self._dataset, self._task.job_id, planned, self._check_budget)
 
     def settle(self, planned: StepCharge, made: int) -> list[StepCharge]:
-        """Takes back what was not made; what the job has cost so far. Raises `DataDirectoryError`."""
+        """Refund the steps that were not made; return the job's cost so far. Raises `DataDirectoryError`."""
         unmade = StepCharge(planned.noise_multiplier, planned.sampling_probability, planned.num_steps - made)
         return self._task.ledger.settle(self._dataset, self._task.job_id, unmade)
 
@@ -39,17 +39,17 @@ class TaskLedger:
         after = epsilon(charges, self._limit.delta)
         if after <= self._limit.max_epsilon:
             return
-        # Other jobs' costs are no business of this one's server.
-        _logger.info("A training would cost more than is left.", extra={"epsilon": after, "job": self._task.job_id})
+        # Log the cost only here: this job's server must not learn the costs of other jobs.
+        _logger.info("The training would exceed the privacy limit.", extra={"epsilon": after, "job": self._task.job_id})
         raise PrivacyLimitError(
-            f"the training would take the data beyond epsilon {self._limit.max_epsilon:g} at delta "
-            f"{self._limit.delta:g}, the limit of their owner; nothing was computed. Expected fewer steps, or noisier "
-            "ones (config.dp_noise_multiplier)"
+            f"the training would exceed epsilon {self._limit.max_epsilon:g} at delta {self._limit.delta:g}, the limit "
+            "of the data's owner; nothing was computed. Expected fewer steps, or more noise "
+            "(config.dp_noise_multiplier)"
         )
 
 
 def check_training(options: LocalOptions, limit: PrivacyLimit | None) -> None:
-    """Raises `PrivacyLimitError` for a training that the owner does not allow, whatever it would cost."""
+    """Raise `PrivacyLimitError` for a training that the owner does not allow, regardless of its cost."""
     if limit is None:
         return
     if not options.is_private:
@@ -66,9 +66,9 @@ def check_training(options: LocalOptions, limit: PrivacyLimit | None) -> None:
 
 
 def check_evaluation(limit: PrivacyLimit | None) -> None:
-    """Raises `PrivacyLimitError` where numbers without noise must not leave."""
+    """Raise `PrivacyLimitError` if the owner does not allow metrics without noise."""
     if limit is not None and limit.required and not limit.evaluates:
         raise PrivacyLimitError(
-            "the owner of the data allows private trainings only, and what an evaluation tells has no noise; expected "
-            "no [evaluation.clients]"
+            "the owner of the data allows private trainings only, and the metrics of an evaluation have no noise; "
+            "expected no [evaluation.clients]"
         )

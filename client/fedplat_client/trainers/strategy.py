@@ -1,4 +1,4 @@
-"""With whom a process trains: by itself, or with those that torchrun started (`crew.py`)."""
+"""Training in a single process, or in those that torchrun started (`fedplat_client.trainers.distributed`)."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ AfterStep = Callable[[int, int], bool]
 
 
 class TrainingStrategy(Protocol):
-    """What training in several processes asks of a trainer."""
+    """How a trainer's work is divided among processes."""
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """The device that this process computes on."""
         ...
 
     def make_on_all(self, make: Callable[[], Made]) -> Made:
-        """What `make` gives, if it gives something in all processes; else all of them raise."""
+        """Return the result of `make` if it succeeds in all processes; otherwise raise in all of them."""
         ...
 
     def check(self, trainee: training.Trainee, num_examples: int) -> None:
-        """Raises `ValueError` where so few examples are not enough for all."""
+        """Raise `ValueError` if there are too few examples for the processes."""
         ...
 
-    def passes(self, seed: int) -> training.GradientComputation:
-        """How gradients come about."""
+    def make_gradients(self, seed: int) -> training.GradientComputation:
+        """Return the gradient computation."""
         ...
 
     def after_step(self, after_step: AfterStep) -> AfterStep:
-        """What all do after a step, where one of them alone decides by `after_step` whether to go on."""
+        """Return a callback that makes all processes follow the decision of one `after_step`: continue or stop."""
         ...
 
 
 class SingleProcess:
-    """No company: one process does everything."""
+    """Training in one process."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def make_on_all(self, make: Callable[[], Made]) -> Made:
-        """What `make` gives."""
+        """Call `make`."""
         return make()
 
     def check(self, trainee: training.Trainee, num_examples: int) -> None:
-        """Nothing is too few."""
+        """Accept any number of examples."""
 
-    def passes(self, seed: int) -> training.GradientComputation:
-        """How gradients come about."""
+    def make_gradients(self, seed: int) -> training.GradientComputation:
+        """Return the gradient computation of one process."""
         return training.SingleProcessGradients()
 
     def after_step(self, after_step: AfterStep) -> AfterStep:
-        """What it decides."""
+        """Return `after_step` itself."""
         return after_step

@@ -1,4 +1,4 @@
-"""Local training for ordinary PyTorch users (extra "torch")."""
+"""Local training with PyTorch (extra "torch")."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 Data: TypeAlias = Dataset[Any] | Callable[[Task], Dataset[Any]]
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter], Mapping[str, Scalar]], torch.optim.Optimizer]
 
-_EVALUATED_AT_ONCE = 256
+_EVALUATION_BATCH_SIZE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchTrainer:
-    """A trainer and an evaluator made of a module and a dataset of (input, target) pairs.
+    """A trainer and an evaluator for a module and a dataset of (input, target) pairs.
 
     ```python
     trainer = TorchTrainer(model=make_model, data=dataset)
@@ -46,43 +46,43 @@ class TorchTrainer:
     client.add_evaluator("digits", trainer.evaluate)
     ```
 
-    The job's configuration says how it trains: `fedplat.pytorch.training.LocalOptions`. Equal seeds, data and tasks
-    give equal bits on one CPU; each round draws anew. PyTorch's global random state is left as it was.
+    The job's configuration sets the training options: `fedplat.pytorch.training.LocalOptions`. Equal seeds, data and
+    tasks give equal bits on one CPU; each round draws anew. PyTorch's global random state is restored afterwards.
     """
 
     model: Callable[[], nn.Module]
-    """Makes the module; the server's values replace its initial ones."""
+    """Creates the module; the server's values replace its initial ones."""
     data: Data
-    """A dataset with a length, or a function that makes one for a task."""
+    """A dataset with a length, or a function that creates one for a task."""
     loss: training.Loss = nn.functional.cross_entropy
     """Mean loss of a batch of (output, target)."""
     personal: tuple[str, ...] = ()
-    """Names of tensors that stay with the client, see `fedplat.pytorch.training.Learner`; the model lacks them."""
+    """Names of tensors that stay on the client and are not in the model, see `fedplat.pytorch.training.Learner`."""
     optimizer: MakeOptimizer | None = None
-    """Makes another optimizer than SGD, from the parameters and the job's configuration."""
+    """Creates an optimizer to replace SGD, from the parameters and the job's configuration."""
     private: PrivacyLimit | None = None
-    """What the owner of the data allows to be told of single examples, whatever a job asks for (extra "opacus")."""
+    """The data owner's privacy limit for single examples, which applies to all jobs (extra "opacus")."""
     device: str = "auto"
-    """A PyTorch device; "auto" is CUDA when there is one, else the CPU."""
+    """A PyTorch device; "auto" is CUDA if available, else the CPU."""
     seed: int = 0
-    """Of all that is random but who is drawn, and the noise, where single examples are protected."""
+    """Seeds all randomness, except the drawing of examples and the noise of private training."""
     parallel: Literal["none", "data"] = "none"
-    """With "data" and under torchrun, all its processes train together, and are one client: see docs/algorithms.md."""
+    """With "data" under torchrun, all its processes train together as one client: see docs/algorithms.md."""
 
     def __post_init__(self) -> None:
         if self.parallel == "data" and self.device not in ("auto", "cpu"):
             raise ValueError(f'device = "{self.device}": expected "auto" or "cpu" with parallel = "data"')
-        self._crew()  # now: whether this process is the client is asked before it has a task
+        self._find_group()  # now: the client checks whether this process leads before it has a task
 
     def __call__(self, task: Task) -> TrainResult:
-        """Trains for `config["epochs"]` epochs, or until time is up where the job takes partial work.
+        """Train for `config["epochs"]` epochs, or until the deadline if the job accepts partial work.
 
-        Raises `PrivacyLimitError` before anything is computed from the data, where that is not allowed.
+        Raises `PrivacyLimitError` before anything is computed from the data, if the owner does not allow the training.
         """
         options, make_optimizer = self._options(task)
         private.check_training(options, self.private)
-        with self._company(task, options) as company:
-            trainee, examples = company.make_on_all(lambda: self._build_trainee(task, company))
+        with self._choose_strategy(task, options) as strategy:
+            trainee, examples = strategy.make_on_all(lambda: self._build_trainee(task, strategy))
             seed = int(np.random.SeedSequence([self.seed, task.round, task.attempt]).generate_state(1)[0])
             work = training.LocalTraining(
                 examples=examples,
@@ -90,19 +90,19 @@ class TorchTrainer:
                 seed=seed,
                 round_number=task.round,
                 client_state=task.client_state,
-                after_step=company.after_step(_Clock(task, options.partial_work).after_step),
+                after_step=strategy.after_step(_Clock(task, options.partial_work).after_step),
                 make_optimizer=make_optimizer,
-                passes=company.passes(seed),
+                gradients=strategy.make_gradients(seed),
                 ledger=private.TaskLedger(task, self.private),
             )
             metrics = training.train(trainee, task.parameters, work)
         return TrainResult(parameters=task.parameters, num_examples=len(examples), metrics=metrics)
 
     def evaluate(self, task: Task) -> EvaluateResult:
-        """Measures the task's parameters on the dataset, without training. Raises `PrivacyLimitError`."""
+        """Measure the task's parameters on the dataset, without training. Raises `PrivacyLimitError`."""
         private.check_evaluation(self.private)
         trainee, examples = self._build_trainee(task, SingleProcess(self._device()))
-        size = task.config.get("batch_size", _EVALUATED_AT_ONCE)
+        size = task.config.get("batch_size", _EVALUATION_BATCH_SIZE)
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(f"config.batch_size = {size!r}: expected a whole number of at least 0")
         metrics = training.evaluate(
@@ -114,49 +114,49 @@ class TorchTrainer:
         make = self.optimizer
         if make is None:
             return training.LocalOptions.from_config(task.config), None
-        # An optimizer of the user's own need not have a learning rate.
+        # A custom optimizer need not have a learning rate.
         options = training.LocalOptions.from_config({"learning_rate": 1.0, **task.config})
         return options, lambda parameters: make(parameters, task.config)
 
-    def _company(self, task: Task, options: training.LocalOptions) -> AbstractContextManager[TrainingStrategy]:
-        """With whom the task is done."""
-        others = self._crew()
-        if others is None:
+    def _choose_strategy(self, task: Task, options: training.LocalOptions) -> AbstractContextManager[TrainingStrategy]:
+        group = self._find_group()
+        if group is None:
             return nullcontext(SingleProcess(self._device()))
         if options.is_private:
             raise ValueError(
-                f'config.dp = "{options.dp}": several processes together cannot protect single examples; expected '
+                f'config.dp = "{options.dp}": training in several processes cannot protect single examples; expected '
                 '"none", or TorchTrainer(parallel="none")'
             )
-        return others.together(task, "gloo" if self.device == "cpu" else "auto")
+        return group.train_together(task, "gloo" if self.device == "cpu" else "auto")
 
-    def _crew(self) -> TorchrunGroup | None:
+    def _find_group(self) -> TorchrunGroup | None:
         if self.parallel == "none":
             return None
         from fedplat_client.trainers import distributed
 
-        return distributed.of_this_process()
+        return distributed.find_group()
 
     def _device(self) -> torch.device:
         automatic = "cuda" if torch.cuda.is_available() else "cpu"
         return torch.device(automatic if self.device == "auto" else self.device)
 
-    def _build_trainee(self, task: Task, company: TrainingStrategy) -> tuple[training.Trainee, training.Examples]:
+    def _build_trainee(self, task: Task, strategy: TrainingStrategy) -> tuple[training.Trainee, training.Examples]:
         learner = training.Learner(model=self.model, loss=self.loss, personal=self.personal)
-        trainee = training.Trainee(learner, company.device, self.seed)
-        examples = self._examples(task, company.device)
-        company.check(trainee, len(examples))
+        trainee = training.Trainee(learner, strategy.device, self.seed)
+        examples = self._examples(task, strategy.device)
+        strategy.check(trainee, len(examples))
         return trainee, examples
 
     def _examples(self, task: Task, device: torch.device) -> training.Examples:
-        return training.examples_to_use(self.data if isinstance(self.data, Dataset) else self.data(task), device)
+        return training.check_examples(self.data if isinstance(self.data, Dataset) else self.data(task), device)
 
 
 @dataclasses.dataclass
 class _Clock:
-    """Reports progress, and ends a training in time where partial work counts.
+    """Reports progress, and ends a training before its deadline if partial work counts.
 
-    One more step may take twice as long as the longest one so far, and what comes after it a twentieth of all the time.
+    Reserves twice the duration of the longest step so far for one more step, and a twentieth of the whole time for the
+    work after the training.
     """
 
     task: Task
@@ -164,12 +164,12 @@ class _Clock:
     longest_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self._now = self.task.control.options.clock  # not by what is left: the server may change that meanwhile
+        self._now = self.task.control.options.clock  # not remaining_s, which the server may change
         self._last_at = self._now()
         self._begin_s = self.task.remaining_s
 
     def after_step(self, done: int, total: int) -> bool:
-        """Whether to go on. Raises `Cancelled`."""
+        """Return whether to continue. Raises `Cancelled`."""
         self.task.progress(done / total)
         if not self.partial_work:
             return True

@@ -1,8 +1,8 @@
-"""Processes that work together (extra "torch"): a `torch.distributed` group, started by torchrun.
+"""Groups of processes (extra "torch"): a `torch.distributed` group, started by torchrun.
 
-`group.py` is the group as the rest of fedplat sees it. NCCL carries tensors on GPUs, Gloo those on CPUs and all small
-messages; the code is the same. `exchange.py` adds up vectors of many ranks: `layout.py` assigns vectors and columns to
-processes, `shared_memory.py` reads the other processes' vectors on one host, `p2p.py` sends them.
+`group.py` is the group's interface to the rest of fedplat. NCCL carries tensors on GPUs, Gloo those on CPUs and all
+small messages; the code is the same. `exchange.py` adds up vectors of many ranks: `layout.py` assigns vectors and
+columns to processes, `shared_memory.py` reads the other processes' vectors on one host, `p2p.py` sends them.
 """
 
 from __future__ import annotations

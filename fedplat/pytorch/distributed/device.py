@@ -13,7 +13,7 @@ import torch
 from fedplat.model import WINDOW, Vector
 
 _SPARE_BYTES = 8 * 4 * WINDOW
-"""Memory beside the sum: two windows of an update, and temporary memory of PyTorch."""
+"""Memory besides the sum: two windows of an update, and temporary memory of PyTorch."""
 
 
 def device_sum(size: int, device: torch.device, free_bytes: int | None = None) -> DeviceSum | None:
@@ -29,12 +29,12 @@ def device_sum(size: int, device: torch.device, free_bytes: int | None = None) -
         return None
     try:
         return DeviceSum(torch.zeros(size, dtype=torch.float32, device=device))
-    except torch.OutOfMemoryError:  # another process was faster
+    except torch.OutOfMemoryError:  # another process has allocated the memory since
         return None
 
 
 class DeviceSum:
-    """An `Elsewhere` in a tensor. It moves to the host's memory if the device's runs out all the same."""
+    """A `DeviceAccumulator` in a tensor. It moves to the host's memory if the device runs out of memory."""
 
     def __init__(self, sum_: torch.Tensor) -> None:
         """`sum_`: float32 [size], to which updates are added in place."""
@@ -62,7 +62,7 @@ class DeviceSum:
     def _add(self, start: int, values: Vector, weight: float) -> None:
         turn = self._turn = 1 - self._turn
         if self._done:
-            self._done[turn].synchronize()  # the copy of two windows ago
+            self._done[turn].synchronize()  # wait for the copy of two windows ago
         staged, window = self._staged[turn][: values.size], self._windows[turn][: values.size]
         staged.numpy()[:] = values
         window.copy_(staged, non_blocking=True)

@@ -40,7 +40,7 @@ class Ranks:
         timeout_s: float = COLLECTIVE_S,
         key: bytes = b"",
     ) -> None:
-        """Made by `join_group`. Without a `group`: all ranks."""
+        """Construct a group; use `join_group` to form one. Without a `group`: all ranks."""
         self._key = key
         self.device = device
         self.group = group
@@ -63,9 +63,9 @@ class Ranks:
         longest = max(1, *(int(each.item()) for each in lengths))
         mine = torch.zeros(longest, dtype=torch.uint8)
         mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else mine[:0]
-        gathered = [torch.empty_like(mine) for _ in range(self.size)]
-        distributed.all_gather(gathered, mine, group=self.group)
-        return [each[: int(size.item())].numpy().tobytes() for each, size in zip(gathered, lengths, strict=True)]
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        distributed.all_gather(parts, mine, group=self.group)
+        return [each[: int(size.item())].numpy().tobytes() for each, size in zip(parts, lengths, strict=True)]
 
     def gather_arrays(self, part: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
         """Return the (large) arrays of all ranks, in their order, on rank 0; an empty list on the others."""
@@ -93,8 +93,8 @@ class Ranks:
 
     def barrier(self) -> None:
         """Wait until every rank has called it."""
-        here = torch.zeros(1, dtype=torch.uint8)
-        distributed.all_gather([torch.empty_like(here) for _ in range(self.size)], here, group=self.group)
+        token = torch.zeros(1, dtype=torch.uint8)
+        distributed.all_gather([torch.empty_like(token) for _ in range(self.size)], token, group=self.group)
 
     def with_backend(self, backend: Backend) -> Ranks:
         """Return the same ranks, which with "gloo" compute on CPUs even if they have GPUs."""
@@ -105,7 +105,7 @@ class Ranks:
         return self._on_cpu
 
     def subgroup(self, count: int) -> Ranks | None:
-        """Return the first `count` ranks as a group of their own; None in a process that is not among them.
+        """Return the first `count` ranks as a separate group; None in a process that is not among them.
 
         All ranks of `join_group` have to call it. Raises `ValueError` for a count below 1, and on a subgroup.
         """
@@ -137,7 +137,7 @@ def join_group(
     "auto" is NCCL if there is a GPU for each rank of this host. If all ranks are on one host, and GLOO_SOCKET_IFNAME is
     its loopback, no other host can reach them. A process that joins several times, one after the other, needs a new
     `store` each time. With a shared `key`, each rank proves to the others that it has the key. Raises `ValueError` for
-    "nccl" without GPUs, and `PermissionError` if another process has taken the place of a rank.
+    "nccl" without GPUs, and `PermissionError` if another process has connected in place of a rank.
     """
     gpus = 0 if backend == "gloo" else torch.cuda.device_count()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -154,7 +154,7 @@ def join_group(
         options |= {"store": store, "rank": 0, "world_size": 1}
     elif store is not None:
         options |= {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-    # Gloo also with GPUs: small messages are in the memory of the host.
+    # Gloo is also needed with GPUs, for small messages in the host's memory.
     distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", **options)
     try:
         ranks = Ranks(device, timeout_s=timeout_s, key=key)
@@ -178,9 +178,9 @@ def make_file_store(folder: Path) -> distributed.Store:  # pyright: ignore[repor
 def prove_key(ranks: Ranks, key: bytes) -> None:
     """Have each pair of ranks prove to each other that both have the key.
 
-    Gloo listens on a port that every user of the host can reach, and takes the first connection that names a rank for
-    that rank. Another process in its place can neither answer, nor have the rank answer for it: that one is connected
-    elsewhere. Raises `PermissionError`.
+    Gloo listens on a port that every user of the host can reach, and treats the first connection that names a rank as
+    that rank. Another process in its place cannot answer, nor can it have the real rank answer for it, which is
+    connected to other processes. Raises `PermissionError`.
     """
     mine = secrets.token_bytes(_PROOF_BYTES)
     # With several network interfaces there is a connection for each.
@@ -189,7 +189,7 @@ def prove_key(ranks: Ranks, key: bytes) -> None:
         proofs = {peer: _proof(key, (ranks.rank, peer), (mine, theirs[peer])) for peer in theirs}
         for peer, proof in _exchange(ranks, proofs, tag).items():
             if not hmac.compare_digest(proof, _proof(key, (peer, ranks.rank), (theirs[peer], mine))):
-                raise PermissionError(f"what connected as rank {peer} does not have the ranks' key")
+                raise PermissionError(f"the process connected as rank {peer} does not have the ranks' key")
 
 
 def _other_ranks(ranks: Ranks) -> list[int]:

@@ -11,8 +11,8 @@ from fedplat.model import WINDOW
 class VectorLayout:
     """`logical` ranks with a vector each, on `len(bounds) - 1` processes; process p adds up `bounds[p]:bounds[p + 1]`.
 
-    Logical rank l lives on process l mod P: a process has several of them, or none. `bounds` go from 0 to the
-    number of entries of a vector; columns may be empty.
+    Logical rank l is on process l mod P: a process has several of them, or none. `bounds` go from 0 to the number of
+    entries of a vector; columns may be empty.
     """
 
     logical: int

@@ -1,4 +1,4 @@
-"""Vectors that are sent between each two processes: by Gloo between hosts, by NCCL between GPUs."""
+"""Vectors sent between pairs of processes: by Gloo between hosts, by NCCL between GPUs."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fedplat.pytorch.distributed.layout import VectorLayout
 from fedplat.pytorch.distributed.vectors import Vectors, split_columns
 
 MESSAGE_LENGTH = 4 * WINDOW
-"""Entries of a message: 4 MB, of which two for each logical rank are in memory while columns are added up."""
+"""Entries of a message: 4 MB; two messages per logical rank are in memory while columns are added up."""
 
 
 class P2PVectors(Vectors):
-    """Vectors in memory of their own process, on any device.
+    """Vectors in the memory of their own process, on any device.
 
     Each process sends the others their columns of its vectors in place, a window at a time, and adds up one window
-    while the next one is on its way. Beyond the vectors there are two windows for each logical rank.
+    while the next one is in transit. In addition to the vectors, there are two windows for each logical rank.
     """
 
     def __init__(self, ranks: Ranks, layout: VectorLayout, length: int = MESSAGE_LENGTH) -> None:
-        """All processes have to pass the same arguments."""
+        """Allocate the vectors; all processes have to pass the same arguments."""
         super().__init__(ranks, layout)
         self._length = length
         self._slots = [
@@ -80,7 +80,7 @@ class P2PVectors(Vectors):
         self._slots.clear()
 
     def _terms(self, part: slice, staged: torch.Tensor) -> list[torch.Tensor]:
-        """Return a window of every logical rank's vector, in their order: the own one, or the place to receive it."""
+        """Return a window of every logical rank's vector, in their order: own vectors, or buffers for the others."""
         rows = iter(staged)
         own = self.own
         return [
@@ -92,7 +92,7 @@ class P2PVectors(Vectors):
         homes = [self.layout.slot(logical)[0] for logical in range(self.layout.logical)]
         return [
             self._receive(term, home)
-            for term, home in zip(terms, homes, strict=False)  # no terms where this process's columns have ended
+            for term, home in zip(terms, homes, strict=False)  # no terms after the end of this process's columns
             if home != self.ranks.rank
         ]
 

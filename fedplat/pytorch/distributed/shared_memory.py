@@ -1,7 +1,7 @@
 """Vectors in memory that all processes of a host share.
 
-The memory is that of anonymous files (memfd), which the other processes open through /proc: it is freed with the last
-process that has mapped it, however that ends, and the size of a container's /dev/shm does not matter.
+The memory is that of anonymous files (memfd), which the other processes open through /proc: it is freed when the last
+process that has mapped it ends, even by a crash, and does not depend on the size of a container's /dev/shm.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fedplat.pytorch.distributed.layout import VectorLayout
 from fedplat.pytorch.distributed.vectors import Vectors, split_columns
 
 PAGE_ENTRIES = mmap.PAGESIZE // 4
-"""Entries of a page; each vector begins with one of its own."""
+"""Entries of a page; each vector starts on a page boundary."""
 
 
 class SharedFile(msgspec.Struct, frozen=True):
-    """A process's file, for the processes of the same host; without `host`, there is none."""
+    """A process's file, for the processes of the same host; without `host`, the process has no file."""
 
     host: str = ""
     pid: int = 0
@@ -36,7 +36,7 @@ class SharedFile(msgspec.Struct, frozen=True):
 
 
 class SharedMemoryVectors(Vectors):
-    """Vectors that each process reads in the memory of the others: nothing is sent, or copied before the addition."""
+    """Vectors that each process reads in the memory of the others, without sending or copying before the addition."""
 
     def __init__(self, ranks: Ranks, layout: VectorLayout, files: Sequence[mmap.mmap]) -> None:
         """`files` are those of all processes, in the order of ranks."""
@@ -78,7 +78,7 @@ class SharedMemoryVectors(Vectors):
         self._slots.clear()
 
     def _copy(self) -> None:
-        """Copy the others' columns of `whole`; no process writes to them meanwhile."""
+        """Copy the others' columns of `whole`, which no process writes at the same time."""
         whole = self._files[self.ranks.rank][0]
         for process, (theirs, *_) in enumerate(self._files):
             if process != self.ranks.rank:
@@ -116,16 +116,16 @@ def share(ranks: Ranks, layout: VectorLayout) -> SharedMemoryVectors | None:
             for each in ranks.all_gather(msgspec.msgpack.encode(_describe(descriptor)))
         ]
         files = _map_all(offered, ranks.rank, descriptor)
-        # Also a barrier: all have mapped the file by then, and the descriptor is not needed any more.
-        everywhere = ranks.all_gather(b"" if files is None else b"\1")
+        # Also a barrier: afterwards all have mapped the file, and the descriptor is no longer needed.
+        has_mapped = ranks.all_gather(b"" if files is None else b"\1")
     finally:
         if descriptor is not None:
             os.close(descriptor)
-    return SharedMemoryVectors(ranks, layout, files) if files is not None and all(everywhere) else None
+    return SharedMemoryVectors(ranks, layout, files) if files is not None and all(has_mapped) else None
 
 
 def _add_many(terms: Sequence[Vector], total: Vector, columns: slice) -> None:
-    # `total` may be one of the terms, which must not be overwritten before it was added.
+    # `total` may be one of the terms, so it must not be overwritten before that term is added.
     scratch = np.empty(BLOCK, np.float32)
     for part in split_columns(columns, BLOCK):
         block = scratch[: part.stop - part.start]
@@ -136,7 +136,7 @@ def _add_many(terms: Sequence[Vector], total: Vector, columns: slice) -> None:
 
 
 def _create(size: int) -> int | None:
-    """Create a file of zeros; return None if the system refuses, which the other processes have to know."""
+    """Create a file of zeros; return None if the system refuses, since the other processes must be informed."""
     try:
         descriptor = os.memfd_create("fedplat")
     except OSError:

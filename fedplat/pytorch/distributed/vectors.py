@@ -16,16 +16,16 @@ from fedplat.pytorch.distributed.layout import VectorLayout
 class Vectors(ABC):
     """A float32 vector for each logical rank, to be filled in place, and the sum of all of them.
 
-    The sum of a column is `((v0 + v1) + v2) + ...`, in the order of logical ranks: a ring would start with another rank
-    for each chunk, and the order of arrival varies. Each process sends and receives as many bytes as in a ring,
-    `(P - 1) / P` of a vector if each holds one, and the bits of the sum depend on the number of logical ranks alone: a
-    pool that has lost processes gets the same, and so does one process without a pool (F35).
+    The sum of a column is `((v0 + v1) + v2) + ...`, in the order of logical ranks. A ring would start with another rank
+    for each chunk, and the order of arrival varies. Each process sends and receives as many bytes as in a ring, `(P -
+    1) / P` of a vector if each holds one. The bits of the sum depend only on the number of logical ranks: they are the
+    same after workers have been lost, and in one process without workers (F35).
 
     All processes call each method in the same order. Views are valid until `close`.
     """
 
     def __init__(self, ranks: Ranks, layout: VectorLayout) -> None:
-        """The layout must be for as many processes as there are ranks."""
+        """Store the group and the layout, which must be for as many processes as there are ranks."""
         self.ranks = ranks
         self.layout = layout
 

@@ -1,8 +1,8 @@
-"""Example-level privacy with Opacus (extra "opacus"): the model's check, clipped gradients, noise and accounting.
+"""Example-level privacy with Opacus (extra "opacus"): model validation, clipped gradients, noise and accounting.
 
-Opacus computes and clips the gradients of single examples, says which layers have none, and accounts. Noise and the
-draws of examples come from a key stream (`fedplat.privacy.noise`) rather than from PyTorch's generator, as Opacus has
-it: that one is no secret to who sees enough of its numbers, and its seed has 32 bits on a CPU.
+Opacus computes and clips the gradients of single examples, rejects layers that have none, and does the accounting.
+Noise and the draws of examples use a key stream (`fedplat.privacy.noise`). Opacus uses PyTorch's generator, which an
+observer of enough of its numbers can predict, and whose seed has 32 bits on a CPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fedplat.errors import MissingExtraError
 try:
     from fedplat.pytorch.dp.accounting import RecordedLedger, epsilon
     from fedplat.pytorch.dp.clipping import Clipper, Clipping, clipping
-    from fedplat.pytorch.dp.noise import StepNoise, noise_of
+    from fedplat.pytorch.dp.noise import StepNoise, make_noise
     from fedplat.pytorch.dp.validation import check
 except ImportError as exc:
     raise MissingExtraError(
@@ -20,4 +20,4 @@ except ImportError as exc:
         "pip install 'fedplat[opacus]', on a client: pip install 'fedplat-client[opacus]'"
     ) from exc
 
-__all__ = ["Clipper", "Clipping", "RecordedLedger", "StepNoise", "check", "clipping", "epsilon", "noise_of"]
+__all__ = ["Clipper", "Clipping", "RecordedLedger", "StepNoise", "check", "clipping", "epsilon", "make_noise"]

@@ -1,8 +1,8 @@
-"""Epsilon of private steps by Opacus' accountant, and a ledger in what a client remembers.
+"""The epsilon of private steps by Opacus' accountant, and a ledger in the client state.
 
-The accountant is that of Rényi differential privacy (Mironov, Talwar and Zhang 2019, "Rényi Differential Privacy of the
-Sampled Gaussian Mechanism", arXiv 1908.10530): an upper bound, some per cent above what PLD or PRV give, which takes
-milliseconds for any number of steps, so that a client can ask before each training.
+The accountant uses Rényi differential privacy (Mironov, Talwar and Zhang 2019, "Rényi Differential Privacy of the
+Sampled Gaussian Mechanism", arXiv 1908.10530). Its epsilon is an upper bound, some per cent above that of PLD or PRV.
+It takes milliseconds for any number of steps, so that a client can compute it before each training.
 """
 
 from __future__ import annotations
@@ -26,46 +26,50 @@ _NOTE = "privacy"
 
 
 def epsilon(charges: Iterable[StepCharge], delta: float) -> float:
-    """Epsilon at delta of all steps together; 0 if there are none."""
+    """Return epsilon at `delta` of all steps together; 0 without charges."""
     if not (grouped := steps.merge_charges(charges)):
         return 0.0
-    each_kind = [each.num_steps * _of_step(each.noise_multiplier, each.sampling_probability) for each in grouped]
-    # It means that another order would give a smaller epsilon; this one holds. The filter is set anew, since whoever
-    # called may have filters of its own, and never removed: other threads train, too.
+    each_kind = [
+        each.num_steps * _step_divergences(each.noise_multiplier, each.sampling_probability) for each in grouped
+    ]
+    # The warning means that another order would give a smaller epsilon; this one is valid. The filter is set at each
+    # call, since the caller may have changed the filters, and never removed, since other threads may be training.
     warnings.filterwarnings("ignore", message="Optimal order is the (smallest|largest) alpha", category=UserWarning)
-    found, _ = analysis.get_privacy_spent(orders=_ORDERS, rdp=np.sum(each_kind, axis=0).tolist(), delta=delta)
-    return float(found)
+    total, _ = analysis.get_privacy_spent(orders=_ORDERS, rdp=np.sum(each_kind, axis=0).tolist(), delta=delta)
+    return float(total)
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_step(noise_multiplier: float, sampling_probability: float) -> npt.NDArray[np.float64]:
-    """The Rényi divergences of one step, by order: those of steps add up."""
-    found = analysis.compute_rdp(q=sampling_probability, noise_multiplier=noise_multiplier, steps=1, orders=_ORDERS)
-    return np.asarray(found, np.float64)
+def _step_divergences(noise_multiplier: float, sampling_probability: float) -> npt.NDArray[np.float64]:
+    """Return the Rényi divergences of one step, by order; those of several steps add up."""
+    divergences = analysis.compute_rdp(
+        q=sampling_probability, noise_multiplier=noise_multiplier, steps=1, orders=_ORDERS
+    )
+    return np.asarray(divergences, np.float64)
 
 
 class RecordedLedger:
-    """A ledger in a client's memory of the job, for simulations.
+    """A ledger in the client state of a job, for simulations.
 
-    The count goes back with the memory when an update was not merged; a real client's ledger never does.
+    It is rolled back with the client state when an update is not merged; a real client's ledger never is.
     """
 
-    def __init__(self, memory: ClientState) -> None:
-        self._memory = memory
+    def __init__(self, client_state: ClientState) -> None:
+        self._client_state = client_state
 
     def charge(self, planned: StepCharge) -> None:
-        """Notes steps; there is no limit."""
+        """Record the steps; there is no limit."""
         self._note(steps.merge_charges(self._charges(), planned))
 
     def settle(self, planned: StepCharge, made: int) -> Sequence[StepCharge]:
-        """Takes back what was not made; returns what was, of the whole job."""
+        """Refund the steps that were not made; return the charges of the whole job."""
         unmade = StepCharge(planned.noise_multiplier, planned.sampling_probability, planned.num_steps - made)
         charges = steps.taken_back(self._charges(), unmade)
         self._note(charges)
         return charges
 
     def _charges(self) -> list[StepCharge]:
-        note = self._memory.get(_NOTE)
+        note = self._client_state.get(_NOTE)
         if note is None:
             return []
         columns = (note[name].tolist() for name in StepCharge.__struct_fields__)
@@ -77,4 +81,4 @@ class RecordedLedger:
             "sampling_probability": np.array([each.sampling_probability for each in charges], np.float64),
             "num_steps": np.array([each.num_steps for each in charges], np.int64),
         }
-        self._memory.put(_NOTE, Parameters.from_arrays(columns))
+        self._client_state.put(_NOTE, Parameters.from_arrays(columns))

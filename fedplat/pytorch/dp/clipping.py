@@ -1,12 +1,12 @@
-"""Sums of clipped gradients of single examples, by Opacus.
+"""Sums of the clipped gradients of single examples, by Opacus.
 
-- `flat`: a whole example's gradient is clipped to C (Abadi et al. 2016, arXiv 1607.00133, Algorithm 1).
+- `flat`: the whole gradient of an example is clipped to C (Abadi et al. 2016, arXiv 1607.00133, Algorithm 1).
 - `per_layer`: each of its L tensors is clipped to C/√L, which bounds the whole by C.
-- `ghost`: as `flat`, from norms that are found without the gradients themselves, in two backward passes: less memory
+- `ghost`: as `flat`, with norms computed without the gradients themselves, in two backward passes: less memory
   (Li et al. 2022, "Large Language Models Can Be Strong Differentially Private Learners", arXiv 2110.05679, Section 4).
 
-The loss of each example is computed on that example alone, whatever the loss does with a batch. An example whose
-gradient is not finite counts as zero, so that it changes no more than any other.
+The loss of each example is computed on that example alone, whatever the loss function does with a batch. An example
+with a gradient that is not finite counts as zero, so that it changes no more than any other.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ Clipping: TypeAlias = Literal["flat", "per_layer", "ghost"]
 Loss: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _UNUSED = (
     "{} has no gradient of single examples; expected each parameter to be used in every forward pass, by a layer that "
-    "Opacus knows"
+    "Opacus supports"
 )
 
 
 class Clipper(Protocol):
-    """Adds up what examples give."""
+    """Sums the clipped gradients of examples."""
 
     def add(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Adds the clipped gradients of a batch, which has at least one example."""
+        """Add the clipped gradients of a batch of at least one example."""
         ...
 
     def take(self) -> list[torch.Tensor]:
-        """The sum of each parameter's clipped gradients since the last time; zeros if there were no examples."""
+        """Return the sum of each parameter's clipped gradients and reset it; zeros without examples."""
         ...
 
 
 @contextmanager
 def clipping(module: nn.Module, loss: Loss, kind: Clipping, max_norm: float) -> Generator[Clipper]:
-    """Within it the module computes gradients of single examples; afterwards it is as it was. Raises `ModelError`."""
-    # Opacus' hooks do without a gradient of the inputs. Set anew and never removed: see `accounting.epsilon`.
+    """Let the module compute gradients of single examples; restore it at the end of the block. Raises `ModelError`."""
+    # Opacus' hooks need no gradient of the inputs. Set at each call and never removed: see `accounting.epsilon`.
     warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients", category=UserWarning)
     make = _Ghost if kind == "ghost" else _Sampled
     try:
         clipper = make(module, _per_example(loss), kind, max_norm)
     except NotImplementedError as exc:
-        said = "; ".join(str(each) for each in exc.args[0]).strip()
-        raise ModelError(f"the model cannot be trained with example-level privacy. Opacus says: {said}") from exc
+        reasons = "; ".join(str(each) for each in exc.args[0]).strip()
+        raise ModelError(f"the model cannot be trained with example-level privacy. Opacus reports: {reasons}") from exc
     try:
         yield clipper
     finally:
         clipper.hooks.cleanup()
-        _forget(module)
+        _clean_up(module)
 
 
 def _per_example(loss: Loss) -> Loss:
-    """Return the function that computes the losses of single examples, each on its example alone."""
+    """Return a function that computes the losses of single examples, each on its example alone."""
 
     def compute_one(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return loss(output[None], target[None]).reshape(())
@@ -75,7 +75,7 @@ def _per_example(loss: Loss) -> Loss:
         if is_vectorizable:
             try:
                 return vectorized(outputs, targets)
-            except RuntimeError:  # a loss that looks at values, for instance
+            except RuntimeError:  # for example a loss with control flow that depends on values
                 is_vectorizable = False
         pairs = zip(outputs.split(1), targets.split(1), strict=True)
         return torch.stack([loss(output, target).reshape(()) for output, target in pairs])
@@ -84,7 +84,7 @@ def _per_example(loss: Loss) -> Loss:
 
 
 class _Sampled:
-    """Gradients of single examples as tensors: flat and per layer."""
+    """Clips materialized gradients of single examples: `flat` and `per_layer`."""
 
     def __init__(self, module: nn.Module, losses: Loss, kind: Clipping, max_norm: float) -> None:
         self.hooks = GradSampleHooks(module, loss_reduction="sum")
@@ -97,7 +97,6 @@ class _Sampled:
             self._optimizer = _optimizer(DPPerLayerOptimizer, parameters, bounds)
 
     def add(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Adds a batch."""
         self._losses(self._module(inputs), targets).sum().backward()
         samples = [_sample(self._module, each, len(inputs)) for each in self._optimizer.params]
         usable = torch.stack([each.flatten(1).isfinite().all(1) for each in samples]).all(0)
@@ -109,7 +108,6 @@ class _Sampled:
             each.grad = each.grad_sample = None
 
     def take(self) -> list[torch.Tensor]:
-        """See `Clipper`."""
         sums = _zeros(self._optimizer.params)
         for total, each in zip(sums, cast(list[Any], self._optimizer.params), strict=True):
             if each.summed_grad is not None:
@@ -119,25 +117,24 @@ class _Sampled:
 
 
 class _Ghost:
-    """Gradients of single examples by their norms alone."""
+    """Clips by the norms of the gradients of single examples, without materializing the gradients."""
 
     def __init__(self, module: nn.Module, losses: Loss, kind: Clipping, max_norm: float) -> None:
         self.hooks = GradSampleHooksFastGradientClipping(
             module,
             loss_reduction="sum",
-            max_grad_norm=max_norm,  # pyright: ignore[reportArgumentType]  # of which Opacus' type is that of 1
+            max_grad_norm=max_norm,  # pyright: ignore[reportArgumentType]  # Opacus annotates it with the type of its default, an int
         )
         self._module, self._losses = module, losses
         self._parameters = [each for each in module.parameters() if each.requires_grad]
         self._sums = _zeros(self._parameters)
 
     def add(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Adds a batch."""
         losses = self._losses(self._module(inputs), targets)
         losses.sum().backward(retain_graph=True)
         try:
             factors = self.hooks.get_clipping_coef()
-        except AttributeError as exc:  # no norm of a parameter
+        except AttributeError as exc:  # a parameter without a norm
             raise ModelError(_UNUSED.format("some parameter")) from exc
         norms = self.hooks.per_sample_gradient_norms
         _check_count("some parameter", len(norms), len(inputs))
@@ -159,34 +156,33 @@ class _Ghost:
             each.grad = None
 
     def take(self) -> list[torch.Tensor]:
-        """See `Clipper`."""
         sums, self._sums = self._sums, _zeros(self._parameters)
         return sums
 
 
 def _optimizer(kind: type[Any], parameters: list[nn.Parameter], max_norm: float | list[float]) -> Any:
-    """Opacus' optimizer, of which only the clipping is used."""
+    """Create Opacus' optimizer; only its clipping is used."""
     inner = torch.optim.SGD(parameters, lr=1.0)
     return kind(inner, noise_multiplier=0.0, max_grad_norm=max_norm, expected_batch_size=None, loss_reduction="sum")
 
 
 def _sample(module: nn.Module, parameter: nn.Parameter, num_examples: int) -> torch.Tensor:
-    """A parameter's gradients of single examples, [examples, ...]."""
+    """Return a parameter's gradients of single examples, [examples, ...]."""
     sample = cast(Any, parameter).grad_sample
     name = f"the parameter {_name_of(module, parameter)!r}"
     if not isinstance(sample, torch.Tensor):
         raise ModelError(_UNUSED.format(name))
     _check_count(name, len(sample), num_examples)
-    if sample.ndim == 1:  # of a parameter that is one number: Opacus' optimizers want a dimension to take norms along
+    if sample.ndim == 1:  # a scalar parameter: Opacus' optimizers need a dimension to compute norms along
         sample = cast(Any, parameter).grad_sample = sample[:, None]
     return sample
 
 
-def _check_count(name: str, found: int, num_examples: int) -> None:
-    """Where they differ, it is no examples that are clipped: a layer has time, for instance, in the first dimension."""
-    if found != num_examples:
+def _check_count(name: str, count: int, num_examples: int) -> None:
+    """Raise `ModelError` if the gradients are not per example, such as for a layer with time in dimension 0."""
+    if count != num_examples:
         raise ModelError(
-            f"{name} has {found} gradients for a batch of {num_examples} examples; expected layers that keep examples "
+            f"{name} has {count} gradients for a batch of {num_examples} examples; expected layers that keep examples "
             "in the first dimension, as with batch_first=True"
         )
 
@@ -199,8 +195,8 @@ def _zeros(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     return [torch.zeros_like(each, requires_grad=False) for each in parameters]
 
 
-def _forget(module: nn.Module) -> None:
-    """Takes away what Opacus leaves at a module, as after a training that was stopped between forward and backward."""
+def _clean_up(module: nn.Module) -> None:
+    """Delete the attributes that Opacus leaves on a module if a training stops between forward and backward."""
     for part in module.modules():
         for name in ("activations", "max_batch_len"):
             if hasattr(part, name):

@@ -1,4 +1,4 @@
-"""Which models have gradients of single examples at all, as Opacus' validator says it."""
+"""Check that a model has gradients of single examples, by Opacus' validator."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from torch import nn
 from fedplat.errors import ModelError
 
 _MIXING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-"""They look at other examples of the batch even where nothing of them is trained."""
+"""Layers that combine the examples of a batch even if their parameters are not trained."""
 _SENTENCES = 2
-"""Of Opacus' reason; the rest is about its own releases."""
+"""Sentences to quote of Opacus' reason; the rest is about its own releases."""
 
 
 def check(module: nn.Module) -> None:
-    """Raises `ModelError`, with the reason and what to put there instead, for a layer that Opacus cannot handle.
+    """Raise `ModelError`, with the reason and a replacement, for a layer that Opacus cannot handle.
 
-    What no validator sees is a `forward` that lets examples of a batch look at each other: nothing is promised for it.
+    A `forward` that combines the examples of a batch is not detected: it has no privacy guarantee.
     """
     module.train()
     for name, part in module.named_modules():
@@ -24,17 +24,17 @@ def check(module: nn.Module) -> None:
             continue
         validator = ModuleValidator.VALIDATORS.get(type(part))
         if reasons := validator(part) if validator is not None else []:
-            raise ModelError(f"{_proposal(name, part)}. Opacus says: {_shorten(str(reasons[0]))}")
+            raise ModelError(f"{_describe_problem(name, part)}. Opacus reports: {_shorten(str(reasons[0]))}")
 
 
-def _proposal(name: str, part: nn.Module) -> str:
-    kind, where = type(part).__name__, f"its layer {name!r}" if name else "the module"
-    said = f"the model cannot be trained with example-level privacy: {where} is {kind}"
+def _describe_problem(name: str, part: nn.Module) -> str:
+    kind, layer = type(part).__name__, f"its layer {name!r}" if name else "the module"
+    problem = f"the model cannot be trained with example-level privacy: {layer} is {kind}"
     fixer = ModuleValidator.FIXERS.get(type(part))
     if fixer is None:
-        return f"{said}; expected another layer there"
-    instead = " ".join(str(fixer(part)).split())
-    return f"{said}; put {instead} there, as opacus.validators.ModuleValidator.fix(module) does"
+        return f"{problem}; expected another layer"
+    replacement = " ".join(str(fixer(part)).split())
+    return f"{problem}; use {replacement}, as opacus.validators.ModuleValidator.fix(module) does"
 
 
 def _shorten(reason: str) -> str:

@@ -1,8 +1,9 @@
-"""Data-parallel training (extra "torch"): one model, the examples of each step spread over ranks.
+"""Data-parallel training (extra "torch"): one model, the examples of each step divided among ranks.
 
-`spread.py` computes a step's gradient, with DistributedDataParallel. `training.py` trains on the server's own data,
-`distillation.py` on what clients' models say of it (FedDF), `scoring.py` evaluates. The math is that of the job's
-number of ranks, the logical ones; the processes that there are do their parts, in turn where they are fewer.
+`data_parallel.py` computes a step's gradient, with DistributedDataParallel. `training.py` trains on the server's own
+data, `distillation.py` on the predictions of clients' models (FedDF), `evaluation.py` evaluates. The result depends on
+the job's number of ranks, the logical ones; if there are fewer processes, each computes the parts of several logical
+ranks in turn.
 """
 
 from __future__ import annotations

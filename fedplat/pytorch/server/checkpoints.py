@@ -1,6 +1,6 @@
-"""How far a training is, on the disk: the newest whole checkpoint is found again, whatever was killed in between.
+"""Checkpoints of a training on disk: the newest complete one is found again after a crash at any point.
 
-A checkpoint is a folder that `torch.distributed.checkpoint` writes, as safetensors: no byte of it can become code. All
+A checkpoint is a folder that `torch.distributed.checkpoint` writes, as safetensors, which cannot contain code. All
 ranks have the same values, so rank 0 writes them; any number of processes may read them.
 """
 
@@ -33,7 +33,7 @@ _FLAT = states.StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class TrainingState:
-    """What a training is after so many steps: the module's values, the optimizer's, and the losses so far."""
+    """The state of a training after some steps: the module, the optimizer, and the losses so far."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
         self._module, self._optimizer = module, optimizer
@@ -41,14 +41,14 @@ class TrainingState:
         self.losses = np.full(num_steps, np.nan)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All of it by name. What an optimizer keeps besides tensors are its options, which nobody changes."""
+        """Return the whole state by name. An optimizer's other entries are its options, which do not change."""
         module = {f"model.{name}": value for name, value in self._module.state_dict().items()}
         optimizer = {f"optimizer.{name}": value for name, value in self._optimizer_state().items()}
         tensors = {name: value for name, value in (module | optimizer).items() if isinstance(value, torch.Tensor)}
         return tensors | {"losses": torch.from_numpy(self.losses), "step": torch.tensor(self.done)}
 
-    def take(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Goes on from what `tensors` gave, and another process perhaps has read."""
+    def load_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Restore the state from the result of `tensors`, perhaps of another process."""
         self.done = int(tensors["step"].item())
         optimizer = self._optimizer_state()
         optimizer |= {name: tensors[key] for name in optimizer if (key := f"optimizer.{name}") in tensors}
@@ -59,38 +59,38 @@ class TrainingState:
 
 
 class Checkpoints:
-    """The checkpoints of one training, in a folder of its own."""
+    """The checkpoints of one training, in their own folder."""
 
     def __init__(self, folder: Path, every: int, ranks: Ranks) -> None:
         self._folder, self._every, self._ranks = folder, every, ranks
 
     def is_due(self, progress: TrainingState) -> bool:
-        """Whether to save now: every so many steps, and at the end."""
+        """Return whether to save now: every `every` steps, and at the end."""
         return progress.done % self._every == 0 or progress.done == len(progress.losses)
 
     def newest(self) -> str:
-        """The name of the newest whole checkpoint that rank 0 sees, or nothing; the same on all ranks."""
+        """Return the name of the newest complete checkpoint that rank 0 sees, or ""; the same on all ranks."""
         return self._ranks.broadcast(_newest(self._folder).encode()).decode()
 
     def restore(self, name: str, progress: TrainingState) -> None:
-        """Goes on from a checkpoint, if it has a name. Raises `ValueError` for one that does not fit the training."""
+        """Continue from a checkpoint, unless its name is "". Raises `ValueError` for one of another training."""
         if not name:
             return
         path, tensors = self._folder / name, progress.tensors()
         try:
-            with _by_itself():
+            with _ignore_single_process_warning():
                 load(tensors, storage_reader=hf_storage.HuggingFaceStorageReader(os.fspath(path)), no_dist=True)
         except (CheckpointException, ValueError, RuntimeError) as exc:
             raise ValueError(
-                f"the checkpoint {path} is not one of this training: expected that of the same trainer and job; "
-                "remove it to begin anew"
+                f"the checkpoint {path} does not belong to this training: expected one of the same trainer and job; "
+                "remove it to start again"
             ) from exc
-        progress.take(tensors)
+        progress.load_tensors(tensors)
 
     def save(self, progress: TrainingState) -> None:
-        """Writes a checkpoint and removes the older ones. A crash leaves the old one, or the new one.
+        """Write a checkpoint and remove the older ones. After a crash, the old or the new one is complete.
 
-        Where it cannot be written, a warning says so, and the training goes on with the old one.
+        If the checkpoint cannot be written, log a warning and keep the old one; the training continues.
         """
         if not self._ranks.is_first:
             return
@@ -110,21 +110,21 @@ class Checkpoints:
     def _write(self, progress: TrainingState, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _by_itself():
+        with _ignore_single_process_warning():
             writer = hf_storage.HuggingFaceStorageWriter(os.fspath(folder))
             save(progress.tensors(), storage_writer=writer, no_dist=True)
 
 
 def _newest(folder: Path) -> str:
-    """The name of the newest whole checkpoint, or nothing."""
+    """Return the name of the newest complete checkpoint, or ""."""
     if not folder.is_dir():
         return ""
     return max((path.name for path in folder.iterdir() if not path.suffix), default="")
 
 
 @contextmanager
-def _by_itself() -> Generator[None]:
-    """Within it, `torch.distributed.checkpoint` does not warn that one process saves or loads alone: it shall."""
+def _ignore_single_process_warning() -> Generator[None]:
+    """Ignore the warning of `torch.distributed.checkpoint` about a single process, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield

@@ -1,10 +1,10 @@
 """The gradient of one step, computed by several ranks (data parallelism).
 
 Each batch of a step is cut into as many parts as there are logical ranks, as equal as possible. A process computes the
-parts of its logical ranks one after the other; DistributedDataParallel adds up the gradients of all processes, bucket
-by bucket, while the last backward pass of the step still goes on (Li et al. 2020, "PyTorch Distributed: Experiences on
-Accelerating Data Parallel Training", arXiv 2006.15704, Section 3.2). Each part weighs as much as it has examples, so
-the sum is the gradient of the mean over the step, be its batches short or not.
+parts of its logical ranks one after the other. DistributedDataParallel adds up the gradients of all processes, bucket
+by bucket, during the last backward pass of the step (Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating
+Data Parallel Training", arXiv 2006.15704, Section 3.2). Each part is weighted by its number of examples, so the sum is
+the gradient of the mean over the step, also with short batches.
 """
 
 from __future__ import annotations
@@ -21,51 +21,63 @@ import numpy as np
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from fedplat.pytorch.distributed import Ranks
-from fedplat.pytorch.training import Examples, Indices, Scores, StepSchedule, Sums, Trainee, use_seed
+from fedplat.pytorch.training import (
+    Examples,
+    GradientComputation,
+    Indices,
+    Scores,
+    StepSchedule,
+    Sums,
+    Trainee,
+    use_seed,
+)
 from fedplat.pytorch.training.stepper import Stepper
 
-_LATE = "forward_sync_buffers"  # what PyTorch 2.13 calls it
+_SYNC_BUFFERS = "forward_sync_buffers"  # the name since PyTorch 2.13
 _NO_BUFFERS: Any = {
-    _LATE if _LATE in inspect.signature(DistributedDataParallel).parameters else "broadcast_buffers": False
+    _SYNC_BUFFERS
+    if _SYNC_BUFFERS in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers": False
 }
 
 
 class RankBatch(NamedTuple):
-    """What one logical rank computes of one batch of a step."""
+    """One logical rank's part of one batch of a step."""
 
     rank: int
     seed: int
     indices: Indices
     share: float
-    """Of the step's examples; 0 where there are fewer examples than ranks, and another's is borrowed."""
+    """Share of the step's examples; 0 if there are fewer examples than ranks, and `indices` repeats another rank's."""
 
 
-class DataParallelGradients:
-    """The passes of `num_ranks` logical ranks, spread over the processes of a group: `local.Passes`.
+class DataParallelGradients(GradientComputation):
+    """The gradient computation of `num_ranks` logical ranks on the processes of a group.
 
     Gradients are added up in the order of logical ranks within a process, then over processes. So two logical ranks
-    give the same bits on one process and on two; more of them may differ by rounding. What is random in a module or a
-    dataset follows from `seed`, the step, the logical rank and the batch, never from the process.
+    give the same bits on one process and on two; more of them may differ by rounding. Randomness in a module or a
+    dataset is seeded by `seed`, the step, the logical rank and the batch, never by the process.
 
     The module's values that are not trained, such as the running statistics of BatchNorm, are those of logical rank 0
-    at the end of every step, and all ranks begin the next one with them (the meaning of DDP's `broadcast_buffers`).
+    at the end of every step, and all ranks start the next one with them (the meaning of DDP's `broadcast_buffers`).
     """
 
     def __init__(self, ranks: Ranks, num_ranks: int, seed: int, begin: int = 0) -> None:
-        """`ranks` are at most `num_ranks`; the first `begin` steps of a plan are left out."""
+        """`ranks` are at most `num_ranks`; the first `begin` steps of a plan are skipped."""
         assert ranks.size <= num_ranks
         self._ranks, self._num_ranks, self._seed, self._begin = ranks, num_ranks, seed, begin
         self._own = np.array_split(np.arange(num_ranks), ranks.size)[ranks.rank].tolist()
 
+    @override
     def smallest_batch(self, trainee: Trainee) -> int:
-        """The fewest examples that a batch may have."""
         smallest = trainee.smallest_batch
         return smallest * self._num_ranks if smallest > 1 else 1
 
     def check(self, trainee: Trainee, num_examples: int) -> None:
-        """Raises `ValueError` where BatchNorm would be trained on a single example."""
+        """Raise `ValueError` if BatchNorm would be trained on a single example."""
         if num_examples < (least := self.smallest_batch(trainee)):
             raise ValueError(
                 f"{num_examples} examples for {self._num_ranks} ranks: BatchNorm cannot be trained on a single "
@@ -73,7 +85,7 @@ class DataParallelGradients:
             )
 
     def parts(self, plan: StepSchedule) -> Iterator[list[RankBatch]]:
-        """What this process computes of each step."""
+        """Yield the parts of each step that this process computes."""
         for number, step in enumerate(itertools.islice(plan.steps(), self._begin, None), self._begin):
             batches = [np.array_split(batch, self._num_ranks) for batch in plan.batches_of(step)]
             yield [
@@ -82,8 +94,10 @@ class DataParallelGradients:
                 for place, batch in enumerate(batches)
             ]
 
-    def over(self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples) -> Iterator[Scores]:
-        """Computes the gradients of the plan's steps; after each, before the weights are moved, the scores of it."""
+    @override
+    def compute_steps(
+        self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples
+    ) -> Iterator[Scores]:
         module = DistributedDataParallel(
             trainee.module.train(),
             process_group=self._ranks.group,
@@ -91,7 +105,7 @@ class DataParallelGradients:
             **_NO_BUFFERS,
         )
         reduction = _Reduction(self._ranks.group)
-        # DDP does not understand annotations that are text; a lambda has none.
+        # DDP rejects annotations that are strings; a lambda has no annotations.
         hook = lambda state, bucket: _sum_gradients(state, bucket)  # noqa: E731  # pyright: ignore[reportUnknownLambdaType]
         module.register_comm_hook(reduction, hook)
         buffers = _Buffers(trainee.module, self._ranks, in_turn=len(self._own) > 1)
@@ -116,39 +130,39 @@ class DataParallelGradients:
             buffers.end()
             yield scores
 
-    def total(self, scores: Scores) -> Sums:
-        """The scores of all ranks."""
-        return total(self._ranks, scores)
+    @override
+    def sum_scores(self, scores: Scores) -> Sums:
+        return sum_scores(self._ranks, scores)
 
     def _part(self, number: int, rank: int, place: int, indices: Indices, step: Indices) -> RankBatch:
         seed = int(np.random.SeedSequence([self._seed, number, rank, place]).generate_state(1)[0])
         return RankBatch(rank, seed, indices if len(indices) else step[:1], len(indices) / len(step))
 
 
-def total(ranks: Ranks, scores: Scores) -> Sums:
-    """The scores of all ranks; all of them get it."""
-    gathered = ranks.all_gather(msgspec.msgpack.encode(scores.sums()))
-    return Sums.total(msgspec.msgpack.decode(each, type=Sums) for each in gathered)
+def sum_scores(ranks: Ranks, scores: Scores) -> Sums:
+    """Return the sum of the scores over all ranks, on all of them."""
+    parts = ranks.all_gather(msgspec.msgpack.encode(scores.sums()))
+    return Sums.total(msgspec.msgpack.decode(each, type=Sums) for each in parts)
 
 
 @dataclass
 class _Reduction:
-    """Gradients of logical ranks that this process has done already in this step."""
+    """The gradients of logical ranks that this process has already computed in this step."""
 
     group: distributed.ProcessGroup | None
     earlier: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict[torch.Tensor, torch.Tensor])
 
     def set_aside(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Takes the gradients of a logical rank from the module, for the end of the step."""
+        """Move the gradients of a logical rank out of the module, until the end of the step."""
         for parameter in parameters:
             if (gradient := parameter.grad) is not None:
-                known = self.earlier.get(parameter)
-                self.earlier[parameter] = gradient if known is None else known.add_(gradient)
+                earlier = self.earlier.get(parameter)
+                self.earlier[parameter] = gradient if earlier is None else earlier.add_(gradient)
                 parameter.grad = None
 
 
 def _sum_gradients(reduction: _Reduction, bucket: Any) -> Any:
-    """DDP's hook: the future sum of what all logical ranks have found of a `GradBucket`, without a division."""
+    """Return the future sum of a `GradBucket` over all logical ranks, without a division; DDP's communication hook."""
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
         earlier = reduction.earlier.pop(parameter, None)
         if earlier is not None:
@@ -166,25 +180,25 @@ class _Buffers:
     """The module's values that are not trained, from step to step."""
 
     def __init__(self, module: nn.Module, ranks: Ranks, *, in_turn: bool) -> None:
-        """`in_turn` where this process has several logical ranks."""
+        """`in_turn`: whether this process has several logical ranks."""
         self._buffers = list(module.buffers())
         self._ranks, self._in_turn = ranks, in_turn
         self._before: list[torch.Tensor] = []
         self._first: list[torch.Tensor] = []
 
     def begin(self) -> None:
-        """Keeps the values that every logical rank begins with."""
+        """Keep the values that every logical rank starts with."""
         self._before = [buffer.clone() for buffer in self._buffers] if self._in_turn else []
         self._first = []
 
     def next_rank(self, done: int) -> None:
-        """Gives the module the values that the step began with, after a logical rank."""
+        """Reset the module to the initial values of the step, after logical rank `done`."""
         if not done:
             self._first = [buffer.clone() for buffer in self._buffers]
         self._set(self._before)
 
     def end(self) -> None:
-        """Gives all ranks what logical rank 0 has made of the values."""
+        """Set the values of logical rank 0 on all ranks."""
         if self._first:
             self._set(self._first)
         if self._ranks.size == 1:

@@ -7,29 +7,29 @@ import itertools
 from fedplat.client_state import ClientState
 from fedplat.model import Parameters
 from fedplat.pytorch.distributed import Ranks
-from fedplat.pytorch.server.data_parallel import total
-from fedplat.pytorch.server.trainer import ServerTrainer, examples_of, make_on_all_ranks
-from fedplat.pytorch.training import Examples, Trainee, evaluate_batches, in_order
+from fedplat.pytorch.server.data_parallel import sum_scores
+from fedplat.pytorch.server.trainer import ServerTrainer, load_examples, make_on_all_ranks
+from fedplat.pytorch.training import Examples, Trainee, evaluate_batches, iterate_batches
 
-_AT_ONCE = 256
+_BATCH_SIZE = 256
 
 
 def evaluate(
-    ranks: Ranks, trainer: ServerTrainer, parameters: Parameters, batch_size: int = _AT_ONCE
+    ranks: Ranks, trainer: ServerTrainer, parameters: Parameters, batch_size: int = _BATCH_SIZE
 ) -> dict[str, float]:
-    """`loss` and, where targets are classes, `accuracy` of a model on the trainer's held-out examples.
+    """Return `loss` and, for classification, `accuracy` of a model on the trainer's held-out examples.
 
-    Every rank calls it with the same arguments, computes every so-many-th batch, and gets the result. Raises
+    Every rank calls it with the same arguments, computes every n-th batch of n ranks, and gets the result. Raises
     `TrainingError` on all of them alike.
     """
 
     def build() -> tuple[Trainee, Examples]:
         if trainer.evaluation is None:
-            raise ValueError("it has no examples to evaluate on; expected ServerTrainer(evaluation=...)")
+            raise ValueError("no examples to evaluate on; expected ServerTrainer(evaluation=...)")
         trainee = Trainee(trainer.learner, ranks.device)
         trainee.load(parameters, ClientState())
-        return trainee, examples_of(trainer.evaluation, ranks.device)
+        return trainee, load_examples(trainer.evaluation, ranks.device)
 
     trainee, examples = make_on_all_ranks(ranks, build)
-    order = itertools.islice(in_order(len(examples), batch_size), ranks.rank, None, ranks.size)
-    return total(ranks, evaluate_batches(trainee, examples, order)).means()
+    order = itertools.islice(iterate_batches(len(examples), batch_size), ranks.rank, None, ranks.size)
+    return sum_scores(ranks, evaluate_batches(trainee, examples, order)).means()

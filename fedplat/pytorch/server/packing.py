@@ -1,4 +1,4 @@
-"""Ragged sequences as rows of one length."""
+"""Packing of token sequences of any lengths into rows of one length."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.utils.data import TensorDataset
 def pack_sequences(
     sequences: Iterable[Sequence[int] | npt.NDArray[np.integer]], length: int, separator: int | None = None
 ) -> TensorDataset:
-    """Sequences of tokens, one after the other, cut into rows of `length` tokens: no step computes padding.
+    """Concatenate sequences of tokens and cut them into rows of `length` tokens, so that no step computes padding.
 
-    Row i has the tokens `[i * length, (i + 1) * length)` of the stream as its input, and those one place further as its
-    target: int64 [rows, length] both. `separator` is put behind each sequence. What is left at the end of the stream,
-    less than a row, is left out. Raises `ValueError` if there is not one row.
+    Row i has the tokens `[i * length, (i + 1) * length)` of the stream as its input, and those shifted by one as its
+    target: int64 [rows, length] both. `separator` is appended to each sequence. An incomplete row at the end of the
+    stream is dropped. Raises `ValueError` if there are too few tokens for one row.
     """
     if length < 1:
         raise ValueError(f"length = {length}: expected at least 1")

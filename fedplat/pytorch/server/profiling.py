@@ -1,4 +1,4 @@
-"""PyTorch's profiler for a few steps of a training, its traces readable by TensorBoard."""
+"""PyTorch's profiler for a few steps of a training; TensorBoard can read its traces."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ACTIVE = 3
 
 @contextmanager
 def trace_steps(folder: Path | None, ranks: Ranks, num_steps: int) -> Generator[Callable[[], None]]:
-    """Within it, steps are traced into `folder`, a file for each rank; what it gives is called after each step.
+    """Trace steps into `folder`, a file for each rank; yield a function to call after each step.
 
-    Three steps are recorded, after one that is left out and one for the profiler to warm up; of a training of fewer
-    steps the last ones, and of one that has a single step nothing.
+    Records three steps, after one skipped step and one for the profiler's warm-up. A training with fewer steps records
+    the last ones, and one with a single step none.
     """
     if folder is None or num_steps < 2:
         yield lambda: None

@@ -1,4 +1,4 @@
-"""What an operator registers for training on the server's own data."""
+"""The trainer that an operator registers for training on the server's own data."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ServerTrainer:
-    """A module and the server's own examples; ordinary PyTorch, as a client's `TorchTrainer`.
+    """A module and the server's own examples; ordinary PyTorch, like a client's `TorchTrainer`.
 
     ```python
     trainer = ServerTrainer(model=make_model, data=public_dataset, evaluation=held_out)
     ```
 
-    Nothing is made of it before a rank trains or evaluates: functions are called on each rank anew.
+    Each rank calls the functions itself, when it trains or evaluates and not before.
     """
 
     model: Callable[[], nn.Module]
-    """Makes the module; the job's values replace its initial ones."""
+    """Creates the module; the job's values replace its initial ones."""
     data: Data
-    """A map-style dataset of (input, target) pairs, or a function that makes one; the same on every rank."""
+    """A map-style dataset of (input, target) pairs, or a function that creates one; the same on every rank."""
     loss: training.Loss = nn.functional.cross_entropy
     """Mean loss of a batch of (output, target)."""
     evaluation: Data | None = None
-    """Examples that are held out, for `evaluate`."""
+    """Held-out examples, for `evaluate`."""
     optimizer: MakeOptimizer | None = None
-    """Makes another optimizer than SGD, from the parameters and the job's table; what it gives as rates is scaled."""
+    """Creates an optimizer to replace SGD, from the parameters and the job's table; its learning rates are scaled."""
 
     @property
     def learner(self) -> training.Learner:
@@ -50,15 +50,15 @@ class ServerTrainer:
         return training.Learner(model=self.model, loss=self.loss)
 
 
-def examples_of(data: Data, device: torch.device) -> training.Examples:
-    """The examples of a trainer's data. Raises `ValueError` for a dataset without a length, and for an empty one."""
-    return training.examples_to_use(data if isinstance(data, Dataset) else data(), device)
+def load_examples(data: Data, device: torch.device) -> training.Examples:
+    """Return the examples of a trainer's data. Raises `ValueError` if it has no length or is empty."""
+    return training.check_examples(data if isinstance(data, Dataset) else data(), device)
 
 
 def make_on_all_ranks(ranks: Ranks, make: Callable[[], Made]) -> Made:
-    """What `make` gives on this rank, if it gives something on all of them; else all raise `TrainingError` alike.
+    """Call `make` on every rank and return its result; if it fails on any rank, raise `TrainingError` on all.
 
-    So code of the operator's that fails on one rank leaves no other one waiting.
+    So a failure of the operator's code on one rank leaves no other rank waiting.
     """
     made: list[Made] = []
     text = ""
@@ -67,7 +67,7 @@ def make_on_all_ranks(ranks: Ranks, make: Callable[[], Made]) -> Made:
     except Exception as exc:
         _logger.exception("The trainer cannot be used.")
         text = str(exc) if isinstance(exc, ValueError) else f"{type(exc).__name__}: {exc}"
-    for rank, said in enumerate(ranks.all_gather(text.encode())):
-        if said:
-            raise TrainingError(f"the trainer cannot be used on rank {rank}: {said.decode()}")
+    for rank, error in enumerate(ranks.all_gather(text.encode())):
+        if error:
+            raise TrainingError(f"the trainer cannot be used on rank {rank}: {error.decode()}")
     return made[0]

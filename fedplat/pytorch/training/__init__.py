@@ -1,17 +1,17 @@
-"""Local training (extra "torch"): what clients in the field and simulated ones do between two model versions.
+"""Local training (extra "torch"): the training between two model versions, on real and simulated clients.
 
-`train.py` is the loop. `options.py` says what a job's `[config]` means, `batches.py` which examples make a step, and
-`fedplat/aggregate/local.py` what an algorithm is.
+`trainer.py` contains the loop, `options.py` the meaning of a job's `[config]`, `schedule.py` the examples of each step,
+and `fedplat/aggregate/local.py` the algorithms.
 """
 
 from __future__ import annotations
 
-from fedplat.pytorch.training.examples import DatasetExamples, Examples, TensorExamples, examples_of, examples_to_use
+from fedplat.pytorch.training.examples import DatasetExamples, Examples, TensorExamples, check_examples, make_examples
 from fedplat.pytorch.training.gradients import GradientComputation, SingleProcessGradients
 from fedplat.pytorch.training.learner import BATCH_NORM, Learner, Loss, Trainee, use_seed
 from fedplat.pytorch.training.metrics import Scores, Sums
 from fedplat.pytorch.training.options import LocalOptions
-from fedplat.pytorch.training.schedule import Indices, StepSchedule, in_order
+from fedplat.pytorch.training.schedule import Indices, StepSchedule, iterate_batches
 from fedplat.pytorch.training.sgd import Sgd
 from fedplat.pytorch.training.stepper import MakeOptimizer
 from fedplat.pytorch.training.trainer import evaluate, evaluate_batches, train
@@ -35,11 +35,11 @@ __all__ = [
     "Sums",
     "TensorExamples",
     "Trainee",
+    "check_examples",
     "evaluate",
     "evaluate_batches",
-    "examples_of",
-    "examples_to_use",
-    "in_order",
+    "iterate_batches",
+    "make_examples",
     "train",
     "use_seed",
 ]

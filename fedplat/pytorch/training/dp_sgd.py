@@ -1,14 +1,14 @@
-"""Local training that protects single examples: DP-SGD.
+"""Local training with example-level privacy: DP-SGD.
 
 Source: Abadi et al. 2016, "Deep Learning with Differential Privacy", arXiv 1607.00133, Algorithm 1. A step draws each
-example with the same probability, sums their clipped gradients, adds noise, and divides by the number of examples that
-it expects, which does not depend on who was drawn. Whatever comes after the noise (momentum, weight decay, the pull of
-FedProx, the variates of SCAFFOLD and FedDyn, an optimizer of the user's own) is computed from noised gradients alone,
-and so costs nothing (Noble, Bellet and Dieuleveut 2022, arXiv 2111.09278, show it for SCAFFOLD).
+example with the same probability, sums their clipped gradients, adds noise, and divides by the expected number of
+examples, which does not depend on the draw. Everything after the noise (momentum, weight decay, the pull of FedProx,
+the variates of SCAFFOLD and FedDyn, a custom optimizer) is computed from noised gradients alone, and so costs no
+privacy (Noble, Bellet and Dieuleveut 2022, arXiv 2111.09278, show it for SCAFFOLD).
 
-What is reported: the update, the number of steps, the noise and epsilon. No loss and no accuracy, which would tell of
-single examples, and the module's other values, such as counters, stay as they were given. The number of examples is
-reported as always; it is not protected.
+The report contains the update, the number of steps, the noise and epsilon. It has no loss and no accuracy, which would
+reveal single examples, and the module's other values, such as counters, keep their initial values. The number of
+examples is reported as always; it is not protected.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from fedplat.pytorch.training.work import LocalTraining
 
 @dataclass(frozen=True, kw_only=True)
 class PoissonPlan:
-    """The steps of a private training: as many as of another one with these examples, each with draws of its own.
+    """The steps of a private training: as many as without privacy for these examples, each with its own Poisson draw.
 
-    `noise` is the randomness.
+    `noise` is the source of randomness.
     """
 
     plan: StepSchedule
@@ -41,35 +41,35 @@ class PoissonPlan:
 
     @property
     def probability(self) -> float:
-        """That of each example to be in a step."""
+        """The probability of each example to be in a step."""
         return min(1.0, self.plan.step_size / self.plan.num_examples)
 
     @property
     def expected(self) -> float:
-        """Examples of a step, in the mean."""
+        """The expected number of examples of a step."""
         return self.probability * self.plan.num_examples
 
     def steps(self) -> Iterator[Indices]:
-        """The examples of each step; perhaps none."""
+        """Yield the examples of each step; a step may be empty."""
         for _ in range(self.plan.num_steps):
             yield self.noise.draw_examples(self.plan.num_examples, self.probability)
 
     def charge(self, options: LocalOptions) -> StepCharge:
-        """What all steps cost."""
+        """Return the privacy cost of all steps."""
         return StepCharge(options.dp_noise_multiplier, self.probability, self.plan.num_steps)
 
 
 def run(trainee: Trainee, stepper: Stepper, work: LocalTraining) -> tuple[Mapping[str, float], int]:
-    """All steps; the metrics, and the number of steps.
+    """Run all steps; return the metrics and the number of steps.
 
-    The ledger is charged before the first step. Raises `PrivacyLimitError` and `ModelError`; no step was made then.
+    Charges the ledger before the first step. Raises `PrivacyLimitError` and `ModelError` before any step is made.
     """
     dp.check(trainee.module)
     plan = PoissonPlan(
         plan=StepSchedule(
             num_examples=len(work.examples), options=work.options, seed=work.seed, fraction=work.fraction
         ),
-        noise=dp.noise_of(work.noise_seed),
+        noise=dp.make_noise(work.noise_seed),
     )
     ledger = work.ledger or dp.RecordedLedger(work.client_state)
     options, planned, made = work.options, plan.charge(work.options), 0
@@ -77,7 +77,7 @@ def run(trainee: Trainee, stepper: Stepper, work: LocalTraining) -> tuple[Mappin
     assert kind != "none"
     with (
         dp.clipping(module, trainee.learner.loss, kind, options.dp_max_grad_norm) as clipper,
-        _kept_values(module),
+        _restore_buffers(module),
     ):
         ledger.charge(planned)
         try:
@@ -95,21 +95,21 @@ def run(trainee: Trainee, stepper: Stepper, work: LocalTraining) -> tuple[Mappin
 
 
 def _steps(stepper: Stepper, plan: PoissonPlan, work: LocalTraining, clipper: dp.Clipper) -> Iterator[int]:
-    """Makes the steps; after each, how many there were."""
+    """Run the steps; yield the number of steps made after each."""
     deviation = work.options.dp_noise_multiplier * work.options.dp_max_grad_norm
     steps, ahead = itertools.tee(plan.steps())
     batches = work.examples.batches(itertools.chain.from_iterable(map(plan.plan.batches_of, ahead)))
     for number, step in enumerate(steps, 1):
         for _ in plan.plan.batches_of(step):
             clipper.add(*next(batches))
-        stepper.give([plan.noise.add_noise(total, deviation) / plan.expected for total in clipper.take()])
+        stepper.set_gradients([plan.noise.add_noise(total, deviation) / plan.expected for total in clipper.take()])
         stepper.step()
         yield number
 
 
 @contextmanager
-def _kept_values(module: nn.Module) -> Generator[None]:
-    """Within it what is not trained may change; afterwards it is as it was, since nobody has added noise to it."""
+def _restore_buffers(module: nn.Module) -> Generator[None]:
+    """Restore the module's buffers at the end of the block: they changed without noise."""
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         yield

@@ -1,10 +1,12 @@
-"""How the gradients of steps come about: alone, or with others that share the work (`fedplat.pytorch.server`)."""
+"""The computation of a step's gradients: in one process, or shared among several (`fedplat.pytorch.server`)."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
 from typing import Protocol
+
+from typing_extensions import override
 
 from fedplat.pytorch.training.examples import Examples
 from fedplat.pytorch.training.learner import Trainee
@@ -14,30 +16,34 @@ from fedplat.pytorch.training.stepper import Stepper
 
 
 class GradientComputation(Protocol):
-    """Passes through a module, forward and back."""
+    """Forward and backward passes through a module."""
 
     def smallest_batch(self, trainee: Trainee) -> int:
-        """The fewest examples that a batch may have."""
+        """Return the minimum number of examples of a batch."""
         ...
 
-    def over(self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples) -> Iterator[Scores]:
-        """Computes the gradients of the plan's steps; after each, before the weights are moved, the scores of it."""
+    def compute_steps(
+        self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples
+    ) -> Iterator[Scores]:
+        """Compute the gradients of each step of the plan; yield the step's scores before the weights change."""
         ...
 
-    def total(self, scores: Scores) -> Sums:
-        """The scores of all who share the work."""
+    def sum_scores(self, scores: Scores) -> Sums:
+        """Return the sum of the scores over all processes."""
         ...
 
 
-class SingleProcessGradients:
-    """The passes of one process by itself."""
+class SingleProcessGradients(GradientComputation):
+    """Forward and backward passes in one process."""
 
+    @override
     def smallest_batch(self, trainee: Trainee) -> int:
-        """The fewest examples that a batch may have."""
         return trainee.smallest_batch
 
-    def over(self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples) -> Iterator[Scores]:
-        """Computes the gradients of the plan's steps; after each, before the weights are moved, the scores of it."""
+    @override
+    def compute_steps(
+        self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples
+    ) -> Iterator[Scores]:
         module, loss_of = trainee.module.train(), trainee.learner.loss
         steps, ahead = itertools.tee(plan.steps())
         batches = examples.batches(itertools.chain.from_iterable(map(plan.batches_of, ahead)))
@@ -52,6 +58,6 @@ class SingleProcessGradients:
                 scores.add(loss, outputs, targets)
             yield scores
 
-    def total(self, scores: Scores) -> Sums:
-        """The scores of all who share the work."""
+    @override
+    def sum_scores(self, scores: Scores) -> Sums:
         return scores.sums()

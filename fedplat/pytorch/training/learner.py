@@ -1,4 +1,4 @@
-"""What is learned: a module and its loss, and which of its layers stay with the client."""
+"""The subject of training: a module, its loss, and the layers that stay on the client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedplat.pytorch import convert as backend
 Loss: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 BATCH_NORM = "@batch_norm"
-"""Stands among `personal` for all tensors of BatchNorm layers: FedBN (Li et al. 2021, arXiv 2102.07623)."""
+"""In `personal`, stands for all tensors of BatchNorm layers: FedBN (Li et al. 2021, arXiv 2102.07623)."""
 _NOTE = "personal"
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -30,30 +30,30 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 class Learner:
     """A module's factory and its loss.
 
-    `personal` are names of tensors, with wildcards ("head.*"), that a client keeps for itself: they are no part of the
-    job's model, never travel, and lie in the client's memory. Source: Arivazhagan et al. 2019, "Federated Learning with
+    `personal` are names of tensors, with wildcards ("head.*"), that stay on the client: they are not part of the job's
+    model, are never sent, and are stored in the client state. Source: Arivazhagan et al. 2019, "Federated Learning with
     Personalization Layers", arXiv 1912.00818.
     """
 
     model: Callable[[], nn.Module]
-    """Makes the module; the job's values replace its initial ones."""
+    """Creates the module; the job's values replace its initial ones."""
     loss: Loss = nn.functional.cross_entropy
     """Mean loss of a batch of (output, target)."""
     personal: tuple[str, ...] = ()
 
     def make(self, device: torch.device | str = "cpu", seed: int = 0) -> nn.Module:
-        """A module with initial values of that seed. PyTorch's global random state is left as it was."""
+        """Create the module with initial values from a seed. PyTorch's global random state is restored afterwards."""
         with use_seed(torch.device("cpu"), seed):
             return self.model().to(device)
 
     def initial(self, seed: int = 0) -> Parameters:
-        """The model that a job starts from: what a new module has, without what is personal."""
+        """Return the initial model of a job: the values of a new module, without personal tensors."""
         trainee = Trainee(self, seed=seed)
         return backend.from_state_dict(trainee.shared_tensors())
 
 
 class Trainee:
-    """A module that is trained and evaluated again and again, each time beginning with the values that it is given."""
+    """A module that is trained and evaluated repeatedly, each time from given values."""
 
     def __init__(self, learner: Learner, device: torch.device | str = "cpu", seed: int = 0) -> None:
         self.learner = learner
@@ -66,50 +66,52 @@ class Trainee:
 
     @property
     def smallest_batch(self) -> int:
-        """The fewest examples that the module can be trained on at once."""
+        """The minimum number of examples in a training batch."""
         return 2 if self.has_batch_norm else 1
 
     def shared_tensors(self) -> dict[str, torch.Tensor]:
-        """The module's tensors that are a part of the job's model."""
+        """Return the module's tensors that are part of the job's model."""
         return {name: tensor for name, tensor in self.module.state_dict().items() if name not in self.personal}
 
-    def load(self, parameters: Parameters, memory: ClientState) -> None:
-        """Gives the module the values of the job's model, and the client's own. Raises `ModelError`."""
+    def load(self, parameters: Parameters, client_state: ClientState) -> None:
+        """Load the values of the job's model, and the client's personal ones, into the module. Raises `ModelError`."""
         values = {name: tensor for name, tensor in backend.to_torch(parameters).items() if not name.startswith(CONTROL)}
         if both := sorted(self.personal & values.keys()):
             raise ModelError(
-                f"the tensor {both[0]!r} is personal, and the job's model has it; expected a model without personal "
-                "tensors, such as Learner.initial() gives"
+                f"the tensor {both[0]!r} is personal, but the job's model has it; expected a model without personal "
+                "tensors, such as Learner.initial() returns"
             )
-        note = memory.get(_NOTE) if self.personal else None
+        note = client_state.get(_NOTE) if self.personal else None
         try:
             self.module.load_state_dict({**values, **(self._first if note is None else backend.to_torch(note))})
         except RuntimeError as exc:
             name = type(self.module).__name__
             raise ModelError(f"the model does not fit the module {name}: {exc}") from exc
 
-    def save(self, parameters: Parameters, memory: ClientState) -> None:
-        """Copies the module's values into the job's model, and the client's own into its memory."""
+    def save(self, parameters: Parameters, client_state: ClientState) -> None:
+        """Copy the module's values into the job's model, and the personal ones into the client state."""
         parameters.assign({**parameters, **backend.to_arrays(self.shared_tensors())})
         if self.personal:
             state = self.module.state_dict()
-            memory.put(_NOTE, backend.from_state_dict({name: state[name] for name in state if name in self.personal}))
+            client_state.put(
+                _NOTE, backend.from_state_dict({name: state[name] for name in state if name in self.personal})
+            )
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What is trained."""
+        """Return the parameters that are trained, by name."""
         return {name: value for name, value in self.module.named_parameters() if value.requires_grad}
 
 
 @contextmanager
 def use_seed(device: torch.device, seed: int) -> Generator[None]:
-    """Within it PyTorch's randomness is that of a seed; afterwards its global state is as it was."""
+    """Seed PyTorch's randomness within the block; restore its global state at the end."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         torch.cuda.init()
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
     before = [generator.get_state() for generator in generators]
     try:
-        for generator in generators:  # torch.manual_seed takes a millisecond, for a stack trace in case it fails later
+        for generator in generators:  # torch.manual_seed takes a millisecond, to record a stack trace for later errors
             generator.manual_seed(int(np.random.SeedSequence([seed, 1]).generate_state(1)[0]))
         yield
     finally:
@@ -118,14 +120,14 @@ def use_seed(device: torch.device, seed: int) -> Generator[None]:
 
 
 def _personal_names(module: nn.Module, patterns: tuple[str, ...]) -> Iterator[str]:
-    """Names of the module's tensors that the patterns mean; each pattern has to mean one."""
+    """Yield the names of the module's tensors that match the patterns. Raises `ValueError` for one without a match."""
     names = list(module.state_dict())
     for pattern in patterns:
         if pattern == BATCH_NORM:
             layers = [name for name, part in module.named_modules() if isinstance(part, _BATCH_NORMS)]
-            found = [name for name in names if name.rpartition(".")[0] in layers]
+            matches = [name for name in names if name.rpartition(".")[0] in layers]
         else:
-            found = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-        if not found:
-            raise ValueError(f"personal = {pattern!r} names none of the module's tensors: {', '.join(names[:20])}")
-        yield from found
+            matches = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        if not matches:
+            raise ValueError(f"personal = {pattern!r} matches none of the module's tensors: {', '.join(names[:20])}")
+        yield from matches

@@ -1,4 +1,4 @@
-"""Which examples a local step is made of: the same for all that train, on whatever hardware."""
+"""The examples of each local step: the same for every implementation of training."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fedplat.pytorch.training.options import LocalOptions
 Indices: TypeAlias = npt.NDArray[np.int64]
 
 
-def in_order(num_examples: int, batch_size: int) -> Iterator[Indices]:
-    """All examples once, in batches of which the last may be short; 0: in one."""
+def iterate_batches(num_examples: int, batch_size: int) -> Iterator[Indices]:
+    """Yield all examples once, in batches; the last may be short. A `batch_size` of 0 means one batch."""
     size = batch_size or num_examples
     for start in range(0, num_examples, size):
         yield np.arange(start, min(start + size, num_examples))
@@ -24,10 +24,10 @@ def in_order(num_examples: int, batch_size: int) -> Iterator[Indices]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSchedule:
-    """The local steps of one training: each epoch is a permutation, cut into steps of which the last may be short.
+    """The local steps of one training: each epoch is a permutation, cut into steps; the last may be short.
 
-    `seed` decides the order. `fraction` is the part of the steps that is done, at least one. A last batch of fewer
-    examples than `smallest` is left out, if it is not the only one: BatchNorm cannot train on a single example.
+    `seed` determines the order. `fraction` of the steps is done, at least one. The last batch is dropped if it has
+    fewer than `smallest` examples and is not the only one: BatchNorm cannot train on a single example.
     """
 
     num_examples: int
@@ -38,17 +38,17 @@ class StepSchedule:
 
     @property
     def batch_size(self) -> int:
-        """Most examples that are computed at once."""
+        """Maximum number of examples in a batch."""
         return self.options.batch_size or self.num_examples
 
     @property
     def step_size(self) -> int:
-        """Examples of a step, but for the last one of an epoch."""
+        """Examples of a step, except for the last one of an epoch."""
         return self.batch_size * self.options.accumulate
 
     @property
     def used(self) -> int:
-        """Examples of an epoch."""
+        """Examples used in an epoch."""
         last = self.num_examples % self.batch_size
         left_out = self.num_examples > self.batch_size and last < self.smallest
         return self.num_examples - (last if left_out else 0)
@@ -60,12 +60,12 @@ class StepSchedule:
 
     @property
     def num_steps(self) -> int:
-        """Steps in all."""
+        """Total number of steps."""
         whole = self.options.epochs * self.steps_per_epoch
         return max(1, math.floor(self.fraction * whole + 1e-9))
 
     def steps(self) -> Iterator[Indices]:
-        """The examples of each step, epoch by epoch; the same whenever they are asked for."""
+        """Yield the examples of each step, epoch by epoch; every call yields the same."""
         rng = np.random.default_rng([self.seed, 0])
         left = self.num_steps
         while left:
@@ -75,5 +75,5 @@ class StepSchedule:
             left -= min(left, self.steps_per_epoch)
 
     def batches_of(self, step: Indices) -> list[Indices]:
-        """The batches of one step, up to `accumulate` of them."""
+        """Return the batches of one step, up to `accumulate` of them."""
         return [step[start : start + self.batch_size] for start in range(0, len(step), self.batch_size)]

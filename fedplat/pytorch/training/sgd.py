@@ -1,4 +1,4 @@
-"""Stochastic gradient descent on named tensors, for one client or, stacked, for a cohort."""
+"""Stochastic gradient descent on named tensors, for one client or for a stack of several."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 class Sgd:
-    """SGD with momentum and weight decay: the numbers of `torch.optim.SGD`.
+    """SGD with momentum and weight decay: the same numbers as `torch.optim.SGD`.
 
-    The class of PyTorch takes two seconds to import at its first use, and as long to be made as it takes to step, which
-    counts where training is short.
+    PyTorch's class takes two seconds to import at its first use, and its construction takes as long as a step, which
+    matters for short trainings.
     """
 
     def __init__(self, *, learning_rate: float, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
@@ -19,7 +19,7 @@ class Sgd:
         self._velocities: dict[str, torch.Tensor] = {}
 
     def step(self, weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> None:
-        """Moves the weights that have a gradient, in place. The gradients may be changed."""
+        """Update, in place, the weights that have a gradient. The gradients may be changed."""
         with torch.no_grad():
             for name, slope in gradients.items():
                 weight = weights[name]
@@ -28,7 +28,6 @@ class Sgd:
                 weight.add_(self._apply_momentum(name, slope), alpha=-self._learning_rate)
 
     def _apply_momentum(self, name: str, slope: torch.Tensor) -> torch.Tensor:
-        """The slope with momentum."""
         if not self._momentum:
             return slope
         velocity = self._velocities.get(name)

@@ -1,4 +1,4 @@
-"""One local step: gradients of its batches, the algorithm's correction, and the optimizer."""
+"""One local step: the gradients of its batches, the algorithm's correction, and the optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimi
 
 
 class _Optimizer(Protocol):
-    """The part of `torch.optim.Optimizer` that is used here, and by GradScaler."""
+    """The part of `torch.optim.Optimizer` that this module and GradScaler use."""
 
     param_groups: list[dict[str, Any]]
 
@@ -25,7 +25,7 @@ class _Optimizer(Protocol):
 
 
 class _PlainSgd:
-    """Our SGD as an optimizer."""
+    """An optimizer that uses `Sgd`."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], sgd: Sgd) -> None:
         self.param_groups: list[dict[str, Any]] = [{"params": list(parameters.values())}]
@@ -37,7 +37,7 @@ class _PlainSgd:
 
 
 class Stepper:
-    """Trains parameters step by step. `backward` is called for each batch of a step, `step` at its end."""
+    """Trains parameters step by step: `backward` for each batch of a step, `step` at its end."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Stepper:
         start: Mapping[str, torch.Tensor],
         make_optimizer: MakeOptimizer | None = None,
     ) -> None:
-        """`start` has the weights that the correction's pull leads back to, of those parameters that it is for."""
+        """`start`: the initial weights, by name, of the parameters that the correction applies to."""
         device = next(iter(parameters.values())).device
         self._parameters, self._max_norm = parameters, options.max_grad_norm
         self._correction, self._start = correction, start
@@ -62,24 +62,24 @@ class Stepper:
             self._optimizer = _PlainSgd(parameters, sgd)
 
     def forward(self) -> AbstractContextManager[object]:
-        """Within it, outputs and losses are computed in the precision that the job asks for."""
+        """Return a context in which outputs and losses are computed in the job's precision."""
         if self._dtype is None:
             return nullcontext()
         return torch.autocast(self._device_type, self._dtype)
 
     def backward(self, loss: torch.Tensor, share: float) -> None:
-        """Adds the gradient of a batch, which is this share of the step's examples."""
+        """Add the gradient of a batch, weighted by its share of the step's examples."""
         if share != 1.0:
             loss = loss * share
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
 
-    def give(self, gradients: Iterable[torch.Tensor]) -> None:
-        """Gives the parameters the gradients of a step, computed elsewhere, in their order."""
+    def set_gradients(self, gradients: Iterable[torch.Tensor]) -> None:
+        """Set the parameters' gradients of a step, computed elsewhere, in the order of the parameters."""
         for parameter, gradient in zip(self._parameters.values(), gradients, strict=True):
             parameter.grad = gradient.to(parameter)
 
     def step(self) -> bool:
-        """Moves the parameters; False if the gradient was beyond the range of float16, and nothing was done."""
+        """Update the parameters; return False without an update if the gradient exceeds the range of float16."""
         if self._scaler is None:
             self._correct()
             self._optimizer.step()
@@ -113,7 +113,7 @@ class Stepper:
 
 
 def _dtype(options: LocalOptions, device: torch.device) -> torch.dtype | None:
-    """The type of mixed precision, or None. Raises `ValueError` for one that the device does not have."""
+    """Return the dtype of mixed precision, or None. Raises `ValueError` if the device does not support it."""
     match options.precision, device.type:
         case "fp32", _:
             return None

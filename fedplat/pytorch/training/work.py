@@ -17,12 +17,12 @@ from fedplat.pytorch.training.stepper import MakeOptimizer
 class LocalTraining:
     """One local training: the work of one client in one round.
 
-    `seed` seeds all randomness but that of DP-SGD. `fraction` is the part of the steps that the client has time for.
+    `seed` seeds all randomness except that of DP-SGD. `fraction` is the part of the steps that the client has time for.
     `after_step(done, total)` is called after each step; the training ends when it returns False. `make_optimizer`
-    replaces SGD. `passes` computes the gradients of the steps.
+    replaces SGD. `gradients` computes the gradients of the steps.
 
-    With DP-SGD, `ledger` counts the privacy loss, by default in `memory`, and `noise_seed` seeds the draws and the
-    noise. It is None except in simulations: with the seed, the noise can be subtracted again.
+    With DP-SGD, `ledger` counts the privacy loss, by default in `client_state`, and `noise_seed` seeds the draws and
+    the noise. It is None except in simulations: with the seed, the noise can be subtracted again.
     """
 
     examples: Examples
@@ -33,11 +33,11 @@ class LocalTraining:
     client_state: ClientState = field(default_factory=ClientState)
     after_step: Callable[[int, int], bool] = lambda done, total: True
     make_optimizer: MakeOptimizer | None = None
-    passes: GradientComputation = field(default_factory=SingleProcessGradients)
+    gradients: GradientComputation = field(default_factory=SingleProcessGradients)
     ledger: StepLedger | None = None
     noise_seed: int | None = None
 
     @property
     def learning_rate(self) -> float:
-        """Return the learning rate of the round."""
+        """The learning rate of the round."""
         return self.options.rate(self.round_number)

@@ -1,6 +1,6 @@
-"""Local training on flat vectors: for simulation, where what surrounds a step takes longer than its arithmetic.
+"""Local training on flat vectors, for simulation, where the overhead of a step exceeds its arithmetic.
 
-`layout` says where a module's parameters lie in one vector, `gradients` computes a step's gradients without the
-bookkeeping of autograd, `descent` moves the weights, and `trainer` puts them together for one client. The results are
-those of `fedplat.pytorch.training`, which trains any module, with any optimizer and precision.
+`layout` maps a module's parameters to one vector, `gradients` computes a step's gradients without the bookkeeping of
+autograd, `sgd` updates the weights, and `trainer` combines them for one client. The results are those of
+`fedplat.pytorch.training`, which trains any module, with any optimizer and precision.
 """

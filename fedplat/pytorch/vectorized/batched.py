@@ -1,7 +1,7 @@
 """Local training of many clients at once: the first step of all, then the second of all, and so on.
 
-Clients are sorted by their number of steps, so that those who still train are always the first rows; a short last batch
-is padded, and the padding masked.
+Clients are sorted by their number of steps, so that those still in training are always the first rows. A short last
+batch is padded, and the padding masked.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from fedplat.pytorch.vectorized.layout import Base, ParameterLayout, UnsuitableE
 from fedplat.pytorch.vectorized.sgd import FlatSgd
 from fedplat.pytorch.vectorized.vmap_gradients import Stack, StackedGradients
 
-_CACHED = 1 << 21
-"""Weights that are trained at once on a CPU: 8 MiB, which stay in its cache together with their gradients."""
+_MAX_CACHED_WEIGHTS = 1 << 21
+"""Number of weights trained at once on a CPU: 8 MiB, which fit into its cache together with their gradients."""
 _GPU_SHARE = 1 / 12
-"""Part of a GPU's free memory for the weights; as much again for gradients, momentum, and what autograd keeps."""
+"""Fraction of a GPU's free memory for the weights; gradients, momentum and autograd's saved tensors also need
+memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One client: its place among the works given, and the examples of each step's batches."""
+    """One client: its index in the list of trainings, and the examples of each step's batches."""
 
-    place: int
+    index: int
     work: LocalTraining
     steps: list[list[Indices]]
     first_of_last_epoch: int
@@ -46,8 +47,8 @@ class _Row:
 class CohortTrainer:
     """Trains clients of one model version together.
 
-    Raises `UnsuitableError` for what it cannot do: mixed precision, example-level privacy, modules with BatchNorm or
-    other values that change in training, modules that draw random numbers, losses that are no mean over examples.
+    Raises `UnsuitableError` for unsupported training: mixed precision, example-level privacy, modules with BatchNorm or
+    other values that change in training, modules that draw random numbers, losses that are not a mean over examples.
     """
 
     def __init__(self, trainee: Trainee, options: LocalOptions) -> None:
@@ -56,30 +57,30 @@ class CohortTrainer:
         if options.is_private:
             raise UnsuitableError(f'dp = "{options.dp}": Opacus clips gradients of one client at a time')
         if trainee.has_batch_norm:
-            raise UnsuitableError("BatchNorm keeps means of all batches that it has seen, and a batch here is padded")
+            raise UnsuitableError("BatchNorm keeps means over all batches, and batches are padded here")
         self.layout = ParameterLayout(trainee)
         if personal := sorted(trainee.personal & set(self.layout.state_names)):
-            raise UnsuitableError(f"{personal[0]!r} is personal, and is not trained")
+            raise UnsuitableError(f"{personal[0]!r} is personal, but not a trained parameter")
         self._trainee, self._options = trainee, options
         self._half = options.client_half()
         self._gradients: StackedGradients | None = None
         self._weights = torch.empty(0, self.layout.size, device=trainee.device)
 
     def base(self, parameters: Parameters) -> Base:
-        """A model as `train` takes it; it has to fit the module."""
+        """Prepare a model for `train`; it has to fit the module."""
         return self.layout.base(parameters, self._half.needs_control)
 
     def at_once(self) -> int:
-        """Clients that are best trained at the same time."""
+        """Return the best number of clients to train at the same time."""
         if self._trainee.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self._trainee.device)
             return max(1, int(free * _GPU_SHARE) // (4 * self.layout.size))
-        return max(1, _CACHED // self.layout.size)
+        return max(1, _MAX_CACHED_WEIGHTS // self.layout.size)
 
     def train(self, base: Base, works: Sequence[LocalTraining]) -> list[tuple[Parameters, dict[str, float]]]:
-        """The update and the metrics of each client; their memories are written to."""
+        """Return the update and the metrics of each client; store their client states."""
         befores = [self._before(base, work) for work in works]
-        rows = sorted((self._row(place, work) for place, work in enumerate(works)), key=lambda row: -len(row.steps))
+        rows = sorted((self._row(index, work) for index, work in enumerate(works)), key=lambda row: -len(row.steps))
         weights = self._load(base, rows)
         starts = [ClientAlgorithmState(self.layout, self._options, base, row.work.client_state) for row in rows]
         descent = FlatSgd(self.layout, self._options, works[0].learning_rate, weights)
@@ -89,26 +90,26 @@ class CohortTrainer:
         results: list[tuple[Parameters, dict[str, float]]] = [(base.parameters, {})] * len(works)
         for row, start, trained, score in zip(rows, starts, weights.cpu(), scores, strict=True):
             update = self.layout.update(base, trained, {})
-            ended = start.end(trained, len(row.steps), row.work, update)
+            metrics = start.end(trained, len(row.steps), row.work, update)
             self.layout.save(trained, {}, row.work.client_state)
-            results[row.place] = update, {**score, **befores[row.place], **ended}
+            results[row.index] = update, {**score, **befores[row.index], **metrics}
         return results
 
     def _before(self, base: Base, work: LocalTraining) -> dict[str, float]:
         if not self._options.measure_before:
             return {}
-        found = evaluate(self._trainee, base.parameters, work.examples, memory=work.client_state)
-        return {"loss_before": found["loss"]}
+        metrics = evaluate(self._trainee, base.parameters, work.examples, memory=work.client_state)
+        return {"loss_before": metrics["loss"]}
 
-    def _row(self, place: int, work: LocalTraining) -> _Row:
+    def _row(self, index: int, work: LocalTraining) -> _Row:
         plan = StepSchedule(
             num_examples=len(work.examples), options=self._options, seed=work.seed, fraction=work.fraction
         )
         steps = [plan.batches_of(step) for step in plan.steps()]
-        return _Row(place, work, steps, (len(steps) - 1) // plan.steps_per_epoch * plan.steps_per_epoch)
+        return _Row(index, work, steps, (len(steps) - 1) // plan.steps_per_epoch * plan.steps_per_epoch)
 
     def _load(self, base: Base, rows: Sequence[_Row]) -> torch.Tensor:
-        """The clients' weights, always in the same memory: what was recorded for it can be run again."""
+        """Load the clients' weights, always into the same memory, so that recorded computations can be run again."""
         if len(rows) > len(self._weights):
             self._weights = torch.empty(len(rows), self.layout.size, device=self._trainee.device)
             self._gradients = None
@@ -122,8 +123,8 @@ class CohortTrainer:
         drifts = [start.drift for start in starts]
         if all(drift is None for drift in drifts):
             return None
-        none = torch.zeros(self.layout.num_shared)
-        return torch.stack([none if drift is None else drift for drift in drifts]).to(self._trainee.device)
+        zeros = torch.zeros(self.layout.num_shared)
+        return torch.stack([zeros if drift is None else drift for drift in drifts]).to(self._trainee.device)
 
     def _run(self, base: Base, descent: FlatSgd, weights: torch.Tensor, rows: Sequence[_Row]) -> list[dict[str, float]]:
         if self._gradients is None:
@@ -140,7 +141,7 @@ class CohortTrainer:
         return scores.means()
 
     def _step(self, number: int, active: Sequence[_Row], views: list[torch.Tensor], scores: _StackedScores) -> Tensors:
-        """The gradients of one step of all clients that are still in training."""
+        """Return the gradients of one step of all clients that are still in training."""
         assert self._gradients is not None
         batches = [row.steps[number] for row in active]
         totals = np.array([sum(map(len, each)) for each in batches])
@@ -150,33 +151,33 @@ class CohortTrainer:
             chosen = [each[turn] if turn < len(each) else each[0][:0] for each in batches]
             sizes = np.array([len(indices) for indices in chosen])
             stack = self._stack(active, chosen, sizes)
-            found = self._gradients(views, stack)
-            scores.add(found.losses, found.outputs, stack.targets, sizes * in_last_epoch)
+            result = self._gradients(views, stack)
+            scores.add(result.losses, result.outputs, stack.targets, sizes * in_last_epoch)
             if (sizes == totals).all():
-                return found.gradients
+                return result.gradients
             shares = torch.from_numpy((sizes / totals).astype(np.float32)).to(stack.inputs.device)
-            scaled = [each * shares.view(-1, *[1] * (each.ndim - 1)) for each in found.gradients]
-            gradients = foreach.total(gradients, scaled) if gradients else scaled
+            scaled = [each * shares.view(-1, *[1] * (each.ndim - 1)) for each in result.gradients]
+            gradients = foreach.add_pairs(gradients, scaled) if gradients else scaled
         return gradients
 
     def _stack(self, rows: Sequence[_Row], chosen: Sequence[Indices], sizes: npt.NDArray[np.int64]) -> Stack:
-        """One batch of each client, padded to the longest with its client's first example."""
+        """Return one batch of each client, padded to the longest with its client's first example."""
         longest = int(sizes.max())
         is_full = bool((sizes == longest).all())
         table = np.empty((len(rows), longest), np.int64)
-        for line, row, indices in zip(table, rows, chosen, strict=True):
+        for line, row, batch in zip(table, rows, chosen, strict=True):
             examples = _examples(row.work)
-            line[: len(indices)] = examples.part[indices]
-            line[len(indices) :] = examples.part[0]
+            line[: len(batch)] = examples.part[batch]
+            line[len(batch) :] = examples.part[0]
         examples = _examples(rows[0].work)
-        places = torch.from_numpy(table.reshape(-1)).to(examples.inputs.device)
-        inputs = examples.inputs.index_select(0, places).unflatten(0, table.shape)
-        targets = examples.targets.index_select(0, places).unflatten(0, table.shape)
+        indices = torch.from_numpy(table.reshape(-1)).to(examples.inputs.device)
+        inputs = examples.inputs.index_select(0, indices).unflatten(0, table.shape)
+        targets = examples.targets.index_select(0, indices).unflatten(0, table.shape)
         return Stack(inputs, targets, None if is_full else torch.from_numpy(sizes).to(inputs.device))
 
 
 class _StackedScores:
-    """Sums over each client's last epoch, on the device until they are read."""
+    """Sums over each client's last epoch; they stay on the device until they are read."""
 
     def __init__(self, num_clients: int, device: torch.device) -> None:
         self._losses = torch.zeros(num_clients, dtype=torch.float64, device=device)
@@ -187,7 +188,7 @@ class _StackedScores:
     def add(
         self, losses: torch.Tensor, outputs: torch.Tensor, targets: torch.Tensor, sizes: npt.NDArray[np.int64]
     ) -> None:
-        """Adds batches of the first clients, with as many examples as they count for."""
+        """Add batches of the first clients; `sizes` are the numbers of examples to count."""
         if not sizes.any():
             return
         count = len(losses)
@@ -195,19 +196,19 @@ class _StackedScores:
         counted = torch.from_numpy(sizes).to(losses.device)
         self._losses[:count] += losses * counted
         if outputs.ndim == targets.ndim + 1 and not targets.is_floating_point():
-            there = torch.arange(targets.shape[1], device=counted.device) < counted.unsqueeze(1)
+            mask = torch.arange(targets.shape[1], device=counted.device) < counted.unsqueeze(1)
             hits = (outputs.argmax(2) == targets).reshape(*targets.shape[:2], -1).sum(2)
-            self._hits[:count] += (hits * there).sum(1)
+            self._hits[:count] += (hits * mask).sum(1)
             self._answers_each = targets[0, 0].numel()
 
     def means(self) -> list[dict[str, float]]:
-        """For each client `loss`, and `accuracy` where there are classes."""
+        """Return `loss`, and `accuracy` for classification, of each client."""
         losses, hits = self._losses.tolist(), self._hits.tolist()
-        found = [{"loss": loss / size} for loss, size in zip(losses, self._num_examples.tolist(), strict=True)]
+        means = [{"loss": loss / size} for loss, size in zip(losses, self._num_examples.tolist(), strict=True)]
         if self._answers_each:
-            for each, hit, size in zip(found, hits, self._num_examples.tolist(), strict=True):
+            for each, hit, size in zip(means, hits, self._num_examples.tolist(), strict=True):
                 each["accuracy"] = hit / (size * self._answers_each)
-        return found
+        return means
 
 
 def _examples(work: LocalTraining) -> PartExamples:

@@ -1,4 +1,4 @@
-"""What an algorithm makes of a client's training on flat vectors: its correction before, its ending after."""
+"""A client's half of an algorithm on flat vectors: its correction before the training, and its ending after it."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ from fedplat.pytorch.vectorized.layout import Base, ParameterLayout
 
 
 class ClientAlgorithmState:
-    """Where one client's training begins, and by which algorithm."""
+    """The algorithm's state at the start of one client's training."""
 
-    def __init__(self, layout: ParameterLayout, options: LocalOptions, base: Base, memory: ClientState) -> None:
-        self._layout, self._base, self._memory = layout, base, memory
+    def __init__(self, layout: ParameterLayout, options: LocalOptions, base: Base, client_state: ClientState) -> None:
+        self._layout, self._base, self._client_state = layout, base, client_state
         self._half, self._note = options.client_half(), options.algorithm
-        note = memory.get(self._note)
-        self._remembered: Arrays = {} if note is None else backend.to_torch(note)
+        note = client_state.get(self._note)
+        self._state: Arrays = {} if note is None else backend.to_torch(note)
         control = layout.as_dict(base.control) if self._half.needs_control else {}
-        self.correction: Correction = self._half.begin(control, self._remembered)
+        self.correction: Correction = self._half.begin(control, self._state)
 
     @property
     def drift(self) -> torch.Tensor | None:
-        """The correction's drift as a vector of the shared weights."""
+        """The correction's drift as a vector of the shared weights; None if it is empty."""
         drift = self.correction.drift
         return torch.cat([drift[name].reshape(-1) for name in self._layout.shared_names]) if drift else None
 
     def end(self, weights: torch.Tensor, num_steps: int, work: LocalTraining, update: Parameters) -> dict[str, float]:
-        """Notes what the client remembers, and adds to its update what the algorithm adds; returns the metrics."""
+        """Store the client state, and add the algorithm's part to the update; return the metrics."""
         rate, pull = work.learning_rate, self.correction.pull
         steps = effective_steps(num_steps, learning_rate=rate, momentum=work.options.momentum, pull=pull)
-        moved = _Moved(self._layout, self._base.weights, weights)
-        ending: LocalEnding = self._half.end(self.correction, self._remembered, UpdateDirection(moved, rate, steps))
+        moved = _LazyDifference(self._layout, self._base.weights, weights)
+        ending: LocalEnding = self._half.end(self.correction, self._state, UpdateDirection(moved, rate, steps))
         metrics = {"local_steps": float(num_steps)}
         if steps != num_steps:
             metrics["effective_steps"] = steps
         if ending.remember:
-            self._memory.put(self._note, backend.from_state_dict(ending.remember))
+            self._client_state.put(self._note, backend.from_state_dict(ending.remember))
         for name, change in backend.to_arrays(ending.update).items():
             update[name] += change
         return metrics
 
 
-class _Moved(Mapping[str, torch.Tensor]):
-    """How far each shared parameter went; computed for those algorithms only that ask."""
+class _LazyDifference(Mapping[str, torch.Tensor]):
+    """The difference `start - weights` of each shared parameter, computed at the first access."""
 
     def __init__(self, layout: ParameterLayout, start: torch.Tensor, weights: torch.Tensor) -> None:
         self._layout, self._start, self._weights = layout, start, weights
-        self._found: dict[str, torch.Tensor] | None = None
+        self._difference: dict[str, torch.Tensor] | None = None
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if self._found is None:
-            self._found = self._layout.as_dict(self._start - self._weights[: len(self._start)])
-        return self._found[name]
+        if self._difference is None:
+            self._difference = self._layout.as_dict(self._start - self._weights[: len(self._start)])
+        return self._difference[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._layout.shared_names)

@@ -1,4 +1,4 @@
-"""Recorded computations as CUDA graphs: a GPU runs all their kernels without hearing of each from the CPU."""
+"""Recorded computations as CUDA graphs: a GPU runs all their kernels with one launch from the CPU."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _WARM_UP = 3
 
 
 def capture_graph(computation: Computation, tensors: Tensors) -> Computation:
-    """The same computation for tensors of these shapes as a CUDA graph; as it is, where they are not on a GPU.
+    """Return the computation as a CUDA graph for tensors of these shapes; unchanged if they are not on a GPU.
 
-    What it returns is overwritten by its next run.
+    The next run of a graph overwrites its result.
     """
     return _Graph(computation, tensors) if tensors[0].is_cuda else computation
 
 
 class _Graph:
-    """A captured computation. Tensors that lie where those at its capture lay are used in place; others are copied."""
+    """A captured computation. Uses tensors in place if their addresses are those of the capture; copies the others."""
 
     def __init__(self, computation: Computation, tensors: Tensors) -> None:
         self._inputs = list(tensors)
@@ -34,8 +34,8 @@ class _Graph:
             self._outputs = computation(*self._inputs)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        for own, given in zip(self._inputs, tensors, strict=True):
-            if own.data_ptr() != given.data_ptr():
-                own.copy_(given)
+        for own, tensor in zip(self._inputs, tensors, strict=True):
+            if own.data_ptr() != tensor.data_ptr():
+                own.copy_(tensor)
         self._graph.replay()
         return self._outputs

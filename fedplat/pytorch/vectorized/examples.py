@@ -1,4 +1,4 @@
-"""A client's examples, where all clients' examples lie in one tensor."""
+"""A client's examples within tensors of all clients' examples."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ import torch
 from fedplat.pytorch.training.examples import Batch
 from fedplat.pytorch.training.schedule import Indices
 
-_AT_ONCE = 1 << 22
-"""Entries of inputs that are put in order at once: far fewer calls than one for each batch, in 16 MiB."""
+_BLOCK_ENTRIES = 1 << 22
+"""Input entries gathered in one call: 16 MiB, which takes far fewer calls than one for each batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartExamples:
-    """Those examples of `inputs` and `targets` whose indices are in `part`."""
+    """The examples of `inputs` and `targets` at the indices `part`."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
     part: Indices
 
     def __len__(self) -> int:
-        """Number of examples."""
         return len(self.part)
 
     def batches(self, order: Iterable[Indices]) -> Iterator[Batch]:
-        """Inputs and targets of each batch in `order`, which has indices of `part`."""
+        """Yield inputs and targets of each batch in `order`, which contains indices of `part`."""
         for block in self._blocks(order):
             sizes = [len(indices) for indices in block]
             chosen = torch.from_numpy(self.part[np.concatenate(block)]).to(self.inputs.device)
@@ -36,7 +35,7 @@ class PartExamples:
             yield from zip(inputs.split(sizes), targets.split(sizes), strict=True)
 
     def _blocks(self, order: Iterable[Indices]) -> Iterator[list[Indices]]:
-        most = max(1, _AT_ONCE // max(1, self.inputs[0].numel()))
+        most = max(1, _BLOCK_ENTRIES // max(1, self.inputs[0].numel()))
         block: list[Indices] = []
         size = 0
         for indices in order:

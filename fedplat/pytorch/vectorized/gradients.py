@@ -1,10 +1,10 @@
-"""The gradients of a batch, as a flat list of tensor operations that was recorded once.
+"""The gradients of a batch, as a recorded flat list of tensor operations.
 
-Autograd finds its way through a small network again at each step, and takes longer for that than the arithmetic does.
-So a batch's forward and backward pass are recorded (`make_fx`) once the same shapes have come often enough, and then
-run as they were recorded: the same operations in the same order give the same bits, in 35 % (logistic regression) to
-75 % (McMahan's 2NN) of the time. What cannot be recorded, such as a `forward` that looks at values, is computed by
-autograd each time. A recording is compared with autograd before it is used.
+Autograd analyzes a small network again at each step, which takes longer than the arithmetic. So a batch's forward and
+backward pass are recorded (`make_fx`) once the same shapes have occurred often enough, and then replayed: the same
+operations in the same order give the same bits, in 35 % (logistic regression) to 75 % (McMahan's 2NN) of the time. What
+cannot be recorded, such as a `forward` that depends on values, is computed by autograd each time. A recording is
+compared with autograd before it is used.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fedplat.pytorch.vectorized.foreach import Tensors
 from fedplat.pytorch.vectorized.layout import UnsuitableError
 
 Computation: TypeAlias = Callable[..., tuple[torch.Tensor, ...]]
-"""Takes parameters, other state, inputs and targets; gives gradients, the loss and the outputs."""
+"""Maps parameters, other state, inputs and targets to gradients, the loss and the outputs."""
 
-OFTEN = 30
-"""Batches of one shape until they are recorded, which takes as long as some hundred of them: 10 to 100 ms."""
+RECORD_AFTER = 30
+"""Number of batches of one shape before a recording, which takes as long as some hundred batches: 10 to 100 ms."""
 
 
 class BatchResult(NamedTuple):
-    """What a batch gave."""
+    """The result of a batch."""
 
     gradients: Tensors
     loss: torch.Tensor
@@ -39,20 +39,23 @@ class BatchResult(NamedTuple):
 
 
 class Gradients:
-    """Computes a batch's gradients of a module in training."""
+    """Computes the gradients of a module in training for a batch."""
 
     def __init__(self, module: nn.Module, loss: Loss, names: Sequence[str], num_parameters: int) -> None:
-        """`names` are those of all tensors that the module has, first those of the parameters that are trained."""
+        """`names` are those of all the module's tensors, starting with the trained parameters."""
         prepare()
         self._module, self._loss = module, loss
         self._names, self._num_parameters = list(names), num_parameters
         self._recordings: dict[tuple[torch.Size, torch.Size], Computation] = {}
         self._times: dict[tuple[torch.Size, torch.Size], int] = {}
         self.is_random = True
-        """Whether computing draws random numbers, as far as it is known."""
+        """Whether the computation may draw random numbers; True until a recording shows that it does not."""
 
     def __call__(self, tensors: Tensors, inputs: torch.Tensor, targets: torch.Tensor) -> BatchResult:
-        """Gradients of a batch's loss; `tensors` are those named, and the state among them may change."""
+        """Return the gradients of a batch's loss; `tensors` are in the order of `names`.
+
+        The tensors that are not parameters may change in place.
+        """
         shapes = (inputs.shape, targets.shape)
         computation = self._recordings.get(shapes)
         if computation is None:
@@ -65,7 +68,7 @@ class Gradients:
         self, shapes: tuple[torch.Size, torch.Size], tensors: Tensors, inputs: torch.Tensor, targets: torch.Tensor
     ) -> Computation:
         self._times[shapes] = times = self._times.get(shapes, 0) + 1
-        if times < OFTEN:
+        if times < RECORD_AFTER:
             return self._by_autograd
         recording = trace_graph(self._by_autograd, (*tensors, inputs, targets))
         if recording is None:
@@ -82,30 +85,33 @@ class Gradients:
         with torch.enable_grad():
             outputs = functional_call(self._module, named, (inputs,))
             if not isinstance(outputs, torch.Tensor):
-                raise UnsuitableError(f"the module gives a {type(outputs).__name__}; expected a tensor")
+                raise UnsuitableError(f"the module returns a {type(outputs).__name__}; expected a tensor")
             loss = self._loss(outputs, targets)
-            found = cast(list[torch.Tensor | None], torch.autograd.grad(loss, parameters, allow_unused=True))
-        gradients = [gradient for gradient in found if gradient is not None]
-        if len(gradients) < len(found):
+            optional = cast(list[torch.Tensor | None], torch.autograd.grad(loss, parameters, allow_unused=True))
+        gradients = [gradient for gradient in optional if gradient is not None]
+        if len(gradients) < len(optional):
             raise UnsuitableError("the loss does not depend on every parameter of the module")
         return (*gradients, loss.detach(), outputs.detach())
 
 
 @functools.cache
 def prepare() -> None:
-    """Makes PyTorch import what recording needs, which takes a second: better here than in each worker."""
+    """Import PyTorch's modules for recording, which takes a second: once before workers start, rather than in each."""
     make_fx(torch.neg)(torch.zeros(1))
 
 
 def trace_graph(computation: Computation, tensors: Tensors) -> fx.GraphModule | None:
-    """A computation's operations for tensors of these shapes; None if they depend on values, or on more than these."""
+    """Record a computation's operations for tensors of these shapes.
+
+    Returns None if the operations depend on the tensors' values or on anything besides these tensors.
+    """
     copies = [_clone_with_strides(tensor) for tensor in tensors]
     try:
         graph_module = make_fx(computation)(*copies)
-    except RuntimeError:  # PyTorch's answer to a value that is asked for while it records
+    except RuntimeError:  # PyTorch raises it when a computation reads a value during the recording
         return None
     graph = graph_module.graph
-    graph.set_codegen(CodeGen())  # plain arguments, no trees of them
+    graph.set_codegen(CodeGen())  # plain arguments instead of pytrees
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.detach.default:
             node.replace_all_uses_with(node.args[0])
@@ -115,7 +121,7 @@ def trace_graph(computation: Computation, tensors: Tensors) -> fx.GraphModule | 
 
 
 def draws(recording: fx.GraphModule) -> bool:
-    """Whether a recording draws random numbers."""
+    """Return whether a recording draws random numbers."""
     return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in recording.graph.nodes)
 
 
@@ -130,5 +136,5 @@ def _agree(one: Computation, other: Computation, tensors: Tensors) -> bool:
 
 
 def _clone_with_strides(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, which decide what a recording does."""
+    """Return a copy with the same strides, since a recording depends on them."""
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -1,4 +1,4 @@
-"""Where a module's parameters lie in one flat vector, and that vector's way from and to the job's model."""
+"""The layout of a module's parameters in one flat vector, and the conversion from and to the job's model."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _NOTE = "personal"
 
 
 class UnsuitableError(Exception):
-    """This module cannot be trained on flat vectors; the message says why."""
+    """The module cannot be trained on flat vectors; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A model as training begins with it; shared by all clients and never changed.
+    """A model at the start of a training; shared by all clients and never changed.
 
     `weights` are the shared trainable parameters, `control` their control variates in the same order (empty if the
-    model has none), `state` all else that the module has: buffers, and parameters that are not trained.
+    model has none), `state` the module's other tensors: buffers, and parameters that are not trained.
     """
 
     parameters: Parameters
@@ -39,7 +39,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Entries [start, stop) of the vector, which lie at `offset` (in bytes) of the model's buffer without gaps."""
+    """Entries [start, stop) of the vector, stored without gaps at `offset` (in bytes) of the model's buffer."""
 
     offset: int
     start: int
@@ -47,9 +47,9 @@ class _Run:
 
 
 class ParameterLayout:
-    """Trainable parameters one after the other: first the shared ones, then those that stay with the client.
+    """Trainable parameters in sequence: first the shared ones, then those that stay on the client.
 
-    Raises `UnsuitableError` for parameters that are not of type float32, or that a module has by two names.
+    Raises `UnsuitableError` for parameters that are not of type float32, or that have two names in the module.
     """
 
     def __init__(self, trainee: Trainee) -> None:
@@ -67,17 +67,20 @@ class ParameterLayout:
         self._runs: dict[int, list[_Run]] = {}
 
     def views(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters in vectors [..., size], each [..., *shape]; without the personal ones if it is that short."""
+        """Return the parameters in vectors [..., size], each [..., *shape].
+
+        A vector with only the shared entries has no views of personal parameters.
+        """
         num_names = len(self.names) if vector.shape[-1] == self.size else len(self.shared_names)
         parts = vector.split(self.sizes[:num_names], dim=-1)
         return [part.view(*part.shape[:-1], *shape) for part, shape in zip(parts, self.shapes, strict=False)]
 
     def as_dict(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The same by their names."""
+        """Return the result of `views` by parameter name."""
         return dict(zip(self.names, self.views(vector), strict=False))
 
     def base(self, parameters: Parameters, with_control: bool) -> Base:
-        """A model as vectors."""
+        """Convert a model to vectors."""
         weights = torch.empty(self.num_shared)
         for run in self._runs_of(parameters.schema):
             weights[run.start : run.stop] = _floats(parameters, run)
@@ -88,29 +91,29 @@ class ParameterLayout:
             control = torch.cat([tensors[CONTROL + name].reshape(-1) for name in self.shared_names])
         return Base(parameters, weights, control, state)
 
-    def load_personal(self, weights: torch.Tensor, memory: ClientState) -> dict[str, torch.Tensor]:
-        """Gives a client's weights its personal values, and returns all of them: at first the module's initial ones."""
+    def load_personal(self, weights: torch.Tensor, client_state: ClientState) -> dict[str, torch.Tensor]:
+        """Copy the client's personal values (initially the module's) into its weights; return all of them."""
         if not self.personal:
             return {}
-        note = memory.get(_NOTE)
+        note = client_state.get(_NOTE)
         own = self._first if note is None else backend.to_torch(note)
         for name, view in self.as_dict(weights).items():
             if name in own:
                 view.copy_(own[name])
         return own
 
-    def save(self, weights: torch.Tensor, state: Mapping[str, torch.Tensor], memory: ClientState) -> None:
-        """Notes a client's personal values, which are among its weights and its state."""
+    def save(self, weights: torch.Tensor, state: Mapping[str, torch.Tensor], client_state: ClientState) -> None:
+        """Store a client's personal values, which are among its weights and its state, in its client state."""
         if self.personal:
             values = {**self.as_dict(weights), **state}
-            memory.put(_NOTE, backend.from_state_dict({name: values[name] for name in sorted(self.personal)}))
+            client_state.put(_NOTE, backend.from_state_dict({name: values[name] for name in sorted(self.personal)}))
 
     def update(
         self, base: Base, weights: torch.Tensor, state: Mapping[str, torch.Tensor], buffer: Bytes | None = None
     ) -> Parameters:
-        """What a client reports that trained to these weights; `state` are the other values that it has then.
+        """Return the update of a client with the trained `weights` and `state`, the module's other tensors.
 
-        Floating-point entries are differences, others are taken as they are. It lies in `buffer` if there is one.
+        Floating-point entries are differences, others are copied. The update uses the memory of `buffer` if given.
         """
         update = Parameters(base.parameters.schema, np.empty_like(base.parameters.buffer) if buffer is None else buffer)
         runs = self._runs_of(update.schema)
@@ -125,10 +128,10 @@ class ParameterLayout:
         return update
 
     def _runs_of(self, schema: Schema) -> list[_Run]:
-        """Where the shared weights lie in a model; nearly always one run, so that a copy is one call."""
+        """Return the runs of the shared weights in a model; nearly always one, so that a copy is one call."""
         if id(schema) not in self._runs:
             self._runs = {id(schema): list(self._find(schema))}
-            self._schema = schema  # kept, so that no other one gets its id
+            self._schema = schema  # kept alive, so that no other schema gets its id
         return self._runs[id(schema)]
 
     def _find(self, schema: Schema) -> Iterator[_Run]:
@@ -155,12 +158,12 @@ def _check(trained: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor
     places = {parameter.data_ptr(): name for name, parameter in trained.items() if parameter.numel()}
     for name, value in state.items():
         if (first := places.get(value.data_ptr(), name)) != name:
-            raise UnsuitableError(f"parameter {first!r} is {name!r} too; expected one name for each")
+            raise UnsuitableError(f"parameter {first!r} is also {name!r}; expected one name for each")
     if not trained:
         raise UnsuitableError("the module has no parameters that are trained")
 
 
 def _floats(parameters: Parameters, run: _Run) -> torch.Tensor:
     values = parameters.buffer[run.offset : run.offset + 4 * (run.stop - run.start)].view(np.float32)
-    # torch warns of arrays that cannot be written to, even if nobody writes.
+    # torch.frombuffer warns about read-only arrays, even if they are never written.
     return torch.frombuffer(values, dtype=torch.float32) if values.flags.writeable else torch.tensor(values)

@@ -1,15 +1,15 @@
-"""Means over examples, computed once at the end: while steps are short, every operation between them counts."""
+"""Means over examples, computed once at the end: between short steps, every operation takes noticeable time."""
 
 from __future__ import annotations
 
 import torch
 
-_AT_ONCE = 1 << 20
-"""Entries of outputs that are kept until answers are counted."""
+_MAX_KEPT_ENTRIES = 1 << 20
+"""Entries of outputs that are kept before the correct answers are counted."""
 
 
 class LateScores:
-    """Collects losses, and counts right answers where the targets are classes."""
+    """Collects losses, and counts correct answers if the targets are classes."""
 
     def __init__(self) -> None:
         self._losses: list[torch.Tensor] = []
@@ -19,18 +19,18 @@ class LateScores:
         self._kept = self._hits = self._num_answers = 0
 
     def add(self, loss: torch.Tensor, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Adds a batch, of which `loss` is the mean."""
+        """Add a batch, where `loss` is its mean."""
         self._losses.append(loss)
         self._sizes.append(len(targets))
         if outputs.ndim == targets.ndim + 1 and not targets.is_floating_point():
             self._outputs.append(outputs)
             self._targets.append(targets)
             self._kept += outputs.numel()
-            if self._kept > _AT_ONCE:
+            if self._kept > _MAX_KEPT_ENTRIES:
                 self._count()
 
     def means(self) -> dict[str, float]:
-        """`loss`, and `accuracy` where there are classes."""
+        """Return `loss`, and `accuracy` for classification."""
         self._count()
         sizes = torch.tensor(self._sizes, dtype=torch.float64)
         losses = torch.stack(self._losses).to("cpu", torch.float64)

@@ -1,4 +1,4 @@
-"""Steps of SGD on flat vectors, for one client or for a cohort whose vectors are stacked."""
+"""SGD steps on flat vectors, for one client or for several whose vectors are stacked."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fedplat.pytorch.vectorized.layout import ParameterLayout
 
 
 class FlatSgd:
-    """Moves weights [size], or [cohort, size] of which the first rows are still in training.
+    """SGD on weights [size], or [clients, size] where the first rows are still in training.
 
-    Per step: the gradient's norm is bounded, then `pull (w - w₀) + drift` is added to its shared part, then SGD moves
-    the weights, with weight decay and momentum as `torch.optim.SGD` has them.
+    Per step: the gradient's norm is bounded, then `pull (w - w₀) + drift` is added to its shared part, then SGD updates
+    the weights, with weight decay and momentum as in `torch.optim.SGD`.
     """
 
     def __init__(
@@ -28,13 +28,13 @@ class FlatSgd:
         self._is_plain = not (options.momentum or options.weight_decay or options.max_grad_norm)
 
     def correct(self, pull: float, start: torch.Tensor, drift: torch.Tensor | None) -> None:
-        """What the algorithm adds to the gradients of the shared weights, which began at `start`."""
+        """Set the algorithm's correction of the gradients of the shared weights; `start` is w₀."""
         self._pull, self._start, self._drift = pull, start, drift
         self._is_plain = self._is_plain and not pull and drift is None
 
     def step(self, views: Tensors, gradients: Tensors) -> None:
-        """Moves the weights, given as `views` of the parameters in the rows that are still in training."""
-        if self._is_plain:  # as they are: collecting them in one vector would take longer than all the rest
+        """Update the weights; `views` are the parameters in the rows that are still in training."""
+        if self._is_plain:  # copying the gradients into one vector would take longer than the whole update
             foreach.add(views, gradients, -self._learning_rate)
             return
         if self._gradient is None:

@@ -1,4 +1,4 @@
-"""One client's local training on flat vectors."""
+"""Local training of one client on flat vectors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from fedplat.pytorch.vectorized.sgd import FlatSgd
 
 
 class FlatTrainer:
-    """Trains one client after the other with a module that was made once.
+    """Trains one client after the other with a module that is created once.
 
-    Raises `UnsuitableError` for what it cannot do: mixed precision, example-level privacy, and modules that
-    `ParameterLayout` or `Gradients` refuses.
+    Raises `UnsuitableError` for unsupported training: mixed precision, example-level privacy, and modules that
+    `ParameterLayout` or `Gradients` rejects.
     """
 
     def __init__(self, trainee: Trainee, options: LocalOptions) -> None:
@@ -43,13 +43,13 @@ class FlatTrainer:
         self._views = self.layout.views(self._weights)
 
     def base(self, parameters: Parameters) -> Base:
-        """A model as `train` takes it; it has to fit the module."""
+        """Prepare a model for `train`; it has to fit the module."""
         return self.layout.base(parameters, self._needs_control)
 
     def train(
         self, base: Base, work: LocalTraining, buffer: Bytes | None = None
     ) -> tuple[Parameters, dict[str, float]]:
-        """The update and the metrics of one client; its memory is written to. `buffer` is memory for the update."""
+        """Return the update, in `buffer` if given, and the metrics of one client; store its client state."""
         metrics: dict[str, float] = {}
         if self._options.measure_before:
             before = evaluate(self._trainee, base.parameters, work.examples, memory=work.client_state)
@@ -64,10 +64,10 @@ class FlatTrainer:
         self.layout.save(self._weights, state, work.client_state)
         return update, {**scores.means(), **metrics}
 
-    def _load(self, base: Base, memory: ClientState) -> dict[str, torch.Tensor]:
-        """Gives the weights the values that training begins with; returns the module's other values."""
+    def _load(self, base: Base, client_state: ClientState) -> dict[str, torch.Tensor]:
+        """Load the initial weights of a training; return copies of the module's other values."""
         self._weights[: self.layout.num_shared].copy_(base.weights)
-        state = {**base.state, **self.layout.load_personal(self._weights, memory)}
+        state = {**base.state, **self.layout.load_personal(self._weights, client_state)}
         return {name: state[name].clone() for name in self.layout.state_names}
 
     def _run(self, descent: FlatSgd, state: Tensors, work: LocalTraining) -> tuple[LateScores, int]:
@@ -81,7 +81,7 @@ class FlatTrainer:
         steps = [plan.batches_of(step) for step in plan.steps()]
         batches = work.examples.batches(batch for step in steps for batch in step)
         tensors = [*self._views, *state]
-        if not self._trainee.module.training:  # an evaluation came between; asking all parts each time takes long
+        if not self._trainee.module.training:  # after an evaluation; train() visits all submodules, which is slow
             self._trainee.module.train()
         scores = LateScores()
         randomness = use_seed(self._trainee.device, work.seed) if self._gradients.is_random else nullcontext()
@@ -93,16 +93,16 @@ class FlatTrainer:
                 num_examples = sum(len(batch) for batch in step)
                 for batch in step:
                     inputs, targets = next(batches)
-                    found = self._gradients(tensors, inputs, targets)
-                    scores.add(found.loss, found.outputs, targets)
-                    gradients = accumulate_gradients(gradients, found.gradients, len(batch) / num_examples)
+                    result = self._gradients(tensors, inputs, targets)
+                    scores.add(result.loss, result.outputs, targets)
+                    gradients = accumulate_gradients(gradients, result.gradients, len(batch) / num_examples)
                 descent.step(self._views, gradients)
         return scores, plan.num_steps
 
 
-def accumulate_gradients(gradients: Tensors, found: Tensors, share: float) -> Tensors:
-    """The gradients of a step so far, with those of one more batch, which is a share of the step's examples."""
+def accumulate_gradients(gradients: Tensors, batch: Tensors, share: float) -> Tensors:
+    """Add the gradients of one more batch, which is a share of the step's examples, to those of the step so far."""
     if share == 1.0:
-        return found
-    scaled = foreach.scale_tensors(found, share)
-    return foreach.total(gradients, scaled) if gradients else scaled
+        return batch
+    scaled = foreach.scale_tensors(batch, share)
+    return foreach.add_pairs(gradients, scaled) if gradients else scaled

@@ -1,4 +1,4 @@
-"""The gradients of many clients' batches at once, each at its own weights, by `torch.func.vmap`."""
+"""The gradients of many clients' batches at once, each with its own weights, by `torch.func.vmap`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch.overrides import TorchFunctionMode
 from fedplat.pytorch.training.learner import Loss
 from fedplat.pytorch.vectorized.cuda_graphs import capture_graph
 from fedplat.pytorch.vectorized.foreach import Tensors
-from fedplat.pytorch.vectorized.gradients import OFTEN, Computation, trace_graph
+from fedplat.pytorch.vectorized.gradients import RECORD_AFTER, Computation, trace_graph
 from fedplat.pytorch.vectorized.layout import UnsuitableError
 
 _TRIALS = 2
-"""Runs of each way to compute convolutions, before one is chosen."""
+"""Timed runs of each implementation of convolutions, before one is chosen."""
 
 
 class Stack(NamedTuple):
-    """One batch for each client: inputs [clients, batch, ...], targets, and how many examples of each are there.
+    """One batch for each client: inputs [clients, batch, ...], targets, and the number of examples of each.
 
-    The rest is padding. `sizes` is None where there is none.
+    The rest is padding. `sizes` is None without padding.
     """
 
     inputs: torch.Tensor
@@ -35,7 +35,7 @@ class Stack(NamedTuple):
 
 
 class StackResult(NamedTuple):
-    """What a stack of batches gave: for each client its gradients, the loss and the outputs."""
+    """The result of a stack of batches: the gradients, the loss and the outputs of each client."""
 
     gradients: Tensors
     losses: torch.Tensor
@@ -43,10 +43,13 @@ class StackResult(NamedTuple):
 
 
 class StackedGradients:
-    """Computes gradients of a module in training, for stacked weights. It must not change itself, nor be random."""
+    """Computes gradients of a module in training, for stacked weights.
+
+    The module must not change its own state, nor draw random numbers.
+    """
 
     def __init__(self, module: nn.Module, loss: Loss, names: Sequence[str], state: Mapping[str, torch.Tensor]) -> None:
-        """`names` are those of the parameters that are trained, `state` is all else that the module has."""
+        """`names` are those of the trained parameters, `state` contains the module's other tensors."""
         self._module, self._loss, self._names, self._state = module, loss, list(names), dict(state)
         self._has_convolutions = any(isinstance(part, nn.Conv2d) for part in module.modules())
         self._unfolds: dict[tuple[object, ...], bool] = {}
@@ -55,7 +58,7 @@ class StackedGradients:
         self._is_mean = False
 
     def __call__(self, parameters: Sequence[torch.Tensor], stack: Stack) -> StackResult:
-        """Gradients of the clients' losses. Raises `UnsuitableError` for what `vmap` cannot do."""
+        """Return the gradients of the clients' losses. Raises `UnsuitableError` if `vmap` rejects the module."""
         tensors = (*parameters, *(part for part in stack if part is not None))
         key = (stack.inputs.shape, stack.targets.shape, stack.sizes is None)
         with torch.no_grad():
@@ -65,7 +68,7 @@ class StackedGradients:
             try:
                 *gradients, losses, outputs = computation(*tensors)
             except RuntimeError as exc:
-                raise UnsuitableError(f"vmap cannot do it: {str(exc).splitlines()[0]}") from exc
+                raise UnsuitableError(f"vmap does not support it: {str(exc).splitlines()[0]}") from exc
         return StackResult(gradients, losses, outputs)
 
     def _choose(self, key: tuple[object, ...], tensors: Tensors, stack: Stack) -> Computation:
@@ -73,7 +76,7 @@ class StackedGradients:
         if stack.sizes is not None and not self._is_mean:
             self._check_mean(tensors, stack)
         computation = self._computation(self._is_better_unfolded(key, tensors))
-        if times < OFTEN:
+        if times < RECORD_AFTER:
             return computation
         recording = trace_graph(computation, tensors)
         self._computations[key] = computation if recording is None else capture_graph(recording.forward, tensors)
@@ -90,7 +93,7 @@ class StackedGradients:
                 outputs = functional_call(self._module, named, (inputs,))
             if not size:
                 return self._loss(outputs, targets), outputs
-            return _masked_mean(self._each(outputs, targets), size[0]), outputs
+            return _masked_mean(self._losses_per_example(outputs, targets), size[0]), outputs
 
         def compute(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             batched = vmap(grad_and_value(loss_of, has_aux=True), randomness="error")
@@ -99,27 +102,25 @@ class StackedGradients:
 
         return compute
 
-    def _each(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The loss of each example."""
-
-        def of_one(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def _losses_per_example(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        def compute_one(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             return self._loss(output.unsqueeze(0), target.unsqueeze(0))
 
-        return vmap(of_one)(outputs, targets)
+        return vmap(compute_one)(outputs, targets)
 
     def _check_mean(self, tensors: Tensors, stack: Stack) -> None:
-        """Padding is left out of the mean over a batch, so the loss has to be one."""
+        """Raise `UnsuitableError` unless the loss is a mean over the batch: padding is excluded from the mean."""
         assert stack.sizes is not None
         size, parameters = int(stack.sizes[0]), [tensor[0] for tensor in tensors[: len(self._names)]]
         named = {**dict(zip(self._names, parameters, strict=True)), **self._state}
         outputs, targets = functional_call(self._module, named, (stack.inputs[0, :size],)), stack.targets[0, :size]
-        whole, mean = self._loss(outputs, targets), self._each(outputs, targets).mean()
+        whole, mean = self._loss(outputs, targets), self._losses_per_example(outputs, targets).mean()
         if not torch.allclose(whole, mean, rtol=1e-4, atol=1e-6, equal_nan=True):
-            raise UnsuitableError("the loss is no mean over examples, and so has no value for a padded batch")
+            raise UnsuitableError("the loss is not a mean over examples, and so is undefined for a padded batch")
         self._is_mean = size > 1
 
     def _is_better_unfolded(self, key: tuple[object, ...], tensors: Tensors) -> bool:
-        """Whether convolutions are faster as products of matrices than in groups; measured once for each shape."""
+        """Return whether convolutions are faster as matrix products than grouped; measured once per shape."""
         if not self._has_convolutions:
             return False
         if key not in self._unfolds:
@@ -129,7 +130,7 @@ class StackedGradients:
 
 
 class _UnfoldedConvolutions(TorchFunctionMode):
-    """Within it, a two-dimensional convolution is one product of matrices for each client."""
+    """Within the block, a two-dimensional convolution is one matrix product per client."""
 
     def __torch_function__(
         self,
@@ -154,9 +155,9 @@ def _unfold(  # noqa: PLR0913 -- the parameters of `torch.conv2d`
 ) -> torch.Tensor:
     if groups != 1 or isinstance(padding, str):
         return torch.conv2d(inputs, weight, bias, stride, padding, dilation, groups)
-    columns = functional.unfold(inputs, weight.shape[2:], dilation, padding, stride)  # [batch, entries, places]
-    batch, entries, places = columns.shape
-    product = weight.reshape(len(weight), entries) @ columns.transpose(0, 1).reshape(entries, batch * places)
+    columns = functional.unfold(inputs, weight.shape[2:], dilation, padding, stride)  # [batch, entries, positions]
+    batch, entries, positions = columns.shape
+    product = weight.reshape(len(weight), entries) @ columns.transpose(0, 1).reshape(entries, batch * positions)
     if bias is not None:
         product = product + bias.unsqueeze(1)
     height, width = _sides(inputs.shape[2:], weight.shape[2:], _pair(stride), _pair(padding), _pair(dilation))
@@ -175,9 +176,9 @@ def _pair(value: Any) -> Sequence[int]:
 
 
 def _masked_mean(losses: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-    """The mean of the first losses; 0 of none."""
-    there = torch.arange(len(losses), device=losses.device) < size
-    return (losses * there).sum() / size.clamp(min=1)
+    """Return the mean of the first `size` losses; 0 if `size` is 0."""
+    mask = torch.arange(len(losses), device=losses.device) < size
+    return (losses * mask).sum() / size.clamp(min=1)
 
 
 def _seconds(computation: Computation, tensors: Tensors) -> float:

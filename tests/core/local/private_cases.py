@@ -80,7 +80,7 @@ def reference(training: LocalTraining, drawn: list[npt.NDArray[np.int64]]) -> di
 
 def draws(training: LocalTraining) -> list[npt.NDArray[np.int64]]:
     """The examples of each step, by the same randomness."""
-    options, noise = training.options, dp.noise_of(training.noise_seed)
+    options, noise = training.options, dp.make_noise(training.noise_seed)
     size = options.batch_size * options.accumulate
     num_steps = options.epochs * -(-len(INPUTS) // size)
     return [noise.draw_examples(len(INPUTS), min(1.0, size / len(INPUTS))) for _ in range(num_steps)]

@@ -78,7 +78,7 @@ def test_the_noise_is_the_multiplier_times_the_norm_over_the_expected_examples(k
 
 
 def test_draws_are_independent_trials() -> None:
-    noise = dp.noise_of(3)
+    noise = dp.make_noise(3)
     counts = np.zeros(500)
     sizes = list[int]()
     for _ in range(400):
@@ -175,7 +175,7 @@ def test_scaffold_and_feddyn_remember_noised_gradients_alone() -> None:
         ({"dp": "flat"}, 'dp_noise_multiplier = 0: expected a number above 0 with dp = "flat"'),
         (QUIET | {"dp_delta": 0.0}, "dp_delta = 0: expected a number above 0"),
         ({"dp_noise_multiplier": 1.0}, 'dp_noise_multiplier = 1: expected it with dp = "flat", "per_layer" or "ghost"'),
-        (QUIET | {"max_grad_norm": 1.0}, "max_grad_norm = 1: expected dp_max_grad_norm alone"),
+        (QUIET | {"max_grad_norm": 1.0}, "max_grad_norm = 1: expected only dp_max_grad_norm"),
         (QUIET | {"precision": "bf16"}, 'precision = "bf16": expected "fp32" with dp = "flat"'),
         (QUIET | {"measure_before": True}, 'measure_before = true: expected false with dp = "flat"'),
         (QUIET | {"dp": "gost"}, "config.dp = 'gost': expected one of none, flat, per_layer, ghost"),

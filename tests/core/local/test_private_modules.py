@@ -86,9 +86,9 @@ def test_batch_norm_is_refused_with_opacus_reason_and_the_fix(affine: bool) -> N
         train(Trainee(learner), learner.initial(), work(memory=memory, **QUIET))
     said = str(caught.value)
     assert said.startswith(
-        "the model cannot be trained with example-level privacy: its layer '1' is BatchNorm1d; put GroupNorm(4, 12, "
+        "the model cannot be trained with example-level privacy: its layer '1' is BatchNorm1d; use GroupNorm(4, 12, "
     )
-    assert "there, as opacus.validators.ModuleValidator.fix(module) does. Opacus says: BatchNorm cannot support" in said
+    assert "as opacus.validators.ModuleValidator.fix(module) does. Opacus reports: BatchNorm cannot support" in said
     assert said.endswith("depending on who else is on its batch.")
     assert len(said) < 500 - len("ModelError: ")  # a server is told no more
     assert not memory.changed
@@ -101,7 +101,7 @@ def test_a_layer_with_values_of_its_own_is_refused() -> None:
             self.register_buffer("seen", torch.zeros(()))
 
     learner = Learner(model=Counting, loss=nn.functional.mse_loss)
-    with pytest.raises(ModelError, match=r"Opacus says: Model contains a trainable layer with buffers.*Counting"):
+    with pytest.raises(ModelError, match=r"Opacus reports: Model contains a trainable layer with buffers.*Counting"):
         train(Trainee(learner), learner.initial(), work(**QUIET))
 
 

@@ -139,7 +139,7 @@ def test_bf16_is_near_and_fp16_is_refused_on_a_cpu() -> None:
     [
         ({"algorithm": "fedavg"}, "config.algorithm = 'fedavg': expected one of sgd, fedprox"),
         ({"mu": 0.1}, 'mu = 0.1: only the algorithm "fedprox" has it'),
-        ({"batch_size": 0, "accumulate": 2}, "accumulate = 2: expected 1 where a batch is all data"),
+        ({"batch_size": 0, "accumulate": 2}, "accumulate = 2: expected 1 if a batch is all data"),
         ({"momentum": 1.0}, "config.momentum = 1"),
         ({"precision": "fp8"}, "config.precision = 'fp8': expected one of fp32, bf16, fp16"),
     ],
@@ -183,8 +183,8 @@ def test_personal_layers_stay_in_the_clients_memory(personal: tuple[str, ...], k
 
 
 def test_personal_layers_that_are_missing_or_travel_are_named() -> None:
-    with pytest.raises(ValueError, match=r"personal = 'head\.\*' names none of the module's tensors: weight"):
+    with pytest.raises(ValueError, match=r"personal = 'head\.\*' matches none of the module's tensors: weight"):
         Trainee(Learner(model=linear, personal=("head.*",)))
     learner = Learner(model=mixed, loss=nn.functional.mse_loss, personal=("3.*",))
-    with pytest.raises(ModelError, match=r"the tensor '3\.bias' is personal, and the job's model has it"):
+    with pytest.raises(ModelError, match=r"the tensor '3\.bias' is personal, but the job's model has it"):
         train_in_place(Trainee(learner), Learner(model=mixed).initial(), work())

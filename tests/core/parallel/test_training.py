@@ -129,7 +129,7 @@ def test_a_killed_training_goes_on_from_its_checkpoint_with_the_same_bits(
 def test_a_checkpoint_of_another_training_is_refused(alone: Ranks, tmp_path: Path) -> None:
     trainer, work = scenarios.checkpointed(tmp_path)
     scenarios.learned(alone, trainer, work)
-    with pytest.raises(TrainingError, match=r"step-000000000012 is not one of this training: expected that of"):
+    with pytest.raises(TrainingError, match=r"step-000000000012 does not belong to this training: expected one of"):
         scenarios.learned(alone, dataclasses.replace(trainer, model=scenarios.mlp), work)
 
 

@@ -44,7 +44,7 @@ def test_a_part_of_the_group_adds_up(three: Crew, transport: str) -> None:
 def test_a_stranger_in_the_place_of_a_rank_is_found_out(three: Crew, last: str, replies: list[object]) -> None:
     """Gloo takes what connects first for a rank; one that does not have the key cannot prove it."""
     told = three.call(f"{HERE}:prove", keys=["a", "a", last])
-    strangers = [f"what connected as rank {reply} does not have the ranks' key" for reply in replies]
+    strangers = [f"the process connected as rank {reply} does not have the ranks' key" for reply in replies]
     assert told == (replies if last == "a" else strangers)
 
 

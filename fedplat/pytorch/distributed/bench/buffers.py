@@ -17,7 +17,7 @@ ADDING = frozenset({"reduce", "reduce-scatter", "all-reduce"})
 class Buffers:
     """One rank's vectors of one size: the input `give`, the output `take`, and `scratch` memory.
 
-    Collectives that add have their input in `take`, and leave the result there, as those of nccl-tests in place.
+    Collectives that add have their input in `take`, and write the result there, like nccl-tests in place.
     """
 
     ranks: Ranks
@@ -49,7 +49,7 @@ class Buffers:
         return self.piece(self.ranks.rank)
 
     def prepare(self, collective: str) -> None:
-        """Set `take` to what the collective expects there; nothing of an earlier result is left in it."""
+        """Set `take` to the input that the collective expects there; no earlier result remains in it."""
         self.take.zero_()
         if collective in ADDING:
             self.take.copy_(self.give)

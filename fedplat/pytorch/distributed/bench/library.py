@@ -11,7 +11,7 @@ from fedplat.pytorch.distributed.bench.buffers import Buffers
 
 Operation: TypeAlias = Callable[[Buffers], object]
 _library: Any = distributed
-# PyTorch renamed them; the extra allows both.
+# PyTorch renamed these functions; the extra allows versions with either name.
 _all_gather: Any = getattr(_library, "all_gather_single", None) or _library.all_gather_into_tensor
 _reduce_scatter: Any = getattr(_library, "reduce_scatter_single", None) or _library.reduce_scatter_tensor
 
@@ -36,4 +36,4 @@ COLLECTIVES: Mapping[str, Operation] = {
     "reduce-scatter": lambda buffers: _reduce_scatter(buffers.take[buffers.mine], buffers.give),
     "all-reduce": lambda buffers: _library.all_reduce(buffers.take),
 }
-"""The collectives by name; those with a root have rank 0 for it."""
+"""The collectives by name; rank 0 is the root of those that have one."""

@@ -24,7 +24,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def time_runs(ranks: Ranks, run: Callable[[], object], times: int = 1) -> float:
-    """Return the seconds that one of `times` runs takes until the last rank is done; the same on all ranks."""
+    """Return the seconds per run, of `times` runs, until the last rank is done; the same on all ranks."""
     ranks.barrier()
     started_at = time.perf_counter()
     for _ in range(times):
@@ -35,10 +35,10 @@ def time_runs(ranks: Ranks, run: Callable[[], object], times: int = 1) -> float:
 
 
 def measure_copies(ranks: Ranks, num_bytes: int) -> list[float]:
-    """Return the GB/s at which each rank copies its memory while all others do so, too."""
+    """Return the GB/s at which each rank copies its memory while all others do the same."""
     source = torch.ones(num_bytes // 4, device=ranks.device)
     target = torch.empty_like(source)
-    found: list[float] = []
+    durations: list[float] = []
     target.copy_(source)
     for _ in range(REPETITIONS):
         synchronize(ranks.device)
@@ -46,8 +46,8 @@ def measure_copies(ranks: Ranks, num_bytes: int) -> list[float]:
         started_at = time.perf_counter()
         target.copy_(source)
         synchronize(ranks.device)
-        found.append(time.perf_counter() - started_at)
-    mine = msgspec.msgpack.encode(num_bytes / min(found) / 1e9)
+        durations.append(time.perf_counter() - started_at)
+    mine = msgspec.msgpack.encode(num_bytes / min(durations) / 1e9)
     return [msgspec.msgpack.decode(each, type=float) for each in ranks.all_gather(mine)]
 
 
@@ -81,11 +81,11 @@ def measure_link(ranks: Ranks, pair: tuple[int, int], num_bytes: int) -> Link:
 
 
 def measure_tcp(ranks: Ranks, num_bytes: int) -> float:
-    """Return the GB/s of a plain TCP stream from rank 1 to rank 0 over the loopback, a limit of Gloo's."""
+    """Return the GB/s of a plain TCP stream from rank 1 to rank 0 over the loopback, an upper limit for Gloo."""
     content = memoryview(bytearray(_CHUNK))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = int(ranks.broadcast(str(listener.getsockname()[1]).encode()))
-        found: list[float] = []
+        durations: list[float] = []
         for _ in range(REPETITIONS):
             stream: socket.socket | None = None
             if ranks.rank == 1:
@@ -101,7 +101,7 @@ def measure_tcp(ranks: Ranks, num_bytes: int) -> float:
                     else:
                         stream.sendall(content)
 
-            found.append(time_runs(ranks, run))
+            durations.append(time_runs(ranks, run))
             if stream is not None:
                 stream.close()
-    return num_bytes // _CHUNK * _CHUNK / min(found) / 1e9
+    return num_bytes // _CHUNK * _CHUNK / min(durations) / 1e9

@@ -27,7 +27,7 @@ from fedplat.pytorch.distributed.bench.records import (
 
 MIN_REPETITIONS, MAX_REPETITIONS = 3, 25
 _BATCH_S = 0.005
-"""Short operations are timed in batches of about this duration: else the result is when the ranks start."""
+"""Short operations are timed in batches of about this duration; otherwise the start times of the ranks dominate."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,16 +61,16 @@ def measure(
     copies = links.measure_copies(ranks, plan.probe)
     note(Step(1, total, "TCP"))
     tcp = links.measure_tcp(ranks, plan.probe)
-    found_links: list[Link] = []
+    measured_links: list[Link] = []
     for pair in pairs:
-        note(Step(2 + len(found_links), total, f"the link from rank {pair[0]} to rank {pair[1]}"))
-        found_links.append(links.measure_link(ranks, pair, plan.probe))
-    found: list[Measurement] = []
+        note(Step(2 + len(measured_links), total, f"the link from rank {pair[0]} to rank {pair[1]}"))
+        measured_links.append(links.measure_link(ranks, pair, plan.probe))
+    measurements: list[Measurement] = []
     for size in plan.sizes:
         for trial in make_trials(Buffers.allocate(ranks, size), plan.collectives):
             doing = f"{trial.collective} ({trial.implementation}), {4 * trial.buffers.count} bytes"
-            note(Step(2 + len(pairs) + len(found), total, doing))
-            found.append(_measure_trial(ranks, plan, trial))
+            note(Step(2 + len(pairs) + len(measurements), total, doing))
+            measurements.append(_measure_trial(ranks, plan, trial))
     return BenchReport(
         ranks=ranks.size,
         device=torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu",
@@ -78,9 +78,9 @@ def measure(
         cores=len(os.sched_getaffinity(0)),
         load=load,
         copies=copies,
-        links=found_links,
+        links=measured_links,
         tcp=tcp,
-        measurements=found,
+        measurements=measurements,
     )
 
 

@@ -1,4 +1,4 @@
-"""The plan of a measurement, its report, and what ranks send while they measure."""
+"""The plan of a benchmark, its report, and the messages that ranks send while they measure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ all-reduce, all pieces together of the others.
 class BenchPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The collectives and sizes to measure.
 
-    `sizes` in bytes, ascending, each of them for about `seconds` and at least three times; memory and links with
+    `sizes` in bytes, ascending. Each is measured for about `seconds` and at least three times; memory and links with
     `probe` bytes.
     """
 
@@ -41,7 +41,7 @@ class BenchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """One implementation of a collective: the median of some repetitions. Bandwidths are in GB/s (10^9 bytes)."""
+    """The measurement of one implementation: the median of some repetitions. Bandwidths are in GB/s (10^9 bytes)."""
 
     collective: str
     implementation: str
@@ -62,11 +62,11 @@ class Link(msgspec.Struct, frozen=True):
 
 
 class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of a measurement.
+    """The results of a benchmark.
 
     Collectives are medians. Memory and links are the best of some repetitions, since other programs can only slow them
     down: `copies`, the memory that each rank copies while all of them do, and `tcp`, a plain TCP stream between two
-    ranks of one host, both in GB/s. `load`: the processes that ran or waited on the host before.
+    ranks of one host, both in GB/s. `load`: the number of running or waiting processes on the host before the start.
     """
 
     ranks: int
@@ -89,7 +89,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
 
 class BenchFinished(msgspec.Struct, frozen=True, tag="finished"):
-    """The report, when everything was measured."""
+    """The report, after everything was measured."""
 
     report: BenchReport
 

@@ -40,7 +40,7 @@ def first_only(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         (task(dropping), "random"),
         (task(precision="bf16"), "precision"),
         (task(dp="flat", dp_noise_multiplier=1, dp_max_grad_norm=1, dp_delta=1e-5), "one client at a time"),
-        (task()._replace(learner=task().learner.__class__(model=lenet, loss=first_only)), "no mean over examples"),
+        (task()._replace(learner=task().learner.__class__(model=lenet, loss=first_only)), "not a mean over examples"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_words(given: ClientTraining, words: str) -> None:
