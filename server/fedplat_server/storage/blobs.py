@@ -176,7 +176,10 @@ class BlobStore:
 
     @contextlib.contextmanager
     def temporary(self) -> Generator[Path]:
-        """Yield a path for a file that is to be moved into the store. A file left by the block or a crash is removed."""
+        """Yield a path for a file that is to be moved into the store; remove what the block leaves there.
+
+        After a crash, `remove_orphans` removes the file.
+        """
         path = self._temporary()
         try:
             yield path

@@ -148,11 +148,11 @@ class Spool:
         """
         file = self._find(key, digest)
         if file is None:
-            raise UploadError("the update was discarded; resume at 0")
+            raise UploadError("the update is missing; resume at 0")
         try:
             with file.lock, files.translate_os_errors("syncing an update"):
                 if file.gone:
-                    raise UploadError("the update was discarded; resume at 0")
+                    raise UploadError("the update is missing; resume at 0")
                 if not file.durable:
                     file.sync()
         except BlobError:
