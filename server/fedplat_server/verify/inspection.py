@@ -108,7 +108,7 @@ async def _job(connection: AsyncConnection, row: JobRow) -> StoredJob:
 
 def _spec(row: JobRow) -> tuple[JobSpec | None, str]:
     try:
-        return rows.with_settled(rows.parse_job_once(row.job_file), row.privacy), ""
+        return rows.with_calibrated(rows.parse_job_once(row.job_file), row.privacy), ""
     except (JobFileError, msgspec.ValidationError) as exc:
         return None, f"its job file cannot be read ({str(exc).splitlines()[0]})"
 
