@@ -115,7 +115,9 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     ] = None,
     lease_s: Annotated[
         float,
-        typer.Option(metavar="SECONDS", help="Time without a sign of life of the leader before another daemon leads."),
+        typer.Option(
+            metavar="SECONDS", help="Time after which another daemon takes over from a leader that does not respond."
+        ),
     ] = 6.0,
     upload_memory_mib: Annotated[
         int, typer.Option(min=8, metavar="MIB", help="Memory for all updates that are being received, in MiB.")
@@ -279,7 +281,7 @@ def verify_(
     database: Database = None,
     live: Annotated[
         bool,
-        typer.Option("--live", help="Also report what is open after its deadline; only while a daemon is running."),
+        typer.Option("--live", help="Also report what is open after its deadline. Use it while a daemon is running."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

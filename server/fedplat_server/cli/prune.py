@@ -153,7 +153,7 @@ def _lines(plan: prune.PrunePlan, *, is_alone: bool) -> list[str]:
     kinds = {
         "models": "model files of old versions",
         "states": "states of aggregation rules",
-        "attempts": "attempts whose history is old",
+        "attempts": "attempts with an old history",
         "clients": "clients that did not connect",
         "orphans": "files that belong to no version",
     }

@@ -24,7 +24,11 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     data_dir: DataDir = DEFAULT_DATA_DIR,
     ranks: Annotated[
         int,
-        typer.Option(metavar="N", help="Ranks on this host. Default: one for each GPU, or one for every two cores."),
+        typer.Option(
+            metavar="N",
+            show_default=False,
+            help="Ranks on this host. Default: one for each GPU, or one for every two cores.",
+        ),
     ] = 0,
     backend: Annotated[Backend, typer.Option(help="Communication library: NCCL on GPUs, Gloo on CPUs.")] = "auto",
     threads: Annotated[int, typer.Option(metavar="N", help="PyTorch threads in each rank.")] = 1,
@@ -40,7 +44,9 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
             metavar="HOST", help="Address of this host for the other hosts; that of the daemon's host must sort first."
         ),
     ] = "",
-    max_restarts: Annotated[int, typer.Option(metavar="N", help="Restarts of the ranks after one has died.")] = 1000,
+    max_restarts: Annotated[
+        int, typer.Option(metavar="N", help="Maximum number of restarts of the ranks after one has died.")
+    ] = 1000,
     log_level: Annotated[str, typer.Option(metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
 ) -> None:
     """Run the workers of DATA_DIR until SIGTERM or Ctrl-C."""

@@ -39,7 +39,7 @@ class PendingCheckIn:
 
     @property
     def answer(self) -> Answer | None:
-        """The answer; None if there is none yet, or if the call was released without one."""
+        """The answer; None before there is one, or if the call was released without one."""
         return self._answer
 
     async def wait(self, timeout_s: float) -> None:

@@ -1,7 +1,7 @@
 """`fedplat-server prune`: remove old files, history and clients, according to the jobs' policies and to limits.
 
 `find` returns what will be removed, `remove` removes it: rows first, then files. If a daemon is running, the daemon
-removes the files, because no other process can tell which ones it is writing.
+removes the files, because other processes cannot detect files that it is writing.
 """
 
 from __future__ import annotations

@@ -95,13 +95,13 @@ class Database:
     async def _write(self, transaction: Transaction[_T]) -> _T:
         fence = self._fence
 
-        def fenced(connection: sqlalchemy.Connection) -> _T:
+        def run_fenced(connection: sqlalchemy.Connection) -> _T:
             if fence is not None:
                 fence(connection)
             return transaction(connection)
 
         with translate_errors(self._transactions.engine.url):
-            return await self._transactions.run(fenced, writes=True)
+            return await self._transactions.run(run_fenced, writes=True)
 
     async def _run_to_end(
         self, queue: asyncio.Semaphore, run: Callable[[Transaction[_T]], Awaitable[_T]], transaction: Transaction[_T]

@@ -52,7 +52,7 @@ def is_free(reading: LeaseReading, candidate: Candidate, valid_s: float) -> bool
     lease, now = reading.lease, reading.now_unix_s
     if lease is None or lease.holder in ("", candidate.holder) or now >= lease.expires_unix_s:
         return True
-    # The database's clock was set back and the lease was not renewed since: it would stay taken for that time too.
+    # The clock was set back after the last renewal: without this, the lease would stay taken for that time as well.
     return now < lease.renewed_unix_s - valid_s
 
 

@@ -86,7 +86,7 @@ def checked_name(name: str) -> str:
 
 
 def parse_role(text: str) -> Role:
-    """Return the role with this name. Raises `ConfigError` if there is none."""
+    """Return the role with this name. Raises `ConfigError` for an unknown name."""
     try:
         return Role(text)
     except ValueError as exc:

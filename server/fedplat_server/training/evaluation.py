@@ -47,7 +47,7 @@ class Failure(NamedTuple):
 
 
 def score(reference: str, path: str, rule: aggregate.Options) -> dict[str, float] | Failure:
-    """In the separate process, load the model without the values that the rule keeps in it, and call the evaluator."""
+    """Load a model, without the values that the rule keeps in it, and evaluate it. Runs in the separate process."""
     try:
         model = rule.build().counterpart.reduce(Parameters.open(path))
         metrics: Mapping[str, float] = user_code.load(reference)(model.copy())
