@@ -103,7 +103,7 @@ async def test_jobs_share_the_budget_of_their_population(site: Site) -> None:
         f"{epsilon(10) * 1.001:g} at delta = 1e-06, of which its other jobs have released or planned {epsilon(6):.4g}; "
         f"this job needs {epsilon(5):.4g} alone, and {epsilon(11):.4g} with them. The rest is enough for 4 of its "
         "5 releases. Expected fewer rounds, more noise (a smaller privacy.epsilon or a larger "
-        "privacy.noise_multiplier), or that jobs which nobody needs are cancelled first"
+        "privacy.noise_multiplier), or that unneeded jobs are cancelled first"
     )
     await site.operator.create(private(rounds=4))
     await refused(site.operator.create(private(rounds=1)))

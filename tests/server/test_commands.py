@@ -127,7 +127,7 @@ def test_init_replaces_no_operator_whose_profile_was_taken_away(run: Run, data: 
     (data / "admin.toml").rename(data / "elsewhere.toml")
     status, out, _ = run("init")
     assert status == 0
-    assert "kept the operator admin, whose profile is not here" in out
+    assert "kept the operator admin; its profile is in another file" in out
     assert not (data / "admin.toml").exists()
 
 

@@ -180,7 +180,7 @@ async def test_a_memory_that_the_database_contradicts_ends_the_runner() -> None:
         with pytest.raises(StoreUnavailableError, match="the server is stopping"):
             await it.act(JobAction.START)
         assert it.task is not None
-        with pytest.raises(ParticipationError, match="client c; start the server again"):
+        with pytest.raises(ParticipationError, match="client c; restart the server"):
             await it.task
 
 

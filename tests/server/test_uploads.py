@@ -147,7 +147,7 @@ def test_too_many_bytes_are_refused_before_any_is_stored(uploads: Spool, size_by
 def test_more_bytes_than_were_declared_are_refused(uploads: Spool) -> None:
     upload = uploads.open(KEY, DIGEST, 100, 0)
     upload.write(DATA[:60])
-    with pytest.raises(UploadError, match="more bytes than the 100"):
+    with pytest.raises(UploadError, match="more bytes than the declared 100"):
         upload.write(DATA[60:101])
     assert uploads.count_received(KEY, DIGEST) == 60
     upload.close()
