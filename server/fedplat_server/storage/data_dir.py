@@ -84,7 +84,7 @@ def lock_data_dir(folder: Path, *, shared: bool) -> Generator[None]:
             raise ConfigError(
                 f"another fedplat-server uses {folder}; stop it, or choose another folder with --data-dir. "
                 "(Several daemons may share a folder if they share a PostgreSQL database: FEDPLAT_DATABASE or "
-                "--database-file)"
+                "--database)"
             ) from exc
         yield
     finally:
