@@ -1,4 +1,4 @@
-"""`python -m fedplat_server` is `fedplat-server`."""
+"""Run `fedplat-server` as `python -m fedplat_server`."""
 
 from fedplat_server.cli.main import main
 

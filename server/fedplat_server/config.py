@@ -1,4 +1,4 @@
-"""How a daemon is run: one frozen record for each part that needs to be told something."""
+"""The configuration of a daemon: frozen records for its parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedplat.claims import MetricLimits
 
 @dataclasses.dataclass(frozen=True)
 class TlsFiles:
-    """Where the certificate chain, its key and (for a private authority) the trusted certificates lie, as PEM."""
+    """PEM files with the certificate chain, its key and, for a private authority, the trusted certificates."""
 
     certificate: Path
     key: Path
@@ -21,25 +21,25 @@ class TlsFiles:
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What a caller may ask for at most; the server holds these whatever a client says.
+    """Upper limits on what callers may request; the server enforces them itself.
 
     `max_calls`: open calls of one client, of which `max_streams` may be uploads and downloads. `max_names`: trainers
-    and evaluators of one client, each. `idle_s`: how long a stream that sends to the server may say nothing; in this
-    time it also has to bring `min_bytes_per_s`. `requests_per_minute`: of one client, all in one burst or evenly.
-    `anonymous_per_minute`: of one address (one /64 with IPv6), requests that are not an enrolled client's.
-    `challenges_per_minute`: nonces beyond these, of all addresses together. `max_upload_factor`: how often
-    a client may send the largest update that is accepted, for one attempt, because transfers broke.
-    `max_label_bytes`: of the names and values of a client's labels in UTF-8, all together; `max_metric_bytes`: of the
-    names of the metrics in a report; `max_text`: of the reason that a client gives, and of why its report is refused.
-    `refusal_delay_s`: how long an operator's call that is refused for its token or its role waits for that.
-    `operator_requests_per_minute` and `operator_calls`: requests of one operator, and its calls and watches at once.
-    `notes_per_minute`: rows of the audit log about refused calls and fenced clients, of all callers together.
+    of one client, and as many evaluators. `idle_s`: the longest silence of a stream that sends to the server, which
+    must also send `min_bytes_per_s` on average over this time. `requests_per_minute`: requests of one client, in one
+    burst or evenly. `anonymous_per_minute`: requests of one address (one /64 with IPv6) without an enrolled client.
+    `challenges_per_minute`: nonces in addition to these, of all addresses together. `max_upload_factor`: the bytes
+    that a client may send for one attempt, because transfers broke, in multiples of the largest accepted update.
+    `max_label_bytes`: the names and values of a client's labels together, in UTF-8; `max_metric_bytes`: the names of
+    the metrics in a report; `max_text`: the reason that a client states, and the reason that its report is refused for.
+    `refusal_delay_s`: the delay before an operator's call is refused for its token or its role.
+    `operator_requests_per_minute` and `operator_calls`: requests of one operator, and its concurrent calls and watches.
+    `notes_per_minute`: audit rows about refused calls and fenced clients, of all callers together.
     `writes_per_minute`: requests of one client that begin a session, each of which is a transaction.
-    `newcomer_reads`: first messages of callers without a credential that are received at a time, and `_per_network`
-    of them (an IPv4 address, or the /64 of an IPv6 address); others wait for up to `newcomer_read_s`, and each must be
-    complete after the same time.
-    `open_calls`: calls of the open services (health, reflection) at a time. `upload_memory_bytes`: what updates may
-    take together while they are received; of those beyond it, `max_waiting_uploads` wait for `upload_wait_s`.
+    `newcomer_reads`: concurrent first messages of callers without a credential, of which `newcomer_reads_per_network`
+    may be of one network (an IPv4 address, or the /64 of an IPv6 address); others wait for up to `newcomer_read_s`,
+    and each must be complete within the same time.
+    `open_calls`: concurrent calls of the open services (health, reflection). `upload_memory_bytes`: the memory of all
+    updates that are being received; of the others, `max_waiting_uploads` wait for up to `upload_wait_s`.
     """
 
     max_waiting: int = 100_000
@@ -76,15 +76,15 @@ class Limits(msgspec.Struct, frozen=True):
 
     @property
     def metrics(self) -> MetricLimits:
-        """The bounds on the metrics of a report."""
+        """The limits on the metrics of a report."""
         return MetricLimits(self.max_metrics, self.max_metric_bytes)
 
 
 class LeaseTimes(msgspec.Struct, frozen=True):
-    """The times of the lease that daemons of one database lead by, in seconds.
+    """The times of the leadership lease of the daemons on one database, in seconds.
 
-    It is `valid_s` long; its holder renews it every `renew_s`, and stops `margin_s` before its end unless it could.
-    The others look at it every `poll_s`.
+    The lease is valid for `valid_s`. Its holder renews it every `renew_s`, and stops leading `margin_s` before its end
+    if it could not. The other daemons read it every `poll_s`.
     """
 
     valid_s: float = 6.0
@@ -94,22 +94,22 @@ class LeaseTimes(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, valid_s: float) -> LeaseTimes:
-        """The times of a lease of this length, in the proportions of the default."""
+        """Return the times of a lease that is valid for `valid_s`, in the proportions of the default."""
         scale = valid_s / 6.0
         return cls(valid_s, 2.0 * scale, scale, min(0.5, 0.5 * scale))
 
 
 class ServerConfig(msgspec.Struct, frozen=True):
-    """Everything that the daemon is told when it starts.
+    """The configuration of a daemon.
 
     `listen` is `host:port` (port 0: any free one). `database` is a URL; `evaluators` and `trainers` map the names that
-    jobs use to `module:name` or `/path/to/file.py:name`, and one call of an evaluator may take `evaluation_s`.
-    Other daemons of the database reach this one at `advertise` (empty: where it listens). With `share_port` several
-    daemons of one host listen at `listen` together, and each at a port of its own besides: that of `advertise`.
-    `reflection`: whether the server describes its services to whoever asks. Without `tls` it speaks plaintext.
-    At `mtls_listen` (`host:port`; empty: nowhere) it asks for client certificates, which it signs itself.
-    `trusted_proxies`: the networks of proxies that are believed when they name the caller (`x-forwarded-for`).
-    A connection that is `connection_age_s` old takes no more calls; those under way go on for twice the longest poll.
+    jobs use to `module:name` or `/path/to/file.py:name`; one call of an evaluator may last `evaluation_s`.
+    Other daemons of the database reach this one at `advertise` (empty: at `listen`). With `share_port` several daemons
+    of one host share `listen`, and each also listens at its own port, that of `advertise`.
+    `reflection` enables gRPC server reflection. Without `tls` the server speaks plaintext.
+    At `mtls_listen` (`host:port`; empty: disabled) it requires client certificates, which it signs itself.
+    `trusted_proxies`: the networks of proxies whose `x-forwarded-for` header is trusted to name the caller.
+    A connection that is `connection_age_s` old accepts no new calls; open ones may last twice the longest poll.
     """
 
     listen: str
@@ -126,16 +126,16 @@ class ServerConfig(msgspec.Struct, frozen=True):
 
     @property
     def is_shared(self) -> bool:
-        """Whether several daemons may use the database, and the data folder with it: all but SQLite."""
+        """Whether several daemons may share the database and the data folder: with PostgreSQL, not with SQLite."""
         return self.database.startswith("postgres")
 
     @property
     def own_listen(self) -> str:
-        """Where this daemon alone listens, if it shares its port."""
+        """The address where only this daemon listens, with `share_port`."""
         return f"{self.listen.rpartition(':')[0]}:{self.advertise.rpartition(':')[2]}"
 
     def address(self, port: int) -> str:
-        """Where other daemons reach this one, which listens on this port."""
+        """Return the address where other daemons reach this one, which listens on `port`."""
         return self.advertise or f"{self.listen.rpartition(':')[0]}:{port}"
 
     reflection: bool = False
@@ -146,10 +146,10 @@ class ServerConfig(msgspec.Struct, frozen=True):
 
     @property
     def blob_dir(self) -> Path:
-        """Where models lie."""
+        """The folder of models."""
         return self.data_dir / "blobs"
 
     @property
     def upload_dir(self) -> Path:
-        """Where updates lie until their attempt has ended."""
+        """The folder of updates, which are kept until their attempt has ended."""
         return self.data_dir / "uploads"

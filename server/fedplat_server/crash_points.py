@@ -1,8 +1,8 @@
-"""Named crash points: places before and after every durable step, where tests end the process as a power cut would.
+"""Named crash points before and after every durable step, where tests kill the process as a power cut would.
 
-`FEDPLAT_CRASH_AT=<point>` ends this process with SIGKILL when it comes to the point for the first time,
+`FEDPLAT_CRASH_AT=<point>` kills this process with SIGKILL when it first reaches the point,
 `FEDPLAT_CRASH_AT=<point>:<n>` when it does so for the n-th time. Without the variable a point costs one comparison.
-The crash matrix of the tests finds the points in the source text, so a name must be a literal.
+The crash tests find the points in the source text, so a name must be a literal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ VARIABLE = "FEDPLAT_CRASH_AT"
 
 
 class _Trap:
-    """Counts how often one point is reached."""
+    """The armed crash point, with a count of the passes that are left until it kills the process."""
 
     def __init__(self, setting: str) -> None:
         self.name, _, count = setting.partition(":")
@@ -33,7 +33,7 @@ _trap: _Trap | None = None
 
 
 def arm(setting: str) -> None:
-    """Sets this process up to end at a point, as the variable does: `<point>` or `<point>:<n>`."""
+    """Set the crash point of this process, in the format of the variable: `<point>` or `<point>:<n>`."""
     global _trap
     _trap = _Trap(setting)
 
@@ -43,14 +43,14 @@ if os.environ.get(VARIABLE):
 
 
 def point(name: str) -> None:
-    """Ends the process here, if that is what the environment asks for."""
+    """Kill the process here, if this is the armed point."""
     if _trap is not None:
         _trap.reach(name)
 
 
 @contextlib.contextmanager
 def step(name: str) -> Generator[None]:
-    """A durable step, with the points `<name>.before` and `<name>.after` around it."""
+    """Surround a durable step with the points `<name>.before` and `<name>.after`."""
     point(f"{name}.before")
     yield
     point(f"{name}.after")

@@ -1,6 +1,6 @@
-"""The daemon: puts the parts together, starts them in order, and stops them in the reverse order.
+"""The daemon: builds the server's parts, starts them in order and stops them in reverse order.
 
-Read `Daemon.run`. A part that dies takes the daemon with it: a restart is always safe, a half-dead server never.
+Start with `Daemon.run`. If a part fails, the daemon ends: a restart is always safe, a half-running server is not.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ _T = TypeVar("_T")
 
 
 class Daemon:
-    """One server process. `port` is known once it has started.
+    """One server process. `port` is set when it has started.
 
-    Of several daemons on one PostgreSQL one leads, and the others pass calls on to it. A daemon may change from one
-    to the other at any time; its port stays. `utc_now` is the clock by which clients' certificates are judged,
-    `store_retry_s` the first pause before a database that did not answer is asked again.
+    Of several daemons on one PostgreSQL one leads, and the others forward calls to it. A daemon may change its role at
+    any time; its port stays the same. `utc_now` is the clock for checking clients' certificates, `store_retry_s` the
+    first delay before a retry if the database does not answer.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class Daemon:
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
-        """Asks the daemon to drain and end."""
+        """Make the daemon drain and end."""
         self._stopping.set()
 
     async def run(self) -> None:
-        """Starts, leads or follows until `stop`, drains, ends. Raises what a part died of."""
+        """Start, lead or follow until `stop`, then drain and end. Raises the error of a part that failed."""
         config = self._config
         with data_dir.lock_data_dir(config.data_dir, shared=config.is_shared):
             for warning in data_dir.protect(config.data_dir, sqlite_path(async_url(config.database))):
@@ -99,105 +99,107 @@ class Daemon:
                 endpoint = serving.Endpoint(config, self._utc_now)
                 self.port, self.mtls_port = endpoint.port, endpoint.mtls_port
                 stack.push_async_callback(endpoint.stop, 0)
-                watching = asyncio.create_task(self._watch(endpoint.certificates), name="certificates")
-                stack.push_async_callback(_cancel, watching)
+                watch = asyncio.create_task(self._watch(endpoint.certificates), name="certificates")
+                stack.push_async_callback(_cancel, watch)
                 candidate = Candidate(f"d-{uuid4().hex[:12]}", config.address(self.port))
-                election = await self._unless_stopped(open_election(config, candidate))
+                election = await self._wait_unless_stopped(open_election(config, candidate))
                 if election is None:
                     return
                 stack.push_async_callback(election.close)
                 while not self._stopping.is_set():
-                    tenure = await self._follow(endpoint, election, candidate)
-                    if tenure is not None:
-                        await self._lead(endpoint, election, tenure)
+                    held_lease = await self._follow(endpoint, election, candidate)
+                    if held_lease is not None:
+                        await self._lead(endpoint, election, held_lease)
                 await endpoint.stop(FAREWELL_S)
 
     async def _watch(self, certificates: tls.Certificates | None) -> None:
-        """Warns of what is insecure, once the daemon serves: one that cannot start says only why."""
+        # Warnings wait for the start: a daemon that cannot start logs only the reason.
         await self.started.wait()
         await tls.watch(certificates, self._config.listen)
 
     async def _follow(self, endpoint: serving.Endpoint, election: Election, candidate: Candidate) -> HeldLease | None:
-        """Passes calls on to the leader until this daemon is elected, or shall stop."""
+        """Forward calls to the leader until this daemon is elected; return None if it is stopped before that."""
 
-        async def tell(is_serving: bool) -> None:
+        async def set_serving(is_serving: bool) -> None:
             await endpoint.health.tell(is_serving)
             if is_serving:
-                await self._announce(endpoint)
+                await self._start_once(endpoint)
 
-        entrance = ForwardingRoute(self._config.tls, endpoint.peers.client_of, UploadMemory(self._config.limits))
-        follower = Follower(candidate.holder, endpoint.switch, tell, entrance)
+        route = ForwardingRoute(self._config.tls, endpoint.peers.client_of, UploadMemory(self._config.limits))
+        follower = Follower(candidate.holder, endpoint.switch, set_serving, route)
         try:
-            return await self._unless_stopped(election.elect(follower.follow))
+            return await self._wait_unless_stopped(election.elect(follower.follow))
         finally:
             await follower.close()
             await endpoint.health.tell(False)
 
-    async def _lead(self, endpoint: serving.Endpoint, election: Election, tenure: HeldLease) -> None:
-        """Runs the jobs until the daemon shall stop, or leads no more."""
-        keeping = asyncio.create_task(election.keep(tenure), name="lease")
+    async def _lead(self, endpoint: serving.Endpoint, election: Election, held_lease: HeldLease) -> None:
+        """Run the jobs until the daemon is stopped or loses the lead."""
+        lease_task = asyncio.create_task(election.keep(held_lease), name="lease")
         try:
             async with contextlib.AsyncExitStack() as stack:
-                parts = await self._unless_stopped(self._start(stack, endpoint, tenure), keeping)
+                parts = await self._wait_unless_stopped(self._start(stack, endpoint, held_lease), lease_task)
                 if parts is None:
                     return
-                await self._unless_stopped(asyncio.shield(parts.runner_task), keeping)
+                await self._wait_unless_stopped(asyncio.shield(parts.runner_task), lease_task)
                 await self._drain(endpoint, parts)
         except (LeadershipLostError, StoreUnavailableError) as exc:
-            if not self.started.is_set():  # nobody relies on this daemon yet: better a clear end than a long wait
+            if not self.started.is_set():  # it has served no caller yet: end with a clear error, do not wait
                 raise
-            logs.get().error("this daemon leads no more", term=tenure.lease.term, reason=str(exc))
+            logs.get().error("this daemon no longer leads the jobs", term=held_lease.lease.term, reason=str(exc))
         finally:
-            await _cancel(keeping)
-            await election.resign(tenure)
+            await _cancel(lease_task)
+            await election.resign(held_lease)
 
-    async def _start(self, stack: contextlib.AsyncExitStack, endpoint: serving.Endpoint, tenure: HeldLease) -> _Parts:
+    async def _start(
+        self, stack: contextlib.AsyncExitStack, endpoint: serving.Endpoint, held_lease: HeldLease
+    ) -> _Parts:
         store = await self._open_store(self._config.database)
         stack.push_async_callback(store.close)
-        await stack.enter_async_context(_severed_when_lost(store))
-        if tenure.lease.term:
-            await store.fence(tenure.lease.term)
-        parts = await _Parts.make(self._config, store, tenure.lease, endpoint, self._store_retry_s)
+        await stack.enter_async_context(_sever_if_lost(store))
+        if held_lease.lease.term:
+            await store.fence(held_lease.lease.term)
+        parts = await _Parts.make(self._config, store, held_lease.lease, endpoint, self._store_retry_s)
         stack.push_async_callback(parts.close)
         parts.runner_task = asyncio.create_task(parts.services.runner.run(parts), name="runner")
         stack.push_async_callback(_cancel, parts.runner_task)
-        await stack.enter_async_context(_severed_when_lost(store))
+        await stack.enter_async_context(_sever_if_lost(store))
         await parts.restore()
         await _note(store, audit.AuditAction.SERVER_STARTED)
-        await stack.enter_async_context(_taking_calls(endpoint, parts.services))
-        await stack.enter_async_context(_severed_when_lost(store))
+        await stack.enter_async_context(_accept_calls(endpoint, parts.services))
+        await stack.enter_async_context(_sever_if_lost(store))
         await endpoint.health.tell(True)
         stack.push_async_callback(endpoint.health.tell, False)
         watch = asyncio.create_task(endpoint.health.watch(store, parts.services.runner), name="health")
         stack.push_async_callback(_cancel, watch)
-        await self._announce(endpoint)
-        logs.get().info("this daemon leads the jobs", term=tenure.lease.term)
+        await self._start_once(endpoint)
+        logs.get().info("this daemon leads the jobs", term=held_lease.lease.term)
         return parts
 
-    async def _announce(self, endpoint: serving.Endpoint) -> None:
-        """Begins to answer, the first time that there is somebody who can."""
+    async def _start_once(self, endpoint: serving.Endpoint) -> None:
+        """Start the endpoint when this daemon can first answer calls, as leader or by forwarding them."""
         if not self.started.is_set():
             await endpoint.start()
             self.started.set()
             ports = {"port": self.port} | ({"mtls_port": self.mtls_port} if self.mtls_port else {})
             logs.get().info("the server is ready", **ports, data_dir=str(self._config.data_dir))
 
-    async def _unless_stopped(self, work: Awaitable[_T], *guards: asyncio.Task[None]) -> _T | None:
-        """Waits for work, unless the daemon shall stop: a database may answer late, or never. Raises as guards do."""
-        working = asyncio.ensure_future(work)
-        stopping = asyncio.create_task(self._stopping.wait(), name="stop signal")
+    async def _wait_unless_stopped(self, result: Awaitable[_T], *guards: asyncio.Task[None]) -> _T | None:
+        """Await a result, or return None on `stop`: a database may never answer. Raises the error of a failed guard."""
+        task = asyncio.ensure_future(result)
+        stop_task = asyncio.create_task(self._stopping.wait(), name="stop signal")
         try:
-            await asyncio.wait([working, stopping, *guards], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([task, stop_task, *guards], return_when=asyncio.FIRST_COMPLETED)
             for guard in guards:
                 if guard.done():
                     guard.result()
-            return await working if working.done() else None
+            return await task if task.done() else None
         finally:
-            await _cancel(stopping)
-            await _cancel(working)
+            await _cancel(stop_task)
+            await _cancel(task)
 
     async def _drain(self, endpoint: serving.Endpoint, parts: _Parts) -> None:
-        """No new work; what is being made durable may finish, within the grace period."""
+        """Refuse new work, and let commits finish within the grace period."""
         grace_s, services = self._config.grace_s, parts.services
         logs.get().info("the server is stopping", grace_s=grace_s)
         services.draining = True
@@ -206,17 +208,17 @@ class Daemon:
         services.long_polls.release()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(parts.wait_for_commits(), grace_s)
-        with contextlib.suppress(StoreError, TimeoutError):  # a server that cannot say so ends all the same
+        with contextlib.suppress(StoreError, TimeoutError):  # the server ends even if it cannot write its audit row
             async with asyncio.timeout(max(grace_s, FAREWELL_S)):
                 await services.bounded_audit.finish()
                 await _note(services.store, audit.AuditAction.SERVER_STOPPED)
-        # Those who were just answered shall hear it. Heartbeats wait longer than that; they are cut.
+        # Leave time to deliver the answers just given. Heartbeats, which wait longer, are cut off.
         await endpoint.stop(min(grace_s, FAREWELL_S))
 
 
 @contextlib.asynccontextmanager
-async def _severed_when_lost(store: Store) -> AsyncGenerator[None]:
-    """When the lead is lost, nobody waits for the database any more: it may be what was lost."""
+async def _sever_if_lost(store: Store) -> AsyncGenerator[None]:
+    """Cut the database connections if the lead is lost, so that nothing waits for a database that may be the cause."""
     try:
         yield
     except LeadershipLostError:
@@ -225,8 +227,8 @@ async def _severed_when_lost(store: Store) -> AsyncGenerator[None]:
 
 
 @contextlib.asynccontextmanager
-async def _taking_calls(endpoint: serving.Endpoint, services: Services) -> AsyncGenerator[None]:
-    """Calls come to the services of this daemon. At the end none is under way."""
+async def _accept_calls(endpoint: serving.Endpoint, services: Services) -> AsyncGenerator[None]:
+    """Route calls to the services of this daemon; on exit, wait until no call is in progress."""
     endpoint.switch.set_route(serving.route(services, endpoint.reads))
     try:
         yield
@@ -236,7 +238,7 @@ async def _taking_calls(endpoint: serving.Endpoint, services: Services) -> Async
 
 
 class _Parts:
-    """The running parts; carries out what the coordinator commands."""
+    """The running parts; executes the coordinator's commands."""
 
     runner_task: asyncio.Task[None]
 
@@ -252,9 +254,9 @@ class _Parts:
     async def make(
         cls, config: ServerConfig, store: Store, lease: Lease, endpoint: serving.Endpoint, store_retry_s: float
     ) -> _Parts:
-        """Builds the parts and reads the jobs back."""
+        """Build the parts and load the jobs."""
         blobs = await asyncio.to_thread(BlobStore, config.blob_dir)
-        # Only what the database names is real: the rest was left by a crash.
+        # Blobs that the database does not reference were left by a crash.
         referenced = await store.retention.list_referenced()
         removed = await asyncio.to_thread(blobs.remove_orphans, referenced)
         logs.get().info("blobs were reconciled", kept=len(referenced), removed=removed)
@@ -316,7 +318,7 @@ class _Parts:
         return cls(services, aggregation, training, retention)
 
     async def restore(self) -> None:
-        """Lets every job go on where it was, and scores what was not scored."""
+        """Resume every job, and score the versions that have no metrics yet."""
         services = self.services
         for record in services.jobs.all():
             await services.runner.submit(ServerRestarted(record.state.job_id))
@@ -327,7 +329,7 @@ class _Parts:
         self._retention.begin()
 
     def act(self, command: Command) -> None:
-        """Carries out a command of the coordinator."""
+        """Execute a command of the coordinator."""
         services = self.services
         match command:
             case Assign() | Refuse():
@@ -343,7 +345,7 @@ class _Parts:
                 self._aggregation.end(command.key)
 
     def on_stored(self, changes: Sequence[Change]) -> None:
-        """Delete what stored changes make needless, note them in the log, wake watchers, and score new versions."""
+        """Log stored changes, delete the data that they make obsolete, wake watchers and score new versions."""
         self.services.spool.follow(changes)
         self.services.progress.drop_ended(changes)
         for change in changes:
@@ -365,12 +367,12 @@ class _Parts:
             self.services.jobs.notify_watchers(job_id)
 
     async def wait_for_commits(self) -> None:
-        """Returns when no version is being made durable any more."""
+        """Wait until no version is being committed."""
         while self._is_committing() or self.services.runner.has_events:
             await asyncio.sleep(0.02)
 
     async def close(self) -> None:
-        """Ends every background task."""
+        """End every background task."""
         self.services.runner.stop_timers()
         await self._retention.close()
         await self._aggregation.close()
@@ -382,7 +384,7 @@ class _Parts:
     def _is_committing(self) -> bool:
         jobs = self.services.runner.coordinator.jobs.values()
         attempts = (job.open_attempt for job in jobs)
-        # A warm start has hours before it, and goes on from its last checkpoint.
+        # A warm start may need hours; it resumes from its last checkpoint.
         return any(
             attempt is not None
             and attempt.phase is AttemptPhase.COMMITTING
@@ -396,7 +398,7 @@ class _Parts:
 
 
 async def _note(store: Store, action: audit.AuditAction) -> None:
-    """Notes a start or stop, and where the audit log ends then: copies of the log can be checked against that."""
+    """Add an audit row, and log the head of the hash chain: copies of the audit log are checked against it."""
     await store.audit.append([audit.AuditEntry(audit.SERVER, action, f"fedplat {__version__}")])
     head = await store.audit.read_head()
     logs.get().info("the audit log ends here", rows=head.num_rows, hash=head.hash)
@@ -413,14 +415,14 @@ def _fields(row: HistoryRow) -> dict[str, object]:
 
 
 async def _cancel(task: asyncio.Future[Any]) -> None:
-    """Ends a task. What it died of was raised, or is told, by those who wait for it."""
+    """Cancel a task and wait for its end. Its error is dropped here: whatever awaits the task raises or reports it."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
 @contextlib.contextmanager
 def stop_on_signals(stop: Callable[[], None]) -> Generator[None]:
-    """SIGTERM and SIGINT call `stop`, while the context lasts."""
+    """Call `stop` on SIGTERM and SIGINT while the context is open."""
     loop = asyncio.get_running_loop()
     signals = (signal.SIGTERM, signal.SIGINT)
     for number in signals:

@@ -2,27 +2,29 @@
 
 ```
 ServerError
-├── ConfigError            the daemon cannot start with these options; the message names what to change
+├── ConfigError                   the daemon cannot start with these options; the message names what to change
 ├── StoreError
-│   ├── StoreUnavailableError   the database does not answer; worth trying again
-│   │   └── StoreFullError          it has no room; worth trying again when there is
-│   ├── EnrollmentError          a client that is enrolled already, in another way
-│   ├── TokenRefusedError       an enrollment token that is unknown, foreign or of no use any more
-│   ├── LeadershipLostError     another daemon leads the jobs by now, or may do so
-│   ├── ParticipationError      an assignment with which a client of a private job would take part too often
-│   ├── PopulationChangedError  jobs or the budget of a population are others than those that were looked at
-│   ├── StaleRevisionError      somebody else changed the job: our view of it is out of date
-│   └── SchemaVersionError      the database's schema is not this code's; names the command that mends it
-├── BlobError              bytes that are missing or damaged, or cannot be written
-│   ├── BlobFullError           there is no room on the disk; worth trying again when there is
-│   └── SpoolError              what was received for an attempt can be trusted no longer
-├── PoolError              work that the pool of ranks cannot do
-│   ├── PoolUnavailableError    there is no pool
-│   ├── PoolBrokenError         a rank died, or the pool was stopped, before the work was done; worth trying again
-│   └── PoolWorkError           the ranks say why they cannot do it, or what their foreign code raised
-│       └── PoolMemoryError         it needs more memory than an accelerator has
-├── UploadError            an upload that cannot go on (wrong offset, too many bytes, wrong digest)
-└── RefusedError           a request is refused: a `Code`, its public message, and a public detail
+│   ├── StoreUnavailableError     the database does not answer; retry
+│   │   └── StoreFullError        the database has no room; retry when it has
+│   ├── EnrollmentConflictError   the client is already enrolled with other properties
+│   ├── TokenRefusedError         the enrollment token is unknown, of another population or no longer valid
+│   ├── OperatorError             the operator's name is taken, or there is no such operator
+│   │   └── LastAdminError        the last admin may not be removed
+│   ├── LeadershipLostError       another daemon leads the jobs, or may lead them
+│   ├── ParticipationError        the assignment would exceed a client's participations in a private job
+│   ├── PopulationChangedError    the jobs or the budget of a population changed since they were read
+│   ├── StaleRevisionError        the job changed since it was read
+│   └── SchemaVersionError        the schema is not that of this code; the message names the command to run
+├── BlobError                     bytes are missing or damaged, or cannot be written
+│   ├── BlobFullError             the disk is full; retry when it has room
+│   └── SpoolError                the updates received for an attempt can no longer be trusted
+├── PoolError                     the worker pool cannot do a task
+│   ├── PoolUnavailableError      there is no pool
+│   ├── PoolBrokenError           a rank died or the pool was stopped before the task was done; retry
+│   └── PoolWorkError             the task failed on the ranks; the message is theirs or that of user code
+│       └── PoolMemoryError       the task needs more memory than an accelerator has
+├── UploadError                   the upload cannot continue (wrong offset, too many bytes, wrong digest)
+└── RefusedError                  a request is refused: a `Code`, its public message and a public detail
 ```
 """
 
@@ -44,7 +46,7 @@ class ConfigError(ServerError):
 
 
 class StoreError(ServerError):
-    """The store could not do what it was asked for."""
+    """The base of the database's errors."""
 
 
 class StoreUnavailableError(StoreError):
@@ -56,7 +58,7 @@ class StoreFullError(StoreUnavailableError):
 
 
 class EnrollmentConflictError(StoreError):
-    """A client that is enrolled already enrolls in another population or with another key."""
+    """An enrollment of a client that is already enrolled, in another population or with another key."""
 
 
 class TokenRefusedError(StoreError):
@@ -68,27 +70,27 @@ class TokenRefusedError(StoreError):
 
 
 class OperatorError(StoreError):
-    """An operator whose name is taken, or who is not there."""
+    """The operator's name is taken, or there is no such operator."""
 
 
 class LastAdminError(OperatorError):
-    """The only operator that can make others, who may not be removed."""
+    """The last admin, the only operator that can add others, may not be removed."""
 
 
 class LeadershipLostError(StoreError):
-    """Another daemon leads the jobs of this database by now, or may do so: what this one writes is rejected."""
+    """Another daemon leads the jobs of this database, or may lead them: writes of this daemon are rejected."""
 
 
 class ParticipationError(StoreError):
-    """An assignment with which a client would take part in more of a private job than the job's promise rests on."""
+    """The assignment would exceed the participations of a client that a private job's guarantee assumes."""
 
 
 class StaleRevisionError(StoreError):
-    """A job was changed by somebody else since it was read."""
+    """The job was changed by another process since it was read."""
 
 
 class PopulationChangedError(StoreError):
-    """A population's jobs, or its budget, were changed by somebody else since they were read."""
+    """The jobs or the budget of a population were changed by another process since they were read."""
 
 
 class SchemaVersionError(StoreError):
@@ -96,43 +98,43 @@ class SchemaVersionError(StoreError):
 
 
 class BlobError(ServerError):
-    """Bytes that are missing or damaged, or cannot be written."""
+    """Bytes are missing or damaged, or cannot be written."""
 
 
 class BlobFullError(BlobError):
-    """There is no room on the disk."""
+    """The disk is full."""
 
 
 class SpoolError(BlobError):
-    """What was received for an attempt can be trusted no longer: it has to be abandoned and tried again."""
+    """The updates received for an attempt can no longer be trusted: it is abandoned and repeated."""
 
 
 class UploadError(ServerError):
-    """An upload that cannot go on."""
+    """The upload cannot continue."""
 
 
 class PoolError(ServerError):
-    """Work that the pool of ranks cannot do."""
+    """The worker pool cannot do a task."""
 
 
 class PoolUnavailableError(PoolError):
-    """There is no pool at this data folder, or it does not answer."""
+    """There is no pool for this data folder, or it does not answer."""
 
 
 class PoolBrokenError(PoolError):
-    """The pool broke off: a rank died, or the pool was stopped, before the work was done."""
+    """A rank died or the pool was stopped before the task was done."""
 
 
 class PoolWorkError(PoolError):
-    """The ranks could not do the work; the message is theirs."""
+    """The task failed on the ranks; the message is theirs."""
 
 
 class PoolMemoryError(PoolWorkError):
-    """The work needs more memory than a rank's accelerator has; a CPU may have it."""
+    """The task needs more memory than a rank's accelerator has; a CPU may have enough."""
 
 
 class Code(StrEnum):
-    """Why a request is refused, for programs; callers get it as trailing metadata `fedplat-code`."""
+    """The reason that a request is refused for, as a code; callers receive it as trailing metadata `fedplat-code`."""
 
     UNAUTHENTICATED = "UNAUTHENTICATED"
     NO_OPERATOR = "NO_OPERATOR"
@@ -187,30 +189,30 @@ class Code(StrEnum):
 
 PUBLIC_MESSAGES: Mapping[Code, str] = {
     Code.NO_OPERATOR: (
-        "this needs an operator's token, which is in an operator's profile (an admin makes one: fedplat operator add "
-        "NAME --out FILE; on the server's machine: fedplat-server operator add NAME --out FILE)"
+        "this call needs an operator's token, which is in an operator's profile (an admin creates one with fedplat "
+        "operator add NAME --out FILE, or on the server's host with fedplat-server operator add NAME --out FILE)"
     ),
-    Code.ROLE_TOO_LOW: "the operator may not do this",
-    Code.TOO_MANY_LOGINS: "too many calls of this caller were refused; wait a moment",
+    Code.ROLE_TOO_LOW: "the operator's role does not allow this",
+    Code.TOO_MANY_LOGINS: "too many calls of this caller were refused; try again later",
     Code.NAME_TAKEN: "the name is taken",
     Code.NO_SUCH_OPERATOR: "there is no such operator",
     Code.LAST_ADMIN: ("this is the last operator with the role admin; add another one before you remove it"),
     Code.UNAUTHENTICATED: "the call names no client; enroll first, then open a session",
     Code.BAD_SIGNATURE: "the signature is not that of the client's key over this call",
     Code.REPLAYED: "the call was made before",
-    Code.SESSION_UNKNOWN: "the session is not known here; open another one",
-    Code.CHALLENGE_EXPIRED: "the nonce has expired or was used before; get another one",
-    Code.CLIENT_UNKNOWN: "this server knows no such client; enroll with a ticket",
+    Code.SESSION_UNKNOWN: "the session is unknown; open another one",
+    Code.CHALLENGE_EXPIRED: "the nonce has expired or was used before; request another one",
+    Code.CLIENT_UNKNOWN: "this server has no such client; enroll with a ticket",
     Code.FENCED: "another process has opened a newer session as this client",
     Code.REVOKED: "an operator has revoked this client",
-    Code.CERTIFICATE_UNKNOWN: "the certificate names no client of this server",
+    Code.CERTIFICATE_UNKNOWN: "the certificate does not belong to a client of this server",
     Code.CERTIFICATE_EXPIRED: "the client's certificate has expired; renew it",
     Code.NO_CERTIFICATES: (
-        "this server gives no certificates to clients, having no authority or no --mtls-listen; sign the calls"
+        "this server issues no client certificates: it has no authority or no --mtls-listen; sign the calls instead"
     ),
-    Code.TOKEN_UNKNOWN: "the enrollment token is not known; ask the operator for a ticket",
-    Code.TOKEN_REFUSED: "the enrollment token is not valid any more; ask for another ticket",
-    Code.UNSUPPORTED_VERSION: "this server speaks other protocol versions",
+    Code.TOKEN_UNKNOWN: "the enrollment token is unknown; ask the operator for a ticket",
+    Code.TOKEN_REFUSED: "the enrollment token is no longer valid; ask the operator for another ticket",
+    Code.UNSUPPORTED_VERSION: "this server does not support the protocol version",
     Code.INVALID_REQUEST: "the request cannot be used",
     Code.INVALID_JOB_FILE: "the job file cannot be used",
     Code.INVALID_MODEL: "the model cannot be used",
@@ -219,29 +221,29 @@ PUBLIC_MESSAGES: Mapping[Code, str] = {
     Code.NO_SUCH_JOB: "there is no such job",
     Code.AMBIGUOUS_JOB: "several jobs have this name; use the job id",
     Code.NO_SUCH_VERSION: "there is no such model version",
-    Code.VERSION_REMOVED: "the model file of this version is not kept any more",
+    Code.VERSION_REMOVED: "the model file of this version was removed",
     Code.NO_SUCH_MODEL: "there is no such model for this client",
     Code.NO_SUCH_EVALUATOR: "the server has no such evaluator",
-    Code.NO_SUCH_TRAINER: "the server has no such trainer of its own",
+    Code.NO_SUCH_TRAINER: "there is no such server trainer",
     Code.ILLEGAL_ACTION: "the job's status does not allow this",
     Code.OVER_BUDGET: "the population's privacy budget does not allow this",
-    Code.STALE_ASSIGNMENT: "the assignment is not open any more",
-    Code.WRONG_OFFSET: "the upload does not go on where it stopped",
+    Code.STALE_ASSIGNMENT: "the assignment is no longer open",
+    Code.WRONG_OFFSET: "the upload does not continue at the offset where it stopped",
     Code.TOO_LARGE: "more bytes than are accepted here",
     Code.UPLOAD_INCOMPLETE: "the update has not arrived completely",
     Code.TOO_SLOW: "the stream has made no progress",
     Code.TOO_MANY_CALLS: "the caller has too many calls open",
     Code.TOO_MANY_STREAMS: "this client has too many transfers open",
     Code.TOO_MANY_REQUESTS: "too many requests; try again later",
-    Code.TOO_MANY_BYTES: "too many bytes were sent for this attempt, which is over now",
-    Code.TOO_MANY_UPLOADS: ("the server receives as many updates at this moment as its memory allows; try again"),
+    Code.TOO_MANY_BYTES: "too many bytes were sent for this attempt; the assignment has ended",
+    Code.TOO_MANY_UPLOADS: "the server is receiving as many updates as its memory allows; try again",
     Code.DRAINING: "the server is stopping; try again",
-    Code.NO_LEADER: "no server leads the jobs at this moment; try again in some seconds",
+    Code.NO_LEADER: "no server leads the jobs at the moment; try again in a few seconds",
     Code.STORE_UNAVAILABLE: "the server's database does not answer; try again",
     Code.STORAGE_FULL: "the server's disk is full; try again later",
-    Code.INTERNAL: "the server failed; its log has the details under this number",
+    Code.INTERNAL: "internal error; the server's log has the details under this number",
 }
-"""The public message of each code. Other details of errors go to the log only."""
+"""The public message of each code. All other details of errors are only logged."""
 
 RETRY_WINDOWS: Mapping[Code, RetryWindow] = {
     Code.UPLOAD_INCOMPLETE: RetryWindow(0.0, 1.0),
@@ -257,11 +259,11 @@ RETRY_WINDOWS: Mapping[Code, RetryWindow] = {
     Code.STORE_UNAVAILABLE: RetryWindow(1.0, 5.0),
     Code.STORAGE_FULL: RetryWindow(5.0, 30.0),
 }
-"""When to try again, for codes whose cause may pass."""
+"""The retry windows of codes with a temporary cause."""
 
 
 class RefusedError(ServerError):
-    """A request is refused. `detail` is public too; `retry` is when to try again, if that may help."""
+    """A request is refused. `detail` is public too; `retry` is the window for a retry that may succeed, else None."""
 
     def __init__(self, code: Code, detail: str = "", retry: RetryWindow | None = None) -> None:
         self.code = code

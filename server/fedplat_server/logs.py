@@ -1,6 +1,6 @@
 """The log: a sentence for people, fields for machines. Lines of JSON, or coloured text on a terminal.
 
-No line shows local variables of a traceback: tokens, credentials and the database's password are among them.
+Tracebacks are logged without local variables, which include tokens, credentials and the database's password.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ MAX_LINES = 10_000
 
 
 class Sink(io.TextIOBase):
-    """Writes lines to a descriptor in a thread of its own: a log that nobody reads must not stop a round.
+    """A stream that a thread writes to a file descriptor: a log whose reader is stuck must not stop a round.
 
-    Beyond `max_lines` that wait, lines are dropped; how many is said as soon as somebody reads again.
+    If `max_lines` are waiting, further lines are dropped; a line with their number follows when writes succeed again.
     """
 
     def __init__(self, descriptor: int, max_lines: int = MAX_LINES) -> None:
         self._descriptor = descriptor
         self._lines: queue.Queue[str | None] = queue.Queue(max_lines)
         self._dropped = 0
-        # A daemon: the process ends also if the thread is stuck in a write.
+        # A daemon thread: the process can end while the thread is stuck in a write.
         self._thread = threading.Thread(target=self._drain, name="log", daemon=True)
         self._thread.start()
 
     def write(self, text: str, /) -> int:
-        """Hands text over; never blocks and never fails."""
+        """Queue text for writing; never blocks and never fails."""
         try:
             self._lines.put_nowait(text)
         except queue.Full:
@@ -41,7 +41,7 @@ class Sink(io.TextIOBase):
         return len(text)
 
     def finish(self, timeout_s: float) -> None:
-        """Waits until what was handed over is written, but not longer than this."""
+        """Wait until the queued text is written, for up to `timeout_s`."""
         try:
             self._lines.put(None, timeout=timeout_s)
         except queue.Full:
@@ -55,20 +55,23 @@ class Sink(io.TextIOBase):
             self._put(text or "")
             if self._dropped and (text is None or self._lines.empty()):
                 dropped, self._dropped = self._dropped, 0
-                self._put(f"{dropped} lines of the log were dropped: nobody read them in time\n")
+                self._put(f"{dropped} lines of the log were dropped: they were not read in time\n")
 
     def _put(self, text: str) -> None:
         rest = memoryview(text.encode(errors="backslashreplace"))
         try:
-            # Past sys.stderr: a thread that is stuck in it would keep the interpreter from ending.
+            # Not through sys.stderr: a thread that is stuck in it would keep the interpreter from ending.
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
         except OSError:
-            self._dropped += 1  # a closed pipe, a full disk: there is nowhere to say so
+            self._dropped += 1  # a closed pipe or a full disk, which cannot be reported anywhere
 
 
 def configure(level: str = "INFO", *, json: bool | None = None) -> Sink:
-    """Sets the whole process up; `json` defaults to "unless stderr is a terminal". `finish` the sink at the end."""
+    """Set up the log of the process; return its sink, to be finished at the end. `json` defaults to text on a terminal.
+
+    Messages of libraries (asyncio, gRPC, SQLAlchemy) of level WARNING or above become lines of the same kind.
+    """
     terminal = sys.stderr.isatty()
     as_json = not terminal if json is None else json
     sink = Sink(sys.stderr.fileno())
@@ -90,7 +93,6 @@ def configure(level: str = "INFO", *, json: bool | None = None) -> Sink:
         logger_factory=structlog.WriteLoggerFactory(cast(TextIO, sink)),
         cache_logger_on_first_use=False,
     )
-    # What libraries say (asyncio, gRPC, SQLAlchemy) becomes lines of the same kind.
     handler = logging.StreamHandler(sink)
     drop_meta = structlog.stdlib.ProcessorFormatter.remove_processors_meta
     handler.setFormatter(
@@ -101,11 +103,10 @@ def configure(level: str = "INFO", *, json: bool | None = None) -> Sink:
 
 
 def get() -> structlog.typing.FilteringBoundLogger:
-    """The logger of the daemon."""
+    """Return the logger of the daemon."""
     return structlog.get_logger()
 
 
 def _name_logger(logger: object, method: str, fields: structlog.typing.EventDict, /) -> structlog.typing.EventDict:
-    """Says which library speaks."""
     record: logging.LogRecord | None = fields.get("_record")
     return {**fields, "logger": record.name} if record is not None else fields

@@ -87,7 +87,7 @@ def _tickets_of_no_use(admin: AdminClient, server: processes.Server, used: Ticke
         "revoked": revoked.ticket,
         "expired": expired,
         "another population": foreign.to_text(),
-        "not known": unknown.to_text(),
+        "is unknown": unknown.to_text(),
     }
     for said, ticket in cases.items():
         with pytest.raises(EnrollmentError, match=said) as caught:

@@ -101,9 +101,9 @@ async def test_jobs_share_the_budget_of_their_population(site: Site) -> None:
     assert words == (
         "the population's privacy budget does not allow this: population demo has a budget of epsilon = "
         f"{epsilon(10) * 1.001:g} at delta = 1e-06, of which its other jobs have released or planned {epsilon(6):.4g}; "
-        f"this job needs {epsilon(5):.4g} alone, and {epsilon(11):.4g} with them. What is left is enough for 4 of its "
+        f"this job needs {epsilon(5):.4g} alone, and {epsilon(11):.4g} with them. The rest is enough for 4 of its "
         "5 releases. Expected fewer rounds, more noise (a smaller privacy.epsilon or a larger "
-        "privacy.noise_multiplier), or that jobs which nobody needs are cancelled first"
+        "privacy.noise_multiplier), or that unneeded jobs are cancelled first"
     )
     await site.operator.create(private(rounds=4))
     await refused(site.operator.create(private(rounds=1)))
@@ -125,8 +125,7 @@ async def test_a_budget_takes_private_jobs_only(site: Site) -> None:
     other = await site.operator.create(job_file("other"))
     words = await refused(budget(site, 3.0))
     assert words.endswith(
-        f"jobs without [privacy] go on in population demo: {other.job_id}; expected that they have ended, or are "
-        "cancelled"
+        f"population demo has open jobs without [privacy]: {other.job_id}; wait until they end, or cancel them"
     )
     await cancel(site, other.job_id)
     made = await budget(site, 3.0)
@@ -187,7 +186,7 @@ async def test_what_changes_while_it_is_looked_at_is_looked_at_again(
         return found
 
     monkeypatch.setattr(budgets, "why_too_small", disturbed)
-    assert "jobs without [privacy] go on" in await refused(budget(site, 3.0))
+    assert "has open jobs without [privacy]" in await refused(budget(site, 3.0))
     assert (await show(site)).populations == []
     monkeypatch.undo()
     await cancel(site, "other")

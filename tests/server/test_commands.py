@@ -127,7 +127,7 @@ def test_init_replaces_no_operator_whose_profile_was_taken_away(run: Run, data: 
     (data / "admin.toml").rename(data / "elsewhere.toml")
     status, out, _ = run("init")
     assert status == 0
-    assert "kept the operator admin, whose profile is not here" in out
+    assert "kept the operator admin; its profile is in another file" in out
     assert not (data / "admin.toml").exists()
 
 
@@ -138,7 +138,7 @@ def test_init_refuses_a_profile_of_another_database(run: Run, data: Path) -> Non
     profile.save(foreign, data / "admin.toml")
     status, _, err = run("init")
     assert (status, err.count("\n")) == (2, 1)
-    assert "has a token that this database does not know" in err
+    assert "belongs to no operator in this database" in err
 
 
 def test_init_says_when_the_certificate_is_for_somebody_else(run: Run) -> None:
@@ -248,7 +248,7 @@ def test_an_operator_whose_profile_cannot_be_written_is_not_made(run: Run, data:
     assert "cannot be written" in line_of(run("operator", "add", "ben", "--role", "viewer", "--out", where), 1)
     taken = tmp_path / "taken.toml"
     taken.write_text("")
-    assert "is there already" in line_of(run("operator", "add", "ben", "--role", "viewer", "--out", str(taken)), 2)
+    assert "exists already" in line_of(run("operator", "add", "ben", "--role", "viewer", "--out", str(taken)), 2)
     free = tmp_path / "free.toml"
     line_of(run("operator", "add", "admin", "--role", "viewer", "--out", str(free)), 1)
     assert not free.exists()

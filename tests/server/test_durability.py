@@ -113,7 +113,7 @@ async def test_an_attempt_whose_spool_is_gone_is_tried_again(folder: Path) -> No
         shutil.rmtree(path)
     async with harness.running(folder) as site:
         ended = await site.operator.until(job, "attempt", "ABANDONED")
-        assert ended.reason == f"aggregation failed: the update of {clients[0].client_id} is gone or damaged"
+        assert ended.reason == f"aggregation failed: the update of {clients[0].client_id} is missing or damaged"
         clients = [await moved(client, site) for client in clients]
         work = await site.assign(clients)
         assert [one.attempt for one in work] == [2, 2]

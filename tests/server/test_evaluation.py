@@ -225,7 +225,7 @@ def test_the_process_ends_when_the_daemon_is_killed(tmp_path: Path) -> None:
         "from fedplat.aggregate import FedAvg\n"
         "from fedplat_server.training import evaluation\n"
         "async def main():\n"
-        "    process = evaluation._Process()\n"
+        "    process = evaluation._EvaluationProcess()\n"
         "    print((await process.run(sys.argv[1], Path(sys.argv[2]), FedAvg(), 60.0))['process'], flush=True)\n"
         "    await asyncio.Event().wait()\n"
         "if __name__ == '__main__':\n"

@@ -31,7 +31,7 @@ class Asked:
 
 async def test_whoever_asks_meanwhile_shares_the_next_call() -> None:
     asked = Asked()
-    gathered = BatchLoader(asked, most=3)
+    gathered = BatchLoader(asked, max_keys=3)
     gate = asked.gate = Gate()
     first = asyncio.create_task(gathered.load("a"))
     await gate.reached.wait()

@@ -262,8 +262,8 @@ async def test_tokens_of_no_use_let_nobody_in_and_say_why(site: Site) -> None:
         (foreign, {"population": "other"}, S.PERMISSION_DENIED, "another population"),
         (revoked, {}, S.PERMISSION_DENIED, "revoked"),
         (expired, {}, S.PERMISSION_DENIED, "expired"),
-        (unknown, {}, S.UNAUTHENTICATED, "not known"),
-        (Ticket("s", "demo", ""), {}, S.UNAUTHENTICATED, "not known"),
+        (unknown, {}, S.UNAUTHENTICATED, "is unknown"),
+        (Ticket("s", "demo", ""), {}, S.UNAUTHENTICATED, "is unknown"),
     )
     for ticket, fields, status, said in cases:
         with pytest.raises(aio.AioRpcError, match=said) as caught:

@@ -284,7 +284,7 @@ async def test_servers_without_certificates_for_clients_are_named(folder: Path, 
     made = make_pki(folder)
     async with harness.running(folder, tls=made.files) as site:
         client = await Place(site, made).sdk(tmp_path / "one", add_one)
-        with pytest.raises(IdentityError, match=r"gives no certificates .* sign the calls"):
+        with pytest.raises(IdentityError, match=r"issues no client certificates: .* sign the calls"):
             await asyncio.to_thread(client.run)
     async with harness.running(folder) as site:
         client = await Place(site, made).sdk(tmp_path / "two", add_one)

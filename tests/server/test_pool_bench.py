@@ -42,7 +42,7 @@ def test_a_measurement_with_ranks(tmp_path: Path) -> None:
         ("--ranks 1", "--ranks 1: expected 2 or more"),
         ("--ranks 99 --backend nccl", "expected a GPU for each of 99 ranks, found"),
         ("--min-size 1MB --max-size 1KB", "--max-size 1KB: expected no less than --min-size 1MB"),
-        ("--backend gloo --max-size 900000GB", "--max-size 900000GB: 2 ranks need more memory for it than there is"),
+        ("--backend gloo --max-size 900000GB", "--max-size 900000GB: there is not enough memory for 2 ranks"),
         ("--ranks 3 --min-size 8", "--min-size 8: expected 12 bytes or more"),
         ("--max-size huge", "--max-size huge: expected a size such as 1KB"),
         ("--min-size -1KB", "--min-size -1KB: expected a size such as 1KB"),

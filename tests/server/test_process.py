@@ -256,8 +256,11 @@ SHARED = ["--share-port", "--database", "postgresql://x/y", "--listen", "localho
         (["--trusted-proxy", "10.0.0.1/8"], "expected an address or a network"),
         (["--share-port"], "--share-port is for daemons of one PostgreSQL"),
         (["--share-port", "--database", "postgresql://x/y"], "--share-port needs --advertise"),
-        ([*SHARED, "--advertise", "localhost:7443"], "a port that is this daemon's own"),
-        ([*SHARED, "--advertise", "localhost:7444", "--listen", "localhost:0"], "has a number that all of them know"),
+        ([*SHARED, "--advertise", "localhost:7443"], "another port, where the other daemons reach this one"),
+        (
+            [*SHARED, "--advertise", "localhost:7444", "--listen", "localhost:0"],
+            "needs a port number that is the same for all",
+        ),
         (["--grace-s", "inf"], "--grace-s inf"),
         (["--evaluation-s", "0"], "--evaluation-s 0"),
         (["--evaluation-s", "nan"], "--evaluation-s nan"),

@@ -75,10 +75,10 @@ async def test_the_daemon_keeps_what_a_job_says(folder: Path) -> None:
 
         await harness.until(applied, "old models to be given up")
         assert (await values(site, job, 3), await values(site, job)) == ([3.0, 0.0], [6.0, 0.0])
-        text = "the model file of this version is not kept any more: 4; the kept versions are 0, 3, 5 to 6"
+        text = "the model file of this version was removed: 4; the kept versions are 0, 3, 5 to 6"
         with pytest.raises(aio.AioRpcError, match=text):
             await site.operator.export(job, 4)
-        with pytest.raises(aio.AioRpcError, match="not kept any more: 2"):
+        with pytest.raises(aio.AioRpcError, match="was removed: 2"):
             await roll_back(site, job, 2)
     async with harness.running(folder):
         pass
@@ -145,7 +145,7 @@ async def test_a_client_that_was_pruned_needs_a_new_ticket(folder: Path) -> None
         database.execute("UPDATE clients SET seen_unix_s = 1.0")
     assert counted(folder, "--clients-unseen-for", "1d", "--yes")["clients"] == 1
     async with harness.running(folder) as site:
-        with pytest.raises(aio.AioRpcError, match="this server knows no such client; enroll with a ticket"):
+        with pytest.raises(aio.AioRpcError, match="this server has no such client; enroll with a ticket"):
             await client.over(site.channel).open_session()
         again = await site.enroll(key="the only one")
         assert again.client_id != client.client_id
@@ -153,7 +153,7 @@ async def test_a_client_that_was_pruned_needs_a_new_ticket(folder: Path) -> None
 
 async def test_sqlite_is_not_pruned_beside_a_daemon(folder: Path) -> None:
     async with harness.running(folder):
-        with pytest.raises(ConfigError, match="whose SQLite database it alone writes to: stop it first"):
+        with pytest.raises(ConfigError, match="no other process may write to its SQLite database: stop it first"):
             prune(folder, "--dry-run")
 
 
@@ -180,8 +180,11 @@ async def test_beside_a_daemon_on_postgresql_files_are_left_to_it(folder: Path, 
     ("options", "text"),
     [
         (["--older-than", "soon"], "--older-than: duration 'soon': expected a number and s, m, h, d or w, such as 90d"),
-        (["--clients-unseen-for", "3h"], "--clients-unseen-for 3h: expected at least 1d; a daemon notes rarely"),
-        (["--json"], "--json asks nothing: expected --dry-run or --yes beside it"),
+        (
+            ["--clients-unseen-for", "3h"],
+            "--clients-unseen-for 3h: expected at least 1d, as daemons rarely store when they saw a client",
+        ),
+        (["--json"], "--json does not ask for confirmation: add --dry-run or --yes"),
     ],
 )
 def test_wrong_arguments_are_one_sentence(tmp_path: Path, options: list[str], text: str) -> None:

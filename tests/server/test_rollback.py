@@ -57,7 +57,7 @@ async def test_a_job_whose_model_was_destroyed_goes_on_from_the_initial_one(fold
         working = await site.assign(clients)  # round 2 is under way
         done = await roll_back(site, job, 0)
         assert (done.rule_state, done.job.model.version, done.job.restored_from) == ("none", 2, 0)
-        with pytest.raises(aio.AioRpcError, match="the assignment is not open any more: ATTEMPT_ABANDONED"):
+        with pytest.raises(aio.AioRpcError, match="the assignment is no longer open: ATTEMPT_ABANDONED"):
             await clients[0].deliver(working[0].token, model_of(1.0, 1.0))
         for version in (3, 4):
             await play(site, clients, job, version, 1.0, 2.0)

@@ -164,7 +164,7 @@ async def test_somebody_else_in_the_database_ends_the_runner_with_advice() -> No
         assert it.task is not None
         with pytest.raises(StaleRevisionError, match="does another fedplat-server use this database"):
             await it.task
-        with pytest.raises(StoreUnavailableError, match="the server stops"):  # nobody waits for ever
+        with pytest.raises(StoreUnavailableError, match="the server is stopping"):  # nobody waits for ever
             await it.act(JobAction.START)
         waiting.cancel()
 
@@ -177,10 +177,10 @@ async def test_a_memory_that_the_database_contradicts_ends_the_runner() -> None:
             raise ParticipationError("toy round 3 attempt 1 must not have client c")
 
         it.store.before["save"] = refuse
-        with pytest.raises(StoreUnavailableError, match="the server stops"):
+        with pytest.raises(StoreUnavailableError, match="the server is stopping"):
             await it.act(JobAction.START)
         assert it.task is not None
-        with pytest.raises(ParticipationError, match="client c; start the server again"):
+        with pytest.raises(ParticipationError, match="client c; restart the server"):
             await it.task
 
 

@@ -74,7 +74,7 @@ def test_the_ranks_of_a_measurement(planted: Path) -> None:
 async def test_the_process_of_evaluators_which_still_finds_what_lies_beside_one(planted: Path, reference: str) -> None:
     model = planted / "model.safetensors"
     model.write_bytes(Parameters.from_arrays({"w": np.zeros(3, np.float32)}).to_bytes())
-    process = evaluation._Process()  # pyright: ignore[reportPrivateUsage]
+    process = evaluation._EvaluationProcess()  # pyright: ignore[reportPrivateUsage]
     try:
         found = await process.run(reference.format(folder=planted), model, aggregate.FedAvg(), 120.0)
     finally:

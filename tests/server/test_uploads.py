@@ -130,7 +130,7 @@ def test_nothing_is_added_to_what_was_taken_as_complete(uploads: Spool) -> None:
     upload = uploads.open(KEY, DIGEST, SIZE + 1, 0)
     upload.write(DATA)
     path = uploads.complete(KEY, DIGEST)
-    with pytest.raises(UploadError, match="goes on elsewhere, or has ended"):
+    with pytest.raises(UploadError, match="has ended, or another call continues it"):
         upload.write(b"x")
     assert path is not None
     assert path.read_bytes() == DATA
@@ -147,7 +147,7 @@ def test_too_many_bytes_are_refused_before_any_is_stored(uploads: Spool, size_by
 def test_more_bytes_than_were_declared_are_refused(uploads: Spool) -> None:
     upload = uploads.open(KEY, DIGEST, 100, 0)
     upload.write(DATA[:60])
-    with pytest.raises(UploadError, match="more bytes than the 100"):
+    with pytest.raises(UploadError, match="more bytes than the declared 100"):
         upload.write(DATA[60:101])
     assert uploads.count_received(KEY, DIGEST) == 60
     upload.close()
@@ -193,7 +193,7 @@ def test_a_second_writer_fences_the_first(uploads: Spool) -> None:
     first = uploads.open(KEY, DIGEST, SIZE, 0)
     first.write(DATA[:100])
     second = uploads.open(KEY, DIGEST, SIZE, 100)
-    with pytest.raises(UploadError, match="goes on elsewhere"):
+    with pytest.raises(UploadError, match="another call continues it"):
         first.write(DATA[100:])
     first.close()
     second.write(DATA[100:])

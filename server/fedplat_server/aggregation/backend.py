@@ -1,4 +1,4 @@
-"""The interface of a backend that computes an attempt's aggregate: updates go in, files come out."""
+"""The interface of a backend that computes an attempt's aggregate from updates and stores it as files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True)
 class Aggregate:
-    """The result of an attempt: the next version's file and that of the rule's state, which are stored for good.
+    """The result of an attempt: the files of the next version and of the rule's state, which are durable.
 
-    `published` are the metrics that are shown of the attempt, None if they are the means of the clients' own; `payload`
-    is the encoded step of a job with a downlink. A draft has no digest yet.
+    `published` is the attempt's published metrics, None for the means of the clients' metrics. `payload` is the
+    encoded step of a job with a downlink. The `model` of a draft has no digest yet.
     """
 
     model: Blob
@@ -33,22 +33,22 @@ class Aggregate:
 
 
 class AggregationBackend(Protocol):
-    """Computes the aggregate of one attempt. Its owner calls `close` at last, also after a call was cancelled."""
+    """A backend for one attempt. Its owner calls `close` in the end, also after a call was cancelled."""
 
     @property
     def keeps_updates(self) -> bool:
-        """Whether updates must stay readable until the aggregate is made."""
+        """Whether updates must stay readable until the aggregate is computed."""
         ...
 
     async def fold(self, update: SpooledUpdate) -> None:
-        """Add an update. Raises `ValueError` when the rule refuses it, and what reading it raises."""
+        """Add an update. Raises `ValueError` if the rule refuses it, and the errors of reading it."""
         ...
 
     async def commit(self, draft: Path | None = None) -> Aggregate:
-        """Compute the aggregate and store its files. With a `draft`, the model is written there instead, to be changed.
+        """Compute the aggregate and store its files; with a `draft`, write the model there to be trained further.
 
-        Raises `BlobFullError` or `BlobError` when its files cannot be written, `ModelError` when the result is not
-        finite, and `ValueError` when the rule has none.
+        Raises `BlobFullError` or `BlobError` if its files cannot be written, `ModelError` if the result is not finite,
+        and `ValueError` if the rule has no result.
         """
         ...
 
@@ -57,25 +57,25 @@ class AggregationBackend(Protocol):
         ...
 
 
-async def run_to_the_end(work: Callable[..., _T], *arguments: object) -> _T:
-    """Run work in a thread. A task that is cancelled ends after the work: then all of its files are known."""
-    working = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+async def run_to_the_end(function: Callable[..., _T], *arguments: object) -> _T:
+    """Run a function in a thread. If cancelled, wait for its end first, so that all files that it makes are known."""
+    task = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     try:
-        return await asyncio.shield(working)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
-        await asyncio.wait([working])
+        await asyncio.wait([task])
         raise
 
 
 @contextlib.contextmanager
 def store_model() -> Generator[None]:
-    """Mark the step in which a version's file is stored: one crash point for all backends."""
+    """Surround the storing of a version's file with its crash points, which all backends share."""
     with crash_points.step("commit.model"):
         yield
 
 
 @contextlib.contextmanager
 def store_state() -> Generator[None]:
-    """Mark the step in which the rule's state is stored."""
+    """Surround the storing of the rule's state with its crash points."""
     with crash_points.step("commit.state"):
         yield

@@ -1,4 +1,4 @@
-"""Computes the aggregate of an attempt in threads of the daemon's own process."""
+"""Aggregation in threads of the daemon's own process."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from typing_extensions import override
 
 from fedplat.aggregate import Accumulator, PartialSummary, Rule, Shard, scalars_to_bytes, state_schema
 from fedplat.model import ModelFile, Values, Vector
 from fedplat_server.aggregation import backend
-from fedplat_server.aggregation.backend import Aggregate
+from fedplat_server.aggregation.backend import Aggregate, AggregationBackend
 from fedplat_server.storage.blobs import BlobStore, BlobWriter
 from fedplat_server.workers.attempt_inputs import AttemptInputs, SpooledUpdate
 
 
-class LocalAggregation:
-    """Folds updates as they come, in this process."""
+class LocalAggregation(AggregationBackend):
+    """A backend that folds updates as they arrive, in this process."""
 
     def __init__(self, inputs: AttemptInputs, blobs: BlobStore) -> None:
         self._inputs = inputs
@@ -29,20 +30,21 @@ class LocalAggregation:
         self._sums: _PartialSums | None = None
 
     @property
+    @override
     def keeps_updates(self) -> bool:
-        """Whether updates must stay readable until the aggregate is made."""
         return self._rule.gather is not None
 
+    @override
     async def fold(self, update: SpooledUpdate) -> None:
-        """Add an update."""
         await asyncio.to_thread(self._fold, update)
 
+    @override
     async def commit(self, draft: Path | None = None) -> Aggregate:
-        """Compute the aggregate and store its files."""
         return await backend.run_to_the_end(self._commit, draft)
 
+    @override
     async def close(self) -> None:
-        """Release nothing: all goes with the object."""
+        pass
 
     def _open_sums(self) -> _PartialSums:
         if self._sums is None:
@@ -52,7 +54,7 @@ class LocalAggregation:
     def _fold(self, update: SpooledUpdate) -> None:
         sums = self._open_sums()
         values = self._inputs.open_update(update, sums.base)
-        with np.errstate(over="ignore", invalid="ignore"):  # the end looks at the sum
+        with np.errstate(over="ignore", invalid="ignore"):  # `commit` checks the sum
             sums.fold(values, update)
 
     def _commit(self, draft: Path | None) -> Aggregate:
@@ -87,28 +89,28 @@ class LocalAggregation:
 
 
 class _PartialSums:
-    """The sums that the updates are added up in: one, or those of ranks that take turns with whole updates."""
+    """The sums of the updates: one, or one for each rank, if whole updates are distributed round-robin."""
 
     def __init__(self, inputs: AttemptInputs, rule: Rule, base: ModelFile) -> None:
         self.base = base
         self._rule = rule
         self._scalars: Mapping[str, float] = inputs.read_scalars(rule, base)
-        number = inputs.num_sums(rule, base)
-        self._accumulators = [Accumulator(base.schema, rule, self._scalars) for _ in range(number)]
-        self._turn = 0
+        num_sums = inputs.num_sums(rule, base)
+        self._accumulators = [Accumulator(base.schema, rule, self._scalars) for _ in range(num_sums)]
+        self._next = 0
 
     def fold(self, values: Values, update: SpooledUpdate) -> None:
-        self._accumulators[self._turn].fold(values, update.contribution)
-        self._turn = (self._turn + 1) % len(self._accumulators)
+        self._accumulators[self._next].fold(values, update.contribution)
+        self._next = (self._next + 1) % len(self._accumulators)
 
     def merge(self) -> Accumulator:
-        """Return one accumulator of all updates: of several sums, added up in their order, as the pool does it."""
+        """Return one accumulator of all updates; several sums are added in their order, as the worker pool does."""
         if len(self._accumulators) == 1:
             return self._accumulators[0]
         total: Vector = self._accumulators[0].total.copy()
         for accumulator in self._accumulators[1:]:
             with np.errstate(over="ignore", invalid="ignore"):
                 np.add(total, accumulator.total, out=total)
-        tallies: Sequence[PartialSummary] = [accumulator.tally for accumulator in self._accumulators]
+        summaries: Sequence[PartialSummary] = [accumulator.tally for accumulator in self._accumulators]
         shard = Shard(range(total.size), memory=total)
-        return Accumulator.merge_partials(self.base.schema, self._rule, self._scalars, tallies, shard)
+        return Accumulator.merge_partials(self.base.schema, self._rule, self._scalars, summaries, shard)

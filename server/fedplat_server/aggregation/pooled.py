@@ -1,8 +1,8 @@
-"""Computes the aggregate of an attempt on the ranks of the pool, or in this process where they cannot.
+"""Aggregation on the ranks of the worker pool, with this process as the fallback.
 
 The ranks read the updates from the spool and write the files of the next version; the daemon hashes, syncs and adopts
-them. Whatever befalls the ranks costs time only: the updates stay in the spool until the version is stored, so all is
-done again, and the same bits come out (F35).
+them. A failure of the ranks only costs time: the updates stay in the spool until the version is stored, so the
+aggregation is repeated with the same result, bit for bit (F35).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import contextlib
 import os
 from contextlib import AsyncExitStack
 from pathlib import Path
+
+from typing_extensions import override
 
 from fedplat import durable
 from fedplat.aggregate import state_schema
@@ -34,48 +36,54 @@ from fedplat_server.workers.attempt_inputs import (
 from fedplat_server.workers.client import RunningTask, WorkerPool
 
 PATIENCE_S = 10.0
-"""How long a pool whose ranks died has to be back, before the daemon does their work."""
+"""The time for a pool to come back after its ranks died, before the daemon aggregates in its own process."""
 
 
-class PoolAggregation:
-    """Ranks fold updates as they come. Each method raises `PoolError` if they cannot; then nothing is left of it."""
+class PoolAggregation(AggregationBackend):
+    """A backend in which ranks fold updates as they arrive.
 
-    keeps_updates = True
+    Its methods raise `PoolError` if the ranks fail; then no file of the attempt remains.
+    """
 
-    def __init__(self, inputs: AttemptInputs, blobs: BlobStore, link: WorkerPool) -> None:
+    def __init__(self, inputs: AttemptInputs, blobs: BlobStore, pool: WorkerPool) -> None:
         self._inputs = inputs
         self._blobs = blobs
-        self._link = link
-        self._held = AsyncExitStack()
-        self._session: RunningTask | None = None
+        self._pool = pool
+        self._stack = AsyncExitStack()
+        self._task: RunningTask | None = None
+
+    @property
+    @override
+    def keeps_updates(self) -> bool:
+        return True
 
     async def begin(self) -> None:
-        """Begin the work on the ranks. Raises `PoolUnavailableError` when there are none."""
-        self._session = await self._held.enter_async_context(self._link.start_task("aggregate", self._inputs))
+        """Start the task on the ranks. Raises `PoolUnavailableError` if there is no pool."""
+        self._task = await self._stack.enter_async_context(self._pool.start_task("aggregate", self._inputs))
 
+    @override
     async def fold(self, update: SpooledUpdate) -> None:
-        """Send the path of an update to the ranks."""
-        assert self._session is not None
-        await self._session.send(AddUpdate(update))
+        assert self._task is not None
+        await self._task.send(AddUpdate(update))
 
+    @override
     async def commit(self, draft: Path | None = None) -> Aggregate:
-        """Have the ranks fill the files of the next version, and store these."""
-        assert self._session is not None
+        assert self._task is not None
         with contextlib.ExitStack() as stack:
             model = stack.enter_context(self._blobs.temporary())
             drafts = await asyncio.to_thread(self._make_drafts, stack, model)
-            await self._session.send(drafts)
-            said = await self._session.result(AttemptAggregate)
-            _raise_problem(said)
-            aggregate = await backend.run_to_the_end(self._store, drafts, said, draft)
+            await self._task.send(drafts)
+            result = await self._task.result(AttemptAggregate)
+            _raise_problem(result)
+            aggregate = await backend.run_to_the_end(self._store, drafts, result, draft)
         return aggregate
 
+    @override
     async def close(self) -> None:
-        """End the work on the ranks, if it goes on."""
-        await self._held.aclose()
+        await self._stack.aclose()
 
     def _make_drafts(self, stack: contextlib.ExitStack, path: Path) -> CloseAttempt:
-        """Make files of the right sizes: a full disk shows now, and not when the ranks have computed it all."""
+        """Make files of the final sizes, so that a full disk fails before the ranks compute."""
         rule, base = self._inputs.build_rule(), ModelFile.open(self._inputs.base_path)
         names, scalars = rule.init(0), rule.start(0).scalars
         state = state_schema(names, base.schema.num_floating, scalars).file_size_bytes if names or scalars else 0
@@ -87,7 +95,7 @@ class PoolAggregation:
                 payload=_make_file(stack.enter_context(self._blobs.temporary()), 0) if has_payload else "",
             )
 
-    def _store(self, drafts: CloseAttempt, said: AttemptAggregate, draft: Path | None) -> Aggregate:
+    def _store(self, drafts: CloseAttempt, result: AttemptAggregate, draft: Path | None) -> Aggregate:
         path = Path(drafts.model)
         if draft is None:
             with backend.store_model():
@@ -102,36 +110,39 @@ class PoolAggregation:
         return Aggregate(
             model=model,
             state=state,
-            num_updates=said.num_updates,
-            total_weight=said.total_weight,
-            published=said.published,
+            num_updates=result.num_updates,
+            total_weight=result.total_weight,
+            published=result.published,
             payload=Path(drafts.payload).read_bytes() if drafts.payload else b"",
         )
 
 
-class WithFallback:
-    """Has the pool aggregate if it is there, and once more when it breaks; then this process does it."""
-
-    keeps_updates = True
+class WithFallback(AggregationBackend):
+    """A backend that uses the worker pool, retries once if the pool fails, and then aggregates in this process."""
 
     def __init__(
-        self, inputs: AttemptInputs, blobs: BlobStore, link: WorkerPool, patience_s: float | None = None
+        self, inputs: AttemptInputs, blobs: BlobStore, pool: WorkerPool, patience_s: float | None = None
     ) -> None:
         self._inputs = inputs
         self._blobs = blobs
-        self._link = link
+        self._pool = pool
         self._patience_s = PATIENCE_S if patience_s is None else patience_s
         self._updates: list[SpooledUpdate] = []
         self._inner: AggregationBackend | None = None
         self._tries_left = 2
 
+    @property
+    @override
+    def keeps_updates(self) -> bool:
+        return True
+
+    @override
     async def fold(self, update: SpooledUpdate) -> None:
-        """Add an update."""
         self._updates.append(update)
         await self._fold_all(self._updates[-1:])
 
+    @override
     async def commit(self, draft: Path | None = None) -> Aggregate:
-        """Compute the aggregate and store its files."""
         while True:
             inner = await self._fold_all([])
             try:
@@ -139,13 +150,13 @@ class WithFallback:
             except PoolError as exc:
                 await self._give_up(exc)
 
+    @override
     async def close(self) -> None:
-        """Release the ranks."""
         if self._inner is not None:
             await self._inner.close()
 
     async def _fold_all(self, more: list[SpooledUpdate]) -> AggregationBackend:
-        """Return a backend that has folded these updates, and all before them."""
+        """Return a backend that has folded all updates up to these."""
         while True:
             if self._inner is None:
                 self._inner, more = await self._begin(), self._updates
@@ -158,10 +169,10 @@ class WithFallback:
                 return self._inner
 
     async def _begin(self) -> AggregationBackend:
-        is_again, self._tries_left = self._tries_left == 1, self._tries_left - 1
-        if self._tries_left < 0 or (is_again and not await self._link.is_ready(self._patience_s)):
+        is_retry, self._tries_left = self._tries_left == 1, self._tries_left - 1
+        if self._tries_left < 0 or (is_retry and not await self._pool.is_ready(self._patience_s)):
             return LocalAggregation(self._inputs, self._blobs)
-        pooled = PoolAggregation(self._inputs, self._blobs, self._link)
+        pooled = PoolAggregation(self._inputs, self._blobs, self._pool)
         try:
             await pooled.begin()
         except PoolError as exc:
@@ -175,22 +186,22 @@ class WithFallback:
         inner, self._inner = self._inner, None
         await inner.close()
         logs.get().warning(
-            "the pool has not aggregated an attempt, which is done again",
+            "the worker pool failed to aggregate an attempt; retrying",
             job=self._inputs.job_id,
             version=self._inputs.version,
             error=str(error),
         )
 
 
-def _raise_problem(said: AttemptAggregate) -> None:
-    match said.kind:
+def _raise_problem(result: AttemptAggregate) -> None:
+    match result.kind:
         case "refused":
-            raise ModelError(said.problem)
+            raise ModelError(result.problem)
         case "full":
             files.note_full()
-            raise BlobFullError(said.problem)
+            raise BlobFullError(result.problem)
         case "failed":
-            raise PoolWorkError(said.problem)
+            raise PoolWorkError(result.problem)
         case "done":
             return
 

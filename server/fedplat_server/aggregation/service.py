@@ -1,10 +1,10 @@
-"""Folds the updates of open attempts as they arrive (`attempts/` has the backends), and makes new versions durable.
+"""The service that folds the updates of open attempts as they arrive, and makes new versions durable.
 
-One task per attempt takes its updates in the order in which they were accepted, so that equal orders give equal
-bits: after a crash the same updates come again in the same order, out of the spool, and give the same version. So they
-stay there until the version is stored; those of jobs in memory are freed as soon as they are folded, unless the job's
-rule needs all of them at the end. A version's bytes are on the disk before it is announced. Whatever goes wrong, the
-end of an attempt is posted to the coordinator: one that never ends would stop its job for ever.
+One task per attempt folds its updates in the order of their acceptance, since equal orders give equal bits: after a
+crash the same updates are folded again from the spool, in the same order, and give the same version. So they stay in
+the spool until the version is stored; updates of jobs in memory are freed as soon as they are folded, unless the job's
+rule needs all of them at the end. A version's bytes are on the disk before it is announced. In any case of failure the
+end of an attempt is posted to the coordinator: an attempt that never ends would block its job forever.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Post = Callable[[AttemptAggregated | AggregationFailed], None]
 
 @dataclasses.dataclass(frozen=True)
 class _OpenAttempt:
-    """An attempt that is being aggregated, and the task that does it."""
+    """An attempt that is being aggregated: the task that does it, and the queue of its commands."""
 
     queue: asyncio.Queue[Fold | Restart | Commit]
     task: asyncio.Task[None]
@@ -50,14 +50,14 @@ class _OpenAttempt:
 
 @dataclasses.dataclass(frozen=True)
 class Accelerators:
-    """The server's means beside its own process."""
+    """The worker pool and the server trainers."""
 
     pool: WorkerPool
     training: ServerTraining
 
 
 class Aggregation:
-    """All open attempts. `post` is called with the end of each."""
+    """The aggregations of all open attempts. `post` is called with the end of each."""
 
     def __init__(
         self,
@@ -68,9 +68,9 @@ class Aggregation:
         accelerators: Accelerators | None = None,
         on_leftovers: Callable[[Sequence[str]], None] = lambda digests: None,
     ) -> None:
-        """Without `accelerators` this process aggregates for all jobs, and none may have server steps.
+        """Without `accelerators` this process aggregates for all jobs, and no job may have server steps.
 
-        `on_leftovers` is called with the files that attempts made, once it is stored whether a version names them.
+        `on_leftovers` is called with the digests of an attempt's files when it is stored whether a version names them.
         """
         self._on_leftovers = on_leftovers
         self._accelerators = accelerators
@@ -82,26 +82,26 @@ class Aggregation:
         self._made: dict[AttemptKey, list[str]] = {}
 
     def submit(self, job: JobState, command: Fold | Restart | Commit) -> None:
-        """Queue an update to be folded, the sum to be begun anew, or the end of the attempt."""
+        """Queue a command: fold an update, restart the sum, or commit the attempt."""
         attempt = self._open.get(command.key)
         if attempt is None:
             queue: asyncio.Queue[Fold | Restart | Commit] = asyncio.Queue()
             task = asyncio.create_task(self._run(job, command.key, queue), name=f"aggregate {command.key}")
             attempt = self._open[command.key] = _OpenAttempt(queue, task)
         if isinstance(command, Restart):
-            while not attempt.queue.empty():  # it would be folded in vain
+            while not attempt.queue.empty():  # the restart discards what these would fold
                 attempt.queue.get_nowait()
         attempt.queue.put_nowait(command)
 
     def end(self, key: AttemptKey) -> None:
-        """Forget an attempt that has ended: whether a version names its files is stored."""
+        """Drop an attempt that has ended, after it is stored whether a version names its files."""
         attempt = self._open.pop(key, None)
         if attempt is not None:
             attempt.task.cancel()
         self._settle(self._made.pop(key, []))
 
     async def close(self) -> None:
-        """Cancel all that is under way."""
+        """Cancel all aggregations."""
         tasks, self._open = [attempt.task for attempt in self._open.values()], {}
         for task in tasks:
             task.cancel()
@@ -118,7 +118,7 @@ class Aggregation:
         except (FedplatError, OSError, ValueError) as exc:
             logs.get().error("an attempt could not be aggregated", attempt=str(key), error=str(exc))
             outcome = AggregationFailed(key, str(exc))
-        except Exception as exc:  # a task boundary: out of memory, or a bug; the round is tried again, and seen
+        except Exception as exc:  # a task boundary: out of memory, or a bug; it is logged, and the round is repeated
             logs.get().exception("an attempt could not be aggregated", attempt=str(key))
             outcome = AggregationFailed(key, type(exc).__name__)
         self._open.pop(key, None)
@@ -126,7 +126,7 @@ class Aggregation:
         self._post(outcome)
 
     def _settle(self, made: Sequence[str]) -> None:
-        """Settle the files that an attempt has made: a version names them, or none ever will."""
+        """Settle an attempt's files: either a stored version names them, or no version ever will."""
         if made:
             self._blobs.settle(made)
             self._on_leftovers(made)
@@ -152,7 +152,7 @@ class Aggregation:
         finally:
             await backend.close()
         if aggregate.model.digest != version.digest:
-            blobs.made.append(version.digest)  # the server's own training has stored it
+            blobs.made.append(version.digest)  # the server step has stored this model
         if codec := job.spec.compression.downlink:
             delta = await asyncio.to_thread(self._store_delta, blobs, codec, aggregate)
             version = structs.replace(
@@ -163,7 +163,7 @@ class Aggregation:
     async def _commit(
         self, job: JobState, key: AttemptKey, backend: AggregationBackend, updates: Sequence[Path]
     ) -> tuple[Aggregate, ModelVersion]:
-        """Aggregate the attempt; return the version too, after the server step if one is due."""
+        """Aggregate the attempt; return the aggregate and the version, which a server step has trained if it is due."""
         if not is_due(job, key.round):
             aggregate = await backend.commit()
             return aggregate, _make_version(job, key, aggregate)
@@ -179,26 +179,26 @@ class Aggregation:
         return WithFallback(inputs, blobs, self._accelerators.pool.with_backend(job.spec.pool.backend))
 
     async def _find_origin(self, job: JobState, command: Fold) -> str:
-        """Return the file of the version that a client began with, if that is not the latest."""
+        """Return the path of the version that the client trained from, or "" if that is the latest."""
         if command.base_version == job.latest.version:
             return ""
         while True:
             try:
-                found = await self._find_version(job.job_id, command.base_version)
-            except StoreUnavailableError:  # the runner logs it; an outage costs no attempt
+                version = await self._find_version(job.job_id, command.base_version)
+            except StoreUnavailableError:  # the runner logs it; an outage must not fail the attempt
                 await asyncio.sleep(STORE_RETRY_S)
             else:
-                assert found is not None
-                return os.path.abspath(self._blobs.path(found.digest))
+                assert version is not None
+                return os.path.abspath(self._blobs.path(version.digest))
 
     def _find_update(self, command: Fold) -> Path:
         path = self._spool.complete(command.assignment, command.digest)
         if path is None:
-            raise BlobError(f"the update of {command.assignment.client_id} is gone or damaged")
+            raise BlobError(f"the update of {command.assignment.client_id} is missing or damaged")
         return path.absolute()
 
     def _store_delta(self, blobs: BlobStore, codec: codecs.Options, aggregate: Aggregate) -> Blob:
-        """Store the step to a version as a file of its own; without a version that names it, it is an orphan."""
+        """Store the step to a version in its own file, which is an orphan until a version names it."""
         model = ModelFile.open(blobs.path(aggregate.model.digest))
         with crash_points.step("commit.delta"):
             return blobs.put_chunks(Format(codec, model.schema).frame_payload([aggregate.payload], model))

@@ -1,4 +1,4 @@
-"""`fedplat-server certificates ...`: look at the server's certificates, renew them, replace the authority."""
+"""`fedplat-server certificates ...`: show and renew the server's certificates, replace the authority."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 @app.command()
 def show(data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
-    """Show whom the certificates are for and how long they are good."""
+    """Show the subjects, hosts and expiry dates of certificates."""
     folder = PkiFolder.of(data_dir)
-    found = [
+    certificates = [
         ("server", folder.files.certificate, certificate) for certificate in pki_folder.read(folder.files.certificate)
     ]
-    found += [("trusted", folder.ca, certificate) for certificate in pki_folder.read(folder.ca)]
-    for what, path, certificate in found:
+    certificates += [("trusted", folder.ca, certificate) for certificate in pki_folder.read(folder.ca)]
+    for kind, path, certificate in certificates:
         days = (certificate.not_valid_after_utc - utc_now()).days
         hosts = pki_folder.hosts_of(certificate)
         print(
-            f"{what}: {certificate.subject.rfc4514_string()}"
+            f"{kind}: {certificate.subject.rfc4514_string()}"
             + (f", for {', '.join(hosts)}" if hosts else "")
             + f", expires {certificate.not_valid_after_utc:%Y-%m-%d} (in {days} days)  {path}"
         )
@@ -36,39 +36,46 @@ def show(data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
 @app.command()
 def renew(
     host: Annotated[
-        list[str] | None, typer.Option(help="A name or address; repeatable. Default: those that it has now.")
+        list[str] | None,
+        typer.Option(metavar="HOST", help="Host name or address; repeatable. Default: those of the old certificate."),
     ] = None,
     data_dir: DataDir = DEFAULT_DATA_DIR,
     database: Database = None,
 ) -> None:
-    """Make a new key and certificate for the server; a running one takes them up by itself."""
+    """Create a new key and certificate for the server.
+
+    A running server loads them without a restart.
+    """
     folder = PkiFolder.of(data_dir)
     folder.renew(pki_folder.all_hosts(host) if host else folder.hosts(), utc_now())
     _note(database_url(data_dir, database), "renew", folder)
-    print(f"renewed {folder.files.certificate}; a running server uses it from the next connection on")
+    print(f"renewed {folder.files.certificate}; a running server uses it for new connections")
 
 
 @app.command("rotate-ca")
 def rotate_ca(
-    finish: Annotated[bool, typer.Option("--finish", help="Forget the old authority.")] = False,
+    finish: Annotated[bool, typer.Option("--finish", help="Stop trusting the old authority.")] = False,
     data_dir: DataDir = DEFAULT_DATA_DIR,
     database: Database = None,
 ) -> None:
-    """Replace the certificate authority in two steps; between them both are trusted."""
+    """Replace the certificate authority, in two steps.
+
+    Without --finish: create a new authority and trust both. With --finish: stop trusting the old one.
+    """
     folder = PkiFolder.of(data_dir)
     if finish:
         folder.finish_rotation(utc_now())
         _note(database_url(data_dir, database), "rotate-ca --finish", folder)
-        print(f"the old authority is forgotten; who does not have the new {folder.ca} cannot connect any more")
+        print(f"removed the old authority; only clients and operators with the new {folder.ca} can connect")
         return
     folder.rotate(utc_now())
     _note(database_url(data_dir, database), "rotate-ca", folder)
     print(
-        f"made a new authority; the old one is trusted, too. Give the new {folder.ca} to operators and clients, "
-        "and then: fedplat-server certificates rotate-ca --finish"
+        f"made a new authority; the old one is still trusted. Give the new {folder.ca} to operators and clients, "
+        "then run: fedplat-server certificates rotate-ca --finish"
     )
 
 
-def _note(url: str, what: str, folder: PkiFolder) -> None:
-    entry = AuditEntry(HOST, AuditAction.CERTIFICATES_CHANGED, what, {"hosts": ", ".join(folder.hosts())})
+def _note(url: str, command: str, folder: PkiFolder) -> None:
+    entry = AuditEntry(HOST, AuditAction.CERTIFICATES_CHANGED, command, {"hosts": ", ".join(folder.hosts())})
     with_store(url, lambda store: store.audit.append([entry]))

@@ -1,4 +1,4 @@
-"""The commands of `fedplat-server`: run the daemon, and look after its database."""
+"""The commands of `fedplat-server`: run the daemon, and manage its database."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from fedplat_server.rpc import validation
 DEFAULT_LISTEN = "127.0.0.1:7443"
 ANY_HOST = frozenset({"0.0.0.0", "[::]", "::", "*"})
 """Hosts that mean every address of this machine."""
-# No panels: usage errors are plain lines, as all other errors are.
+# No panels: usage errors are plain lines, like all other errors.
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 database_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(database_app, name="db", help="Look after the database.")
-app.add_typer(operators.app, name="operator", help="Say who may use the server.")
-app.add_typer(certificates.app, name="certificates", help="Look after the server's certificates.")
-app.add_typer(pool_commands.app, name="pool", help="Run ranks that work for the daemon, and look after them.")
+app.add_typer(database_app, name="db", help="Manage the database.")
+app.add_typer(operators.app, name="operator", help="Manage operators.")
+app.add_typer(certificates.app, name="certificates", help="Manage the server's TLS certificates.")
+app.add_typer(pool_commands.app, name="pool", help="Run and inspect the worker pool.")
 app.command("init")(init.init)
 app.command("prune")(prune.prune_)
 
 
 @app.callback(invoke_without_command=True)
 def common(version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False) -> None:
-    """The server daemon of fedplat."""
+    """Run and manage a fedplat server."""
     if version:
         print(f"fedplat-server {__version__}")
         raise typer.Exit
@@ -48,71 +48,87 @@ def common(version: Annotated[bool, typer.Option("--version", help="Show the ver
 
 @app.command()
 def run(  # noqa: PLR0913 -- one parameter for each option of the command line
-    listen: Annotated[str, typer.Option(envvar="FEDPLAT_LISTEN", help="HOST:PORT to serve.")] = DEFAULT_LISTEN,
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", envvar="FEDPLAT_LISTEN", help="Address to listen on.")
+    ] = DEFAULT_LISTEN,
     mtls_listen: Annotated[
         str,
         typer.Option(
+            metavar="HOST:PORT",
             envvar="FEDPLAT_MTLS_LISTEN",
-            help="HOST:PORT to serve to clients that show a certificate, which DATA_DIR/pki signs. Default: nowhere.",
+            help="Address for clients that authenticate with a certificate signed by DATA_DIR/pki. Default: disabled.",
         ),
     ] = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
     database: Database = None,
     tls_certificate: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The server's certificate chain (PEM) instead of DATA_DIR/pki.")
+        Path | None, typer.Option(metavar="FILE", help="Server certificate chain (PEM). Default: that in DATA_DIR/pki.")
     ] = None,
-    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="Its key (PEM).")] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Private key of --tls-certificate (PEM).")
+    ] = None,
     tls_ca: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The authorities to know it by, if they are private (PEM).")
+        Path | None, typer.Option(metavar="FILE", help="CA of --tls-certificate, if it is a private one (PEM).")
     ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS, on loopback only.")] = False,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Serve without TLS, on loopback only.")] = False,
     insecure_anywhere: Annotated[
-        bool, typer.Option("--insecure-anywhere", help="With --insecure: on any address.")
+        bool, typer.Option("--insecure-anywhere", help="With --insecure, allow any address.")
     ] = False,
     evaluator: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=module:function that scores models on this server's data; may be repeated."),
+        typer.Option(
+            metavar="NAME=REF",
+            help="Evaluator for models on this server's data, as module:function or file.py:function; repeatable.",
+        ),
     ] = None,
     trainer: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=module:object, a ServerTrainer for [warm_start] and [server_step] of jobs; may be repeated."
+            metavar="NAME=REF",
+            help="ServerTrainer for [warm_start] and [server_step], as module:object or file.py:object; repeatable.",
         ),
     ] = None,
-    evaluation_s: Annotated[float, typer.Option(help="Longest time that an evaluator may take for a model.")] = 600.0,
+    evaluation_s: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Time limit for the evaluation of one model.")
+    ] = 600.0,
     advertise: Annotated[
         str,
         typer.Option(
+            metavar="HOST:PORT",
             envvar="FEDPLAT_ADVERTISE",
-            help="HOST:PORT at which other daemons of the same PostgreSQL reach this one. Default: --listen.",
+            help="Address where other daemons of the same PostgreSQL reach this one. Default: --listen.",
         ),
     ] = "",
     share_port: Annotated[
         bool,
         typer.Option(
             "--share-port",
-            help="Share --listen with other daemons of this host; --advertise says at which port this one listens too.",
+            help="Share --listen with other daemons on this host; this one also listens at the port of --advertise.",
         ),
     ] = False,
     trusted_proxy: Annotated[
         list[str] | None,
         typer.Option(
             metavar="CIDR",
-            help="Network of proxies whose x-forwarded-for names the caller, such as 10.0.0.0/8; may be repeated.",
+            help="Network of proxies whose x-forwarded-for header is trusted, such as 10.0.0.0/8; repeatable.",
         ),
     ] = None,
     lease_s: Annotated[
         float,
-        typer.Option(help="After this time without a sign of life of the leading daemon another one leads."),
+        typer.Option(
+            metavar="SECONDS", help="Time after which another daemon takes over from a leader that does not respond."
+        ),
     ] = 6.0,
     upload_memory_mib: Annotated[
-        int, typer.Option(min=8, help="Memory that updates may take together while they are received, in MiB.")
+        int, typer.Option(min=8, metavar="MIB", help="Memory for all updates that are being received, in MiB.")
     ] = Limits().upload_memory_bytes // 2**20,
-    grace_s: Annotated[float, typer.Option(min=0.0, help="Longest time to finish in after SIGTERM.")] = 10.0,
-    reflection: Annotated[bool, typer.Option("--reflection", help="Describe the services to whoever asks.")] = False,
-    log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
+    grace_s: Annotated[
+        float, typer.Option(min=0.0, metavar="SECONDS", help="Time limit for draining after SIGTERM.")
+    ] = 10.0,
+    reflection: Annotated[bool, typer.Option("--reflection", help="Enable gRPC server reflection.")] = False,
+    log_level: Annotated[str, typer.Option(metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
     json_log: Annotated[
-        bool | None, typer.Option("--json-log/--text-log", help="Default: text on a terminal, else JSON.")
+        bool | None, typer.Option("--json-log/--text-log", help="Log format. Default: text on a terminal, else JSON.")
     ] = None,
 ) -> None:
     """Run the daemon until SIGTERM or Ctrl-C."""
@@ -156,8 +172,8 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     )
     if config.is_shared and not advertise and host in ANY_HOST:
         raise ConfigError(
-            f"--listen {listen} is no address that other daemons of this database could use; "
-            "say which is: --advertise HOST:PORT"
+            f"--listen {listen} is not an address that other daemons of this database can connect to; "
+            "add --advertise HOST:PORT"
         )
     log = logs.configure(log_level, json=json_log)
     process_tuning.reuse_message_memory()
@@ -170,15 +186,15 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
 def _check_shared_port(listen: str, advertise: str, database: str) -> None:
     if not database.startswith("postgres"):
         raise ConfigError(
-            "--share-port is for daemons of one PostgreSQL; say which with FEDPLAT_DATABASE or --database"
+            "--share-port is for daemons of one PostgreSQL; set its URL with FEDPLAT_DATABASE or --database"
         )
     shared, own = (int(address.rpartition(":")[2] or 0) for address in (listen, advertise))
     if own in (0, shared):
         raise ConfigError(
-            "--share-port needs --advertise HOST:PORT with a port that is this daemon's own: there the others reach it"
+            "--share-port needs --advertise HOST:PORT with another port, where the other daemons reach this one"
         )
     if shared == 0:
-        raise ConfigError(f"--listen {listen}: a port that is shared has a number that all of them know")
+        raise ConfigError(f"--listen {listen}: --share-port needs a port number that is the same for all daemons")
 
 
 def _host(address: str, option: str) -> str:
@@ -194,7 +210,7 @@ def _check_insecure(host: str, certificate: Path | None, anywhere: bool) -> None
     if not anywhere and host.strip("[]") not in LOOPBACK:
         raise ConfigError(
             f"--insecure on {host}: without TLS a server listens on loopback only (127.0.0.1). Use TLS (fedplat-server "
-            "init makes certificates), or say --insecure-anywhere too on a network that you trust"
+            "init makes certificates), or add --insecure-anywhere on a network that you trust"
         )
 
 
@@ -207,26 +223,26 @@ def _tls_files(data_dir: Path, certificate: Path | None, key: Path | None, ca: P
     if not files.certificate.exists():
         raise ConfigError(
             f"there are no certificates in {files.certificate.parent}: make some with fedplat-server init --data-dir "
-            f"{data_dir}, bring your own with --tls-certificate FILE --tls-key FILE, or go without with --insecure"
+            f"{data_dir}, use your own with --tls-certificate FILE --tls-key FILE, or serve without TLS with --insecure"
         )
     return files
 
 
 def _parse_references(items: list[str], option: str) -> dict[str, str]:
-    """Parse the options `NAME=reference`; mistakes are reported now, not when the code is first needed."""
-    found: dict[str, str] = {}
+    """Parse options `NAME=REF`. Raises `ConfigError` for errors that would else appear when the code is first used."""
+    references: dict[str, str] = {}
     for item in items:
         name, sign, reference = item.partition("=")
         if not sign or not validation.is_name(name):
             raise ConfigError(f"{option} {item}: expected NAME=module:name or NAME=/path/to/file.py:name")
-        if name in found:
-            raise ConfigError(f"{option} {item}: {name} is {found[name]} already")
+        if name in references:
+            raise ConfigError(f"{option} {item}: {name} is {references[name]} already")
         try:
             user_code.check(reference)
         except UserCodeError as exc:
             raise ConfigError(f"{option} {item}: {exc}") from exc
-        found[name] = user_code.make_absolute(reference)
-    return found
+        references[name] = user_code.make_absolute(reference)
+    return references
 
 
 async def _serve(config: ServerConfig) -> None:
@@ -240,7 +256,10 @@ async def _serve(config: ServerConfig) -> None:
 
 @database_app.command()
 def upgrade(data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = None) -> None:
-    """Create the database's tables, or bring them to this version. Safe to repeat."""
+    """Create or upgrade the tables of the database.
+
+    Safe to repeat.
+    """
     url = database_url(data_dir, database)
     protect(data_dir, url)
     before = schema.current(url)
@@ -251,7 +270,7 @@ def upgrade(data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = None) -> 
 
 @database_app.command()
 def current(data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = None) -> None:
-    """Show the revision of the database and that of this code."""
+    """Show the schema revision of the database and of this code."""
     url = database_url(data_dir, database)
     print(f"database {schema.current(url) or 'empty'}, code {schema.head()}")
 
@@ -261,17 +280,19 @@ def verify_(
     data_dir: DataDir = DEFAULT_DATA_DIR,
     database: Database = None,
     live: Annotated[
-        bool, typer.Option("--live", help="A daemon is running: what is open after its deadline is broken, too.")
+        bool,
+        typer.Option("--live", help="Also report what is open after its deadline. Use it while a daemon is running."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check database and models against the invariants; changes nothing, and a daemon may run meanwhile.
+    """Check the database and the models for broken invariants.
 
-    Exit status: 0 nothing is broken, 1 something is (or the database does not answer), 2 wrong usage.
+    Changes nothing; a daemon may be running. Exit status: 0 no findings, 1 findings or no answer from the database,
+    2 usage error.
     """
     from fedplat_server.cli import verify
 
     if not data_dir.is_dir():
-        raise ConfigError(f"there is no data folder {data_dir}: name the daemon's with --data-dir")
+        raise ConfigError(f"there is no data folder {data_dir}; set --data-dir to that of the daemon")
     if not verify.run(database_url(data_dir, database), data_dir, live=live, as_json=as_json):
         raise typer.Exit(1)

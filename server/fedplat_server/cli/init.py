@@ -1,4 +1,4 @@
-"""`fedplat-server init`: everything that a first start needs. It may be repeated: what is there stays."""
+"""`fedplat-server init`: create what a first start needs. It may be repeated: existing files are kept."""
 
 from __future__ import annotations
 
@@ -25,28 +25,33 @@ ADMIN = "admin"
 def init(
     host: Annotated[
         list[str] | None,
-        typer.Option(help="A name or address that the server is reached by; repeatable. Default: this machine's name."),
+        typer.Option(metavar="HOST", help="Host name or address of the server; repeatable. Default: this host's name."),
     ] = None,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="The port, for the operator's profile.")] = 7443,
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, metavar="PORT", help="Port of the server in the operator's profile.")
+    ] = 7443,
     profile_path: Annotated[
         Path | None,
         typer.Option(
             "--profile",
             envvar="FEDPLAT_INIT_PROFILE",
             metavar="FILE",
-            help="Where the first operator's profile goes. Default: DATA_DIR/admin.toml.",
+            help="File for the first operator's profile. Default: DATA_DIR/admin.toml.",
         ),
     ] = None,
     data_dir: DataDir = DEFAULT_DATA_DIR,
     database: Database = None,
 ) -> None:
-    """Make certificates, the database and the first operator, as far as they are not there. Safe to repeat."""
+    """Create certificates, the database and the first operator.
+
+    Safe to repeat: what exists is kept.
+    """
     url = database_url(data_dir, database)
     protect(data_dir, url)
     folder = PkiFolder.of(data_dir.resolve())
     _make_certificates(folder, host, url, data_dir)
-    reached_by = host[0] if host else "localhost"
-    address = f"[{reached_by}]:{port}" if ":" in reached_by else f"{reached_by}:{port}"
+    first_host = host[0] if host else "localhost"
+    address = f"[{first_host}]:{port}" if ":" in first_host else f"{first_host}:{port}"
     operator_profile = profile_path or data_dir / "admin.toml"
     _make_operator(operator_profile, url, address, folder)
     shown, listen = _format_option(data_dir), "0.0.0.0" if host else "127.0.0.1"
@@ -56,59 +61,59 @@ def init(
 
 
 def _make_certificates(folder: PkiFolder, host: list[str] | None, url: str, data_dir: Path) -> None:
-    hosts = pki_folder.all_hosts(host if host else [_this_machine()])
+    hosts = pki_folder.all_hosts(host if host else [_hostname()])
     made_authority = folder.make_authority(utc_now())
-    _say(made_authority, "certificate authority", folder.ca)
+    _print_made(made_authority, "certificate authority", folder.ca)
     made_server = folder.make_server(hosts, utc_now())
-    _say(made_server, "server certificate", folder.files.certificate)
+    _print_made(made_server, "server certificate", folder.files.certificate)
     known = folder.hosts()
     print(f"  for {', '.join(known)}")
-    if missing := [one for one in host or [] if one not in known]:
-        names = " ".join(f"--host {one}" for one in [*known[:1], *missing])
+    if missing := [name for name in host or [] if name not in known]:
+        names = " ".join(f"--host {name}" for name in [*known[:1], *missing])
         raise ConfigError(
             f"the certificate is not for {', '.join(missing)}; make a new one with: "
             f"fedplat-server certificates renew{_format_option(data_dir)} {names}"
         )
     before = schema.current(url)
     schema.upgrade(url)
-    _say(before is None, "database", None)
+    _print_made(before is None, "database", None)
     if made_authority or made_server:
         entry = AuditEntry(HOST, AuditAction.CERTIFICATES_CHANGED, "init", {"hosts": ", ".join(known)})
         with_store(url, lambda store: store.audit.append([entry]))
 
 
 def _make_operator(path: Path, url: str, address: str, folder: PkiFolder) -> None:
-    """Makes the operator `admin`: first its profile, then the row, so that what a crash leaves can be completed."""
-    names = {one.name for one in with_store(url, lambda store: store.operators.list_operators())}
+    """Create the operator `admin`: first its profile, then its row, so that a repetition completes it after a crash."""
+    names = {record.name for record in with_store(url, lambda store: store.operators.list_operators())}
     if path.exists():
         token = profile.load(path).token
         known = with_store(url, lambda store: store.operators.find_operator(hash_token(token)))
         if known is None and (ADMIN in names or not looks_like_token(token)):
             raise ConfigError(
-                f"the profile {path} has a token that this database does not know; move it away, run fedplat-server "
-                f"operator remove {ADMIN} if there is one, and init again"
+                f"the token in the profile {path} belongs to no operator in this database; move the file away, run "
+                f"fedplat-server operator remove {ADMIN} if that operator exists, and repeat init"
             )
-        _say(known is None, "operator's profile", path)
+        _print_made(known is None, "operator's profile", path)
     elif ADMIN in names:
         print(
-            f"kept the operator {ADMIN}, whose profile is not here; if it is lost: fedplat-server operator remove "
-            f"{ADMIN}, and init again"
+            f"kept the operator {ADMIN}; its profile is in another file. If it is lost, run fedplat-server operator "
+            f"remove {ADMIN} and repeat init"
         )
         return
     else:
         token, _ = new_operator_token()
         profile.save(profile.Profile(server=address, token=token, ca=folder.ca.read_text()), path)
         known = None
-        _say(True, f"operator {ADMIN} with its profile", path)
+        _print_made(True, f"operator {ADMIN} with its profile", path)
     if known is None:
         add_to(url, new_operator(ADMIN, Role.ADMIN), token)
 
 
-def _say(made: bool, what: str, path: Path | None) -> None:
-    print(f"{'made' if made else 'kept'} the {what}" + (f" {path}" if path is not None else ""))
+def _print_made(made: bool, name: str, path: Path | None) -> None:
+    print(f"{'made' if made else 'kept'} the {name}" + (f" {path}" if path is not None else ""))
 
 
-def _this_machine() -> str:
+def _hostname() -> str:
     name = socket.gethostname()
     try:
         pki_folder.all_hosts([name])

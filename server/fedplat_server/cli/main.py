@@ -11,17 +11,17 @@ from fedplat_server.storage.data_dir import PRIVATE_UMASK
 
 
 def main() -> None:
-    """Runs the command of this process: a mistake is one clear line on stderr.
+    """Run the command line of this process; an error is one clear line on stderr.
 
-    Exit status: 0 done, 1 something failed and may work later, 2 the command line or the configuration is wrong.
+    Exit status: 0 success, 1 a failure that may be temporary, 2 a wrong command line or configuration.
     """
-    # The database, the models and what commands write are for this user only, and so is what evaluators, trainers and
-    # ranks write: processes inherit it.
+    # Files are readable by this user only: the database, models, output of commands, and what evaluators, trainers
+    # and ranks write, whose processes inherit the mask.
     os.umask(PRIVATE_UMASK)
-    # gRPC's C library writes lines of its own to stderr when a port is taken; we say that in words. It reads this
-    # when it is imported, and the process that evaluators run in shall not import it at all: hence the late imports.
+    # If a port is taken, gRPC's C library would write its own lines to stderr besides our error. It reads the variable
+    # on import, and the process of the evaluators must not import gRPC at all: hence the late imports.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    # As the first process of a container we would ignore SIGTERM until the daemon has its own handler.
+    # The first process of a container would ignore SIGTERM until the daemon has installed its handler.
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
         sys.exit(_run())

@@ -1,4 +1,4 @@
-"""`fedplat-server prune`: shows what is not needed any more, asks, and removes it."""
+"""`fedplat-server prune`: show obsolete data, ask for confirmation, and remove it."""
 
 from __future__ import annotations
 
@@ -31,30 +31,34 @@ def prune_(  # noqa: PLR0913 -- one parameter for each option of the command lin
     database: Database = None,
     older_than: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="History and metrics of ended jobs that are older than this, such as 30d."),
+        typer.Option(metavar="TIME", help="Remove history and metrics of ended jobs older than this, such as 30d."),
     ] = None,
     keep_versions: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Model files of ended jobs, but version 0 and the newest N."),
+        typer.Option(
+            min=1, metavar="N", help="Remove model files of ended jobs, except those of version 0 and the newest N."
+        ),
     ] = None,
     clients_unseen_for: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Clients that were not here for this time, such as 90d; at least a day."),
+        typer.Option(metavar="TIME", help="Remove clients that did not connect for this time, such as 90d; min. 1d."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go, and change nothing.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs; asks nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be removed, without removing it.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; requires --dry-run or --yes.")] = False,
 ) -> None:
-    """Remove what is not needed any more: by the jobs' [retention], and what these options name.
+    """Remove obsolete data.
 
-    Rows of versions, rounds, the ledger and the audit log stay. A daemon may run meanwhile if the database is
-    PostgreSQL.
+    Applies the [retention] of the jobs and the limits in these options. Rows of versions, rounds, the ledger and the
+    audit log are kept. With PostgreSQL a daemon may be running.
     """
     if not data_dir.is_dir():
-        raise ConfigError(f"there is no data folder {data_dir}: name the daemon's with --data-dir")
+        raise ConfigError(f"there is no data folder {data_dir}; set --data-dir to that of the daemon")
     limits = _limits(older_than, keep_versions, clients_unseen_for)
     if as_json and not (dry_run or yes):
-        raise ConfigError("--json asks nothing: expected --dry-run or --yes beside it")
+        raise ConfigError("--json does not ask for confirmation: add --dry-run or --yes")
     url = database_url(data_dir, database)
     with _lock_data_dir(data_dir, url) as is_alone:
         plan = asyncio.run(_find(url, data_dir, limits, is_alone=is_alone))
@@ -74,7 +78,10 @@ def _limits(older_than: str | None, keep_versions: int | None, clients_unseen_fo
     history_s = _seconds(older_than, "--older-than")
     unseen_s = _seconds(clients_unseen_for, "--clients-unseen-for")
     if unseen_s is not None and unseen_s < DAY_S:
-        raise ConfigError(f"--clients-unseen-for {clients_unseen_for}: expected at least 1d; a daemon notes rarely")
+        raise ConfigError(
+            f"--clients-unseen-for {clients_unseen_for}: expected at least 1d, as daemons rarely store when they saw a "
+            "client"
+        )
     return prune.PruneLimits(
         now_unix_s=now,
         history_before=None if history_s is None else now - history_s,
@@ -92,15 +99,15 @@ def _seconds(text: str | None, option: str) -> float | None:
 
 @contextlib.contextmanager
 def _lock_data_dir(data_dir: Path, url: str) -> Generator[bool]:
-    """Holds the data folder; whether no daemon runs there. Raises `ConfigError` if one does that must not."""
+    """Lock the data folder; yield whether no daemon runs on it. Raises `ConfigError` if one does that uses SQLite."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(folder.lock_data_dir(data_dir, shared=False))
         except ConfigError:
             if async_url(url).get_backend_name() == "sqlite":
                 raise ConfigError(
-                    f"a fedplat-server runs on {data_dir}, whose SQLite database it alone writes to: stop it first, or "
-                    "give its jobs a [retention], which it applies itself"
+                    f"a fedplat-server is running on {data_dir}, and no other process may write to its SQLite "
+                    "database: stop it first, or set [retention] in its jobs, which it applies itself"
                 ) from None
             stack.enter_context(folder.lock_data_dir(data_dir, shared=True))
             yield False
@@ -131,7 +138,7 @@ async def _remove(
 
 @contextlib.contextmanager
 def _bar() -> Generator[prune.Progress]:
-    """A bar on stderr, if that is a terminal."""
+    """Show a progress bar on stderr, if that is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("removing"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -146,12 +153,12 @@ def _lines(plan: prune.PrunePlan, *, is_alone: bool) -> list[str]:
     kinds = {
         "models": "model files of old versions",
         "states": "states of aggregation rules",
-        "attempts": "attempts whose history is old",
-        "clients": "clients that were not here",
+        "attempts": "attempts with an old history",
+        "clients": "clients that did not connect",
         "orphans": "files that belong to no version",
     }
     lines = [f"{counts[kind]:>8} {words}" for kind, words in kinds.items() if counts[kind]]
-    lines.append(f"{counts['bytes'] / 2**20:.1f} MiB of files; rows of versions, and the audit log, stay")
+    lines.append(f"{counts['bytes'] / 2**20:.1f} MiB of files; rows of versions and the audit log are kept")
     if not is_alone:
-        lines.append("a daemon runs: it removes the files itself, some minutes later, or when they are an hour old")
+        lines.append("a daemon is running: it removes the files in some minutes, or when they are an hour old")
     return lines

@@ -1,4 +1,4 @@
-"""Prints a report: lines for people, or JSON for programs."""
+"""`fedplat-server verify`: check the stored data and print a report, as lines for people or JSON for programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedplat_server.verify.records import Report
 
 
 def run(database: str, data_dir: Path, *, live: bool, as_json: bool) -> bool:
-    """Check and print; return whether nothing is broken. `live`: a daemon has been running for a minute."""
+    """Check, print the report and return whether nothing is broken. `live`: a daemon has been running for a minute."""
     with _bar() as progress:
         report = asyncio.run(checker.verify(database, data_dir, progress, live=live))
     print(_as_json(report) if as_json else "\n".join(_lines(report)))

@@ -1,1 +1,1 @@
-"""What drives the jobs: the runner of the coordinator, long polls, budgets, revocation, retention."""
+"""The services that run jobs: the coordinator's runner, long polls, budgets, revocation and retention."""

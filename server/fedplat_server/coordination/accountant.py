@@ -1,8 +1,8 @@
-"""The arithmetic of private jobs, in one thread of its own.
+"""The privacy arithmetic, in its own thread.
 
-An epsilon may take seconds. Uploads, reports and aggregation use the event loop's threads; the accountant uses none of
-them, however many operators ask. One thread also means that each result is computed once: the second call that needs it
-waits behind the first, and finds it in the cache.
+An epsilon may take seconds. Uploads, reports and aggregation use the event loop's threads; the accountant occupies none
+of them, however many operators call it. With one thread each result is also computed only once: the second call that
+needs it waits for the first, and then finds it in the cache.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import TypeVar
 from fedplat.privacy import Charge, accounting
 
 CACHED = 1024
-"""Results that are kept, of each kind. A private job needs two for each release, and two for its plan."""
+"""The size of each cache. A private job needs two results for each release, and two for its plan."""
 _T = TypeVar("_T")
 
 
 class Accountant:
-    """Runs arithmetic in its own thread, one piece after the other."""
+    """A thread for the privacy arithmetic, which runs one function at a time."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "accounting")
 
-    async def run(self, work: Callable[..., _T], *arguments: object) -> _T:
-        """Return the result of `work`. Work of a call that is cancelled does not start."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+    async def run(self, function: Callable[..., _T], *arguments: object) -> _T:
+        """Return the result of a function. If the call is cancelled before the function starts, it does not start."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     def close(self) -> None:
-        """End the thread after what it computes now."""
+        """End the thread after the running function."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 

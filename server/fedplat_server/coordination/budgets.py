@@ -1,11 +1,10 @@
-"""Keeps the private jobs of a population within its budget: when a job is created, and when the budget is changed.
+"""Privacy budgets of populations, enforced when a job is created and when a budget is changed.
 
-What counts is what was planned when a job was created (`max_releases`, which never changes), and of jobs that have
-ended, what the ledger says. So a job that is started or resumed takes nothing that was not counted.
+A job counts with the releases planned at its creation (`max_releases`, which never changes); a job that has ended
+counts with its releases in the ledger. So starting or resuming a job spends nothing that was not counted.
 
-The arithmetic takes seconds, so the accountant's thread does it, outside of any transaction, on what was read before;
-the store refuses what was decided by it if the population's jobs or its budget are others meanwhile, and all is done
-again.
+The arithmetic takes seconds, so it runs in the accountant's thread on data read before, outside of any transaction. If
+the population's jobs or its budget changed meanwhile, the store refuses the decision, and it is made again.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from fedplat_server.records.audit import AuditEntry
 
 
 class Budgets:
-    """Creates jobs and changes budgets, one at a time where arithmetic is needed."""
+    """The creation of jobs and changes of budgets, one at a time if they need the accountant."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -39,7 +38,10 @@ class Budgets:
     async def create_job(
         self, state: JobState, job_file: str, idempotency_key: str, audit: Sequence[AuditEntry]
     ) -> JobRecord:
-        """Calibrate a job and store it; a known key returns the job that has it. Raises `RefusedError`."""
+        """Calibrate a job and store it, or return the job that was created with this `idempotency_key`.
+
+        Raises `RefusedError` if the job cannot be calibrated, or exceeds the population's budget.
+        """
         if state.spec.privacy is None:
             return await self._create(state, job_file, idempotency_key, audit)
         async with self._computing:
@@ -57,10 +59,10 @@ class Budgets:
     ) -> JobRecord:
         while True:
             if (known := await self._store.jobs.find_job(idempotency_key)) is not None:
-                return known  # before the budget, which it may have used up
+                return known  # before the check of the budget, which this job may have used up
             population = await self._store.ledger.load_population(state.spec.population)
-            if wrong := await self._why_refused(state.spec, population):
-                raise RefusedError(Code.OVER_BUDGET, wrong)
+            if reason := await self._why_refused(state.spec, population):
+                raise RefusedError(Code.OVER_BUDGET, reason)
             try:
                 return await self._store.jobs.create_job(state, job_file, idempotency_key, audit, population.revision)
             except PopulationChangedError:
@@ -68,16 +70,16 @@ class Budgets:
 
     async def _why_refused(self, spec: JobSpec, population: Population) -> str:
         if plan_charge(spec) is None or population.budget is None:
-            return why_refused(spec, population)  # without arithmetic: such a job does not wait for the accountant
+            return why_refused(spec, population)  # needs no arithmetic, so it does not wait for the accountant
         return await self.accountant.run(why_refused, spec, population)
 
     async def set(self, name: str, budget: Budget, audit: Sequence[AuditEntry]) -> Population:
-        """Set the budget of a population. Raises `RefusedError` if it is too small for what is planned there."""
+        """Set the budget of a population. Raises `RefusedError` if it is too small for the planned releases."""
         async with self._computing:
             while True:
                 population = await self._store.ledger.load_population(name)
-                if wrong := await self.accountant.run(why_too_small, budget, population):
-                    raise RefusedError(Code.OVER_BUDGET, wrong)
+                if reason := await self.accountant.run(why_too_small, budget, population):
+                    raise RefusedError(Code.OVER_BUDGET, reason)
                 try:
                     await self._store.ledger.set_budget(name, budget, population.revision, audit)
                 except PopulationChangedError:
@@ -98,7 +100,7 @@ class Budgets:
 
 
 def why_refused(spec: JobSpec, population: Population) -> str:
-    """Return why a calibrated job cannot be created beside those of its population; empty if it can."""
+    """Return why a calibrated job would exceed the budget of its population, or "" if it would not."""
     budget, planned = population.budget, plan_charge(spec)
     if budget is None:
         return ""
@@ -116,22 +118,22 @@ def why_refused(spec: JobSpec, population: Population) -> str:
         f"planned {epsilon(before, budget.delta):.4g}; this job needs {epsilon((planned,), budget.delta):.4g} alone, "
         f"and {needed:.4g} with them. {_describe_remaining(planned, before, budget)} "
         "Expected fewer rounds, more noise (a smaller privacy.epsilon or a larger "
-        "privacy.noise_multiplier), or that needless jobs are cancelled first"
+        "privacy.noise_multiplier), or that unneeded jobs are cancelled first"
     )
 
 
 def _describe_remaining(planned: Charge, before: Sequence[Charge], budget: Budget) -> str:
-    left = accounting.max_releases(planned.mechanism, budget.epsilon, budget.delta, planned.releases, before)
-    return f"What is left is enough for {left} of its {planned.releases} releases."
+    remaining = accounting.max_releases(planned.mechanism, budget.epsilon, budget.delta, planned.releases, before)
+    return f"The rest is enough for {remaining} of its {planned.releases} releases."
 
 
 def why_too_small(budget: Budget, population: Population) -> str:
-    """Return why a population cannot have this budget; empty if it can."""
+    """Return why a population cannot have this budget, or "" if it can."""
     others = [account.job_id for account in population.accounts if not account.is_private and not account.has_ended]
     if others:
         return (
-            f"jobs without [privacy] go on in population {population.name}: {', '.join(others)}; expected that they "
-            "have ended, or are cancelled"
+            f"population {population.name} has open jobs without [privacy]: {', '.join(others)}; wait until they end, "
+            "or cancel them"
         )
     needed = epsilon(population.charges, budget.delta)
     if needed <= budget.epsilon:

@@ -1,4 +1,4 @@
-"""The long poll of a client that is free: it waits for work, and leaves the waiting room however that ends."""
+"""The long poll of a free client, which waits for an assignment."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ from fedplat_server.coordination.runner import Runner
 RETRY_SOON = RetryWindow(0.0, 1.0)
 
 
-async def wait_for_work(runner: Runner, desk: LongPolls, event: ClientCheckedIn, wait_s: float) -> Assign | Refuse:
-    """Returns as soon as the client has an assignment, or is refused after `wait_s`. Raises `StoreError`."""
+async def wait_for_work(
+    runner: Runner, long_polls: LongPolls, event: ClientCheckedIn, wait_s: float
+) -> Assign | Refuse:
+    """Return the client's assignment as soon as it has one, or a refusal after `wait_s`. Raises `StoreError`.
+
+    The client leaves the coordinator's waiting room in every case.
+    """
     client_id = event.client_id
-    with desk.waiting(client_id) as place:
+    with long_polls.open_check_in(client_id) as check_in:
         try:
-            await runner.submit(event, place.open)
-            await place.wait(wait_s)
-            if not place.is_answered:
-                # Its time is over; the coordinator may have assigned it this very moment.
+            await runner.submit(event, check_in.open)
+            await check_in.wait(wait_s)
+            if not check_in.is_answered:
+                # Timed out; but the coordinator may assign the client at this moment.
                 await runner.submit(ClientLeft(client_id))
         finally:
-            if place.answer is None and desk.is_latest(client_id, place):
-                runner.post(ClientLeft(client_id))  # the connection is gone, or the daemon sent it away
-        return place.answer or Refuse(client_id, Reason.NOT_SELECTED, RETRY_SOON)
+            if check_in.answer is None and long_polls.is_latest(client_id, check_in):
+                runner.post(ClientLeft(client_id))  # the connection was lost, or the daemon released the call
+        return check_in.answer or Refuse(client_id, Reason.NOT_SELECTED, RETRY_SOON)

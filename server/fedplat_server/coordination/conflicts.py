@@ -1,4 +1,4 @@
-"""Reports that contradict an accepted one: the first stands, and the audit log records the other."""
+"""Reports that contradict an accepted one: the first is kept, and the audit log records the other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_REMEMBERED = 10_000
 
 
 class Conflicts:
-    """Records one contradiction of each assignment, so that a client cannot fill the log."""
+    """The recorded conflicts, at most one for each assignment, so that a client cannot fill the log."""
 
     def __init__(self, audit: AuditStore) -> None:
         self._audit = audit
@@ -24,7 +24,7 @@ class Conflicts:
         if (key, client_id) in self._noted:
             return
         subject = f"{key.job_id} round {key.round} attempt {key.number}"
-        # The digests come from the client: shortened, they can still be compared.
+        # The client chooses the digests, so they are shortened; they can still be compared.
         entry = AuditEntry(client_id, AuditAction.REPORT_CONFLICT, subject, {"first": first[:16], "other": other[:16]})
         await self._audit.append([entry])
         self._noted[key, client_id] = None

@@ -16,7 +16,7 @@ from fedplat_server.storage import spool_file
 
 
 def parse(job_file: str, max_bytes: int) -> JobSpec:
-    """Return the job of a file of at most `max_bytes` bytes of UTF-8."""
+    """Parse a job file of at most `max_bytes` bytes in UTF-8."""
     if len(job_file.encode()) > max_bytes:
         raise RefusedError(Code.INVALID_JOB_FILE, f"it has more than {max_bytes} bytes")
     try:
@@ -26,7 +26,7 @@ def parse(job_file: str, max_bytes: int) -> JobSpec:
 
 
 def check_is_runnable(spec: JobSpec, evaluators: Sequence[str], trainers: Sequence[str]) -> None:
-    """Check that the server has the job's evaluator and trainers, and can keep its updates where the job wants."""
+    """Check that the server has the job's evaluator and trainers, and supports its `durability`."""
     evaluator = spec.evaluation.server
     if evaluator is not None and evaluator not in evaluators:
         raise RefusedError(

@@ -1,4 +1,4 @@
-"""Who waits for the server to say something: free clients for work, working clients for an order to stop."""
+"""Pending long polls: check-ins of free clients, and heartbeats of working clients, which an abort answers at once."""
 
 from __future__ import annotations
 
@@ -14,104 +14,104 @@ _Name = tuple[AttemptKey, str]
 
 
 class PendingCheckIn:
-    """Where one call of a client waits. It hears what the coordinator says once it knows of this call.
+    """A check-in that waits for an answer. It ignores answers issued before the coordinator saw this call.
 
-    What was said before that was meant for an earlier call: its token is dead, or its refusal is out of date. Ten
-    thousand of them exist at a time: a future and a timer each, no task of its own.
+    Those belong to an earlier call: their token is invalid, or their refusal is out of date. There may be ten thousand
+    check-ins at a time: each costs a future and a timer, but no task.
     """
 
-    __slots__ = ("_answer", "_is_answered", "_is_open", "_waked")
+    __slots__ = ("_answer", "_is_answered", "_is_open", "_woken")
 
     def __init__(self) -> None:
-        self._waked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._answer: Answer | None = None
         self._is_answered = False
         self._is_open = False
 
     def open(self) -> None:
-        """The coordinator has seen this call's check-in."""
+        """Accept answers from now on: the coordinator has seen this check-in."""
         self._is_open = True
 
     @property
     def is_answered(self) -> bool:
-        """Whether there is nothing to wait for any more."""
+        """Whether the call has an answer or was released."""
         return self._is_answered
 
     @property
     def answer(self) -> Answer | None:
-        """What was said; None if nothing was, or if the client was sent away."""
+        """The answer; None before there is one, or if the call was released without one."""
         return self._answer
 
     async def wait(self, timeout_s: float) -> None:
-        """Returns when there is an answer, or when the time is over; good for one wait."""
+        """Wait until the call is answered or released, for up to `timeout_s`. May be called once."""
         timer = asyncio.get_running_loop().call_later(timeout_s, self._wake)
         try:
-            await self._waked
+            await self._woken
         finally:
             timer.cancel()
 
     def deliver(self, answer: Answer) -> None:
-        """Hears an answer, if it is meant for this call."""
+        """Answer the call, if the answer belongs to it."""
         if self._is_open and not self._is_answered:
             self._answer = answer
             self.release()
 
     def release(self) -> None:
-        """Ends the waiting, without an answer unless there is one."""
+        """End the wait."""
         self._is_answered = True
         self._wake()
 
     def _wake(self) -> None:
-        if not self._waked.done():
-            self._waked.set_result(None)
+        if not self._woken.done():
+            self._woken.set_result(None)
 
 
 class LongPolls:
-    """Connects commands with the calls that wait for them."""
+    """The pending calls, which commands of the coordinator answer."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, PendingCheckIn] = {}
         self._working: dict[_Name, set[asyncio.Event]] = {}
 
     @contextlib.contextmanager
-    def waiting(self, client_id: str) -> Generator[PendingCheckIn]:
-        """A place to wait for work; the client's earlier call, if there is one, is sent away."""
-        place = PendingCheckIn()
+    def open_check_in(self, client_id: str) -> Generator[PendingCheckIn]:
+        """Open a check-in of a client; release its earlier one, if there is one."""
+        check_in = PendingCheckIn()
         if (earlier := self._waiting.get(client_id)) is not None:
             earlier.release()
-        self._waiting[client_id] = place
+        self._waiting[client_id] = check_in
         try:
-            yield place
+            yield check_in
         finally:
-            if self._waiting.get(client_id) is place:
+            if self._waiting.get(client_id) is check_in:
                 del self._waiting[client_id]
 
-    def is_latest(self, client_id: str, place: PendingCheckIn) -> bool:
-        """Whether this is the call by which the client waits."""
-        return self._waiting.get(client_id) is place
+    def is_latest(self, client_id: str, check_in: PendingCheckIn) -> bool:
+        """Return whether this is the client's latest check-in."""
+        return self._waiting.get(client_id) is check_in
 
     def deliver(self, answer: Answer) -> None:
-        """Answers a waiting client; one that is gone will ask again."""
-        if (place := self._waiting.get(answer.client_id)) is not None:
-            place.deliver(answer)
+        """Answer a waiting client. A client that has left will check in again."""
+        if (check_in := self._waiting.get(answer.client_id)) is not None:
+            check_in.deliver(answer)
 
     def release(self) -> None:
-        """Ends all waiting for work."""
-        for place in self._waiting.values():
-            place.release()
+        """End all check-ins without an answer."""
+        for check_in in self._waiting.values():
+            check_in.release()
 
     def cancel(self, client_id: str) -> None:
-        """Ends all calls by which a client waits, whether free or at work."""
-        if (place := self._waiting.get(client_id)) is not None:
-            place.release()
-        for (_, worker), events in self._working.items():
-            if worker == client_id:
+        """End all long polls of a client, whether free or working."""
+        if (check_in := self._waiting.get(client_id)) is not None:
+            check_in.release()
+        for (_, working_client), events in self._working.items():
+            if working_client == client_id:
                 for event in events:
                     event.set()
 
     @contextlib.contextmanager
     def working(self, key: AttemptKey, client_id: str) -> Generator[asyncio.Event]:
-        """An event that is set when the client shall stop its work."""
+        """Yield an event that is set when the client has to stop its work on an attempt."""
         name, event = (key, client_id), asyncio.Event()
         self._working.setdefault(name, set()).add(event)
         try:
@@ -123,6 +123,6 @@ class LongPolls:
                 del self._working[name]
 
     def stop(self, command: Abort) -> None:
-        """Wakes every heartbeat that a working client has pending, so that it hears at once."""
+        """Wake the pending heartbeats of a working client, which answer that it has to stop."""
         for event in self._working.get((command.key, command.client_id), ()):
             event.set()

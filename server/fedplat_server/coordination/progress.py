@@ -36,11 +36,11 @@ class ProgressTracker:
     """
 
     def __init__(self) -> None:
-        # With the hash of the assignment's token: a client that was restarted has another one, and begins anew.
+        # With the hash of the assignment's token: a restarted client has a new token and starts again.
         self._fractions: dict[tuple[AttemptKey, str], tuple[bytes, float]] = {}
 
     def record(self, assignment: Assignment, fraction: float) -> None:
-        """Keep the fraction that a heartbeat carried."""
+        """Store the fraction of a heartbeat."""
         self._fractions[assignment.key, assignment.client_id] = (assignment.token_hash, fraction)
 
     def get(self, assignment: Assignment) -> float | None:
@@ -56,7 +56,7 @@ class ProgressTracker:
                     self._fractions.pop((assignment.key, assignment.client_id), None)
 
     def summarize(self, attempt: Attempt) -> ProgressSummary | None:
-        """Return the progress of an attempt's clients; None if none of them is at work."""
+        """Return the progress of an attempt's clients; None if no client is working."""
         if not attempt.num_busy:
             return None
         training = [each for each in attempt.busy if each.state is AssignmentState.TRAINING]

@@ -1,7 +1,7 @@
-"""`fedplat-server prune`: removes old files, history and clients, by the jobs' policies and by limits.
+"""`fedplat-server prune`: remove old files, history and clients, according to the jobs' policies and to limits.
 
-`find` shows an operator what will be removed, `remove` removes it: rows first, then files. Beside a running daemon,
-files are left to the daemon, because only it knows which ones it is writing.
+`find` returns what will be removed, `remove` removes it: rows first, then files. If a daemon is running, the daemon
+removes the files, because other processes cannot detect files that it is writing.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fedplat_server.storage.blobs import BlobStore
 
 EVERYTHING = 1 << 31
 Progress = Callable[[int, int], None]
-"""Called with the number of steps that are done, and of all steps."""
+"""A callback with the number of steps that are done, and of all steps."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PruneLimits:
-    """What to remove besides the policies of the jobs; None: nothing.
+    """What to remove in addition to the policies of the jobs; None: nothing.
 
-    `history_before` and `clients_before` are times on the wall clock, `keep_versions` is for jobs that have ended.
+    `history_before` and `clients_before` are Unix times; `keep_versions` applies to jobs that have ended.
     """
 
     now_unix_s: float
@@ -51,10 +51,10 @@ class PrunePlan:
     @property
     def counts(self) -> dict[str, int]:
         """The number of items of each kind."""
-        found = [one for each in self.versions.values() for one in each]
+        removable = [version for versions in self.versions.values() for version in versions]
         return {
-            "models": sum(one.model for one in found),
-            "states": sum(one.state for one in found),
+            "models": sum(version.model for version in removable),
+            "states": sum(version.state for version in removable),
             "attempts": sum(map(len, self.attempts.values())),
             "clients": len(self.clients),
             "orphans": len(self.orphans),
@@ -63,7 +63,7 @@ class PrunePlan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether there is nothing to remove."""
         return not any(self.counts.values())
 
 
@@ -74,23 +74,23 @@ async def find(store: Store, blobs: BlobStore, limits: PruneLimits, *, with_orph
         job = record.state
         if job.status in ENDED_JOBS:
             ended.add(job.job_id)
-        if found := await store.retention.list_removable(job.job_id, _keep(job, limits), EVERYTHING):
-            versions[job.job_id] = found
+        if removable := await store.retention.list_removable(job.job_id, _find_retained(job, limits), EVERYTHING):
+            versions[job.job_id] = removable
         before = _history_before(job, limits)
         if before is not None and (old := await store.retention.list_old_attempts(job.job_id, before, EVERYTHING)):
             attempts[job.job_id] = old
     clients = [] if limits.clients_before is None else await store.clients.list_idle_clients(limits.clients_before)
-    there = await asyncio.to_thread(blobs.all_digests)
-    orphans = there - await store.retention.list_referenced() if with_orphans else frozenset[str]()
-    sizes = await asyncio.to_thread(_sizes, blobs, {*orphans, *_digests(versions)} & there)
+    existing = await asyncio.to_thread(blobs.all_digests)
+    orphans = existing - await store.retention.list_referenced() if with_orphans else frozenset[str]()
+    sizes = await asyncio.to_thread(_sizes, blobs, {*orphans, *_digests(versions)} & existing)
     return PrunePlan(versions, attempts, frozenset(ended), clients, orphans, sum(sizes))
 
 
 async def remove(store: Store, limits: PruneLimits, plan: PrunePlan, progress: Progress) -> None:
-    """Carry out the plan in the database. `remove_files`, or a running daemon, removes the files."""
+    """Execute the plan in the database. `remove_files`, or a running daemon, removes the files."""
     steps = list(_steps(store, limits, plan))
     entry = audit.AuditEntry(audit.HOST, audit.AuditAction.PRUNED, "", plan.counts)
-    await store.audit.append([entry])  # first: what is recorded and not done is done by the next call
+    await store.audit.append([entry])  # first: if this process dies, the next call removes what was recorded
     for done, step in enumerate(steps):
         progress(done, len(steps))
         await step()
@@ -104,10 +104,10 @@ async def remove_files(store: Store, blobs: BlobStore) -> None:
 
 
 def _steps(store: Store, limits: PruneLimits, plan: PrunePlan) -> Iterator[Callable[[], Awaitable[object]]]:
-    """Yield the transactions, each of a bounded size."""
-    for job_id, found in plan.versions.items():
-        for start in range(0, len(found), BATCH):
-            yield functools.partial(store.retention.mark_removed, job_id, found[start : start + BATCH])
+    """Yield the transactions, each of a limited size."""
+    for job_id, removable in plan.versions.items():
+        for start in range(0, len(removable), BATCH):
+            yield functools.partial(store.retention.mark_removed, job_id, removable[start : start + BATCH])
     for job_id, keys in plan.attempts.items():
         for start in range(0, len(keys), HISTORY_BATCH):
             part = keys[start : start + HISTORY_BATCH]
@@ -119,28 +119,28 @@ def _steps(store: Store, limits: PruneLimits, plan: PrunePlan) -> Iterator[Calla
         )
 
 
-def _keep(job: JobState, limits: PruneLimits) -> RetainedVersions:
-    keep = find_retained_versions(job)
+def _find_retained(job: JobState, limits: PruneLimits) -> RetainedVersions:
+    retained = find_retained_versions(job)
     if limits.keep_versions is None or job.status not in ENDED_JOBS:
-        return keep
-    models_from = max(keep.models_from, job.latest.version + 1 - limits.keep_versions)
-    return dataclasses.replace(keep, models_from=models_from)
+        return retained
+    models_from = max(retained.models_from, job.latest.version + 1 - limits.keep_versions)
+    return dataclasses.replace(retained, models_from=models_from)
 
 
 def _history_before(job: JobState, limits: PruneLimits) -> float | None:
     days = job.spec.retention.history_days
-    moments = [limits.now_unix_s - days * 86400.0] if days else []
+    times = [limits.now_unix_s - days * 86400.0] if days else []
     if limits.history_before is not None and job.status in ENDED_JOBS:
-        moments.append(limits.history_before)
-    return max(moments, default=None)
+        times.append(limits.history_before)
+    return max(times, default=None)
 
 
 def _digests(versions: Mapping[str, list[Removable]]) -> Iterator[str]:
-    for one in (one for each in versions.values() for one in each):
-        if one.model:
-            yield from (one.version.digest, one.version.delta_digest)
-        if one.state:
-            yield one.version.state_digest
+    for removable in (removable for each in versions.values() for removable in each):
+        if removable.model:
+            yield from (removable.version.digest, removable.version.delta_digest)
+        if removable.state:
+            yield removable.version.state_digest
 
 
 def _sizes(blobs: BlobStore, digests: Collection[str]) -> list[int]:

@@ -1,7 +1,7 @@
-"""Removes what jobs no longer keep: states, model files, history. In the background, and only in the leader.
+"""The removal of data that jobs no longer keep: states, model files, history. In the background of the leader.
 
-A row of the database records that a file is removed before it is. What a crash leaves in between is an orphan, which
-the next start removes. A file that several versions share stays as long as one of them refers to it.
+The database records that a file is removed before it is removed. A crash in between leaves an orphan, which the next
+start removes. A file that several versions share is kept as long as one of them references it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from fedplat_server.storage.blobs import BlobStore
 
 RETRY_S = 1.0
 CLOSE_S = 10.0
-"""How long `close` waits for the removal in progress."""
+"""The time limit of `close` for the removal in progress."""
 INTERVAL_S = 600.0
-"""Interval of a full search, also for files that `fedplat-server prune` marked as removed beside this daemon."""
+"""Interval of a full search, which also finds files that `fedplat-server prune` has marked as removed."""
 MIN_AGE_S = 3600.0
-"""Minimum age of a file that is removed only because no version refers to it."""
+"""Minimum age of a file that is removed only because no version references it."""
 LAST_SEEN_INTERVAL_S = 6 * 3600.0
-"""How often the last calls of clients with long sessions are stored."""
+"""Interval in which the times of the last calls of clients with long sessions are stored."""
 HISTORY_BATCH = 20
 """Number of attempts whose history is removed in one transaction."""
 
 
 def find_retained_versions(job: JobState) -> RetainedVersions:
-    """Return which versions of a job keep their files."""
+    """Return the versions of a job that keep their files."""
     latest, options = job.latest.version, job.spec.retention
-    # A private job's state may hold seeds of noise: those of all versions together would be all of them.
+    # A private job's state may hold seeds of its noise: the states of all versions would reveal all seeds.
     private = latest + (job.status in ENDED_JOBS)
     states_from = latest + 1 - options.states if job.spec.privacy is None else private
     models_from = latest + 1 - options.versions if options.versions else 0
@@ -52,15 +52,15 @@ class RetentionTask:
         state_of: Callable[[str], JobState],
         take_seen: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`take_seen` returns when clients were seen since its last call."""
+        """`take_seen` returns the Unix times at which clients were seen since its last call."""
         self._blobs = blobs
         self._store = store
         self._state_of = state_of
         self._take_seen = take_seen
         self._jobs: dict[str, None] = {}
         self._leftovers: set[str] = set()
-        self._forgetful: set[str] = set()
-        self._wanted = asyncio.Event()
+        self._limited_history: set[str] = set()
+        self._scheduled = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_closing = False
 
@@ -71,34 +71,34 @@ class RetentionTask:
     def schedule_job(self, job_id: str) -> None:
         """Apply a job's policy soon: it has a new version, or has ended."""
         self._jobs[job_id] = None
-        self._wanted.set()
+        self._scheduled.set()
 
     def schedule_blobs(self, digests: Sequence[str]) -> None:
-        """Remove soon what no version refers to of the files that an attempt made: it has ended."""
+        """Remove soon those files of an ended attempt that no version references."""
         self._leftovers.update(digests)
-        self._wanted.set()
+        self._scheduled.set()
 
     async def close(self) -> None:
-        """Stop after the removal in progress; the rest follows after the next start."""
+        """Stop after the removal in progress. The next start of the daemon resumes the rest."""
         self._is_closing = True
-        self._wanted.set()
+        self._scheduled.set()
         if self._task is not None:
             await asyncio.wait([self._task], timeout=CLOSE_S)
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def apply(self, job_id: str) -> None:
-        """Remove what a job does not keep, some versions at a time."""
+        """Remove what a job does not keep, `BATCH` versions at a time."""
         job = self._state_of(job_id)
         if job.spec.retention.history_days:
-            self._forgetful.add(job_id)
+            self._limited_history.add(job_id)
         await self._remove_history(job)
-        keep = find_retained_versions(job)
-        while not self._is_closing and (found := await self._store.retention.list_removable(job_id, keep)):
+        retained = find_retained_versions(job)
+        while not self._is_closing and (found := await self._store.retention.list_removable(job_id, retained)):
             with self._blobs.sweep() as sweep:
-                gone = await self._store.retention.mark_removed(job_id, found)
-                size_bytes = await asyncio.to_thread(sweep.remove, gone)
-            models, states = sum(one.model for one in found), sum(one.state for one in found)
+                unreferenced = await self._store.retention.mark_removed(job_id, found)
+                size_bytes = await asyncio.to_thread(sweep.remove, unreferenced)
+            models, states = sum(version.model for version in found), sum(version.state for version in found)
             logs.get().debug("old files were removed", job=job_id, models=models, states=states, bytes=size_bytes)
             if len(found) < BATCH:
                 return
@@ -108,7 +108,7 @@ class RetentionTask:
         before = time.time() - days * 86400.0
         old = functools.partial(self._store.retention.list_old_attempts, job.job_id, before, HISTORY_BATCH)
         while days and not self._is_closing and (keys := await old()):
-            # Assignments stay: selection reads back from them what it remembers of clients.
+            # Assignments are kept: after a restart, selection restores the participations of clients from them.
             await self._store.retention.remove_history(keys, metrics=job.status in ENDED_JOBS)
 
     async def _note_seen(self) -> None:
@@ -117,36 +117,36 @@ class RetentionTask:
             await self._store.clients.record_seen(dict(seen[start : start + BATCH]))
 
     async def remove_orphans(self) -> None:
-        """Remove every file that no version refers to; `fedplat-server prune` may have marked it as removed."""
+        """Remove every file that no version references, such as those that `fedplat-server prune` marked as removed."""
         with self._blobs.sweep() as sweep:
-            there = await asyncio.to_thread(self._blobs.all_digests)
-            gone = there - await self._store.retention.list_referenced()
-            # Another daemon may lead by now, and be about to refer to what it has just written.
-            await asyncio.to_thread(functools.partial(sweep.remove, gone, older_than_s=MIN_AGE_S))
+            existing = await asyncio.to_thread(self._blobs.all_digests)
+            orphans = existing - await self._store.retention.list_referenced()
+            # Another daemon may have become the leader, and be about to reference a file that it has just written.
+            await asyncio.to_thread(functools.partial(sweep.remove, orphans, older_than_s=MIN_AGE_S))
 
     async def _remove_leftovers(self) -> None:
-        some, self._leftovers = self._leftovers, set()
+        leftovers, self._leftovers = self._leftovers, set()
         with self._blobs.sweep() as sweep:
             try:
-                gone = await self._store.retention.find_unreferenced(some)
+                orphans = await self._store.retention.find_unreferenced(leftovers)
             except StoreError:
-                self._leftovers |= some
+                self._leftovers |= leftovers
                 raise
-            await asyncio.to_thread(sweep.remove, gone)
+            await asyncio.to_thread(sweep.remove, orphans)
 
     async def _run(self) -> None:
         noted_at = asyncio.get_running_loop().time()
         while not self._is_closing:
             try:
                 async with asyncio.timeout(INTERVAL_S):
-                    await self._wanted.wait()
+                    await self._scheduled.wait()
             except TimeoutError:
                 await self._try(self.remove_orphans())
-                self._jobs |= dict.fromkeys(self._forgetful)  # time alone makes a history old
+                self._jobs |= dict.fromkeys(self._limited_history)  # history becomes old without an event
                 if asyncio.get_running_loop().time() >= noted_at + LAST_SEEN_INTERVAL_S:
                     noted_at = asyncio.get_running_loop().time()
                     await self._try(self._note_seen())
-            self._wanted.clear()
+            self._scheduled.clear()
             while self._jobs and not self._is_closing:
                 job_id = next(iter(self._jobs))
                 if await self._try(self.apply(job_id)):
@@ -154,16 +154,16 @@ class RetentionTask:
             if self._leftovers and not self._is_closing:
                 await self._try(self._remove_leftovers())
 
-    async def _try(self, work: Awaitable[None]) -> bool:
-        """Do work that a database or a disk may refuse for a while; return whether it is done."""
+    async def _try(self, removal: Awaitable[None]) -> bool:
+        """Await a removal, and log a failure of the database or the disk; return whether it need not be repeated."""
         try:
-            await work
+            await removal
         except LeadershipLostError:
             raise
         except (StoreError, BlobError) as exc:
             logs.get().warning("old files could not be removed", error=str(exc))
-            self._wanted.set()
+            self._scheduled.set()
             if not self._is_closing:
                 await asyncio.sleep(RETRY_S)
-            return isinstance(exc, BlobError)  # the rows are written: the next start removes the files
+            return isinstance(exc, BlobError)  # the rows are stored: the next start removes the files
         return True

@@ -1,4 +1,4 @@
-"""Revocation: a client is refused from its next request on, whatever its way of authentication."""
+"""Revocation: the server refuses all further requests of a client, with every kind of authentication."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from fedplat_server.errors import Code, RefusedError
 from fedplat_server.records.audit import AuditAction, AuditEntry
 
 BATCH = 100
-"""Maximum number of clients that one transaction revokes: it blocks other writers no longer than a save does."""
+"""Maximum number of clients that one transaction revokes, so that it blocks other writers no longer than a save."""
 MAX_REVOKED = 1000
 """Maximum number of clients that one call revokes, well within the timeout of an operator's command."""
 
 
 class EnrolledClients(NamedTuple):
-    """The clients that have enrolled by a token, after the client `after` ("": all)."""
+    """The clients that have enrolled with a token, after the client `after` ("": all)."""
 
     token_id: str
     after: str = ""
 
 
 class RevokedClients(NamedTuple):
-    """The number of clients found, and the client after which the next call continues ("": there are no more)."""
+    """The number of revoked clients, and the client after which the next call continues ("": there are no more)."""
 
     num_clients: int
     next_after: str = ""
 
 
 class Revocation:
-    """Revokes clients for good."""
+    """The permanent revocation of clients."""
 
-    def __init__(self, clients: ClientStore, book: ClientDirectory) -> None:
+    def __init__(self, clients: ClientStore, directory: ClientDirectory) -> None:
         self._clients = clients
-        self._book = book
+        self._directory = directory
 
-    async def revoke(self, client_id: str, actor: str, runner: Runner, desk: LongPolls) -> ClientRecord:
-        """Revoke a client: its long polls end, its work fails, and open attempts drop what it has reported.
+    async def revoke(self, client_id: str, actor: str, runner: Runner, long_polls: LongPolls) -> ClientRecord:
+        """Revoke a client: its long polls end, its assignments fail, and open attempts drop its reports.
 
         Safe to repeat. Raises `RefusedError` if there is no such client.
         """
@@ -50,15 +50,15 @@ class Revocation:
         )
         if record is None:
             raise RefusedError(Code.NO_SUCH_CLIENT, client_id)
-        await self._end(record, runner, desk)
+        await self._end(record, runner, long_polls)
         return record
 
     async def revoke_clients_of(
-        self, enrolled: EnrolledClients, actor: str, runner: Runner, desk: LongPolls
+        self, enrolled: EnrolledClients, actor: str, runner: Runner, long_polls: LongPolls
     ) -> RevokedClients:
-        """Revoke clients that have enrolled by a token, as `revoke` does, in transactions of `BATCH` clients each.
+        """Revoke up to `MAX_REVOKED` clients that have enrolled with a token, in transactions of `BATCH` clients each.
 
-        At most `MAX_REVOKED` of them: the answer has where the next call continues. Safe to repeat.
+        The result has the client after which the next call continues. Safe to repeat.
         """
 
         def audit(client: ClientRecord) -> list[AuditEntry]:
@@ -68,19 +68,19 @@ class Revocation:
         while num_revoked < MAX_REVOKED:
             page = await self._clients.revoke_clients_of(enrolled.token_id, after, BATCH, audit)
             for record in page:
-                self._book.replace(record)
+                self._directory.replace(record)
             for record in page:
-                await self._end(record, runner, desk)
+                await self._end(record, runner, long_polls)
             num_revoked += len(page)
             if len(page) < BATCH:
                 return RevokedClients(num_revoked)
             after = page[-1].client_id
         return RevokedClients(num_revoked, after)
 
-    async def _end(self, record: ClientRecord, runner: Runner, desk: LongPolls) -> None:
-        """End the calls and the work of a client that was just revoked."""
+    async def _end(self, record: ClientRecord, runner: Runner, long_polls: LongPolls) -> None:
+        """End the calls and the assignments of a client that was just revoked."""
         client_id = record.client_id
-        self._book.replace(record)
-        # One event: between two, it could get work, or its report could come.
+        self._directory.replace(record)
+        # A single event: between two, the client could get an assignment, or its report could arrive.
         await runner.submit(ClientRevoked(client_id))
-        desk.cancel(client_id)
+        long_polls.cancel(client_id)

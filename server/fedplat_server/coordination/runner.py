@@ -1,12 +1,13 @@
-"""Drives the coordinator with a real clock: events in a queue, stored in batches, then acted upon.
+"""The runner of the coordinator with a real clock: events are queued, stored in batches, and then acted upon.
 
-The loop in `run` is the whole of it. All events that wait are one batch and one transaction, so a thousand
-reports cost a few commits. Whoever submits an event learns its verdict after it is stored. When the database
-refuses a batch for good, each event is tried alone, so that what one caller sent harms nobody else.
+See the loop in `Runner.run`. All waiting events are one batch and one transaction, so a thousand reports cost a few
+commits. The caller of an event receives its verdict after it is stored. If the database refuses a batch permanently,
+each event is stored separately, so that one caller's event cannot fail those of others.
 
-When it does not answer, the batch may have been stored or not (the reply may be all that was lost). Callers are told
-at once, and the runner asks until the database says which: it knows each save by its id. Only then does anything else
-happen, so that nothing is applied twice and nothing is built on a state that is not the stored one.
+If the database does not answer, the batch may have been stored or not (only the reply may have been lost). The callers
+receive an error at once, and the runner queries the database, which stores the id of each save, until it answers
+whether the batch was stored. Until then the runner does nothing else, so that no change is applied twice, and no change
+is based on a state that is not the stored one.
 """
 
 from __future__ import annotations
@@ -37,54 +38,54 @@ from fedplat_server.records.audit import AuditEntry
 
 MAX_BATCH = 1000
 STORE_RETRY_S = 0.5
-"""The first pause before a database that did not answer is asked again; the pauses double."""
+"""The first delay before a retry if the database does not answer; the delays double."""
 MAX_STORE_RETRY_FACTOR = 10
-"""The longest pause, as a multiple of the first one."""
+"""The longest delay, as a multiple of the first one."""
 
 
 def new_rng() -> np.random.Generator:
-    """What a batch of events draws from, seeded anew, for 15 microseconds.
+    """Return a freshly seeded generator for a batch of events; this takes 15 microseconds.
 
-    Clients see who is drawn for ordinary jobs, and could learn from many such draws what one long sequence draws next;
-    the samples of private jobs must stay secret.
+    Clients observe which of them are drawn for ordinary jobs, and could predict one long sequence from many such draws;
+    but the samples of private jobs must stay secret.
     """
     return np.random.default_rng(secrets.randbits(128))
 
 
 def new_context(now: float) -> Context:
-    """Return what a batch of events is lent at a moment: fresh randomness, and secret tokens."""
+    """Return the context of a batch of events at a time: fresh randomness, and secret tokens."""
     return Context(now=now, rng=new_rng(), new_token=new_token)
 
 
 class Timer(Protocol):
-    """A call that is to be made at some moment."""
+    """A scheduled call."""
 
     def cancel(self) -> None:
-        """Give the call up."""
+        """Cancel the call."""
         ...
 
 
 class Clock(Protocol):
-    """The clock that deadlines are moments of. Every event loop is one."""
+    """The clock of all deadlines. Every event loop is one."""
 
     def time(self) -> float:
-        """Return the moment, in seconds."""
+        """Return the time in seconds."""
         ...
 
     def call_at(self, when: float, callback: Callable[[], object], /) -> Timer:
-        """Call a function at a moment; at once if that has passed."""
+        """Call a function at a time; at once if that has passed."""
         ...
 
 
 class Actor(Protocol):
-    """Carries out commands, and sees every stored change. Neither may block or fail."""
+    """The executor of commands, which also observes stored changes. Its methods must not block or fail."""
 
     def act(self, command: Command) -> None:
-        """Carry out a command."""
+        """Execute a command."""
         ...
 
     def on_stored(self, changes: Sequence[Change]) -> None:
-        """See changes after they are stored and before their commands are carried out."""
+        """Handle changes after they are stored and before their commands are executed."""
         ...
 
 
@@ -97,10 +98,10 @@ class _Item:
 
 
 class Runner:
-    """Owns the coordinator, and is the only one to move it.
+    """The owner of the coordinator, which no one else may change.
 
-    `new_context` makes what each batch of events is lent at a moment of `clock`. After `store_retry_s` seconds a
-    database that did not answer is asked again; the pauses double.
+    `new_context` returns the context of a batch of events at a time of `clock`. `store_retry_s` is the first delay
+    before a retry if the database does not answer; the delays double.
     """
 
     def __init__(
@@ -117,30 +118,30 @@ class Runner:
         self._new_context = new_context
         self._store_retry_s = store_retry_s
         self._queue: asyncio.Queue[_Item] = asyncio.Queue()
-        self._in_hand: list[_Item] = []
+        self._batch: list[_Item] = []
         self._timers: dict[str, Timer] = {}
         self._ended: BaseException | None = None
         self._doubt: StoreUnavailableError | None = None
 
     @property
     def now(self) -> float:
-        """The moment on the clock that deadlines run on."""
+        """The time on the clock of all deadlines."""
         return self._clock.time()
 
     def post(self, event: Event) -> None:
-        """Hands an event of the server's own over; it is tried until it can be stored."""
+        """Queue an event of the server itself, which is retried until it is stored."""
         self._queue.put_nowait(_Item(event))
 
     async def submit(
         self, event: Event, when_stored: Callable[[], None] | None = None, audit: Sequence[AuditEntry] = ()
     ) -> Verdict:
-        """Hands a caller's event over and returns its verdict, stored. Raises `StoreError`.
+        """Queue a caller's event, and return its verdict when it is stored. Raises `StoreError` if it is not stored.
 
-        `when_stored` is called after the event is stored and before its commands are carried out. `audit` is noted
-        in the same transaction, if the event is accepted.
+        `when_stored` is called after the event is stored and before its commands are executed. `audit` is written in
+        the same transaction, if the event is accepted.
         """
         if self._ended is not None:
-            raise StoreUnavailableError(f"the server stops: {self._ended}") from self._ended
+            raise StoreUnavailableError(f"the server is stopping: {self._ended}") from self._ended
         if self._doubt is not None:
             raise StoreUnavailableError(str(self._doubt)) from self._doubt
         answer: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
@@ -148,35 +149,35 @@ class Runner:
         return await answer
 
     async def run(self, actor: Actor) -> None:
-        """The main loop; ends when it is cancelled, or by an error that only a restart mends."""
+        """Store batches of events until cancelled, or until an error that requires a restart."""
         try:
             while True:
-                self._in_hand = [await self._queue.get()]
-                while not self._queue.empty() and len(self._in_hand) < MAX_BATCH:
-                    self._in_hand.append(self._queue.get_nowait())
-                await self._do(self._in_hand, actor)
-                self._in_hand = []
+                self._batch = [await self._queue.get()]
+                while not self._queue.empty() and len(self._batch) < MAX_BATCH:
+                    self._batch.append(self._queue.get_nowait())
+                await self._process(self._batch, actor)
+                self._batch = []
         except BaseException as exc:
             self._end(exc)
             raise
 
     @property
     def in_doubt(self) -> bool:
-        """Whether the database did not answer, so that it is not known what it holds."""
+        """Whether the database does not answer, so that it is unknown whether the last batch was stored."""
         return self._doubt is not None
 
     @property
     def has_events(self) -> bool:
-        """Whether events wait to be stored, or are being stored."""
-        return bool(self._in_hand) or not self._queue.empty()
+        """Whether events are waiting to be stored, or are being stored."""
+        return bool(self._batch) or not self._queue.empty()
 
     def stop_timers(self) -> None:
-        """Cancel all timers: no deadline is noticed from now on."""
+        """Cancel the timers of all deadlines."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
 
-    async def _do(self, batch: list[_Item], actor: Actor) -> None:
+    async def _process(self, batch: list[_Item], actor: Actor) -> None:
         context = self._new_context(self.now)
         proposal = self.coordinator.propose([item.event for item in batch], context)
         verdicts = zip(batch, proposal.verdicts, strict=True)
@@ -184,13 +185,13 @@ class Runner:
         save_id = secrets.token_hex(8)
         try:
             if proposal.changes:
-                # A cancellation must not leave open whether the changes were stored.
+                # After a cancellation, too, it must be known whether the changes were stored.
                 await _finish(self._store.jobs.save(proposal.changes, context.now, save_id=save_id, audit=audit))
         except StoreUnavailableError as exc:
             if not await self._was_saved(proposal, save_id, batch, exc, context.rng):
                 self.coordinator.reject(proposal)
                 for item in batch:
-                    self._put_off(item, exc)
+                    self._postpone(item, exc)
                 return
         except StoreError as exc:
             self.coordinator.reject(proposal)
@@ -219,12 +220,12 @@ class Runner:
         exc: StoreUnavailableError,
         rng: np.random.Generator,
     ) -> bool:
-        """Asks the database until it says whether it has the changes. Meanwhile callers are sent away."""
+        """Query the database until it answers whether the changes were stored. Meanwhile callers receive the error."""
         logs.get().error("the database does not answer", events=len(batch), error=str(exc))
         self._doubt = exc
         waiting = [self._queue.get_nowait() for _ in range(self._queue.qsize())]
         for item in (*batch, *waiting):
-            _tell(item, exc)
+            _fail(item, exc)
         for item in waiting:
             if item.answer is None:
                 self._queue.put_nowait(item)
@@ -246,36 +247,36 @@ class Runner:
                 f"{exc}; does another fedplat-server use this database? Only one may: stop it, and start this one again"
             ) from exc
         if isinstance(exc, ParticipationError):
-            # What is remembered here of who took part is wrong, and is read back at the next start only.
+            # The participations in memory are wrong, and only a start reads them from the database.
             logs.get().error("the database refused assignments", error=str(exc))
-            raise ParticipationError(f"{exc}; start the server again: it reads back who took part in what") from exc
+            raise ParticipationError(f"{exc}; restart the server, which then reads the participations again") from exc
         if isinstance(exc, LeadershipLostError):
             raise exc
         if len(batch) > 1:
             for item in batch:
-                await self._do([item], actor)
+                await self._process([item], actor)
         elif batch[0].answer is None:
             raise exc
         else:
-            self._put_off(batch[0], exc)
+            self._postpone(batch[0], exc)
 
-    def _put_off(self, item: _Item, exc: StoreError) -> None:
+    def _postpone(self, item: _Item, exc: StoreError) -> None:
         if isinstance(item.event, ClientCheckedIn | ClientLeft):
-            # Nobody waits: the caller of a check-in hears of the failure, and a later retry of "it has left" could
-            # throw out a client that is back by then.
+            # The client does not wait any more: its check-in fails. A later retry of `ClientLeft` could remove a
+            # client that has checked in again.
             self.coordinator.room.leave(item.event.client_id)
         elif item.answer is None:
             self._clock.call_at(self.now + self._store_retry_s, functools.partial(self._queue.put_nowait, item))
-        _tell(item, exc)
+        _fail(item, exc)
 
     def _end(self, exc: BaseException) -> None:
-        """Nobody shall wait for a verdict that never comes."""
+        """Fail all waiting events, whose callers would else wait forever."""
         self._ended = exc
-        left, self._in_hand = self._in_hand, []
+        remaining, self._batch = self._batch, []
         while not self._queue.empty():
-            left.append(self._queue.get_nowait())
-        for item in left:
-            _tell(item, StoreUnavailableError(f"the server stops: {exc}"))
+            remaining.append(self._queue.get_nowait())
+        for item in remaining:
+            _fail(item, StoreUnavailableError(f"the server is stopping: {exc}"))
 
     def _set_timer(self, job_id: str, deadline_at: float | None) -> None:
         if (timer := self._timers.pop(job_id, None)) is not None:
@@ -285,13 +286,13 @@ class Runner:
             self._timers[job_id] = self._clock.call_at(deadline_at, fire)
 
 
-def _tell(item: _Item, exc: StoreError) -> None:
+def _fail(item: _Item, exc: StoreError) -> None:
     if item.answer is not None and not item.answer.done():
         item.answer.set_exception(type(exc)(str(exc)))
 
 
 async def _finish(save: Coroutine[None, None, None]) -> None:
-    """Awaits a write to its end, even when this task is cancelled meanwhile."""
+    """Await a write to its end, even if this task is cancelled meanwhile."""
     task = asyncio.create_task(save)
     try:
         await asyncio.shield(task)

@@ -1,4 +1,4 @@
-"""Turns calls for one thing each into calls for many: whoever asks while a call is under way shares the next one."""
+"""Batching of database calls: calls for single keys during a running call are combined into the next one."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ _Value = TypeVar("_Value")
 
 
 class BatchLoader(Generic[_Value]):
-    """Asks for many keys at once. A transaction costs a millisecond, and hardly more for five hundred clients.
+    """A loader of values by key, which combines concurrent calls.
 
-    So a crowd that comes back after a restart is let in about ten times as fast, and one that comes alone waits for
-    nobody. `ask` says nothing of keys that it does not know. No key stands twice in one call: of several who ask with
-    the same one, each has a call of its own.
+    A transaction takes a millisecond, and hardly more for five hundred clients. So many clients that return after a
+    restart are admitted about ten times as fast, and a single one does not wait for others. `fetch` returns the values
+    of up to `max_keys` keys and leaves out unknown ones. The keys of one call are distinct: equal keys of several
+    callers are fetched in several calls.
     """
 
-    def __init__(self, ask: Callable[[Sequence[str]], Awaitable[Mapping[str, _Value]]], most: int = 500) -> None:
-        self._ask = ask
-        self._most = most
+    def __init__(self, fetch: Callable[[Sequence[str]], Awaitable[Mapping[str, _Value]]], max_keys: int = 500) -> None:
+        self._fetch = fetch
+        self._max_keys = max_keys
         self._waiting: list[tuple[str, asyncio.Future[_Value | None]]] = []
-        self._asking: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
 
     async def load(self, key: str) -> _Value | None:
-        """Return what there is for a key. Raises what `ask` raises for it."""
+        """Return the value of a key; None if it is unknown. Raises the errors of `fetch`."""
         answer: asyncio.Future[_Value | None] = asyncio.get_running_loop().create_future()
         self._waiting.append((key, answer))
-        if self._asking is None:
-            self._asking = asyncio.create_task(self._run(), name="gathered")
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="batch loader")
         return await answer
 
     async def _run(self) -> None:
@@ -38,7 +39,7 @@ class BatchLoader(Generic[_Value]):
             while batch := self._next():
                 await self._answer(batch)
         finally:
-            self._asking = None
+            self._task = None
 
     def _next(self) -> dict[str, asyncio.Future[_Value | None]]:
         batch: dict[str, asyncio.Future[_Value | None]] = {}
@@ -46,7 +47,7 @@ class BatchLoader(Generic[_Value]):
         for key, answer in self._waiting:
             if answer.cancelled():
                 continue
-            if key in batch or len(batch) == self._most:
+            if key in batch or len(batch) == self._max_keys:
                 later.append((key, answer))
             else:
                 batch[key] = answer
@@ -55,10 +56,10 @@ class BatchLoader(Generic[_Value]):
 
     async def _answer(self, batch: Mapping[str, asyncio.Future[_Value | None]]) -> None:
         try:
-            found = await self._ask(list(batch))
-        except Exception as exc:  # a task boundary: each caller gets an error of its own
+            values = await self._fetch(list(batch))
+        except Exception as exc:  # a task boundary: each caller gets its own error
             if len(batch) > 1 and not isinstance(exc, StoreUnavailableError | LeadershipLostError):
-                # The database answers, so the fault is one key's: only its own caller may suffer from it.
+                # The database answers, so one key is the cause: only its caller may get the error.
                 for key, answer in batch.items():
                     await self._answer({key: answer})
                 return
@@ -68,4 +69,4 @@ class BatchLoader(Generic[_Value]):
         else:
             for key, answer in batch.items():
                 if not answer.done():
-                    answer.set_result(found.get(key))
+                    answer.set_result(values.get(key))

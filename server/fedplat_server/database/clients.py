@@ -1,4 +1,4 @@
-"""Records of who may take part: enrollment tokens and clients."""
+"""Records of enrollment tokens and clients."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fedplat_server.records.audit import AuditEntry
 class ClientRecord:
     """An enrolled client.
 
-    `session_number` counts the sessions that it has opened; only the last one is valid. `token_id` is the enrollment
-    token that it used; empty if it enrolled before that was stored.
+    `session_number` is the number of sessions that it has opened; only the last one is valid. `token_id` is the
+    enrollment token that it used; empty if it enrolled with a version of fedplat that did not store it.
     """
 
     client_id: str
@@ -30,7 +30,7 @@ class ClientRecord:
 
 
 NewEntries: TypeAlias = Callable[[ClientRecord], Sequence[AuditEntry]]
-"""Makes the audit entries for a change to a client, which is known only within the transaction."""
+"""A function that returns the audit entries for a changed client, which is only known within the transaction."""
 
 
 def no_entries(client: ClientRecord) -> Sequence[AuditEntry]:
@@ -40,7 +40,7 @@ def no_entries(client: ClientRecord) -> Sequence[AuditEntry]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EnrollmentToken:
-    """A token by which clients enroll. The database keeps its hash beside this record, never the token."""
+    """A token with which clients enroll. The database stores its hash with this record, never the token."""
 
     token_id: str
     population: str
@@ -61,7 +61,7 @@ class EnrollmentToken:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Enrollment:
-    """A request to enroll. `client_id` is used if the idempotency key is new."""
+    """A request to enroll. `client_id` is the id of the new client, if the idempotency key is new."""
 
     client_id: str
     population: str
@@ -72,8 +72,8 @@ class Enrollment:
     idempotency_key: str
 
 
-def token_refused(token: EnrollmentToken | None, population: str, unix_s: float) -> TokenRefusedError:
-    """Return the error for an enrollment by this token; None: the token is unknown."""
+def make_token_error(token: EnrollmentToken | None, population: str, unix_s: float) -> TokenRefusedError:
+    """Return the error for an enrollment with this unusable token; None: the token is unknown."""
     if token is None:
         return TokenRefusedError("", is_known=False)
     if token.population != population:

@@ -1,6 +1,6 @@
-"""Drivers of transactions: SQLite blocks in threads, PostgreSQL answers on the event loop.
+"""Drivers of transactions: SQLite blocks in threads, PostgreSQL uses the event loop.
 
-Work is a plain function on a connection of SQLAlchemy for both.
+For both, a transaction is a plain function of a connection of SQLAlchemy.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from sqlalchemy.engine import URL
 from fedplat_server.database.engine import NUM_READERS, WRITES, create_blocking_engine, create_engine, num_writers
 
 _T = TypeVar("_T")
-Work = Callable[[sqlalchemy.Connection], _T]
+Transaction = Callable[[sqlalchemy.Connection], _T]
 
 
 class Transactions(Protocol):
-    """Runs work in transactions on one database. Errors are SQLAlchemy's."""
+    """A driver that runs transactions on one database. It raises the errors of SQLAlchemy."""
 
     @property
     def engine(self) -> sqlalchemy.Engine:
-        """The engine that makes the connections; for its events, its dialect and its URL."""
+        """The engine that opens the connections, for its events, its dialect and its URL."""
         ...
 
-    async def run(self, work: Work[_T], *, writes: bool) -> _T:
-        """Run work and commit it if it `writes`; otherwise all of its queries see one snapshot."""
+    async def run(self, transaction: Transaction[_T], *, writes: bool) -> _T:
+        """Run a transaction and commit it if it `writes`; otherwise all of its queries see one snapshot."""
         ...
 
     async def close(self) -> None:
-        """Wait for transactions that still run and close all connections."""
+        """Wait for running transactions and close all connections."""
         ...
 
 
@@ -42,7 +42,7 @@ def for_url(url: URL) -> Transactions:
 
 
 class ThreadedSqlite:
-    """SQLite: each transaction runs as a whole in a thread.
+    """The driver of SQLite, which runs each transaction in a thread.
 
     An asynchronous driver changes threads at each step of each statement, which costs more than the database itself.
     """
@@ -52,28 +52,28 @@ class ThreadedSqlite:
         self._writing = self.engine.execution_options(**{WRITES: True})
         self._threads = ThreadPoolExecutor(NUM_READERS + num_writers(url), thread_name_prefix="database")
 
-    async def run(self, work: Work[_T], *, writes: bool) -> _T:
-        """Run work in a thread, to its end, even if the task that waits is cancelled."""
+    async def run(self, transaction: Transaction[_T], *, writes: bool) -> _T:
+        """Run a transaction in a thread, to its end even if the awaiting task is cancelled."""
         run = self._write if writes else self._read
-        return await asyncio.get_running_loop().run_in_executor(self._threads, run, work)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run, transaction)
 
     async def close(self) -> None:
-        """Wait for transactions that still run and close all connections."""
-        # In another pool: SQLite may be waiting for another process.
+        """Wait for running transactions and close all connections."""
+        # In another thread: SQLite may be waiting for another process.
         await asyncio.to_thread(self._threads.shutdown)
         self.engine.dispose()
 
-    def _write(self, work: Work[_T]) -> _T:
+    def _write(self, transaction: Transaction[_T]) -> _T:
         with self._writing.begin() as connection:
-            return work(connection)
+            return transaction(connection)
 
-    def _read(self, work: Work[_T]) -> _T:
+    def _read(self, transaction: Transaction[_T]) -> _T:
         with self.engine.connect() as connection:
-            return work(connection)
+            return transaction(connection)
 
 
 class AsyncPostgres:
-    """PostgreSQL, over a socket."""
+    """The driver of PostgreSQL, over a socket."""
 
     def __init__(self, url: URL) -> None:
         self._engine = create_engine(url)
@@ -81,10 +81,10 @@ class AsyncPostgres:
         self._writing = self._engine.execution_options(**{WRITES: True})
         self._reading = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
 
-    async def run(self, work: Work[_T], *, writes: bool) -> _T:
-        """Run work in this task."""
+    async def run(self, transaction: Transaction[_T], *, writes: bool) -> _T:
+        """Run a transaction in this task."""
         async with self._writing.begin() if writes else self._reading.connect() as connection:
-            return await connection.run_sync(work)
+            return await connection.run_sync(transaction)
 
     async def close(self) -> None:
         """Close all connections."""

@@ -24,18 +24,18 @@ from fedplat_server.errors import ConfigError, StoreError, StoreFullError, Store
 from fedplat_server.storage import files
 
 WRITES = "fedplat_writes"
-"""Execution option of connections whose transactions write."""
+"""The execution option of connections for transactions that write."""
 
 BUSY_TIMEOUT_S = 30
-"""How long SQLite waits for another process that writes."""
+"""The time that SQLite waits for another process that writes."""
 
 CONNECT_TIMEOUT_S = 10
 COMMAND_TIMEOUT_S = 60
 ABANDONED_S = 4
-"""When PostgreSQL ends an idle transaction: a daemon that was stopped must not keep its locks."""
+"""The time after which PostgreSQL ends an idle transaction, so that a suspended daemon does not keep its locks."""
 
 NUM_READERS = 4
-"""Number of transactions that may read at once. More would only take turns on one core."""
+"""The number of concurrent transactions that read. More would not be faster on one core."""
 
 _EXPECTED = "expected a path, sqlite:///path or postgresql://user:password@host/database"
 _DRIVERS = {
@@ -50,12 +50,12 @@ _DRIVERS = {
 _UNAVAILABLE = re.compile(r"08...|53...|57P..|58...")
 _CONFLICTS = frozenset({"40001", "40P01"})  # serialisation failure, deadlock
 _DISK_FULL = "53100"
-# 1: a mistake in the SQL; 11 and 26: damaged, no database. The others of sqlite3.OperationalError may pass.
-_SQLITE_LASTING = frozenset({1, 11, 26})
+# 1: an error in the SQL; 11: damaged; 26: not a database. The other codes of sqlite3.OperationalError may be temporary.
+_SQLITE_PERMANENT = frozenset({1, 11, 26})
 
 
 class ConflictError(StoreUnavailableError):
-    """The database rolled a transaction back because of another one: it may be tried again at once."""
+    """The database rolled a transaction back because of another one: it may be repeated at once."""
 
 
 def async_url(database: str) -> URL:
@@ -67,7 +67,7 @@ def async_url(database: str) -> URL:
     try:
         url = make_url(database)
     except (exc.ArgumentError, ValueError) as error:
-        # Not shown: it may contain a password that cannot be recognized as one.
+        # The URL is not shown: it may contain a password in an unknown place.
         raise ConfigError(f"the database's URL cannot be read: {_EXPECTED}") from error
     driver = _DRIVERS.get(url.drivername)
     shown = url.render_as_string(hide_password=True)
@@ -78,7 +78,7 @@ def async_url(database: str) -> URL:
     if driver == "postgresql+asyncpg":
         if importlib.util.find_spec("asyncpg") is None:
             raise ConfigError("PostgreSQL needs a driver: pip install 'fedplat-server[postgres]'")
-        if sslmode := url.query.get("sslmode"):  # libpq's name for it
+        if sslmode := url.query.get("sslmode"):  # the name in libpq
             url = url.difference_update_query(["sslmode"]).update_query_dict({"ssl": sslmode})
     return url.set(drivername=driver)
 
@@ -89,14 +89,14 @@ def sqlite_path(url: URL) -> Path | None:
 
 
 def num_writers(url: URL) -> int:
-    """Return the number of transactions that may write at once."""
+    """Return the number of concurrent transactions that write."""
     return 1 if url.get_backend_name() == "sqlite" else 4
 
 
 def create_engine(url: URL, *, foreign_keys: bool = True, timeout_s: float | None = None) -> AsyncEngine:
     """Return an engine for a URL of `async_url`, without connecting. Migrations of SQLite need `foreign_keys` off.
 
-    `timeout_s`: how long PostgreSQL may take to connect or to answer, instead of the defaults.
+    `timeout_s` is the time limit of PostgreSQL to connect and to answer, instead of the defaults.
     """
     pool = {"pool_size": NUM_READERS + num_writers(url), "max_overflow": 0, "json_serializer": _to_json}
     if url.get_backend_name() == "postgresql":
@@ -117,7 +117,7 @@ def create_engine(url: URL, *, foreign_keys: bool = True, timeout_s: float | Non
 
 
 def create_blocking_engine(url: URL) -> sqlalchemy.Engine:
-    """Return an engine for the URL of a SQLite database that `create_engine` has opened before: it has its WAL then."""
+    """Return an engine for a SQLite database that `create_engine` was used for before, which switches it to WAL."""
     pool = {"pool_size": NUM_READERS + num_writers(url), "max_overflow": 0, "json_serializer": _to_json}
     engine = sqlalchemy.create_engine(url.set(drivername="sqlite"), **pool)
     _set_up_sqlite(engine, foreign_keys=True)
@@ -125,13 +125,14 @@ def create_blocking_engine(url: URL) -> sqlalchemy.Engine:
 
 
 def _to_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)  # escapes would make names of clients up to three times as long
+    return json.dumps(value, ensure_ascii=False)  # with escapes, texts of clients would be up to three times as long
 
 
 def _set_up_sqlite(engine: sqlalchemy.Engine, foreign_keys: bool) -> None:
     def on_connect(connection: Any, _: object) -> None:
-        # Else the driver begins late, and never for a SELECT: no snapshot, and "database is locked" when a
-        # transaction that has read begins to write. See "Transactions with SQLite" in SQLAlchemy's documentation.
+        # By default the driver begins a transaction late, and never for a SELECT: then there is no snapshot, and a
+        # transaction that first reads and then writes fails with "database is locked". See "Transactions with SQLite"
+        # in SQLAlchemy's documentation.
         connection.isolation_level = None
         cursor = connection.cursor()
         for pragma in (
@@ -151,9 +152,9 @@ def _set_up_sqlite(engine: sqlalchemy.Engine, foreign_keys: bool) -> None:
 
 
 async def _use_wal(connection: aiosqlite.Connection) -> None:
-    """Switch the file to a write-ahead log, for good: readers then never wait for the writer."""
-    # Of two that open a new file at once SQLite refuses one, whatever its busy_timeout: waiting for the lock that the
-    # change needs could be a deadlock.
+    """Switch the file permanently to a write-ahead log, with which readers never wait for the writer."""
+    # If two processes open a new file at once, SQLite refuses one of them whatever its busy_timeout, because waiting
+    # for the lock could be a deadlock.
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         try:
@@ -180,19 +181,19 @@ def translate_errors(url: URL) -> Generator[None]:
 
 def _translate(error: exc.DBAPIError, url: URL) -> StoreError:
     # Without the statement and its parameters, which SQLAlchemy adds to its own message.
-    said = f"the database {url.render_as_string()} says: {error.orig}"
+    message = f"error of the database {url.render_as_string()}: {error.orig}"
     sqlstate = getattr(error.orig, "sqlstate", None)
     if sqlstate in _CONFLICTS:
-        return ConflictError(said)
+        return ConflictError(message)
     if sqlstate == _DISK_FULL or getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
         files.note_full()
-        return StoreFullError(said)
+        return StoreFullError(message)
     if error.connection_invalidated or (sqlstate is not None and _UNAVAILABLE.fullmatch(sqlstate)):
-        return StoreUnavailableError(said)
+        return StoreUnavailableError(message)
     if isinstance(error.orig, sqlite3.OperationalError):
-        lasting = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _SQLITE_LASTING
-        return StoreError(said) if lasting else StoreUnavailableError(said)
+        is_permanent = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _SQLITE_PERMANENT
+        return StoreError(message) if is_permanent else StoreUnavailableError(message)
     # asyncpg's InterfaceError also covers values that it cannot encode, for which a retry is useless.
     if isinstance(error, exc.InterfaceError) and "connection" in str(error.orig):
-        return StoreUnavailableError(said)
-    return StoreError(said)
+        return StoreUnavailableError(message)
+    return StoreError(message)

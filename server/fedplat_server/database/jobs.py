@@ -1,4 +1,4 @@
-"""Records of what is stored of a job: the job, its attempts, its model versions and its history."""
+"""Stored records of a job: the job itself, its attempts, its model versions and its history."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobRecord:
-    """A job: the coordinator's state of it, with its job file and the time of its creation."""
+    """A job: its state in the coordinator, its job file and the time of its creation."""
 
     state: JobState
     job_file: str
@@ -20,7 +20,7 @@ class JobRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Staleness:
-    """How many versions behind the updates of an attempt were: mean and maximum."""
+    """The staleness of an attempt's updates in versions: mean and maximum."""
 
     mean: float = 0.0
     most: int = 0
@@ -30,8 +30,8 @@ class Staleness:
 class AttemptRecord:
     """An attempt with the counts of its assignments; `ended_unix_s` is None while it is open.
 
-    An assignment counts for the attempt that has taken its update in; until then, for the one in which it was made.
-    `update_bytes` is the size of all reported updates, `largest_norm` the largest of their norms.
+    An assignment counts for the attempt that its update was folded into; until then, for the attempt that created it.
+    `update_bytes` is the total size of the reported updates, `largest_norm` the largest of their norms.
     """
 
     key: AttemptKey
@@ -55,8 +55,8 @@ class AttemptRecord:
 class VersionRecord:
     """A model version with its metrics by the server's evaluator.
 
-    `model_removed_unix_s` is when the files of the model and of its delta were removed, `state_removed_unix_s` when
-    that of the rule's state was. None: they are kept, if there ever were any.
+    `model_removed_unix_s` is the time at which the files of the model and its delta were removed,
+    `state_removed_unix_s` that at which the file of the rule's state was removed. None: the files are kept, if any.
     """
 
     version: ModelVersion
@@ -77,10 +77,11 @@ class HistoryRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RetainedVersions:
-    """Which versions of a job keep their files; version 0, the latest, and those that clients work with always do.
+    """The versions of a job that keep their files.
 
-    Models from version `models_from` on, and each whose number is a multiple of `every` (0: none); states from version
-    `states_from` on.
+    Models are kept from version `models_from` on, and of each version that is a multiple of `every` (0: of none);
+    states are kept from version `states_from` on. The models of version 0, of the latest version, and of versions that
+    open attempts and assignments are based on are always kept.
     """
 
     models_from: int = 0
@@ -90,7 +91,7 @@ class RetainedVersions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Removable:
-    """A version with files that may be removed: the model's with its delta, or that of the rule's state, or both."""
+    """A version with removable files: those of its model and delta (`model`), that of the rule's state (`state`)."""
 
     version: ModelVersion
     model: bool

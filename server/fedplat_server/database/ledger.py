@@ -1,4 +1,4 @@
-"""Records of private releases, and of what the budget of a population allows."""
+"""Records of private releases, and of the budgets of populations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedplat.rounds.states import ENDED_JOBS, JobStatus
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LedgerRow:
-    """A release: a committed version of a private job. It does not contain the number of clients that took part."""
+    """A release, which is a committed version of a private job. Without the number of participating clients."""
 
     version: int
     round: int
@@ -22,7 +22,7 @@ class LedgerRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Budget:
-    """The privacy loss that all private jobs of a population may have together."""
+    """The maximum privacy loss of all private jobs of a population together."""
 
     epsilon: float
     delta: float
@@ -30,7 +30,7 @@ class Budget:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Account:
-    """The releases of a job so far, and all that it may make (`planned`; None: the job is not private)."""
+    """The releases of a job so far, and all releases that it may make (`planned`; None: the job is not private)."""
 
     job_id: str
     status: JobStatus
@@ -44,12 +44,12 @@ class Account:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the job will make no more releases."""
+        """Whether the job has ended and will make no more releases."""
         return self.status in ENDED_JOBS
 
     @property
     def charges(self) -> tuple[Charge, ...]:
-        """What counts against a budget: all planned releases, or of a job that has ended those that it made."""
+        """The charges to a budget: all planned releases, or those of the past if the job has ended."""
         return self.released if self.planned is None or self.has_ended else (self.planned,)
 
 
@@ -67,7 +67,7 @@ class Population:
 
     @property
     def charges(self) -> tuple[Charge, ...]:
-        """What its jobs charge to the budget."""
+        """The charges of its jobs to the budget."""
         return tuple(charge for account in self.accounts for charge in account.charges)
 
 
@@ -77,5 +77,5 @@ def encode_mechanism(mechanism: Mechanism) -> str:
 
 
 def decode_mechanism(text: str) -> Mechanism:
-    """Return a mechanism of the ledger. Raises `msgspec.ValidationError`."""
+    """Return a mechanism of the ledger. Raises `msgspec.ValidationError` if the text is not one."""
     return msgspec.json.decode(text, type=Mechanism)

@@ -1,12 +1,12 @@
-"""The ports of the database: what the server asks of it, one port for each kind of thing that is stored.
+"""The ports of the database: interfaces, one for each kind of record.
 
-Every method is one transaction. Where a method takes `audit`, the same transaction appends these entries to the audit
-log. Every adapter passes the contract suite `tests/server/store/test_contract*.py`.
+Every method is one transaction. If a method has a parameter `audit`, the same transaction appends these entries to the
+audit log. Every adapter passes the contract tests `tests/server/store/test_contract*.py`.
 
 Errors are `StoreUnavailableError` (try again later), `StaleRevisionError`, `PopulationChangedError` and
-`ParticipationError` (read again first) and `LeadershipLostError`; those of a database library stay in the adapter.
-Stored times are seconds since 1970 on the wall clock. People read them, and a restart restores the deadlines of
-assignments from them; a running server takes no decision by them.
+`ParticipationError` (read again first) and `LeadershipLostError`; adapters translate those of a database library.
+Stored times are seconds since 1970 on the wall clock. They are for people, and a restart restores the deadlines of
+assignments from them; a running server makes no decisions based on them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from fedplat_server.records.lease import Candidate, Lease, LeaseReading
 from fedplat_server.records.operators import OperatorRecord
 
 BATCH = 1000
-"""Maximum number of versions, attempts or digests that one transaction of the retention works on."""
+"""Maximum number of versions, attempts or digests in one transaction of the retention."""
 ROUNDS_PER_QUERY = 50
-"""Rounds whose participations one query reads: a job of many large rounds must not be in memory as a whole."""
+"""Number of rounds in one query for participations, which limits the memory for a job with many large rounds."""
 
 
 class Store(Protocol):
-    """A database: its ports, and what concerns all of them."""
+    """A database: its ports, and operations that concern all of them."""
 
     @property
     def jobs(self) -> JobStore:
@@ -65,15 +65,15 @@ class Store(Protocol):
 
     @property
     def retention(self) -> RetentionStore:
-        """Which old files and rows may be removed."""
+        """The removal of old files and rows."""
         ...
 
     async def close(self) -> None:
-        """Wait for the transactions that still run and close all connections."""
+        """Wait for running transactions and close all connections."""
         ...
 
     async def ping(self) -> None:
-        """Return when the database answers."""
+        """Wait until the database answers."""
         ...
 
     async def fence(self, term: int) -> None:
@@ -99,11 +99,11 @@ class JobStore(Protocol):
         audit: Sequence[AuditEntry] = (),
         expected: int | None = None,
     ) -> JobRecord:
-        """Add a job (status DRAFT, version 0) with a history row and, if it is private, its settled `[privacy]`.
+        """Add a job (status DRAFT, version 0) with a history row and, if it is private, its calibrated `[privacy]`.
 
-        A known idempotency key returns the job that has it, unchanged, and appends no entries. Raises `StoreError` if
-        the `[privacy]` of a private job is not settled, and `PopulationChangedError` if its population is not at the
-        `expected` revision (None: any).
+        If a job was created with this idempotency key, returns that job unchanged, and appends no entries. Raises
+        `StoreError` if the `[privacy]` of a private job is not calibrated, and `PopulationChangedError` if its
+        population is not at the `expected` revision (None: any).
         """
         ...
 
@@ -112,12 +112,12 @@ class JobStore(Protocol):
         ...
 
     async def load_jobs(self, now: float = 0.0) -> list[JobRecord]:
-        """Return every job in the order of creation, as the coordinator left it.
+        """Return every job in the order of creation, in its last state.
 
-        That is: with its last attempt, the assignments of that attempt, those carried over (`rounds.rebuild_attempt`),
-        its latest version, and the durations (`took_s`, oldest first, at most `sync.REMEMBERED_DURATIONS`) of its
-        assignments that were reported in attempts of kind TRAIN. The times of assignments (`…_at`) are on the clock
-        that reads `now`, as accurate as the wall clock is; all other times are zero or None.
+        It has its last attempt, the assignments of that attempt, those carried over (`rounds.rebuild_attempt`), its
+        latest version, and the durations (`took_s`, oldest first, at most `sync.REMEMBERED_DURATIONS`) of its
+        assignments that were reported in attempts of kind TRAIN. The times of assignments (`…_at`) are on a clock whose
+        current time is `now`, as accurate as the wall clock; all other times are zero or None.
         """
         ...
 
@@ -128,13 +128,13 @@ class JobStore(Protocol):
 
         `now` is the current time on the clock of the changes. Raises `StoreError` if a version of a private job has no
         ledger row or if a rollback refers to removed files, `StaleRevisionError` if a job is not at the expected
-        revision, and `ParticipationError` if a client of a private job would take part too often by the stored
-        assignments. After `StoreUnavailableError` the outcome is unknown until `find_last_save` answers.
+        revision, and `ParticipationError` if a client of a private job would take part too often according to the
+        stored assignments. After `StoreUnavailableError` the outcome is unknown until `find_last_save` answers.
         """
         ...
 
     async def find_last_save(self, job_id: str) -> str:
-        """Return the id of the last save of a job. Waits for one in progress, of any process."""
+        """Return the id of the last save of a job. Waits for a save in progress, of any process."""
         ...
 
     async def find_assignment(self, token_hash: bytes) -> Assignment | None:
@@ -157,7 +157,7 @@ class JobStore(Protocol):
     async def list_participations(self, job_id: str, rounds: range) -> list[Participation]:
         """Return the assignments of a job's attempts to train in these rounds.
 
-        By round and attempt; within an attempt in the order of the reports, then those without one.
+        They are ordered by round and attempt; within an attempt, by report, then those without a report.
         """
         ...
 
@@ -176,13 +176,13 @@ class JobStore(Protocol):
     async def set_version_metrics(self, job_id: str, version: int, metrics: Mapping[str, float]) -> None:
         """Store the metrics of a version by the server's evaluator, with a history row.
 
-        The row: entity "version", both states the version's number, the version's round and attempt, the metrics.
-        The same metrics again change nothing.
+        The row has the entity "version", the version's number as both states, its round and attempt, and the metrics.
+        Repetition with the same metrics has no effect.
         """
         ...
 
     async def list_history(self, job_id: str, after_sequence: int = 0, limit: int = 250) -> list[HistoryRecord]:
-        """Return history rows after a sequence number, oldest first; each is bounded (`tables.Words`, `Metrics`)."""
+        """Return history rows after a sequence number, oldest first. `tables.Words` and `Metrics` limit their size."""
         ...
 
     async def find_populations(self, digest: str) -> frozenset[str]:
@@ -200,25 +200,25 @@ class ClientStore(Protocol):
         ...
 
     async def revoke_enrollment_token(self, token_id: str, audit: Sequence[AuditEntry] = ()) -> EnrollmentToken | None:
-        """Revoke a token for good, and return it; None if it is unknown. Keeps the time of the first revocation."""
+        """Revoke a token permanently and return it; None if it is unknown. Keeps the time of the first revocation."""
         ...
 
     async def list_enrollment_tokens(self, *, after: str = "", limit: int | None = None) -> list[EnrollmentToken]:
-        """Return the first `limit` tokens created after the token with the id `after`; none if that is unknown."""
+        """Return the first `limit` tokens created after the token with the id `after`; [] if that is unknown."""
         ...
 
     async def enroll(self, enrollment: Enrollment, audit: NewEntries = no_entries) -> ClientRecord:
         """Add a client and use its token once.
 
-        A known idempotency key with the same public key returns the client that has them, with new labels and
-        version, whatever the state of the token, and appends no entries. Raises `TokenRefusedError` if the token is
-        unknown, of another population or no longer usable, and `EnrollmentError` if the public key or the idempotency
-        key is another client's.
+        If a client has this idempotency key and public key, updates its labels and version and returns it, whatever the
+        state of the token, and appends no entries. Raises `TokenRefusedError` if the token is unknown, of another
+        population or no longer usable, and `EnrollmentConflictError` if the public key or the idempotency key belongs
+        to another client, or if this client is enrolled in another population.
         """
         ...
 
     async def find_clients(self, client_ids: Sequence[str]) -> dict[str, ClientRecord]:
-        """Return the clients with these ids, by id, without those that are unknown."""
+        """Return the clients with these ids, by id; unknown ids are left out."""
         ...
 
     async def begin_sessions(self, client_ids: Sequence[str]) -> dict[str, ClientRecord]:
@@ -226,27 +226,27 @@ class ClientStore(Protocol):
         ...
 
     async def revoke_client(self, client_id: str, audit: Sequence[AuditEntry] = ()) -> ClientRecord | None:
-        """Revoke a client for good, and return it; None if it is unknown. Keeps the time of the first revocation."""
+        """Revoke a client permanently and return it; None if it is unknown. Keeps the time of the first revocation."""
         ...
 
     async def revoke_clients_of(
         self, token_id: str, after: str, limit: int, audit: NewEntries = no_entries
     ) -> list[ClientRecord]:
-        """Revoke a page of the clients that enrolled by a token, ordered and cut as by `list_clients`.
+        """Revoke the first `limit` clients that enrolled with a token, after the client `after` ("": all).
 
-        Returns the whole page, with those revoked before, so that a caller whose answer was lost gets it again. These
-        keep their time of revocation, and `audit` is called for the others only.
+        Returns them all, including those revoked before, so that a caller that lost the answer can repeat the call.
+        Those keep their time of revocation, and `audit` is only called for the others.
         """
         ...
 
     async def update_client(self, client_id: str, labels: Mapping[str, str], software_version: str) -> None:
-        """Replace what a client reports of itself."""
+        """Replace the labels and the software version of a client."""
         ...
 
     async def list_clients(
         self, population: str | None = None, *, after: str = "", limit: int | None = None
     ) -> list[ClientRecord]:
-        """Return the first `limit` clients that enrolled after the client `after`; none if that is unknown."""
+        """Return the first `limit` clients that enrolled after the client `after`; [] if that is unknown."""
         ...
 
     async def count_clients(self) -> int:
@@ -254,15 +254,15 @@ class ClientStore(Protocol):
         ...
 
     async def record_seen(self, seen_unix_s: Mapping[str, float]) -> None:
-        """Store when clients opened their last session."""
+        """Store the times at which clients opened their last session."""
         ...
 
     async def list_idle_clients(self, before_unix_s: float) -> list[str]:
-        """Return the clients last seen before a time and without an open assignment, oldest first."""
+        """Return the clients that were last seen before a time and have no open assignment, oldest first."""
         ...
 
     async def remove_clients(self, client_ids: Collection[str], before_unix_s: float) -> int:
-        """Remove those of the clients last seen before a time; return their number. Their assignments stay."""
+        """Remove those of the clients last seen before a time; return their number. Their assignments are kept."""
         ...
 
 
@@ -279,7 +279,7 @@ class OperatorStore(Protocol):
         """Remove an operator. Raises `OperatorError` if the name is unknown.
 
         With `keep_an_admin`, raises `LastAdminError` if it is the only one with the role admin and a valid token, also
-        when others are removed at the same time.
+        if others are removed concurrently.
         """
         ...
 
@@ -296,7 +296,7 @@ class AuditStore(Protocol):
     """The audit log. Its rows are never changed or removed."""
 
     async def append(self, entries: Sequence[AuditEntry]) -> None:
-        """Append entries, all or none, as one unbroken piece of the chain."""
+        """Append entries, all or none, as consecutive rows of the chain."""
         ...
 
     async def list_rows(self, after_sequence: int = 0, limit: int = 1000) -> list[AuditRow]:
@@ -304,12 +304,12 @@ class AuditStore(Protocol):
         ...
 
     async def read_head(self) -> AuditHead:
-        """Return the recorded end of the log."""
+        """Return the stored head of the log."""
         ...
 
 
 class LedgerStore(Protocol):
-    """Private releases, and the budgets of populations. `JobStore.save` is what adds a release."""
+    """Private releases, and the budgets of populations. `JobStore.save` adds the releases."""
 
     async def list_releases(self, job_id: str) -> list[LedgerRow]:
         """Return the releases of a job, oldest first."""
@@ -334,16 +334,16 @@ class LedgerStore(Protocol):
 
 
 class RetentionStore(Protocol):
-    """Removal of old files and history. A row records that its files are removed before they are, never after."""
+    """Removal of old files and history. A row records that its files are removed before they are removed."""
 
     async def list_removable(self, job_id: str, keep: RetainedVersions, limit: int = BATCH) -> list[Removable]:
         """Return the oldest versions with files to remove."""
         ...
 
     async def mark_removed(self, job_id: str, found: Collection[Removable]) -> frozenset[str]:
-        """Record that the files of these versions are removed; return those of their digests without a reference.
+        """Record that the files of these versions are removed; return their digests that are no longer referenced.
 
-        Leaves out what has become needed since `list_removable`.
+        Skips files that have become needed since `list_removable`.
         """
         ...
 
@@ -352,11 +352,11 @@ class RetentionStore(Protocol):
         ...
 
     async def find_unreferenced(self, digests: Collection[str]) -> frozenset[str]:
-        """Return those of the digests without a reference."""
+        """Return those of the digests that no version references."""
         ...
 
     async def list_old_attempts(self, job_id: str, before_unix_s: float, limit: int = BATCH) -> list[AttemptKey]:
-        """Return the oldest attempts with a history that ended before a time and have no open assignment."""
+        """Return the oldest attempts that still have a history, ended before a time and have no open assignment."""
         ...
 
     async def remove_history(self, keys: Collection[AttemptKey], *, metrics: bool) -> int:
@@ -368,10 +368,10 @@ class RetentionStore(Protocol):
 
 
 class LeaseStore(Protocol):
-    """The lease of the daemon that leads.
+    """The lease of the leading daemon.
 
-    It has connections of its own: a renewal must neither wait behind the writes of rounds, nor take as long as those
-    may. Raises `StoreUnavailableError` if the database does not answer within a short time.
+    It has its own connections: a renewal must neither wait for the writes of rounds, nor have their time limit. Its
+    methods raise `StoreUnavailableError` if the database does not answer within a short time.
     """
 
     async def read(self) -> LeaseReading:
@@ -396,9 +396,9 @@ class LeaseStore(Protocol):
 
 
 async def recall_participations(jobs: JobStore, job: JobState) -> list[Participation]:
-    """Return the participations that the coordinator must know of a job after a restart."""
+    """Return the participations in a job that the coordinator needs after a restart."""
     rounds = rounds_to_recall(job)
-    found: list[Participation] = []
+    participations: list[Participation] = []
     for start in range(0, len(rounds), ROUNDS_PER_QUERY):
-        found += await jobs.list_participations(job.job_id, rounds[start : start + ROUNDS_PER_QUERY])
-    return found
+        participations += await jobs.list_participations(job.job_id, rounds[start : start + ROUNDS_PER_QUERY])
+    return participations

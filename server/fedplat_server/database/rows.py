@@ -1,4 +1,4 @@
-"""Rows of the tables as the records of the coordinator and of the ports, and back."""
+"""Conversion between rows of the tables and the records of the coordinator and of the ports."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from fedplat_server.errors import StoreError
 _Record = TypeVar("_Record")
 Row = sqlalchemy.Row[Any]
 Values = dict[str, Any]
-"""A row to be written, by the names of the columns."""
+"""A row to write: values by the names of the columns."""
 
 
 def insert(dialect: str, table: sqlalchemy.Table) -> postgresql.Insert | sqlite.Insert:
-    """Return an INSERT that supports ON CONFLICT, which SQLAlchemy offers by dialect although both spell it alike."""
+    """Return an INSERT that supports ON CONFLICT, for which SQLAlchemy has separate but equal constructs by dialect."""
     return postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
 
 
 def to_record(row: Row, record: type[_Record]) -> _Record:
-    """Return a row as a record with fields named like the columns; other columns are left out."""
+    """Return a row as a record, whose fields have the names of columns; other columns are left out."""
     return record(*[getattr(row, name) for name in field_names(record)])
 
 
@@ -83,7 +83,7 @@ def ledger_values(job: JobState, version: ModelVersion, unix_s: float) -> Values
 
 
 def attempt_values(attempt: Attempt, unix_s: float) -> Values:
-    """Return a row of `attempts`, with this moment as that of its opening (and, if it has ended, of its end)."""
+    """Return a row of `attempts`, with `unix_s` as the time of its opening and, if it has ended, of its end."""
     return {
         "job_id": attempt.key.job_id,
         "round": attempt.key.round,
@@ -119,10 +119,10 @@ def attempt(row: Row) -> Attempt:
 
 
 def attempt_record(row: Row, tally: Sequence[Row]) -> AttemptRecord:
-    """Read a row of `attempts` with the counts of its assignments: one row or more of `tally` for each state."""
+    """Read a row of `attempts` with the counts of its assignments: `tally` has one or more rows for each state."""
     counts = Counter[AssignmentState]()
-    for one in tally:
-        counts[AssignmentState(one.state)] += one.total
+    for group in tally:
+        counts[AssignmentState(group.state)] += group.total
     return AttemptRecord(
         key=AttemptKey(row.job_id, row.round, row.number),
         kind=AttemptKind(row.kind),
@@ -136,15 +136,15 @@ def attempt_record(row: Row, tally: Sequence[Row]) -> AttemptRecord:
         ended_unix_s=row.ended_unix_s,
         metrics=row.metrics,
         counts=counts,
-        update_bytes=sum(int(one.update_bytes) for one in tally),
+        update_bytes=sum(int(group.update_bytes) for group in tally),
         staleness=_staleness(tally),
-        largest_norm=max((one.largest_norm for one in tally if one.largest_norm is not None), default=None),
+        largest_norm=max((group.largest_norm for group in tally if group.largest_norm is not None), default=None),
     )
 
 
 def _staleness(tally: Sequence[Row]) -> Staleness:
     """Return mean and maximum over the groups of a tally; a group without updates has no staleness."""
-    groups = [(int(one.staleness), one.num_stale, one.max_staleness) for one in tally if one.num_stale]
+    groups = [(int(group.staleness), group.num_stale, group.max_staleness) for group in tally if group.num_stale]
     if not groups:
         return Staleness()
     number = sum(number for _, number, _ in groups)
@@ -154,7 +154,7 @@ def _staleness(tally: Sequence[Row]) -> Staleness:
 def assignment_values(assignment: Assignment, revision: int, epoch_unix_s: float) -> Values:
     """Return a row of `assignments` for an assignment that changed in this revision of its job.
 
-    `epoch_unix_s` is the wall-clock time at which the clock of its times is 0.
+    `epoch_unix_s` is the wall-clock time at which the clock of the assignment's times is 0.
     """
     key, folded_into = assignment.key, assignment.folded_into
     into = folded_into if folded_into != key else None
@@ -188,10 +188,10 @@ def assignment_values(assignment: Assignment, revision: int, epoch_unix_s: float
 def assignment(row: Row, epoch_unix_s: float | None = None) -> Assignment:
     """Read a row of `assignments` with its attempt's `kind`.
 
-    Its moments are on a clock that stands at 0 at `epoch_unix_s`; without that they are zero.
+    Its times are on a clock that is 0 at `epoch_unix_s`; without it they are zero.
     """
-    moments = [row.assigned_unix_s, row.deadline_unix_s]
-    assigned_at, deadline_at = [unix_s - epoch_unix_s if epoch_unix_s is not None else 0.0 for unix_s in moments]
+    times = [row.assigned_unix_s, row.deadline_unix_s]
+    assigned_at, deadline_at = [unix_s - epoch_unix_s if epoch_unix_s is not None else 0.0 for unix_s in times]
     key = AttemptKey(row.job_id, row.round, row.number)
     into = AttemptKey(row.job_id, row.into_round, row.into_number) if row.into_round is not None else key
     return Assignment(
@@ -222,7 +222,7 @@ def assignment(row: Row, epoch_unix_s: float | None = None) -> Assignment:
 
 
 def job_values(state: JobState) -> Values:
-    """Return the columns of `jobs` that change."""
+    """Return the mutable columns of `jobs`."""
     return {
         "status": state.status,
         "reason": state.reason,
@@ -234,7 +234,7 @@ def job_values(state: JobState) -> Values:
 
 
 class ReportHistory(NamedTuple):
-    """What a job remembers of reports: how long they took, and the last claim of each client; oldest first."""
+    """The past reports of a job: their durations in seconds, and the last claim of each client; oldest first."""
 
     durations: tuple[float, ...]
     claims: tuple[Claim, ...]
@@ -243,7 +243,7 @@ class ReportHistory(NamedTuple):
 def job_record(
     row: Row, latest: ModelVersion, last: tuple[Attempt | None, AssignmentSet], past: ReportHistory
 ) -> JobRecord:
-    """Read a row of `jobs`, with what other tables hold of the job."""
+    """Read a row of `jobs`, with the job's latest version, last attempt and reports from other tables."""
     spec = job_spec(row)
     state = JobState(
         job_id=row.job_id,
@@ -262,19 +262,19 @@ def job_record(
     return JobRecord(state, row.job_file, row.created_unix_s)
 
 
-def settled_values(spec: JobSpec) -> Values:
-    """Return the settled `[privacy]` as a column of `jobs`. Raises `StoreError` if a private job is not settled."""
+def privacy_values(spec: JobSpec) -> Values:
+    """Return `[privacy]` as a column of `jobs`. Raises `StoreError` if a private job is not calibrated."""
     options = spec.privacy
     if options is not None and (find_mechanism(spec) is None or options.max_releases is None):
-        raise StoreError("a private job cannot be stored before its noise and its releases are settled")
+        raise StoreError("a private job cannot be stored before its noise and its releases are calibrated")
     return {"privacy": msgspec.to_builtins(options)}
 
 
 def job_spec(row: Row) -> JobSpec:
-    """Read the job file of a row of `jobs`, with its settled `[privacy]`. Raises `StoreError` if it is not readable."""
+    """Read the job file of a row of `jobs`, with its calibrated `[privacy]`. Raises `StoreError` if it cannot."""
     try:
         spec = parse_job_once(row.job_file)
-        return with_settled(spec, row.privacy)
+        return with_calibrated(spec, row.privacy)
     except (JobFileError, msgspec.ValidationError) as exc:
         raise StoreError(
             f"the stored job file of {row.job_id} cannot be read by this version of fedplat: {exc}"
@@ -284,16 +284,16 @@ def job_spec(row: Row) -> JobSpec:
 parse_job_once = functools.lru_cache(maxsize=1024)(parse_job)
 
 
-def with_settled(spec: JobSpec, settled: object) -> JobSpec:
-    """Return a job with its settled `[privacy]`.
+def with_calibrated(spec: JobSpec, privacy: object) -> JobSpec:
+    """Return a job with its calibrated `[privacy]`, a value of the column `privacy`.
 
     Raises `JobFileError` or `msgspec.ValidationError` if they do not belong together.
     """
-    if (spec.privacy is None) != (settled is None):
-        raise JobFileError("privacy: the job file and what was settled of it do not agree")
-    if settled is None:
+    if (spec.privacy is None) != (privacy is None):
+        raise JobFileError("privacy: the job file and the stored [privacy] do not agree")
+    if privacy is None:
         return spec
-    return msgspec.structs.replace(spec, privacy=msgspec.convert(settled, Privacy))
+    return msgspec.structs.replace(spec, privacy=msgspec.convert(privacy, Privacy))
 
 
 # --- history -----------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""The version of the schema: that of a database, that which this code needs, and the upgrade.
+"""The schema version of a database and of this code, and the upgrade.
 
-`alembic` does the work, configured here: there is no alembic.ini.
+They use `alembic`, which is configured here: there is no alembic.ini.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _UPGRADE_LOCK = 0x66656470  # any number that other users of PostgreSQL's adviso
 
 def config(connection: sqlalchemy.Connection | None = None) -> Config:
     """Return the configuration of alembic; `migrations/env.py` runs on the connection."""
-    made = Config()
-    made.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
-    made.attributes["connection"] = connection
-    return made
+    result = Config()
+    result.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
+    result.attributes["connection"] = connection
+    return result
 
 
 def head() -> str:
@@ -45,10 +45,10 @@ def current(database: str) -> str | None:
 
 
 def upgrade(database: str) -> str:
-    """Upgrade the database to the revision that this code needs, in one transaction, and return that.
+    """Upgrade the database in one transaction to the revision that this code needs; return that revision.
 
-    Does nothing if it is up to date. A SQLite file is created. Raises `SchemaVersionError` if a newer fedplat
-    has written the database. Not for coroutines.
+    Does nothing if it is up to date. Creates a SQLite file. Raises `SchemaVersionError` if a newer fedplat has written
+    the database. Not for coroutines.
     """
     with crash_points.step("schema.upgrade"):
         asyncio.run(_upgrade(async_url(database)))
@@ -60,12 +60,12 @@ async def _upgrade(url: URL) -> None:
     with translate_errors(url):
         if path is not None:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # SQLite alters a table by copying it, which must not trigger foreign keys.
+        # SQLite alters a table by copying it, which must not trigger the checks of foreign keys.
         engine = create_engine(url, foreign_keys=False)
         try:
             async with engine.execution_options(**{WRITES: True}).begin() as connection:
                 if path is None:
-                    # Of two upgrades at once, the second finds the work done.
+                    # The second of two concurrent upgrades waits, and finds nothing to do.
                     await connection.execute(sqlalchemy.select(sqlalchemy.func.pg_advisory_xact_lock(_UPGRADE_LOCK)))
                 await connection.run_sync(_run, url)
         finally:
@@ -115,7 +115,7 @@ def _refuse_newer(found: str | None, url: URL) -> None:
     except CommandError as exc:
         raise SchemaVersionError(
             f"the database {url.render_as_string(hide_password=True)} was written by a newer fedplat "
-            f"(schema {found}, this one knows up to {head()}): install that version or newer"
+            f"(schema {found}; this version supports up to {head()}): install that version or newer"
         ) from exc
 
 

@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 
 from sqlalchemy import Connection, select
+from typing_extensions import override
 
 from fedplat_server.database import rows
+from fedplat_server.database.ports import AuditStore
 from fedplat_server.database.tables import audit_head, audit_log
 from fedplat_server.database.transactions import Clock, Database
 from fedplat_server.records import audit
@@ -17,35 +19,35 @@ from fedplat_server.records.audit import AuditEntry, AuditHead, AuditRow
 def append_entries(connection: Connection, entries: Sequence[AuditEntry], unix_s: float) -> None:
     """Append audit entries in the transaction of a change.
 
-    Must be the last step of the transaction. The row of the head stays locked until the end, so that nothing forks the
-    chain, and a transaction that waits for this lock needs no lock that the holder may still want.
+    Must be the last step of the transaction. The row of the head stays locked until the end, so that the chain cannot
+    fork, and no deadlock is possible: the holder of this lock requests no further lock.
     """
     if not entries:
         return
-    at = connection.execute(select(audit_head).with_for_update()).one()
-    appended, head = audit.chain(entries, unix_s, AuditHead(at.num_rows, at.hash))
+    row = connection.execute(select(audit_head).with_for_update()).one()
+    appended, head = audit.chain(entries, unix_s, AuditHead(row.num_rows, row.hash))
     connection.execute(audit_log.insert(), [dataclasses.asdict(row) for row in appended])
     connection.execute(audit_head.update().values(dataclasses.asdict(head)))
 
 
-class SqlAudit:
+class SqlAudit(AuditStore):
     """The adapter of `ports.AuditStore`."""
 
     def __init__(self, database: Database, clock: Clock) -> None:
         self._database = database
         self._clock = clock
 
+    @override
     async def append(self, entries: Sequence[AuditEntry]) -> None:
-        """Append entries; see the port."""
         await self._database.write(lambda connection: append_entries(connection, entries, self._clock()))
 
+    @override
     async def list_rows(self, after_sequence: int = 0, limit: int = 1000) -> list[AuditRow]:
-        """Return rows after a sequence number, oldest first."""
         later = select(audit_log).where(audit_log.c.sequence > after_sequence)
         found = await self._database.fetch(later.order_by(audit_log.c.sequence).limit(limit))
         return [rows.to_record(row, AuditRow) for row in found]
 
+    @override
     async def read_head(self) -> AuditHead:
-        """Return the recorded end of the log."""
         (row,) = await self._database.fetch(select(audit_head))
         return AuditHead(row.num_rows, row.hash)

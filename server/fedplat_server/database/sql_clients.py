@@ -8,6 +8,7 @@ from typing import Any
 
 import sqlalchemy
 from sqlalchemy import Connection, func, select
+from typing_extensions import override
 
 from fedplat_server import crash_points
 from fedplat_server.database import rows
@@ -16,9 +17,10 @@ from fedplat_server.database.clients import (
     Enrollment,
     EnrollmentToken,
     NewEntries,
+    make_token_error,
     no_entries,
-    token_refused,
 )
+from fedplat_server.database.ports import ClientStore
 from fedplat_server.database.sql_audit import append_entries
 from fedplat_server.database.tables import STILL_OPEN, assignments, clients, enrollment_tokens
 from fedplat_server.database.transactions import Clock, Database
@@ -28,7 +30,7 @@ from fedplat_server.records.audit import AuditEntry
 _SEEN = func.coalesce(clients.c.seen_unix_s, clients.c.enrolled_unix_s)
 
 
-class SqlClients:
+class SqlClients(ClientStore):
     """The adapter of `ports.ClientStore`."""
 
     def __init__(self, database: Database, clock: Clock) -> None:
@@ -37,26 +39,26 @@ class SqlClients:
 
     # --- enrollment tokens ------------------------------------------------------------------------------------
 
+    @override
     async def add_enrollment_token(
         self, token: EnrollmentToken, token_hash: bytes, audit: Sequence[AuditEntry] = ()
     ) -> None:
-        """Add a token."""
         insert = enrollment_tokens.insert().values({**dataclasses.asdict(token), "token_hash": token_hash})
 
-        def work(connection: Connection) -> None:
+        def transaction(connection: Connection) -> None:
             connection.execute(insert)
             append_entries(connection, audit, self._clock())
 
-        await self._database.write(work)
+        await self._database.write(transaction)
 
+    @override
     async def revoke_enrollment_token(self, token_id: str, audit: Sequence[AuditEntry] = ()) -> EnrollmentToken | None:
-        """Revoke a token; see the port."""
         mine = enrollment_tokens.c.token_id == token_id
         row = await self._change(enrollment_tokens, mine, _revocation(enrollment_tokens, self._clock()), audit)
         return rows.to_record(row, EnrollmentToken) if row is not None else None
 
+    @override
     async def list_enrollment_tokens(self, *, after: str = "", limit: int | None = None) -> list[EnrollmentToken]:
-        """Return tokens in the order of their creation; see the port."""
         query = select(enrollment_tokens).order_by(enrollment_tokens.c.sequence).limit(limit)
         if after:
             tokens = enrollment_tokens.alias()
@@ -66,12 +68,12 @@ class SqlClients:
 
     # --- clients ---------------------------------------------------------------------------------------------
 
+    @override
     async def enroll(self, enrollment: Enrollment, audit: NewEntries = no_entries) -> ClientRecord:
-        """Add a client and use its token once; see the port."""
         now = self._clock()
-        said = {"labels": dict(enrollment.labels), "software_version": enrollment.software_version}
+        mutable = {"labels": dict(enrollment.labels), "software_version": enrollment.software_version}
         values = {
-            **said,
+            **mutable,
             "client_id": enrollment.client_id,
             "population": enrollment.population,
             "public_key": enrollment.public_key,
@@ -79,7 +81,7 @@ class SqlClients:
             "enrolled_unix_s": now,
             "seen_unix_s": now,
             "session_number": 0,
-            # If there is no such token, the transaction ends without the client.
+            # If there is no such token, `_use_token` raises and the client is not added.
             "token_id": func.coalesce(
                 select(enrollment_tokens.c.token_id)
                 .where(enrollment_tokens.c.token_hash == enrollment.token_hash)
@@ -87,16 +89,16 @@ class SqlClients:
                 "",
             ),
         }
-        # Of two calls with one key, the second waits here for the first, and then finds its client.
+        # The second of two calls with one key waits here for the first, and then finds its client.
         insert = rows.insert(self._database.dialect, clients).values(values).on_conflict_do_nothing()
         mine = clients.c.idempotency_key == enrollment.idempotency_key
 
-        def work(connection: Connection) -> ClientRecord:
+        def transaction(connection: Connection) -> ClientRecord:
             is_new = connection.execute(insert).rowcount == 1
             if is_new:
                 _use_token(connection, enrollment, now)
             else:
-                connection.execute(clients.update().where(mine).values(said))
+                connection.execute(clients.update().where(mine).values(mutable))
             row = connection.execute(select(clients).where(mine)).one_or_none()
             if row is None:
                 raise EnrollmentConflictError("another client has this public key")
@@ -112,87 +114,88 @@ class SqlClients:
             return record
 
         with crash_points.step("enroll"):
-            return await self._database.write(work)
+            return await self._database.write(transaction)
 
+    @override
     async def find_clients(self, client_ids: Sequence[str]) -> dict[str, ClientRecord]:
-        """Return the clients with these ids."""
         return _by_id(await self._database.fetch(_select_by_id(client_ids)))
 
+    @override
     async def begin_sessions(self, client_ids: Sequence[str]) -> dict[str, ClientRecord]:
-        """Count a session for each; see the port."""
-        more = clients.update().where(clients.c.client_id.in_(client_ids))
+        update = clients.update().where(clients.c.client_id.in_(client_ids))
 
-        def work(connection: Connection) -> Sequence[rows.Row]:
-            connection.execute(more.values(session_number=clients.c.session_number + 1, seen_unix_s=self._clock()))
+        def transaction(connection: Connection) -> Sequence[rows.Row]:
+            connection.execute(update.values(session_number=clients.c.session_number + 1, seen_unix_s=self._clock()))
             return connection.execute(_select_by_id(client_ids)).all()
 
         with crash_points.step("begin_sessions"):
-            return _by_id(await self._database.write(work))
+            return _by_id(await self._database.write(transaction))
 
+    @override
     async def revoke_client(self, client_id: str, audit: Sequence[AuditEntry] = ()) -> ClientRecord | None:
-        """Revoke a client; see the port."""
         mine = clients.c.client_id == client_id
         row = await self._change(clients, mine, _revocation(clients, self._clock()), audit)
         return rows.to_record(row, ClientRecord) if row is not None else None
 
+    @override
     async def revoke_clients_of(
         self, token_id: str, after: str, limit: int, audit: NewEntries = no_entries
     ) -> list[ClientRecord]:
-        """Revoke a page of a token's clients; see the port."""
         page = _later(select(clients).where(clients.c.token_id == token_id), after).limit(limit)
         now = self._clock()
 
-        def work(connection: Connection) -> list[ClientRecord]:
-            found = [rows.to_record(row, ClientRecord) for row in connection.execute(page)]
-            good = [one.client_id for one in found if one.revoked_unix_s is None]
-            these = clients.c.client_id.in_(good)
+        def transaction(connection: Connection) -> list[ClientRecord]:
+            records = [rows.to_record(row, ClientRecord) for row in connection.execute(page)]
+            unrevoked = [record.client_id for record in records if record.revoked_unix_s is None]
+            these = clients.c.client_id.in_(unrevoked)
             connection.execute(clients.update().where(these).values(_revocation(clients, now)))
             revoked = _by_id(connection.execute(select(clients).where(these)).all())
-            append_entries(connection, [entry for name in good for entry in audit(revoked[name])], now)
-            return [revoked.get(one.client_id, one) for one in found]
+            entries = [entry for client_id in unrevoked for entry in audit(revoked[client_id])]
+            append_entries(connection, entries, now)
+            return [revoked.get(record.client_id, record) for record in records]
 
-        return await self._database.write(work)
+        return await self._database.write(transaction)
 
+    @override
     async def update_client(self, client_id: str, labels: Mapping[str, str], software_version: str) -> None:
-        """Replace what a client reports of itself."""
         values = {"labels": dict(labels), "software_version": software_version}
         with crash_points.step("update_client"):
             if await self._change(clients, clients.c.client_id == client_id, values) is None:
                 raise StoreError(f"there is no client {client_id}")
 
+    @override
     async def list_clients(
         self, population: str | None = None, *, after: str = "", limit: int | None = None
     ) -> list[ClientRecord]:
-        """Return clients in the order of their enrollment; see the port."""
         query = _later(select(clients), after).limit(limit)
         if population is not None:
             query = query.where(clients.c.population == population)
         return [rows.to_record(row, ClientRecord) for row in await self._database.fetch(query)]
 
+    @override
     async def count_clients(self) -> int:
-        """Return the number of clients."""
         return (await self._database.fetch(select(func.count()).select_from(clients)))[0][0]
 
     # --- idle clients ----------------------------------------------------------------------------------------
 
+    @override
     async def record_seen(self, seen_unix_s: Mapping[str, float]) -> None:
-        """Store when clients opened their last session."""
         this = clients.c.client_id == sqlalchemy.bindparam("this_client")
         values = [{"this_client": client_id, "seen_unix_s": seen} for client_id, seen in sorted(seen_unix_s.items())]
         statement = clients.update().where(this)
         if values:
             await self._database.write(lambda connection: connection.execute(statement, values))
 
+    @override
     async def list_idle_clients(self, before_unix_s: float) -> list[str]:
-        """Return the clients last seen before a time and without an open assignment, oldest first."""
-        at_work = select(assignments.c.client_id).where(assignments.c.client_id == clients.c.client_id, STILL_OPEN)
-        query = select(clients.c.client_id).where(before_unix_s > _SEEN, ~at_work.exists()).order_by(clients.c.sequence)
+        busy = select(assignments.c.client_id).where(assignments.c.client_id == clients.c.client_id, STILL_OPEN)
+        query = select(clients.c.client_id).where(before_unix_s > _SEEN, ~busy.exists()).order_by(clients.c.sequence)
         return [row.client_id for row in await self._database.fetch(query)]
 
+    @override
     async def remove_clients(self, client_ids: Collection[str], before_unix_s: float) -> int:
-        """Remove those of the clients last seen before a time; see the port."""
-        gone = clients.delete().where(clients.c.client_id.in_(client_ids), before_unix_s > _SEEN)
-        return await self._database.write(lambda connection: connection.execute(gone).rowcount)
+        delete = clients.delete().where(clients.c.client_id.in_(client_ids), before_unix_s > _SEEN)
+        return await self._database.write(lambda connection: connection.execute(delete).rowcount)
 
     async def _change(
         self,
@@ -203,14 +206,14 @@ class SqlClients:
     ) -> rows.Row | None:
         """Change the one row that matches, if there is one, and return it."""
 
-        def work(connection: Connection) -> rows.Row | None:
+        def transaction(connection: Connection) -> rows.Row | None:
             connection.execute(table.update().where(which).values(values))
             row = connection.execute(select(table).where(which)).one_or_none()
             if row is not None:
                 append_entries(connection, audit, self._clock())
             return row
 
-        return await self._database.write(work)
+        return await self._database.write(transaction)
 
 
 def _select_by_id(client_ids: Sequence[str]) -> sqlalchemy.Select[Any]:
@@ -218,7 +221,7 @@ def _select_by_id(client_ids: Sequence[str]) -> sqlalchemy.Select[Any]:
 
 
 def _later(query: sqlalchemy.Select[Any], client_id: str) -> sqlalchemy.Select[Any]:
-    """Order a query by enrollment, and cut it to clients that enrolled after this one ("": all)."""
+    """Order a query by enrollment, and restrict it to clients that enrolled after this one ("": all)."""
     if client_id:
         last = select(clients.c.sequence).where(clients.c.client_id == client_id).scalar_subquery()
         query = query.where(clients.c.sequence > last)
@@ -248,4 +251,4 @@ def _use_token(connection: Connection, enrollment: Enrollment, now: float) -> No
         return
     row = connection.execute(select(tokens).where(mine)).one_or_none()
     token = rows.to_record(row, EnrollmentToken) if row is not None else None
-    raise token_refused(token, enrollment.population, now)
+    raise make_token_error(token, enrollment.population, now)

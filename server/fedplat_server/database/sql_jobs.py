@@ -7,6 +7,7 @@ from typing import Any
 
 import sqlalchemy
 from sqlalchemy import Connection, and_, func, select, tuple_
+from typing_extensions import override
 
 from fedplat.rounds import (
     Assignment,
@@ -26,13 +27,14 @@ from fedplat.rounds.sync import MAX_DURATIONS
 from fedplat_server import crash_points
 from fedplat_server.database import rows, sql_ledger, writes
 from fedplat_server.database.jobs import AttemptRecord, HistoryRecord, JobRecord, VersionRecord
+from fedplat_server.database.ports import JobStore
 from fedplat_server.database.sql_audit import append_entries
 from fedplat_server.database.tables import OF_ROUNDS, STILL_OPEN, assignments, attempts, history, jobs, model_versions
 from fedplat_server.database.transactions import Clock, Database
 from fedplat_server.errors import StoreError
 from fedplat_server.records.audit import AuditEntry
 
-# Made once: a watch runs it after each transaction of its job, and making it costs more than running it.
+# Built once: each watch runs it after each transaction of its job, and building it costs more than running it.
 _LATER = (
     select(history)
     .where(history.c.job_id == sqlalchemy.bindparam("this_job"), history.c.sequence > sqlalchemy.bindparam("after"))
@@ -41,13 +43,14 @@ _LATER = (
 )
 
 
-class SqlJobs:
+class SqlJobs(JobStore):
     """The adapter of `ports.JobStore`."""
 
     def __init__(self, database: Database, clock: Clock) -> None:
         self._database = database
         self._clock = clock
 
+    @override
     async def create_job(
         self,
         state: JobState,
@@ -56,11 +59,10 @@ class SqlJobs:
         audit: Sequence[AuditEntry] = (),
         expected: int | None = None,
     ) -> JobRecord:
-        """Add a job with its version 0 and a history row; see the port."""
         now = self._clock()
         values = {
             **rows.job_values(state),
-            **rows.settled_values(state.spec),
+            **rows.privacy_values(state.spec),
             "job_id": state.job_id,
             "population": state.spec.population,
             "job_file": job_file,
@@ -71,7 +73,7 @@ class SqlJobs:
         insert = insert.on_conflict_do_nothing(index_elements=["idempotency_key"])
         row = rows.history_values(state.job_id, HistoryRow("job", "", state.status), now)
 
-        def work(connection: Connection) -> JobRecord:
+        def transaction(connection: Connection) -> JobRecord:
             if connection.execute(insert).rowcount == 1:
                 sql_ledger.advance_revision(connection, state.spec.population, expected)
                 version = rows.version_values(state.job_id, state.latest, now)
@@ -81,54 +83,54 @@ class SqlJobs:
             return _load_jobs(connection, now, jobs.c.idempotency_key == idempotency_key)[0]
 
         with crash_points.step("create_job"):
-            return await self._database.write(work)
+            return await self._database.write(transaction)
 
+    @override
     async def find_job(self, idempotency_key: str) -> JobRecord | None:
-        """Return the job that was created with this key."""
         now, mine = self._clock(), jobs.c.idempotency_key == idempotency_key
         found = await self._database.read(lambda connection: _load_jobs(connection, now, mine))
         return found[0] if found else None
 
+    @override
     async def load_jobs(self, now: float = 0.0) -> list[JobRecord]:
-        """Return every job in the order of creation; see the port."""
         epoch_unix_s = self._clock() - now
         return await self._database.read(lambda connection: _load_jobs(connection, epoch_unix_s))
 
+    @override
     async def save(
         self, changes: Sequence[Change], now: float, *, save_id: str = "", audit: Sequence[AuditEntry] = ()
     ) -> None:
-        """Write changes, all or none; see the port."""
         batch = writes.Batch.flatten(changes, self._clock(), now, save_id)
 
-        def work(connection: Connection) -> None:
+        def transaction(connection: Connection) -> None:
             writes.write(connection, batch)
             append_entries(connection, audit, batch.unix_s)
 
         if batch.jobs or audit:
             with crash_points.step("save"):
-                await self._database.write(work)
+                await self._database.write(transaction)
 
+    @override
     async def find_last_save(self, job_id: str) -> str:
-        """Return the id of the last save of a job; see the port."""
         # A save holds the lock on its jobs' rows until its outcome is certain, even if its caller is gone.
         locked = select(jobs.c.save_id).where(jobs.c.job_id == job_id).with_for_update()
 
-        def work(connection: Connection) -> str:
+        def transaction(connection: Connection) -> str:
             return connection.execute(locked).scalar_one()
 
-        return await self._database.write(work)
+        return await self._database.write(transaction)
 
     # --- attempts and assignments ----------------------------------------------------------------------------
 
+    @override
     async def find_assignment(self, token_hash: bytes) -> Assignment | None:
-        """Return the assignment with this token, however old."""
         found = await self._database.fetch(_with_kind().where(assignments.c.token_hash == token_hash))
         return rows.assignment(found[0]) if found else None
 
+    @override
     async def list_attempts(
         self, job_id: str, *, all_attempts: bool = False, after: tuple[int, int] | None = None, limit: int | None = None
     ) -> list[AttemptRecord]:
-        """Return the first attempts after a round and number; see the port."""
         query = select(attempts).where(attempts.c.job_id == job_id).order_by(attempts.c.round, attempts.c.number)
         query = query.limit(limit)
         if not all_attempts:
@@ -137,7 +139,7 @@ class SqlJobs:
             query = query.where(tuple_(attempts.c.round, attempts.c.number) > after)
         page = query.with_only_columns(attempts.c.round, attempts.c.number).subquery("page")
 
-        def work(connection: Connection) -> list[AttemptRecord]:
+        def transaction(connection: Connection) -> list[AttemptRecord]:
             found = connection.execute(query).all()
             tallies: dict[tuple[int, int], list[rows.Row]] = {}
             for tally in _tallies(job_id, page) if found else ():
@@ -145,23 +147,22 @@ class SqlJobs:
                     tallies.setdefault((row.round, row.number), []).append(row)
             return [rows.attempt_record(row, tallies.get((row.round, row.number), ())) for row in found]
 
-        return await self._database.read(work)
+        return await self._database.read(transaction)
 
+    @override
     async def find_last_attempt(self, job_id: str) -> AttemptRecord | None:
-        """Return the last attempt; see the port."""
-
-        def work(connection: Connection) -> AttemptRecord | None:
+        def transaction(connection: Connection) -> AttemptRecord | None:
             row = _newest(connection, job_id)
             if row is None:
                 return None
-            counted = (_made_in(row) & assignments.c.into_round.is_(None)) | _taken_into(row)
+            counted = (_made_in(row) & assignments.c.into_round.is_(None)) | _folded_into(row)
             tally = _tally(assignments.c.state).where(counted)
             return rows.attempt_record(row, connection.execute(tally).all())
 
-        return await self._database.read(work)
+        return await self._database.read(transaction)
 
+    @override
     async def list_participations(self, job_id: str, rounds: range) -> list[Participation]:
-        """Return the assignments of a job's attempts to train in these rounds; see the port."""
         mine = assignments.c
         query = (
             select(mine.client_id, mine.round, mine.number, mine.num_examples, mine.took_s, mine.metrics)
@@ -171,63 +172,63 @@ class SqlJobs:
             .order_by(mine.round, mine.number, mine.reported_revision.is_(None), mine.reported_revision, mine.client_id)
         )
 
-        def work(connection: Connection) -> list[Participation]:
+        def transaction(connection: Connection) -> list[Participation]:
             return [Participation(*row) for row in connection.execute(query)]
 
-        return await self._database.read(work)
+        return await self._database.read(transaction)
 
     # --- versions and history --------------------------------------------------------------------------------
 
+    @override
     async def find_version(self, job_id: str, version: int) -> ModelVersion | None:
-        """Return the version of a job that has this number."""
         mine = (model_versions.c.job_id == job_id) & (model_versions.c.version == version)
         found = await self._database.fetch(select(model_versions).where(mine))
         return rows.to_record(found[0], ModelVersion) if found else None
 
+    @override
     async def list_versions(self, job_id: str, *, after: int = -1, limit: int | None = None) -> list[VersionRecord]:
-        """Return the first model versions after a number; see the port."""
         later = (model_versions.c.job_id == job_id) & (model_versions.c.version > after)
         query = select(model_versions).where(later).order_by(model_versions.c.version).limit(limit)
         return [rows.version_record(row) for row in await self._database.fetch(query)]
 
+    @override
     async def list_versions_of_rounds(self, job_id: str, first: int, last: int) -> list[VersionRecord]:
-        """Return the model versions that some rounds made; see the port."""
         mine = (model_versions.c.job_id == job_id) & model_versions.c.round.between(first, last)
         if first > 0:
-            mine &= OF_ROUNDS  # else the index over them is not found
+            mine &= OF_ROUNDS  # else the index is not used
         query = select(model_versions).where(mine).order_by(model_versions.c.version)
         return [rows.version_record(row) for row in await self._database.fetch(query)]
 
+    @override
     async def set_version_metrics(self, job_id: str, version: int, metrics: Mapping[str, float]) -> None:
-        """Store the metrics of a version, with a history row; see the port."""
         now = self._clock()
         # Locked, so that the rows of a job's history become visible in the order of their numbers.
         lock = select(jobs.c.job_id).where(jobs.c.job_id == job_id).with_for_update()
         mine = (model_versions.c.job_id == job_id) & (model_versions.c.version == version)
 
-        def work(connection: Connection) -> None:
+        def transaction(connection: Connection) -> None:
             connection.execute(lock)
             row = connection.execute(select(model_versions).where(mine)).one_or_none()
             if row is None:
                 raise StoreError(f"job {job_id} has no version {version}")
             if row.metrics == metrics and metrics:
-                return  # stored before, and the reply was lost
+                return  # stored by an earlier call whose reply was lost
             connection.execute(model_versions.update().where(mine).values(metrics=metrics))
             number = str(version)
             scored = HistoryRow("version", number, number, row.round, row.attempt, metrics=metrics)
             connection.execute(history.insert().values(rows.history_values(job_id, scored, now)))
 
         with crash_points.step("metrics"):
-            await self._database.write(work)
+            await self._database.write(transaction)
 
+    @override
     async def list_history(self, job_id: str, after_sequence: int = 0, limit: int = 250) -> list[HistoryRecord]:
-        """Return history rows after a sequence number, oldest first."""
         values = {"this_job": job_id, "after": after_sequence, "most": limit}
         found = await self._database.read(lambda connection: connection.execute(_LATER, values).all())
         return [rows.history_record(row) for row in found]
 
+    @override
     async def find_populations(self, digest: str) -> frozenset[str]:
-        """Return the populations of the jobs that keep a version, or a delta, with this digest."""
         named = (model_versions.c.digest == digest) | (model_versions.c.delta_digest == digest)
         mine = (model_versions.c.job_id == jobs.c.job_id) & named & model_versions.c.model_removed_unix_s.is_(None)
         found = await self._database.fetch(select(jobs.c.population).where(mine).distinct())
@@ -260,7 +261,7 @@ def _newest(connection: Connection, job_id: str) -> rows.Row | None:
 
 
 def _tally(*group: sqlalchemy.ColumnElement[Any]) -> sqlalchemy.Select[Any]:
-    """Count assignments by group, with the bytes and the staleness of their updates."""
+    """Return a query that counts assignments by group, with the bytes, norms and staleness of their updates."""
     update_bytes = func.sum(assignments.c.update_bytes).label("update_bytes")
     staleness = [
         func.sum(assignments.c.staleness).label("staleness"),
@@ -272,7 +273,7 @@ def _tally(*group: sqlalchemy.ColumnElement[Any]) -> sqlalchemy.Select[Any]:
 
 
 def _tallies(job_id: str, page: sqlalchemy.Subquery) -> Iterator[sqlalchemy.Select[Any]]:
-    """Yield the two tallies of a page of attempts: own assignments, and updates that they took in from others."""
+    """Yield the queries for a page of attempts: own assignments, and updates folded from earlier attempts."""
     own, into = (assignments.c.round, assignments.c.number), (assignments.c.into_round, assignments.c.into_number)
     for place, which in ((own, into[0].is_(None)), (into, into[0].is_not(None))):
         group = [column.label(name) for column, name in zip(place, ("round", "number"), strict=True)]
@@ -282,12 +283,12 @@ def _tallies(job_id: str, page: sqlalchemy.Subquery) -> Iterator[sqlalchemy.Sele
 
 
 def _made_in(row: rows.Row) -> sqlalchemy.ColumnElement[bool]:
-    """Return the condition for assignments made in an attempt."""
+    """Return the condition for assignments that were created in an attempt."""
     return _are((assignments.c.job_id, assignments.c.round, assignments.c.number), row)
 
 
-def _taken_into(row: rows.Row) -> sqlalchemy.ColumnElement[bool]:
-    """Return the condition for assignments of earlier attempts whose update an attempt took in."""
+def _folded_into(row: rows.Row) -> sqlalchemy.ColumnElement[bool]:
+    """Return the condition for assignments of earlier attempts whose updates were folded into an attempt."""
     return _are((assignments.c.job_id, assignments.c.into_round, assignments.c.into_number), row)
 
 
@@ -296,7 +297,7 @@ def _are(columns: Sequence[sqlalchemy.ColumnElement[Any]], row: rows.Row) -> sql
 
 
 def _with_kind() -> sqlalchemy.Select[Any]:
-    """Select assignments, each with the kind of the attempt that it was made in."""
+    """Return a query for assignments, each with the kind of the attempt that created it."""
     same = [assignments.c[name] == attempts.c[name] for name in ("job_id", "round", "number")]
     return select(assignments, attempts.c.kind).join(attempts, sqlalchemy.and_(*same))
 
@@ -305,10 +306,10 @@ def _last_attempt(connection: Connection, job_id: str, epoch_unix_s: float) -> t
     row = _newest(connection, job_id)
     if row is None:
         return None, AssignmentSet()
-    still = (assignments.c.job_id == job_id) & STILL_OPEN
-    cohort = _with_kind().where(_made_in(row) | _taken_into(row) | still)
-    found = connection.execute(cohort.order_by(assignments.c.client_id))
-    return rebuild_attempt(rows.attempt(row), [rows.assignment(one, epoch_unix_s) for one in found])
+    still_open = (assignments.c.job_id == job_id) & STILL_OPEN
+    query = _with_kind().where(_made_in(row) | _folded_into(row) | still_open).order_by(assignments.c.client_id)
+    records = [rows.assignment(assignment, epoch_unix_s) for assignment in connection.execute(query)]
+    return rebuild_attempt(rows.attempt(row), records)
 
 
 def _durations(connection: Connection, job_id: str) -> tuple[float, ...]:
@@ -325,7 +326,7 @@ def _durations(connection: Connection, job_id: str) -> tuple[float, ...]:
 
 
 def _claims(connection: Connection, job_id: str) -> tuple[Claim, ...]:
-    """Return the latest training report of each client, oldest first, of the clients that reported last."""
+    """Return the last training report of each of the `REMEMBERED_CLAIMS` clients that reported last, oldest first."""
     last = (
         select(assignments.c.client_id, func.max(assignments.c.reported_revision).label("revision"))
         .join(attempts, _same_attempt())
@@ -347,5 +348,5 @@ def _claims(connection: Connection, job_id: str) -> tuple[Claim, ...]:
 
 
 def _same_attempt() -> sqlalchemy.ColumnElement[bool]:
-    """Return the condition that joins assignments to the attempt in which they were made."""
+    """Return the condition that joins assignments to the attempts that created them."""
     return and_(*(assignments.c[name] == attempts.c[name] for name in ("job_id", "round", "number")))

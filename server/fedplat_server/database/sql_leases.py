@@ -1,4 +1,4 @@
-"""The lease in a SQL database, and the fence that keeps a leader of an older term from writing."""
+"""The lease in a SQL database, and the fence that rejects the writes of a leader of an older term."""
 
 from __future__ import annotations
 
@@ -8,108 +8,108 @@ from typing import TypeVar
 import sqlalchemy
 from sqlalchemy import Connection, Float, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from typing_extensions import override
 
 from fedplat_server.database import rows, schema
 from fedplat_server.database.engine import WRITES, async_url, create_engine, translate_errors
+from fedplat_server.database.ports import LeaseStore
 from fedplat_server.database.tables import leases
 from fedplat_server.errors import LeadershipLostError
 from fedplat_server.records import lease as rules
 from fedplat_server.records.lease import Candidate, Lease, LeaseReading
 
 NAME = "jobs"
-"""Name of the lease; one daemon leads all jobs of a database."""
+"""The name of the lease: one daemon leads all jobs of a database."""
 
 TIMEOUT_S = 2.0
-"""Time limit of each statement, less than a lease is valid."""
+"""The time limit of each statement, shorter than the validity of a lease."""
 
 _T = TypeVar("_T")
 _MINE = leases.c.name == NAME
 
 
 def require_term(connection: Connection, term: int) -> None:
-    """Raise `LeadershipLostError` unless this is the lease's term, and remains so until the transaction ends.
+    """Raise `LeadershipLostError` unless this is the term of the lease; keep the term until the transaction ends.
 
     The lock does not block other writers of the term or its renewals; a candidate that takes the lease waits for it.
     """
     lock = select(leases.c.term).where(_MINE).with_for_update(read=True, key_share=True)
     found = connection.execute(lock).scalar_one_or_none()
     if found != term:
-        raise LeadershipLostError(f"another daemon leads: its term is {found}, that of this one was {term}")
+        raise LeadershipLostError(f"another daemon leads in term {found}; the term of this daemon was {term}")
 
 
 async def open_leases(database: str, timeout_s: float = TIMEOUT_S) -> SqlLeases:
-    """Open the lease of a database. Raises as `open_store` does."""
+    """Open the lease of a database. Raises the errors of `open_store`."""
     url = async_url(database)
     await schema.require_head(url)
     return SqlLeases(create_engine(url, timeout_s=timeout_s))
 
 
-class SqlLeases:
-    """The adapter of `ports.LeaseStore`; made by `open_leases`."""
+class SqlLeases(LeaseStore):
+    """The adapter of `ports.LeaseStore`, returned by `open_leases`."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._writing = engine.execution_options(**{WRITES: True})
 
+    @override
     async def read(self) -> LeaseReading:
-        """Return the current lease."""
-        return await self._run(self._engine, _sight)
+        return await self._run(self._engine, _read)
 
+    @override
     async def take(self, candidate: Candidate, secret: str, valid_s: float) -> Lease | None:
-        """Give the lease to the candidate, in a new term; None if it is not free."""
-
-        async def work(connection: AsyncConnection) -> Lease | None:
+        async def transaction(connection: AsyncConnection) -> Lease | None:
             no_holder = {"holder": "", "address": "", "term": 0, "secret": "", "renewed_unix_s": 0.0}
             first = rows.insert(connection.dialect.name, leases).values(name=NAME, expires_unix_s=0.0, **no_holder)
             await connection.execute(first.on_conflict_do_nothing())
-            # Waits for every transaction of the old term that passed the fence.
+            # The lock waits for every transaction of the old term that has passed the fence.
             await connection.execute(select(leases.c.term).where(_MINE).with_for_update())
-            sighting = await _sight(connection)
-            if not rules.is_free(sighting, candidate, valid_s):
+            reading = await _read(connection)
+            if not rules.is_free(reading, candidate, valid_s):
                 return None
-            lease = rules.take_lease(sighting, candidate, secret, valid_s)
+            lease = rules.take_lease(reading, candidate, secret, valid_s)
             await connection.execute(leases.update().where(_MINE).values(rows.to_values(lease)))
             return lease
 
-        return await self._run(self._writing, work)
+        return await self._run(self._writing, transaction)
 
+    @override
     async def renew(self, lease: Lease, valid_s: float) -> bool:
-        """Extend a term to `valid_s` from now; False if it is over."""
-
-        async def work(connection: AsyncConnection) -> bool:
+        async def transaction(connection: AsyncConnection) -> bool:
             now = _now(connection)
             update = leases.update().where(_MINE, leases.c.term == lease.term, leases.c.holder == lease.holder)
             values = update.values(renewed_unix_s=now, expires_unix_s=now + valid_s)
             return (await connection.execute(values)).rowcount == 1
 
-        return await self._run(self._writing, work)
+        return await self._run(self._writing, transaction)
 
+    @override
     async def release(self, lease: Lease) -> None:
-        """End a term, unless it is over."""
         update = leases.update().where(_MINE, leases.c.term == lease.term).values(holder="", secret="")
 
-        async def work(connection: AsyncConnection) -> None:
+        async def transaction(connection: AsyncConnection) -> None:
             await connection.execute(update)
 
-        await self._run(self._writing, work)
+        await self._run(self._writing, transaction)
 
+    @override
     async def close(self) -> None:
-        """Close all connections."""
         await self._engine.dispose()
 
-    async def _run(self, engine: AsyncEngine, work: Callable[[AsyncConnection], Awaitable[_T]]) -> _T:
+    async def _run(self, engine: AsyncEngine, transaction: Callable[[AsyncConnection], Awaitable[_T]]) -> _T:
         with translate_errors(self._engine.url):
             async with engine.connect() as connection:
                 try:
                     async with connection.begin():
-                        return await work(connection)
+                        return await transaction(connection)
                 except BaseException:
-                    # Its last statement may never be answered: the next one takes another connection.
+                    # Its last statement may never be answered: use another connection for the next one.
                     await connection.invalidate()
                     raise
 
 
-async def _sight(connection: AsyncConnection) -> LeaseReading:
+async def _read(connection: AsyncConnection) -> LeaseReading:
     row = (await connection.execute(select(leases).where(_MINE))).one_or_none()
     now = (await connection.execute(select(_now(connection)))).scalar_one()
     return LeaseReading(rows.to_record(row, Lease) if row is not None and row.term else None, now)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sqlalchemy import Connection, func, select
+from typing_extensions import override
 
 from fedplat.job import plan_charge
 from fedplat.privacy import Charge
 from fedplat.rounds.states import JobStatus
 from fedplat_server.database import rows
 from fedplat_server.database.ledger import Account, Budget, LedgerRow, Population, decode_mechanism
+from fedplat_server.database.ports import LedgerStore
 from fedplat_server.database.sql_audit import append_entries
 from fedplat_server.database.tables import jobs, ledger, populations
 from fedplat_server.database.transactions import Clock, Database
@@ -18,65 +20,65 @@ from fedplat_server.errors import PopulationChangedError
 from fedplat_server.records.audit import AuditEntry
 
 
-class SqlLedger:
+class SqlLedger(LedgerStore):
     """The adapter of `ports.LedgerStore`."""
 
     def __init__(self, database: Database, clock: Clock) -> None:
         self._database = database
         self._clock = clock
 
+    @override
     async def list_releases(self, job_id: str) -> list[LedgerRow]:
-        """Return the releases of a job, oldest first."""
         query = select(ledger).where(ledger.c.job_id == job_id).order_by(ledger.c.version)
         found = await self._database.fetch(query)
         return [LedgerRow(row.version, row.round, decode_mechanism(row.mechanism), row.unix_s) for row in found]
 
+    @override
     async def load_population(self, name: str) -> Population:
-        """Return a population; see the port."""
         return await self._database.read(lambda connection: _population(connection, name))
 
+    @override
     async def load_populations(self) -> list[Population]:
-        """Return all populations with jobs or a budget, by name; see the port."""
         names = select(jobs.c.population).union(select(populations.c.population))
 
-        def work(connection: Connection) -> list[Population]:
+        def transaction(connection: Connection) -> list[Population]:
             found = sorted(row.population for row in connection.execute(names))
             return [_population(connection, name) for name in found]
 
-        return await self._database.read(work)
+        return await self._database.read(transaction)
 
+    @override
     async def set_budget(
         self, population: str, budget: Budget | None, expected_revision: int, audit: Sequence[AuditEntry] = ()
     ) -> None:
-        """Set the budget of a population, or remove it; see the port."""
         values: rows.Values = {
             "epsilon": None if budget is None else budget.epsilon,
             "delta": None if budget is None else budget.delta,
         }
 
-        def work(connection: Connection) -> None:
+        def transaction(connection: Connection) -> None:
             advance_revision(connection, population, expected_revision)
             connection.execute(populations.update().where(populations.c.population == population).values(values))
             append_entries(connection, audit, self._clock())
 
-        await self._database.write(work)
+        await self._database.write(transaction)
 
 
 def advance_revision(connection: Connection, population: str, expected: int | None) -> None:
-    """Move a population to its next revision, and lock its row: others read its jobs and budget before or after.
+    """Increment the revision of a population and lock its row: other transactions see its jobs before or after this.
 
-    Raises `PopulationChangedError` if it is not at the expected one.
+    Raises `PopulationChangedError` if it is not at the expected revision (None: any).
     """
     mine = populations.c.population == population
-    next_one = {"revision": populations.c.revision + 1}
+    next_revision = {"revision": populations.c.revision + 1}
     if expected:
-        step = populations.update().where(mine, populations.c.revision == expected).values(next_one)
+        statement = populations.update().where(mine, populations.c.revision == expected).values(next_revision)
     else:
         insert = rows.insert(connection.dialect.name, populations).values(population=population, revision=1)
-        step = insert.on_conflict_do_update(index_elements=["population"], set_=next_one)
+        statement = insert.on_conflict_do_update(index_elements=["population"], set_=next_revision)
         if expected == 0:
-            step = insert.on_conflict_do_nothing(index_elements=["population"])
-    if connection.execute(step).rowcount != 1:
+            statement = insert.on_conflict_do_nothing(index_elements=["population"])
+    if connection.execute(statement).rowcount != 1:
         raise PopulationChangedError(f"the jobs or the budget of population {population} have changed: read them again")
 
 
@@ -90,14 +92,14 @@ def _population(connection: Connection, name: str) -> Population:
         .order_by(func.min(ledger.c.version))
     )
     released: dict[str, list[Charge]] = {}
-    for one in connection.execute(tally):
-        released.setdefault(one.job_id, []).append(Charge(decode_mechanism(one.mechanism), one.releases))
-    found: Sequence[rows.Row] = connection.execute(select(jobs).where(mine).order_by(jobs.c.sequence)).all()
+    for group in connection.execute(tally):
+        released.setdefault(group.job_id, []).append(Charge(decode_mechanism(group.mechanism), group.releases))
+    job_rows: Sequence[rows.Row] = connection.execute(select(jobs).where(mine).order_by(jobs.c.sequence)).all()
     return Population(
         name=name,
         revision=row.revision if row is not None else 0,
         budget=None if row is None or row.epsilon is None else Budget(row.epsilon, row.delta),
-        accounts=tuple(_account(one, tuple(released.get(one.job_id, ()))) for one in found),
+        accounts=tuple(_account(job, tuple(released.get(job.job_id, ()))) for job in job_rows),
     )
 
 

@@ -6,12 +6,13 @@ from collections.abc import Collection
 
 import sqlalchemy
 from sqlalchemy import Connection, func, select
+from typing_extensions import override
 
 from fedplat.rounds import AttemptKey, ModelVersion
 from fedplat_server import crash_points
 from fedplat_server.database import rows
 from fedplat_server.database.jobs import Removable, RetainedVersions
-from fedplat_server.database.ports import BATCH
+from fedplat_server.database.ports import BATCH, RetentionStore
 from fedplat_server.database.tables import STILL_OPEN, assignments, attempts, history, jobs, model_versions
 from fedplat_server.database.transactions import Clock, Database
 
@@ -20,28 +21,28 @@ _KEEPS_MODEL = _V.model_removed_unix_s.is_(None)
 _KEEPS_STATE = (_V.state_digest != "") & _V.state_removed_unix_s.is_(None)
 
 
-class SqlRetention:
+class SqlRetention(RetentionStore):
     """The adapter of `ports.RetentionStore`."""
 
     def __init__(self, database: Database, clock: Clock) -> None:
         self._database = database
         self._clock = clock
 
+    @override
     async def list_removable(self, job_id: str, keep: RetainedVersions, limit: int = BATCH) -> list[Removable]:
-        """Return the oldest versions with files to remove; see the port."""
         return await self._database.read(lambda connection: _removable(connection, job_id, keep, limit))
 
+    @override
     async def mark_removed(self, job_id: str, found: Collection[Removable]) -> frozenset[str]:
-        """Record that the files of these versions are removed; see the port."""
         now = self._clock()
-        # Locked: a rollback that makes one of these versions the latest again comes before this, or after it.
+        # The lock serializes this with a rollback to one of these versions.
         lock = select(jobs.c.job_id).where(jobs.c.job_id == job_id).with_for_update()
         models = [one.version.version for one in found if one.model]
         states = [one.version.version for one in found if one.state]
-        named = [one.version for one in found]
-        digests = {each for one in named for each in (one.digest, one.state_digest, one.delta_digest) if each}
+        versions = [one.version for one in found]
+        digests = {each for one in versions for each in (one.digest, one.state_digest, one.delta_digest) if each}
 
-        def work(connection: Connection) -> frozenset[str]:
+        def transaction(connection: Connection) -> frozenset[str]:
             connection.execute(lock)
             mine = model_versions.update().where(_V.job_id == job_id)
             connection.execute(
@@ -51,23 +52,23 @@ class SqlRetention:
             return _find_unreferenced(connection, digests)
 
         with crash_points.step("retention.give_up"):
-            return await self._database.write(work)
+            return await self._database.write(transaction)
 
+    @override
     async def list_referenced(self) -> frozenset[str]:
-        """Return the digests of all kept files; see the port."""
         models = select(_V.digest.label("digest")).where(_KEEPS_MODEL)
         deltas = select(_V.delta_digest).where(_V.delta_digest != "", _KEEPS_MODEL)
         states = select(_V.state_digest).where(_KEEPS_STATE)
         return frozenset(row.digest for row in await self._database.fetch(models.union(states, deltas)))
 
+    @override
     async def find_unreferenced(self, digests: Collection[str]) -> frozenset[str]:
-        """Return those of the digests without a reference."""
-        # A transaction that writes: a daemon that no longer leads must not remove what the next leader has written.
+        # A write transaction, which is fenced: a former leader must not remove what the next leader has written.
         return await self._database.write(lambda connection: _find_unreferenced(connection, digests))
 
+    @override
     async def list_old_attempts(self, job_id: str, before_unix_s: float, limit: int = BATCH) -> list[AttemptKey]:
-        """Return the oldest attempts with a history that ended before a time; see the port."""
-        at_work = select(assignments.c.client_id).where(
+        busy = select(assignments.c.client_id).where(
             assignments.c.job_id == attempts.c.job_id,
             assignments.c.round == attempts.c.round,
             assignments.c.number == attempts.c.number,
@@ -76,18 +77,18 @@ class SqlRetention:
         query = (
             select(attempts.c.round, attempts.c.number)
             .where(attempts.c.job_id == job_id, attempts.c.ended_unix_s < before_unix_s)
-            .where(attempts.c.history_removed_unix_s.is_(None), ~at_work.exists())
+            .where(attempts.c.history_removed_unix_s.is_(None), ~busy.exists())
             .order_by(attempts.c.round, attempts.c.number)
             .limit(limit)
         )
         found = await self._database.fetch(query)
         return [AttemptKey(job_id, row.round, row.number) for row in found]
 
+    @override
     async def remove_history(self, keys: Collection[AttemptKey], *, metrics: bool) -> int:
-        """Remove the history rows of attempts; see the port."""
         now = self._clock()
 
-        def work(connection: Connection) -> int:
+        def transaction(connection: Connection) -> int:
             num_rows = 0
             for job_id, round_, number in keys:
                 mine = (history.c.job_id == job_id) & (history.c.round == round_) & (history.c.attempt == number)
@@ -102,29 +103,29 @@ class SqlRetention:
             return num_rows
 
         with crash_points.step("retention.history"):
-            return await self._database.write(work)
+            return await self._database.write(transaction)
 
 
 def _find_unreferenced(connection: Connection, digests: Collection[str]) -> frozenset[str]:
-    named: set[str] = set()
-    some = sorted(digests)
-    for start in range(0, len(some), BATCH):
-        part = some[start : start + BATCH]
+    referenced: set[str] = set()
+    ordered = sorted(digests)
+    for start in range(0, len(ordered), BATCH):
+        part = ordered[start : start + BATCH]
         for column, kept in (
             (_V.digest, _KEEPS_MODEL),
             (_V.delta_digest, _KEEPS_MODEL),
             (_V.state_digest, _KEEPS_STATE),
         ):
-            named.update(row[0] for row in connection.execute(select(column).where(column.in_(part), kept)))
-    return frozenset(digests) - named
+            referenced.update(row[0] for row in connection.execute(select(column).where(column.in_(part), kept)))
+    return frozenset(digests) - referenced
 
 
 def _is_spare(job_id: str) -> sqlalchemy.ColumnElement[bool]:
-    """Return the condition for models that neither the job nor a client at work for it needs."""
+    """Return the condition for models that neither the job, nor its open assignments and attempts need."""
     latest = select(jobs.c.latest_version).where(jobs.c.job_id == job_id).scalar_subquery()
-    begun = select(assignments.c.base_version).where(assignments.c.job_id == job_id, STILL_OPEN)
+    assigned = select(assignments.c.base_version).where(assignments.c.job_id == job_id, STILL_OPEN)
     open_ = select(attempts.c.base_version).where(attempts.c.job_id == job_id, attempts.c.ended_unix_s.is_(None))
-    return (_V.version > 0) & (_V.version != latest) & _V.version.not_in(begun) & _V.version.not_in(open_)
+    return (_V.version > 0) & (_V.version != latest) & _V.version.not_in(assigned) & _V.version.not_in(open_)
 
 
 def _removable(connection: Connection, job_id: str, keep: RetainedVersions, limit: int) -> list[Removable]:

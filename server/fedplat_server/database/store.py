@@ -21,7 +21,7 @@ from fedplat_server.database.transactions import Clock, Database
 async def open_store(database: str, clock: Clock = time.time) -> SqlStore:
     """Open the database at a path or URL.
 
-    Raises `ConfigError` if that is not valid, `SchemaVersionError` if the database has another schema than this code,
+    Raises `ConfigError` if that is invalid, `SchemaVersionError` if the database has another schema than this code,
     and `StoreUnavailableError` if it does not answer.
     """
     url = async_url(database)
@@ -30,7 +30,7 @@ async def open_store(database: str, clock: Clock = time.time) -> SqlStore:
 
 
 class SqlStore:
-    """The adapter of `ports.Store` for SQL databases; made by `open_store`, which checks the schema first."""
+    """The adapter of `ports.Store` for SQL databases, returned by `open_store`, which checks the schema first."""
 
     def __init__(self, database: Database, clock: Clock) -> None:
         self._database = database
@@ -42,18 +42,18 @@ class SqlStore:
         self.retention = SqlRetention(database, clock)
 
     async def close(self) -> None:
-        """Wait for the transactions that still run and close all connections."""
+        """Wait for running transactions and close all connections."""
         await self._database.close()
 
     async def ping(self) -> None:
-        """Return when the database answers."""
+        """Wait until the database answers."""
         await self._database.fetch(select(1))
 
     async def fence(self, term: int) -> None:
-        """Reject every later write once the lease has another term; see the port."""
+        """Reject every later write with `LeadershipLostError` once the lease has another term."""
         self._database.fence(lambda connection: require_term(connection, term))
         await self._database.write(lambda _: None)
 
     async def sever(self) -> None:
-        """Abort all transactions; see the port."""
+        """Abort all transactions; they and all later ones fail with `LeadershipLostError`."""
         self._database.sever()

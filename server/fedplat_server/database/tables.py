@@ -1,7 +1,7 @@
 """The tables, portable between SQLite and PostgreSQL; `migrations/` creates them.
 
-Ids that people and programs see are strings; `sequence` columns keep the order in which rows were added, which wall
-clocks do not. A client's assignments outlive its enrollment, so they do not refer to `clients`.
+Public ids are strings; `sequence` columns keep the order in which rows were added, which wall clocks do not. A
+client's assignments outlive its enrollment, so they do not reference `clients`.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.sql.elements import ColumnElement
+from typing_extensions import override
 
 from fedplat.texts import MAX_TEXT_BYTES, shorten
 
 MAX_METRICS_BYTES = 64 * 2**10
-"""Maximum length of the JSON of metrics that a query returns; reports have a sixth of it at most."""
+"""Maximum length of metrics as JSON that a query returns. Those of a report have a sixth of it at most."""
 
 
 class Metrics(TypeDecorator[Mapping[str, float]]):
-    """Named numbers as JSON. NaN and infinities, which JSON does not have, are stored as text.
+    """Named numbers as JSON. NaN and infinities, which JSON does not support, are stored as text.
 
     Metrics above `MAX_METRICS_BYTES`, which earlier versions accepted from clients, are read as empty.
     """
@@ -50,16 +51,17 @@ class Metrics(TypeDecorator[Mapping[str, float]]):
     impl = JSON
     cache_ok = True
 
+    @override
     def process_bind_param(self, value: Mapping[str, float] | None, dialect: Dialect) -> dict[str, float | str]:
-        """Convert Python to database."""
         return {name: x if math.isfinite(x) else str(x) for name, x in (value or {}).items()}
 
+    @override
     def process_result_value(self, value: Mapping[str, float | str] | None, dialect: Dialect) -> dict[str, float]:
-        """Convert database to Python."""
         return {name: float(x) for name, x in (value or {}).items()}
 
+    @override
     def column_expression(self, column: ColumnElement[Any]) -> ColumnElement[Any]:
-        """Return what a query selects: the database itself leaves out what is too long."""
+        """Return the expression that a query selects, with which the database itself leaves out long values."""
         size = func.length(cast(column, Text))
         return case((size > MAX_METRICS_BYTES, literal_column("'{}'")), else_=column)
 
@@ -73,16 +75,17 @@ class Words(TypeDecorator[str]):
     impl = Text
     cache_ok = True
 
+    @override
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
-        """Convert Python to database."""
         return shorten(value) if value is not None else None
 
+    @override
     def process_result_value(self, value: str | None, dialect: Dialect) -> str | None:
-        """Convert database to Python."""
         return shorten(value) if value is not None else None
 
+    @override
     def column_expression(self, column: ColumnElement[Any]) -> ColumnElement[Any]:
-        """Return what a query selects: the database itself cuts longer text, which earlier versions accepted."""
+        """Return the expression that a query selects: the database cuts longer text, which earlier versions stored."""
         return func.substr(column, 1, MAX_TEXT_BYTES + 1, type_=self)
 
 
@@ -96,7 +99,7 @@ metadata = MetaData(
     }
 )
 
-# SQLite numbers rows by itself only in a column of type INTEGER, which has 64 bits there.
+# SQLite only numbers rows in a column of type INTEGER, which has 64 bits there.
 _Sequence = BigInteger().with_variant(Integer(), "sqlite")
 
 clients = Table(
@@ -112,9 +115,9 @@ clients = Table(
     Column("public_key", LargeBinary, nullable=False, unique=True),
     Column("session_number", BigInteger, nullable=False),
     Column("revoked_unix_s", Float),
-    # The enrollment token that it used; "" for those that enrolled before this was stored.
+    # The enrollment token that it used; "" for clients that enrolled before this was stored.
     Column("token_id", String, nullable=False, index=True, server_default=""),
-    # When it last opened a session, if that is known.
+    # The time at which it last opened a session, if that is known.
     Column("seen_unix_s", Float),
 )
 
@@ -147,9 +150,9 @@ jobs = Table(
     Column("latest_version", Integer, nullable=False),
     Column("revision", BigInteger, nullable=False),
     Column("created_unix_s", Float, nullable=False),
-    # The id of the last save of the job: shows whether a save whose reply was lost was committed.
+    # The id of the last save of the job, which shows whether a save was committed if its reply was lost.
     Column("save_id", String, nullable=False, server_default=""),
-    # Of a private job: its settled table [privacy], as of the job's creation.
+    # The calibrated table [privacy] of a private job, as of its creation.
     Column("privacy", JSON(none_as_null=True)),
 )
 
@@ -169,7 +172,7 @@ attempts = Table(
     Column("opened_unix_s", Float, nullable=False),
     Column("ended_unix_s", Float),
     Column("metrics", Metrics, nullable=False),
-    # When its history, and that of its assignments, was removed; NULL: it is kept.
+    # The time at which its history, and that of its assignments, was removed; NULL: it is kept.
     Column("history_removed_unix_s", Float),
     PrimaryKeyConstraint("job_id", "round", "number"),
 )
@@ -199,16 +202,16 @@ assignments = Table(
     Column("weight", Float, nullable=False),
     Column("metrics", Metrics, nullable=False),
     Column("took_s", Float),
-    # The job's revision in which it was reported: the order of reports within a job.
+    # The job's revision at its report, which orders the reports of a job.
     Column("reported_revision", BigInteger),
     Column("assigned_unix_s", Float, nullable=False, server_default="0"),
     Column("deadline_unix_s", Float, nullable=False, server_default="0"),
     Column("report_number", Integer),
     Column("update_bytes", BigInteger, nullable=False, server_default="0"),
     Column("base_version", Integer, nullable=False, server_default="0"),
-    # NULL until an attempt has taken in the update.
+    # NULL until an attempt has folded the update.
     Column("staleness", Integer),
-    # The attempt that took in the update, if that is a later one than its own.
+    # The attempt that has folded the update, if that is a later one than its own.
     Column("into_round", Integer),
     Column("into_number", Integer),
     # L2 norm of the reported update; private jobs do not keep it.
@@ -224,7 +227,7 @@ assignments = Table(
 
 _later = text("into_round IS NOT NULL")
 STILL_OPEN = text("state IN ('TRAINING', 'UPLOADING', 'REPORTED')")
-"""Condition for assignments that have not ended; literally that of the index, else the index is not used."""
+"""Condition for open assignments. It must have the same text as that of the index, else the index is not used."""
 _into = (assignments.c.job_id, assignments.c.into_round, assignments.c.into_number)
 Index("ix_assignments_into", *_into, sqlite_where=_later, postgresql_where=_later)
 Index("ix_assignments_open", assignments.c.job_id, sqlite_where=STILL_OPEN, postgresql_where=STILL_OPEN)
@@ -246,16 +249,16 @@ model_versions = Table(
     Column("delta_digest", String, nullable=False, index=True, server_default=""),
     Column("delta_size_bytes", BigInteger, nullable=False, server_default="0"),
     Column("delta_base", String, nullable=False, server_default=""),
-    # The version whose bytes a rollback made the latest again.
+    # The version that a rollback has restored.
     Column("restored_from", Integer),
-    # When the files were removed, the model's with its delta; NULL: they are kept.
+    # The times at which the files were removed (those of the model and its delta, that of the state); NULL: kept.
     Column("model_removed_unix_s", Float),
     Column("state_removed_unix_s", Float),
     PrimaryKeyConstraint("job_id", "version"),
 )
 # Round 0 may have two: the initial model, and that of a warm start.
 OF_ROUNDS = text("round > 0")
-"""Condition for versions made by rounds; literally that of the index, else the index is not used."""
+"""Condition for versions of rounds. It must have the same text as that of the index, else the index is not used."""
 Index(
     "uq_model_versions_round",
     model_versions.c.job_id,
@@ -265,21 +268,21 @@ Index(
     postgresql_where=OF_ROUNDS,
 )
 
-# A row for each version that a round of a private job made, added in the transaction that commits the version.
+# A row for each version of a private job's round, added in the transaction that commits the version.
 ledger = Table(
     "ledger",
     metadata,
     Column("job_id", String, nullable=False),
     Column("version", Integer, nullable=False),
     Column("round", Integer, nullable=False),
-    # JSON in one fixed spelling, so that equal ones can be counted.
+    # JSON in a canonical form, so that equal mechanisms can be counted.
     Column("mechanism", Text, nullable=False),
     Column("unix_s", Float, nullable=False),
     PrimaryKeyConstraint("job_id", "version"),
     ForeignKeyConstraint(["job_id", "version"], ["model_versions.job_id", "model_versions.version"]),
 )
 
-# The revision grows with each new job and each change of the budget; epsilon and delta are NULL without one.
+# The revision grows with each new job and each change of the budget; without a budget epsilon and delta are NULL.
 populations = Table(
     "populations",
     metadata,
@@ -319,7 +322,7 @@ operators = Table(
     Column("expires_unix_s", Float),
 )
 
-# Numbered by the chain, not by the database: without gaps.
+# The chain numbers the rows, not the database: without gaps.
 audit_log = Table(
     "audit_log",
     metadata,
@@ -333,7 +336,7 @@ audit_log = Table(
     Column("hash", String, nullable=False),
 )
 
-# One row: where the audit log ends.
+# One row: the head of the audit log.
 audit_head = Table(
     "audit_head",
     metadata,

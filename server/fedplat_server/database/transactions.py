@@ -1,4 +1,4 @@
-"""Runs transactions: queued, run to their end, retried after conflicts, with errors translate_errors."""
+"""The execution of transactions: queued, run to their end, retried after conflicts, with translated errors."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from typing import Any, TypeVar
 import sqlalchemy
 from sqlalchemy import event
 
-from fedplat_server.database.drivers import Transactions, Work
+from fedplat_server.database.drivers import Transaction, Transactions
 from fedplat_server.database.engine import NUM_READERS, ConflictError, num_writers, translate_errors
 from fedplat_server.errors import LeadershipLostError
 
 MAX_TRIES = 5
-"""Maximum number of tries of a transaction that the database rolls back because of another one."""
+"""Maximum number of tries for a transaction that conflicts with another one."""
 
 Clock = Callable[[], float]
-"""Returns the seconds since 1970 on the wall clock."""
+"""A function that returns the seconds since 1970 on the wall clock."""
 
 _T = TypeVar("_T")
 
 
 class Database:
-    """Runs work in transactions.
+    """A database with queues for its transactions.
 
-    A transaction runs to its end even if its caller is cancelled, as RPC handlers are whenever a client hangs up; the
-    caller then gets its `CancelledError`. To abort it would cost the connection, and leave a lock of SQLite behind for
-    a while.
+    A transaction runs to its end even if its caller is cancelled, as RPC handlers are when a client disconnects; the
+    caller then gets its `CancelledError`. Aborting the transaction would cost the connection, and would leave a lock of
+    SQLite for a while.
     """
 
     def __init__(self, transactions: Transactions) -> None:
         self._transactions = transactions
         engine = transactions.engine
         self.dialect = engine.dialect.name
-        """Kind of the database: sqlite or postgresql."""
-        # Callers queue here: SQLite's busy handler is unfair, and the pool times out.
+        """The kind of the database: sqlite or postgresql."""
+        # Callers queue here: SQLite's busy handler is unfair, and SQLAlchemy's pool of connections has a timeout.
         self._readers = asyncio.Semaphore(NUM_READERS)
         self._writers = asyncio.Semaphore(num_writers(engine.url))
         self._running: set[asyncio.Task[Any]] = set()
         self._connections: set[Any] = set()  # of the driver, as SQLAlchemy wraps them
-        self._fence: Work[None] | None = None
+        self._fence: Transaction[None] | None = None
         self._is_severed = False
 
         def on_connect(connection: Any, _: object) -> None:
@@ -54,64 +54,64 @@ class Database:
         event.listen(engine, "close", on_close)
 
     async def close(self) -> None:
-        """Wait for the transactions that still run and close all connections."""
+        """Wait for running transactions and close all connections."""
         await asyncio.gather(*self._running, return_exceptions=True)
         await self._transactions.close()
 
-    def fence(self, check: Work[None]) -> None:
-        """Begin every later write transaction with a check, which raises to refuse it."""
+    def fence(self, check: Transaction[None]) -> None:
+        """Begin every later write transaction with a check, which raises an error to refuse it."""
         self._fence = check
 
     def sever(self) -> None:
         """Abort every transaction and connection at once, without waiting for the database."""
         self._is_severed = True
         for connection in self._connections:
-            if hasattr(connection.driver_connection, "terminate"):  # one of SQLite never hangs
+            if hasattr(connection.driver_connection, "terminate"):  # connections of SQLite never hang
                 connection.driver_connection.terminate()
         for task in self._running:
             task.cancel()
 
-    async def read(self, work: Work[_T]) -> _T:
-        """Run work that only reads, on one snapshot."""
-        return await self._run_to_end(self._readers, self._read, work)
+    async def read(self, transaction: Transaction[_T]) -> _T:
+        """Run a transaction that only reads, on one snapshot."""
+        return await self._run_to_end(self._readers, self._read, transaction)
 
     async def fetch(self, query: sqlalchemy.Executable) -> Sequence[sqlalchemy.Row[Any]]:
         """Return the rows of a query."""
         return await self.read(lambda connection: connection.execute(query).all())
 
-    async def write(self, work: Work[_T]) -> _T:
-        """Run work in a transaction, and again if the database rolled it back because of another one."""
+    async def write(self, transaction: Transaction[_T]) -> _T:
+        """Run a transaction that writes; repeat it if the database rolls it back because of a conflict."""
         for tries in range(1, MAX_TRIES):
             try:
-                return await self._run_to_end(self._writers, self._write, work)
+                return await self._run_to_end(self._writers, self._write, transaction)
             except ConflictError:
                 await asyncio.sleep(random.uniform(0.0, 0.01 * 2**tries))
-        return await self._run_to_end(self._writers, self._write, work)
+        return await self._run_to_end(self._writers, self._write, transaction)
 
-    async def _read(self, work: Work[_T]) -> _T:
+    async def _read(self, transaction: Transaction[_T]) -> _T:
         with translate_errors(self._transactions.engine.url):
-            return await self._transactions.run(work, writes=False)
+            return await self._transactions.run(transaction, writes=False)
 
-    async def _write(self, work: Work[_T]) -> _T:
+    async def _write(self, transaction: Transaction[_T]) -> _T:
         fence = self._fence
 
-        def work_fenced(connection: sqlalchemy.Connection) -> _T:
+        def run_fenced(connection: sqlalchemy.Connection) -> _T:
             if fence is not None:
                 fence(connection)
-            return work(connection)
+            return transaction(connection)
 
         with translate_errors(self._transactions.engine.url):
-            return await self._transactions.run(work_fenced, writes=True)
+            return await self._transactions.run(run_fenced, writes=True)
 
     async def _run_to_end(
-        self, queue: asyncio.Semaphore, run: Callable[[Work[_T]], Awaitable[_T]], work: Work[_T]
+        self, queue: asyncio.Semaphore, run: Callable[[Transaction[_T]], Awaitable[_T]], transaction: Transaction[_T]
     ) -> _T:
         await queue.acquire()
 
         async def running() -> _T:
             try:
                 if not self._is_severed:
-                    return await run(work)
+                    return await run(transaction)
             except asyncio.CancelledError:
                 if not self._is_severed:
                     raise

@@ -1,9 +1,9 @@
-"""What `JobStore.save` writes: changes flattened into few rows, the statements for them, and what they must satisfy.
+"""The transaction of `JobStore.save`: changes flattened into few rows, their statements, and their constraints.
 
-A batch of changes names the same job, attempt and assignments again and again; only their last state counts. So a
-save costs the same handful of statements, however many steps it holds.
+A batch of changes may contain several states of one job, attempt or assignment; only the last one is written. So a
+save needs the same few statements, however many steps it contains.
 
-The transaction itself enforces what privacy accounting counts on (`fedplat.privacy.Mechanism`), whatever the
+The transaction itself enforces the assumptions of privacy accounting (`fedplat.privacy.Mechanism`), whatever the
 coordinator has in memory: a version of a private job is written with its ledger row, and no client takes part more
 often, or in rounds closer together, than the job allows.
 """
@@ -24,7 +24,7 @@ from fedplat_server.database import rows, tables
 from fedplat_server.database.rows import Values
 from fedplat_server.errors import ParticipationError, StaleRevisionError, StoreError
 
-# Sets the columns that the row of values has.
+# Sets the columns of the values that it is executed with.
 _COMPARE_AND_SET = tables.jobs.update().where(
     tables.jobs.c.job_id == sqlalchemy.bindparam("this_job"),
     tables.jobs.c.revision == sqlalchemy.bindparam("expected_revision"),
@@ -33,10 +33,11 @@ _COMPARE_AND_SET = tables.jobs.update().where(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParticipationLimits:
-    """In which rounds a client may take part: with `min_separation` others in between, and in how many (0: any number).
+    """The limits on a client's rounds: their least distance, and their greatest number (0: no limit).
 
-    Every assignment counts, whatever its outcome; those of one round count once, because at most one of its attempts
-    is released.
+    A client that takes part in round r may not take part in rounds r - `min_separation` to r + `min_separation`. Every
+    assignment counts, whatever its outcome; those of one round count once, because at most one of its attempts is
+    released.
     """
 
     min_separation: int
@@ -49,21 +50,21 @@ class ParticipationLimits:
         return limits if limits != cls(0, 0) else None
 
     def refusal(self, key: AttemptKey, client_id: str, num_rounds: int) -> ParticipationError:
-        """Return the error for an assignment with which the client takes part in so many rounds."""
-        most = self.max_participations
-        if 0 < most < num_rounds:
-            why = f"it would take part in {num_rounds} rounds (privacy.max_participations = {most})"
+        """Return the error for an assignment of the client, which would then take part in `num_rounds` rounds."""
+        limit = self.max_participations
+        if 0 < limit < num_rounds:
+            reason = f"it would take part in {num_rounds} rounds (privacy.max_participations = {limit})"
         else:
-            why = f"it takes part in a round too near by (selection.min_separation = {self.min_separation})"
-        return ParticipationError(f"{key} must not have client {client_id}: {why}; nothing was written")
+            reason = f"it takes part in a round too near by (selection.min_separation = {self.min_separation})"
+        return ParticipationError(f"{key} must not have client {client_id}: {reason}; nothing was written")
 
 
 @dataclasses.dataclass
 class Batch:
-    """The rows of a sequence of changes, made at `unix_s` on the wall clock and at `now` on the clock of their times.
+    """The rows of a sequence of changes, at `unix_s` on the wall clock, which is `now` on the clock of their times.
 
-    `expected` holds the revision that each job must have before, `limits` those of the attempts of private jobs in
-    which assignments are made.
+    `expected` is the revision that each job must have before, `limits` those of the attempts of private jobs with new
+    assignments.
     """
 
     unix_s: float
@@ -121,11 +122,11 @@ class Batch:
 
 
 def write(connection: Connection, batch: Batch) -> None:
-    """Write a batch. The jobs come first: their rows stay locked, so that no other transaction writes to these jobs.
+    """Write a batch. The rows of jobs are written first: their locks keep other transactions from writing to the jobs.
 
-    Raises `StaleRevisionError`, `ParticipationError` or `StoreError`, with which the transaction must end.
+    Raises `StaleRevisionError`, `ParticipationError` or `StoreError`; then the transaction must be rolled back.
     """
-    # In one order for all writers, else two of the same jobs may wait for each other.
+    # In the same order for all writers, so that two of them cannot deadlock.
     for job_id in sorted(batch.jobs):
         names = {"this_job": job_id, "expected_revision": batch.expected[job_id]}
         result = connection.execute(_COMPARE_AND_SET, names | batch.jobs[job_id])
@@ -146,20 +147,20 @@ def _stale_revision(job_id: str, expected: int) -> StaleRevisionError:
 
 
 def _require_limits(connection: Connection, key: AttemptKey, limits: ParticipationLimits) -> None:
-    """Raise `ParticipationError` if a client of the attempt takes part too often. Its rows must be written."""
+    """Raise `ParticipationError` if a client of the attempt takes part too often. Its rows must be written before."""
     mine, other = tables.assignments.alias("mine"), tables.assignments.alias("other")
-    # Of each client by itself, so that no planner is tempted to join all assignments of a long job.
+    # Subqueries for each client, so that the planner does not join all assignments of a long job.
     same = (other.c.job_id == key.job_id) & (other.c.client_id == mine.c.client_id)
     near = other.c.round.between(key.round - limits.min_separation, key.round + limits.min_separation)
     num_near = select(func.count()).where(same, near, other.c.round != key.round).scalar_subquery()
     num_rounds = select(func.count(distinct(other.c.round))).where(same).scalar_subquery()
-    wrong = [num_near > 0] if limits.min_separation else []
-    wrong += [num_rounds > limits.max_participations] if limits.max_participations else []
-    made = (mine.c.job_id == key.job_id) & (mine.c.round == key.round) & (mine.c.number == key.number)
-    query = select(mine.c.client_id, num_rounds).where(made, or_(*wrong)).limit(1)
-    found = connection.execute(query).one_or_none()
-    if found is not None:
-        raise limits.refusal(key, *found)
+    violations = [num_near > 0] if limits.min_separation else []
+    violations += [num_rounds > limits.max_participations] if limits.max_participations else []
+    in_attempt = (mine.c.job_id == key.job_id) & (mine.c.round == key.round) & (mine.c.number == key.number)
+    query = select(mine.c.client_id, num_rounds).where(in_attempt, or_(*violations)).limit(1)
+    violation = connection.execute(query).one_or_none()
+    if violation is not None:
+        raise limits.refusal(key, *violation)
 
 
 def _add_versions(connection: Connection, batch: Batch) -> None:
@@ -188,14 +189,14 @@ def _add_versions(connection: Connection, batch: Batch) -> None:
 
 
 def _require_files(connection: Connection, restored: Values) -> None:
-    """Raise `StoreError` for a rollback to removed files. The lock on the job's row keeps the others."""
-    known, columns = [], tables.model_versions.c
+    """Raise `StoreError` for a rollback to removed files. The lock on the job's row prevents a concurrent removal."""
+    exists, columns = [], tables.model_versions.c
     for digest, removed in (("digest", "model_removed_unix_s"), ("state_digest", "state_removed_unix_s")):
         kept = (
             (columns.job_id == restored["job_id"]) & (columns[digest] == restored[digest]) & columns[removed].is_(None)
         )
-        known.append(connection.execute(select(columns.version).where(kept).limit(1)).first() is not None)
-    if not known[0] or (restored["state_digest"] and not known[1]):
+        exists.append(connection.execute(select(columns.version).where(kept).limit(1)).first() is not None)
+    if not exists[0] or (restored["state_digest"] and not exists[1]):
         raise StoreError(
             f"job {restored['job_id']}: the files of version {restored['restored_from']} are not kept any more; "
             "nothing was stored"
@@ -209,7 +210,7 @@ def _execute(connection: Connection, statement: sqlalchemy.Executable, values: S
 
 @functools.cache
 def _upsert_attempts(dialect: str) -> sqlalchemy.Executable:
-    """Return the statement that adds attempts, or changes their mutable columns. The first stored end stays."""
+    """Return the statement that adds attempts, or changes their mutable columns. The first stored end is kept."""
     statement = rows.insert(dialect, tables.attempts)
     new, old = statement.excluded, tables.attempts.c
     changed: dict[str, sqlalchemy.ColumnElement[object]] = {
@@ -221,7 +222,7 @@ def _upsert_attempts(dialect: str) -> sqlalchemy.Executable:
 
 @functools.cache
 def _upsert_assignments(dialect: str) -> sqlalchemy.Executable:
-    """Return the statement that adds or replaces assignments. The revision of the first report stays."""
+    """Return the statement that adds or replaces assignments. The revision of the first report is kept."""
     statement = rows.insert(dialect, tables.assignments)
     new, old = statement.excluded, tables.assignments.c
     keys = ["job_id", "round", "number", "client_id"]

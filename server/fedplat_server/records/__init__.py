@@ -1,1 +1,1 @@
-"""Records and rules of the server's own nouns: operators, the audit log, the lease of the leader. Pure."""
+"""Records and rules of the server's own concepts: operators, the audit log, the lease of the leader. Pure."""

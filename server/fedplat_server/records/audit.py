@@ -1,9 +1,9 @@
-"""The audit log: who did what, as a chain of hashes that cannot be changed in the middle without leaving a trace.
+"""The audit log: who did what, as a chain of hashes in which a changed row can be detected.
 
-Each row's hash covers the row and the hash of the row before; the head (how many rows there are, and the hash of the
-last) is kept in a row of its own, which is what notices a log that was cut short. Somebody who may write to the
-database can compute all of it anew: against that helps only a head that was written down elsewhere, which is why the
-daemon logs it when it starts and when it stops. Pure: no clock and no database.
+Each row's hash covers the row and the hash of the row before. The head (the number of rows, and the hash of the last)
+is kept in its own row, which reveals a truncated log. An attacker who may write to the database can recompute the
+whole chain: only a head that was recorded outside of the database reveals that, so the daemon logs the head when it
+starts and when it stops. Pure: no clock and no database.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 
 GENESIS = "0" * 64
-"""What stands for the hash before the first row."""
+"""The previous hash of the first row."""
 SERVER = "server"
-"""The actor of what nobody asked for."""
+"""The actor of what the server does on its own initiative."""
 HOST = "host"
-"""The actor of a command that was run beside the database, by whoever may."""
+"""The actor of commands that were run on the server's host."""
 
 
 class AuditAction(StrEnum):
-    """What can stand in the log."""
+    """The actions in the log."""
 
     JOB_CREATED = "job created"
     JOB_STARTED = "job started"
@@ -55,9 +55,9 @@ class AuditAction(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """What shall be noted: `actor` (an operator's name, a client's id, `SERVER` or `HOST`) did `action` to `subject`.
+    """An entry for the log: `actor` (an operator's name, a client's id, `SERVER` or `HOST`) did `action` to `subject`.
 
-    `details` are words and numbers for people; never a secret.
+    `details` are for people, and never contain secrets.
     """
 
     actor: str
@@ -68,7 +68,7 @@ class AuditEntry:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AuditHead:
-    """Where the log ends: how many rows it has, and the hash of the last."""
+    """The head of the log: its number of rows, and the hash of the last one."""
 
     num_rows: int = 0
     hash: str = GENESIS
@@ -76,7 +76,7 @@ class AuditHead:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AuditRow:
-    """A row of the log. `details` is JSON in one fixed spelling, since the hash covers its letters."""
+    """A row of the log. `details` is JSON in a canonical form, since the hash covers its text."""
 
     sequence: int
     unix_s: float
@@ -89,7 +89,7 @@ class AuditRow:
 
 
 def next_row(entry: AuditEntry, unix_s: float, head: AuditHead) -> AuditRow:
-    """The row that an entry becomes when it is appended now."""
+    """Return the row that appends an entry to the log with this head."""
     details = json.dumps(dict(entry.details), sort_keys=True, separators=(",", ":"))
     row = AuditRow(
         sequence=head.num_rows + 1,
@@ -105,12 +105,12 @@ def next_row(entry: AuditEntry, unix_s: float, head: AuditHead) -> AuditRow:
 
 
 def head_after(row: AuditRow) -> AuditHead:
-    """Where the log ends with this row."""
+    """Return the head of a log that ends with this row."""
     return AuditHead(row.sequence, row.hash)
 
 
 def chain(entries: Iterable[AuditEntry], unix_s: float, head: AuditHead) -> tuple[list[AuditRow], AuditHead]:
-    """The rows of several entries that are appended now, and where the log ends then."""
+    """Return the rows that append several entries to the log with this head, and the new head."""
     rows: list[AuditRow] = []
     for entry in entries:
         rows.append(next_row(entry, unix_s, head))
@@ -119,20 +119,20 @@ def chain(entries: Iterable[AuditEntry], unix_s: float, head: AuditHead) -> tupl
 
 
 def hash_of(row: AuditRow) -> str:
-    """SHA-256 of all of a row but its own hash: a JSON array, so that no two rows are spelled alike."""
+    """Return the SHA-256 of a row without its own hash, as a JSON array: different rows have different texts."""
     fields = dataclasses.astuple(row)[:-1]
     return hashlib.sha256(json.dumps(fields, separators=(",", ":")).encode()).hexdigest()
 
 
 def check_chain(rows: Iterable[AuditRow], head: AuditHead) -> list[str]:
-    """What is wrong with a whole log, a sentence each; nothing when it is as it was written."""
+    """Return the problems of a whole log, one sentence each; an empty list if it is unchanged."""
     log = list(rows)
     end = head_after(log[-1]) if log else AuditHead()
     return [*check_rows(log, AuditHead()), *check_end(end, head)]
 
 
 def check_rows(rows: Iterable[AuditRow], at: AuditHead) -> Iterator[str]:
-    """What is wrong with rows that go on where the log stood before them."""
+    """Yield the problems of rows that follow the head `at`."""
     for row in rows:
         if row.sequence != at.num_rows + 1:
             yield f"audit row {row.sequence} follows row {at.num_rows}: rows are missing or out of order"
@@ -144,7 +144,7 @@ def check_rows(rows: Iterable[AuditRow], at: AuditHead) -> Iterator[str]:
 
 
 def check_end(end: AuditHead, head: AuditHead) -> Iterator[str]:
-    """What is wrong with where the log ends, by the head that is kept of it."""
+    """Yield the problem of a log whose rows end with `end` but whose stored head is `head`, if these differ."""
     if end != head:
         yield (
             f"the audit log ends with row {end.num_rows} ({end.hash[:16]}), but its head names row {head.num_rows} "
@@ -153,5 +153,5 @@ def check_end(end: AuditHead, head: AuditHead) -> Iterator[str]:
 
 
 def _storable(text: str) -> str:
-    """What every database takes, and gives back letter by letter."""
+    """Return a text of at most 500 characters that every database stores and returns unchanged."""
     return text.encode(errors="replace").decode().replace("\x00", "\ufffd")[:500]

@@ -1,6 +1,6 @@
 """Operators: people and programs that may use the services of `admin.proto`, each with a name, a role and a token.
 
-A token has 256 random bits and a prefix that scanners for leaked secrets can know it by; the database keeps its hash.
+A token has 256 random bits and a prefix that scanners for leaked secrets recognize; the database keeps its hash.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
 class Role(StrEnum):
-    """What an operator may do. Each role includes those before it."""
+    """The permissions of an operator. Each role includes those before it."""
 
     VIEWER = "viewer"
     OPERATOR = "operator"
     ADMIN = "admin"
 
     def includes(self, needed: Role) -> bool:
-        """Return whether this role may do what needs the other."""
+        """Return whether this role has the permissions of another one."""
         return _RANKS[self] >= _RANKS[needed]
 
 
@@ -52,19 +52,19 @@ class OperatorRecord:
 
 def require_another_admin(operators: Sequence[OperatorRecord], name: str, unix_s: float) -> None:
     """Raise `LastAdminError` if this operator is the only one with the role admin and a valid token."""
-    admins = {one.name for one in operators if one.role is Role.ADMIN and one.is_valid(unix_s)}
+    admins = {record.name for record in operators if record.role is Role.ADMIN and record.is_valid(unix_s)}
     if admins == {name}:
         raise LastAdminError(f"operator {name} is the last one with the role admin; add another one first")
 
 
 def new_operator_token() -> tuple[str, bytes]:
-    """Return a new token and its hash, which the database keeps."""
+    """Return a new token and its hash."""
     token = TOKEN_PREFIX + secrets.token_urlsafe(32)
     return token, hash_token(token)
 
 
 def hash_token(token: str) -> bytes:
-    """Return the hash that the database keeps of a token; a token is random, so that a plain hash is enough."""
+    """Return the hash of a token that the database keeps. Tokens are random, so a plain hash is enough."""
     return hashlib.sha256(token.encode()).digest()
 
 
@@ -79,14 +79,14 @@ def is_name(name: str) -> bool:
 
 
 def checked_name(name: str) -> str:
-    """Return a name that an operator may have. Raises `ConfigError`."""
+    """Return the name. Raises `ConfigError` if an operator may not have it."""
     if not is_name(name):
         raise ConfigError(f"operator name {name[:80]!r}: expected 1 to 63 letters, digits or _.@- (alphanumeric first)")
     return name
 
 
 def parse_role(text: str) -> Role:
-    """Return a role by its name. Raises `ConfigError`."""
+    """Return the role with this name. Raises `ConfigError` for an unknown name."""
     try:
         return Role(text)
     except ValueError as exc:
@@ -94,7 +94,7 @@ def parse_role(text: str) -> Role:
 
 
 def parse_duration_s(text: str) -> float:
-    """Return a duration such as 90d, 12h or 30m, in seconds. Raises `ConfigError`."""
+    """Return a duration such as 90d, 12h or 30m in seconds. Raises `ConfigError` for another format."""
     match = _DURATION.fullmatch(text)
     if match is None:
         raise ConfigError(f"duration {text[:80]!r}: expected a number and s, m, h, d or w, such as 90d")

@@ -1,1 +1,1 @@
-"""Bytes on the disk: the data folder, model files, the spool of updates, caches of reads."""
+"""Files on the disk: the data folder, models (blobs), the spool of updates, and caches of reads."""

@@ -1,12 +1,12 @@
 """Content-addressed files: `folder/aa/bb/<sha256>`, where aa and bb are the first digits of the digest.
 
-A blob is there as a whole or not at all: it is written under a temporary name, synced, renamed, and its folder
-synced. Which blobs are needed, only the database knows. At the start `remove_orphans` removes the others; later a
-`Sweep` does, which leaves alone what was written and is not yet named by the database (`settle` says that it is, or
-never will be). Everything here blocks: asyncio calls it in threads.
+A blob exists completely or not at all: it is written under a temporary name, synced and renamed, and its folder is
+synced. Only the blobs that the database references are needed. At the start `remove_orphans` removes the others; later
+a `Sweep` does, except for blobs that were written but not settled: `settle` ends this protection when the database
+references a blob or never will. Everything here blocks: asyncio calls it in threads.
 
-What is removed is overwritten first, as far as seeds of noise may be in it: they are among the numbers at the beginning
-of a rule's state. What a file system keeps beside that (journals, snapshots, spare blocks) is out of reach.
+Before a file is removed its beginning is overwritten, since the numbers at the beginning of a rule's state may include
+seeds of noise. Other copies of a file system (journals, snapshots, spare blocks) are out of reach.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from fedplat_server.storage import files
 
 _TEMPORARY = ".tmp"
 ERASED_BYTES = 1 << 20
-"""How much of the beginning of a file is overwritten when it is removed."""
-_WORTH_A_THREAD = 1 << 16
-"""Bytes from which on hashing beside writing saves more than handing them to a thread costs."""
+"""The number of bytes at the beginning of a file that are overwritten before it is removed."""
+_MIN_THREAD_BYTES = 1 << 16
+"""The smallest chunk for which hashing in a thread during the write is faster than hashing afterwards."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Blob:
-    """What was stored."""
+    """A stored file, by its SHA-256."""
 
     digest: str
     size_bytes: int
 
 
 class BlobWriter:
-    """Writes bytes to a file and hashes them at the same time: 0.7 of the time, where a second core is free."""
+    """A file that is hashed while it is written: this takes 0.7 of the time if a second core is free."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -62,55 +62,55 @@ class BlobWriter:
         self._hasher.shutdown()
 
     def write(self, chunk: durable.Bytes) -> None:
-        """Appends bytes, which may be changed afterwards."""
+        """Append bytes. The caller may change them afterwards."""
         size_bytes = memoryview(chunk).nbytes
-        if size_bytes < _WORTH_A_THREAD:
+        if size_bytes < _MIN_THREAD_BYTES:
             durable.write_all(self._descriptor, chunk)
             self._digest.update(chunk)
         else:
-            hashed = self._hasher.submit(self._digest.update, chunk)
+            hashing = self._hasher.submit(self._digest.update, chunk)
             try:
                 durable.write_all(self._descriptor, chunk)
             finally:
-                hashed.result()
+                hashing.result()
         self._size_bytes += size_bytes
         self._writeback.on_written(self._descriptor, self._size_bytes)
 
     @property
     def blob(self) -> Blob:
-        """What was written so far."""
+        """The digest and size of the bytes written so far."""
         return Blob(self._digest.hexdigest(), self._size_bytes)
 
 
 class BlobStore:
-    """Blobs in a folder, which is made if it is not there.
+    """The blobs in a folder, which is created if it does not exist.
 
-    Errors are `BlobFullError` when there is no room on the disk, and `BlobError`. After either the blob counts as
-    not written, and nothing of it is left.
+    Methods raise `BlobFullError` if the disk is full, and `BlobError` for other failures. A blob whose writing failed
+    does not exist, and no part of it remains.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.made: list[str] = []
         self._synced: set[Path] = set()
-        self._young = _Young()
+        self._unsettled = _UnsettledBlobs()
         with files.translate_os_errors(f"making the folder {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
 
     def recorder(self) -> Self:
-        """The same blobs; what is written by way of it is in its own list `made`."""
-        same = copy.copy(self)
-        same.made = []
-        return same
+        """Return a view of this store that records the digests which it writes in its own list `made`."""
+        view = copy.copy(self)
+        view.made = []
+        return view
 
     def settle(self, digests: Iterable[str]) -> None:
-        """Says that the database names these blobs, or never will: each of them once for each time it was written."""
-        self._young.settle(digests)
+        """Let sweeps remove these blobs: the database references them or never will. Once for each write of a blob."""
+        self._unsettled.settle(digests)
 
     @contextlib.contextmanager
     def protect(self, digest: str) -> Generator[None]:
-        """Lets no sweep remove a blob that the database is about to name."""
-        self._young.add(digest)
+        """Keep sweeps from removing a blob that the database is about to reference."""
+        self._unsettled.add(digest)
         try:
             yield
         finally:
@@ -118,15 +118,15 @@ class BlobStore:
 
     @contextlib.contextmanager
     def sweep(self) -> Generator[Sweep]:
-        """Removes blobs within the block. One at a time."""
-        with self._young.watch() as skipped:
-            yield Sweep(self, self._young, skipped)
+        """Start a sweep that ends with the block. There may be only one at a time."""
+        with self._unsettled.watch() as skipped:
+            yield Sweep(self, self._unsettled, skipped)
 
     @contextlib.contextmanager
     def writer(self) -> Generator[BlobWriter]:
-        """Stores what is written within the block; after it, `blob` of the writer says what that was."""
+        """Store a blob that is written within the block; the writer's `blob` is its digest and size afterwards."""
         temporary = self._temporary()
-        with files.translate_os_errors("writing a blob"), _removed_on_error(temporary):
+        with files.translate_os_errors("writing a blob"), _remove_on_error(temporary):
             descriptor = durable.create(temporary)
             try:
                 with crash_points.step("blob.write"), BlobWriter(descriptor) as writer:
@@ -139,7 +139,7 @@ class BlobStore:
 
     @contextlib.contextmanager
     def draft(self, path: Path) -> Generator[BlobWriter]:
-        """Writes a file that is no blob yet, at a path of `temporary`."""
+        """Write a file that is not a blob yet, at a path of `temporary`."""
         with files.translate_os_errors("writing a draft of a blob"):
             descriptor = durable.create(path)
             try:
@@ -149,18 +149,18 @@ class BlobStore:
                 os.close(descriptor)
 
     def put_chunks(self, chunks: Iterable[durable.Bytes]) -> Blob:
-        """Stores bytes that come in parts."""
+        """Store the concatenated chunks."""
         with self.writer() as writer:
             for chunk in chunks:
                 writer.write(chunk)
         return writer.blob
 
     def put_file(self, path: Path) -> Blob:
-        """Stores a copy of a file."""
-        return self.put_chunks(_parts(path))
+        """Store a copy of a file."""
+        return self.put_chunks(_read_parts(path))
 
     def adopt(self, path: Path, digest: str) -> Blob:
-        """Moves a finished file of the same file system in; the caller has computed its digest."""
+        """Move a finished file of the same file system into the store; `digest` is its SHA-256."""
         self.path(digest)
         with files.translate_os_errors(f"adopting {path}"):
             durable.sync(path)
@@ -169,14 +169,17 @@ class BlobStore:
         return Blob(digest, size_bytes)
 
     def take(self, path: Path) -> Blob:
-        """Moves a finished file of the same file system in, whoever has written it."""
+        """Hash a finished file of the same file system, and move it into the store."""
         with files.translate_os_errors(f"reading {path}"), path.open("rb", buffering=0) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         return self.adopt(path, digest)
 
     @contextlib.contextmanager
     def temporary(self) -> Generator[Path]:
-        """A path for a file that is to be taken in. What is there after the block, or after a crash, is removed."""
+        """Yield a path for a file that is to be moved into the store; remove what the block leaves there.
+
+        After a crash, `remove_orphans` removes the file.
+        """
         path = self._temporary()
         try:
             yield path
@@ -185,32 +188,35 @@ class BlobStore:
                 erase(path)
 
     def path(self, digest: str) -> Path:
-        """Where a blob is, if it is there. Raises `BlobError` if the digest is none: no other path can be named."""
+        """Return the path of a blob, whether or not it exists. Raises `BlobError` if `digest` is not a digest.
+
+        The check makes paths outside the store impossible.
+        """
         if not files.is_digest(digest):
             raise BlobError(f"{digest[:100]!r} is not a digest: expected 64 lowercase hexadecimal digits")
         return self.folder / digest[:2] / digest[2:4] / digest
 
     def exists(self, digest: str) -> bool:
-        """Whether a blob is there."""
+        """Return whether a blob exists."""
         return self.path(digest).is_file()
 
     def size(self, digest: str) -> int:
-        """How many bytes a blob has. Raises `BlobError` if it is not there."""
+        """Return the size of a blob in bytes. Raises `BlobError` if it does not exist."""
         with files.translate_os_errors(f"reading the blob {digest}"):
             return self.path(digest).stat().st_size
 
     def delete(self, digest: str) -> None:
-        """Removes a blob, if it is there."""
+        """Remove a blob, if it exists."""
         with files.translate_os_errors(f"removing the blob {digest}"):
             erase(self.path(digest))
 
     def all_digests(self) -> frozenset[str]:
-        """The digests of all blobs."""
+        """Return the digests of all blobs."""
         with files.translate_os_errors("listing the blobs"):
             return frozenset(path.name for path in self.folder.glob("??/??/*") if files.is_digest(path.name))
 
     def remove_orphans(self, referenced: frozenset[str]) -> int:
-        """Removes blobs that are not referenced, and returns how many; and temporary files of a crash.
+        """Remove unreferenced blobs and return their number; also remove temporary files that a crash left.
 
         Only for the start: a blob that was just written is not referenced yet.
         """
@@ -235,17 +241,17 @@ class BlobStore:
                 durable.sync(self.folder)
                 durable.sync(folder.parent)
             self._synced.add(folder)
-        # A blob of this digest that is there already is replaced: its entry in the folder might not be durable.
+        # An existing blob with this digest is replaced: its entry in the folder might not be durable.
         self.made.append(digest)
-        with crash_points.step("blob.rename"), self._young.lock:
-            self._young.add(digest)
+        with crash_points.step("blob.rename"), self._unsettled.lock:
+            self._unsettled.add(digest)
             os.replace(source, target)
-        with _removed_on_error(target), crash_points.step("blob.folder_sync"):
+        with _remove_on_error(target), crash_points.step("blob.folder_sync"):
             durable.sync(folder)
 
 
-class _Young:
-    """The blobs that were written and that the database does not name yet, with how often; for several threads."""
+class _UnsettledBlobs:
+    """The blobs that sweeps must keep: how often each was written or protected without being settled. Thread-safe."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -253,14 +259,14 @@ class _Young:
         self._watched: set[str] | None = None
 
     def add(self, digest: str) -> None:
-        """Counts a blob that is being written, or is about to be named."""
+        """Count a blob that is being written, or is about to be referenced."""
         with self.lock:
             self._counts[digest] += 1
             if self._watched is not None:
                 self._watched.add(digest)
 
     def settle(self, digests: Iterable[str]) -> None:
-        """Counts blobs whose fate is stored."""
+        """Count down blobs that the database references or never will."""
         with self.lock:
             for digest in digests:
                 self._counts[digest] -= 1
@@ -269,7 +275,7 @@ class _Young:
 
     @contextlib.contextmanager
     def watch(self) -> Generator[set[str]]:
-        """The blobs that are young now, or become so within the block."""
+        """Yield the blobs that are unsettled now or are added within the block."""
         with self.lock:
             watched = self._watched = set(self._counts)
         try:
@@ -279,19 +285,19 @@ class _Young:
 
 
 class Sweep:
-    """Removes blobs that the database does not name, by what was read of it after the sweep began."""
+    """A removal of blobs that the database does not reference, as read after the sweep began."""
 
-    def __init__(self, blobs: BlobStore, young: _Young, skipped: set[str]) -> None:
+    def __init__(self, blobs: BlobStore, unsettled: _UnsettledBlobs, skipped: set[str]) -> None:
         self._blobs = blobs
-        self._young = young
+        self._unsettled = unsettled
         self._skipped = skipped
 
     def remove(self, digests: Collection[str], *, older_than_s: float = 0.0) -> int:
-        """Removes those that are there, not young, and old enough, and returns how many bytes they had."""
+        """Remove those of these blobs that exist, are settled and are old enough; return their total size in bytes."""
         size_bytes, until = 0, time.time() - older_than_s
         for digest in sorted(digests):
             path = self._blobs.path(digest)
-            with files.translate_os_errors(f"removing {path}"), self._blobs.temporary() as aside, self._young.lock:
+            with files.translate_os_errors(f"removing {path}"), self._blobs.temporary() as aside, self._unsettled.lock:
                 if digest in self._skipped or not path.is_file() or path.stat().st_mtime > until:
                     continue
                 size_bytes += path.stat().st_size
@@ -301,16 +307,16 @@ class Sweep:
 
 
 def erase(path: Path) -> None:
-    """Removes a file, if it is there, after its beginning was overwritten.
+    """Overwrite the beginning of a file and remove it, if it exists.
 
-    One that has a second name, as hard links of a backup are, is left as it is there.
+    A file with other hard links, such as those of a backup, is only unlinked here: its content is kept.
     """
     with contextlib.suppress(FileNotFoundError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            found = os.fstat(descriptor)
-            if found.st_nlink == 1:
-                os.pwrite(descriptor, bytes(min(found.st_size, ERASED_BYTES)), 0)
+            status = os.fstat(descriptor)
+            if status.st_nlink == 1:
+                os.pwrite(descriptor, bytes(min(status.st_size, ERASED_BYTES)), 0)
                 os.fdatasync(descriptor)
         finally:
             os.close(descriptor)
@@ -318,7 +324,7 @@ def erase(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _removed_on_error(path: Path) -> Generator[None]:
+def _remove_on_error(path: Path) -> Generator[None]:
     try:
         yield
     except BaseException:
@@ -327,7 +333,7 @@ def _removed_on_error(path: Path) -> Generator[None]:
         raise
 
 
-def _parts(path: Path) -> Iterator[bytes]:
+def _read_parts(path: Path) -> Iterator[bytes]:
     with path.open("rb", buffering=0) as file:
         while part := file.read(files.READ_BYTES):
             yield part

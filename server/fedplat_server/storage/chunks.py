@@ -1,7 +1,7 @@
-"""Models as the messages of a download: read once for all clients that want them at about the same time.
+"""Models as the messages of a download: read once for all clients that download them at about the same time.
 
-The clients of a cohort are told of a version in the same moment, and read it side by side. So the chunks that were
-read last are kept, as the very messages that gRPC sends: a few of them, however large the models are.
+The clients of a cohort receive a version at the same moment and download it in parallel. So the chunks that were read
+last are cached, as the messages that gRPC sends: a fixed number of them, however large the models are.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ NUM_KEPT = 16
 
 
 class Chunks:
-    """The chunks that were read last; for one event loop."""
+    """A cache of the chunks that were read last; for one event loop."""
 
     def __init__(self, chunk_bytes: int = wire.CHUNK_BYTES, num_kept: int = NUM_KEPT) -> None:
         self._chunk_bytes = chunk_bytes
         self._reads: CoalescingCache[tuple[Path, int]] = CoalescingCache(num_kept)
 
     async def messages(self, path: Path, offset: int, size_bytes: int) -> AsyncGenerator[bytes]:
-        """A file from an offset to its end, each chunk a message `Chunk`. Raises `BlobError`.
+        """Yield a file from an offset to its end as messages `Chunk`. Raises `BlobError` if it cannot be read.
 
-        All begin at a multiple of the chunk's size, but the first: so those who resume share them too.
+        All chunks but the first begin at multiples of the chunk size, so that resumed downloads share them too.
         """
         while offset < size_bytes:
             start = offset - offset % self._chunk_bytes

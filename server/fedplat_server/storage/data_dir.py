@@ -1,8 +1,8 @@
-"""The data folder: who may read it, and the lock of the process that uses it.
+"""The data folder: its permissions, and the lock of the processes that use it.
 
-The database has the labels of clients, what they say of their data, and the audit log; blobs are models. So the folder
-is for its owner only. Every `fedplat-server` command runs with the umask `PRIVATE_UMASK`, which everything that it
-starts inherits; what was made before that is closed by `protect`.
+The database has the labels of clients, their statements about their data, and the audit log; blobs are models. So only
+the owner may access the folder. Every `fedplat-server` command runs with the umask `PRIVATE_UMASK`, which its child
+processes inherit; `protect` changes the permissions of older files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BESIDE_DATABASE = ("", "-wal", "-shm", "-journal")
 
 
 def make(folder: Path) -> None:
-    """Make a data folder that only its owner may enter, unless there is one. Raises `ConfigError`."""
+    """Create a data folder that only its owner may enter, if it does not exist. Raises `ConfigError` if it cannot."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as exc:
@@ -30,10 +30,10 @@ def make(folder: Path) -> None:
 
 
 def protect(folder: Path, database: Path | None = None) -> list[str]:
-    """Take a data folder, and what lies in it, away from other users of the host; return a warning for what stays open.
+    """Deny other users of the host access to a data folder and its content; return a warning for what stays accessible.
 
-    The first level is enough: a folder that is closed protects what lies below. `database` is a SQLite file, which
-    may lie elsewhere; SQLite gives its `-wal` and `-shm` the mode of the file itself.
+    The first level is enough: a folder without permissions protects its content. `database` is a SQLite file, which
+    may be in another folder; SQLite gives its `-wal` and `-shm` the mode of the file itself.
     """
     paths = [folder, *_inside(folder)]
     if database is not None and database.parent != folder:
@@ -47,16 +47,16 @@ def _inside(folder: Path) -> Iterator[Path]:
 
 
 def _close(path: Path) -> str:
-    """Why a file or folder stays open to other users, in words; empty if it is closed, or gone."""
+    """Deny other users access to a file or folder; return a warning if it stays accessible, or ""."""
     try:
-        found = path.lstat()
-        if stat.S_ISLNK(found.st_mode):  # what it leads to may serve others as well: not ours to change
-            found = path.stat()
-            reason = "it is a symbolic link" if found.st_mode & _OTHERS else ""
+        status = path.lstat()
+        if stat.S_ISLNK(status.st_mode):  # the target may be meant for others: do not change its permissions
+            status = path.stat()
+            reason = "it is a symbolic link" if status.st_mode & _OTHERS else ""
         else:
             reason = ""
-            if found.st_mode & _OTHERS:
-                path.chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS)
+            if status.st_mode & _OTHERS:
+                path.chmod(stat.S_IMODE(status.st_mode) & ~_OTHERS)
     except FileNotFoundError:
         return ""
     except OSError as exc:
@@ -68,9 +68,9 @@ def _close(path: Path) -> str:
 
 @contextlib.contextmanager
 def lock_data_dir(folder: Path, *, shared: bool) -> Generator[None]:
-    """Holds a data folder, which is made if need be: for this process alone, or with others of the same database.
+    """Lock a data folder, which is created if needed: exclusively, or shared with other daemons of the same database.
 
-    Raises `ConfigError` when another process holds it in a way that does not go with this.
+    Raises `ConfigError` if another process holds a conflicting lock.
     """
     make(folder)
     try:
@@ -84,7 +84,7 @@ def lock_data_dir(folder: Path, *, shared: bool) -> Generator[None]:
             raise ConfigError(
                 f"another fedplat-server uses {folder}; stop it, or choose another folder with --data-dir. "
                 "(Several daemons may share a folder if they share a PostgreSQL database: FEDPLAT_DATABASE or "
-                "--database-file)"
+                "--database)"
             ) from exc
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Models that are small enough to travel with an assignment: read once, however many clients are assigned at a time."""
+"""Models that are small enough to be sent with an assignment, read once for all clients that are assigned together."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.shared_reads import CoalescingCache
 
 MAX_KEPT = 64
-"""How many models are kept in memory: at most 4 MiB. Each open attempt needs one."""
+"""The number of models that are kept in memory: at most 4 MiB. Each open attempt needs one."""
 
 
 class InlineModels:
-    """The latest small models that were asked for."""
+    """A cache of the small models that were requested last."""
 
     def __init__(self, blobs: BlobStore) -> None:
         self._blobs = blobs
         self._reads: CoalescingCache[str] = CoalescingCache(MAX_KEPT)
 
     async def content(self, model: ModelVersion) -> bytes:
-        """The file of a model; empty if it is too large to be sent along, or cannot be read."""
+        """Return the file of a model; empty if it is too large to be sent inline, or cannot be read."""
         if model.size_bytes > wire.INLINE_MODEL_BYTES:
             return b""
         try:
             return await self._reads.get(model.digest, functools.partial(self._read, model.digest))
-        except OSError:  # whoever downloads it hears what is wrong
+        except OSError:  # the client downloads the model instead, and receives the error there
             return b""
 
     def _read(self, digest: str) -> bytes:

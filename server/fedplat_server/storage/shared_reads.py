@@ -1,4 +1,4 @@
-"""Reads that many callers want at about the same time: done once, and the last ones kept."""
+"""A cache of reads that many callers request at about the same time: each is done once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class CoalescingCache(Generic[Key]):
-    """The `num_kept` contents that were asked for last; for one event loop."""
+    """A cache of the `num_kept` contents that were requested last; for one event loop."""
 
     def __init__(self, num_kept: int) -> None:
         self._num_kept = num_kept
         self._kept: OrderedDict[Key, asyncio.Task[bytes]] = OrderedDict()
 
     async def get(self, key: Key, read: Callable[[], bytes]) -> bytes:
-        """What `read`, which is called in a thread, returned for the key. Raises what it raises, and forgets that."""
+        """Return the cached content of a key, or that of `read`, which runs in a thread. Its errors are not cached."""
         task = self._kept.get(key)
         if task is None:
             task = self._kept[key] = asyncio.create_task(asyncio.to_thread(read), name=f"read {key}")

@@ -1,13 +1,13 @@
-"""The spool: every update that clients send, from its first byte until no attempt needs it any more.
+"""The spool: the updates that clients send, from the first byte until no attempt needs them.
 
-The spool alone deletes updates. It learns from stored changes which ones are needed (`follow`): those of open
-assignments, and those that the open attempt has accepted. All others it refuses, and deletes in the background; so a
-file is deleted after the change that makes it needless is stored, and an upload that arrives later makes no new one.
+Only the spool deletes updates. Stored changes (`follow`) determine which ones are needed: those of open assignments,
+and those that the open attempt has accepted. It refuses all others, and deletes them in the background; so a file is
+deleted after the change that makes it obsolete is stored, and a late upload does not create a new one.
 
-An upload may be resumed: its file grows until its bytes have the promised digest. The files of jobs with `durability =
-"spool"` lie in a folder for each attempt, and outlive the process: an update is on the disk for good (`persist`) before
-its report is accepted. Those of jobs with `durability = "memory"` are in memory. `follow` and `close` belong to the
-event loop; all else blocks, and asyncio calls it in threads, several at once.
+An upload may be resumed: its file grows until its bytes have the declared digest. The files of jobs with `durability =
+"spool"` are in one folder per attempt and outlive the process: an update is durable (`persist`) before its report is
+accepted. The files of jobs with `durability = "memory"` are in memory. `follow` and `close` run on the event loop; all
+other methods block, and asyncio calls them in threads, several at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from fedplat_server.storage.spool_file import MemoryFile, OpenUpload, SpoolFile
 
 
 class Spool:
-    """The updates of all jobs, in a folder that is made if it is not there; those of some jobs are in memory."""
+    """The updates of all jobs, in a folder that is created if it does not exist.
+
+    Updates of jobs for which `in_memory(job_id)` returns True are in memory.
+    """
 
     def __init__(self, folder: Path, in_memory: Callable[[str], bool] = lambda _: False) -> None:
         self.folder = folder
@@ -39,7 +42,7 @@ class Spool:
         self._files: dict[AssignmentId, SpoolFile] = {}
         self._writers: dict[SpoolFile, OpenUpload] = {}
         self._untrusted: set[AttemptKey] = set()
-        self._left: dict[str, list[Path]] = {}
+        self._leftovers: dict[str, list[Path]] = {}  # files of an earlier process, by `_file_name`
         self._deletions: set[asyncio.Task[None]] = set()
         with files.translate_os_errors(f"making the folder {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -47,13 +50,13 @@ class Spool:
     # --- which updates are needed ---
 
     def expect(self, needed: Iterable[AssignmentId]) -> None:
-        """Accept uploads for these assignments from now on."""
+        """Start to accept uploads for these assignments."""
         for each in needed:
             self._needed.setdefault(each.attempt, set()).add(each.client_id)
 
     def follow(self, changes: Iterable[Change]) -> None:
-        """Expect the updates that stored changes make needed; delete those that they make needless."""
-        needless: list[AssignmentId] = []
+        """Expect the updates that stored changes make necessary; delete those that they make obsolete."""
+        obsolete: list[AssignmentId] = []
         for change in changes:
             attempt = change.attempt
             ended = attempt.assignments.values() if attempt is not None and not attempt.is_open else ()
@@ -61,35 +64,35 @@ class Spool:
                 if needs_update(change.job, each):
                     self.expect([each.id])
                 elif self._forget(each.id):
-                    needless.append(each.id)
-        if needless:
-            task = asyncio.create_task(self._delete_in_thread(needless), name="delete updates")
+                    obsolete.append(each.id)
+        if obsolete:
+            task = asyncio.create_task(self._delete_in_thread(obsolete), name="delete updates")
             self._deletions.add(task)
             task.add_done_callback(self._deletions.discard)
 
     def keep(self, needed: Sequence[AssignmentId]) -> None:
-        """Delete all but these updates, and expect them: for the start, before anything is opened."""
+        """Expect these updates and delete all others. Only for the start, before any upload is opened."""
         self.expect(needed)
-        wanted: dict[Path, set[str]] = {}
+        names: dict[Path, set[str]] = {}
         for each in needed:
-            wanted.setdefault(self._folder(each.attempt), set()).add(_file_name(each))
+            names.setdefault(self._folder(each.attempt), set()).add(_file_name(each))
         with self._lock, files.translate_os_errors("clearing the spool"), crash_points.step("spool.keep"):
             for path in self.folder.iterdir():
-                if path in wanted:
-                    self._keep_files(path, wanted[path])
+                if path in names:
+                    self._keep_files(path, names[path])
                 elif path.is_dir():
                     shutil.rmtree(path)
                 else:
                     path.unlink()
 
     async def close(self) -> None:
-        """Wait for the deletions that are under way."""
+        """Wait for pending deletions."""
         await asyncio.gather(*self._deletions, return_exceptions=True)
 
     # --- receiving ---
 
     def count_received(self, key: AssignmentId, digest: str) -> int:
-        """Return how many of these bytes there are: where to resume."""
+        """Return how many bytes of this update were received, where an upload resumes."""
         file = self._find(key, digest)
         if file is None:
             return 0
@@ -100,10 +103,10 @@ class Spool:
     def open(
         self, key: AssignmentId, digest: str, size_bytes: int, offset: int, limit_bytes: int | None = None
     ) -> OpenUpload:
-        """Resume an upload, or start it. An upload of other bytes is thrown away; another writer is fenced.
+        """Resume or start an upload. An upload with another digest is discarded; another writer is fenced.
 
-        Raises `UploadError` if the assignment has ended, if the declared size is beyond the limit, if the offset is not
-        where the upload stopped, or if other bytes were taken as complete before.
+        Raises `UploadError` if the assignment has ended, if the declared size exceeds the limit, if the upload did not
+        stop at `offset`, or if an update with another digest was sealed for this assignment.
         """
         if not files.is_digest(digest):
             raise UploadError(f"{digest[:100]!r} is not a digest: expected 64 lowercase hexadecimal digits")
@@ -112,7 +115,7 @@ class Spool:
         file = self._find(key, digest) or self._replace(key, digest)
         with file.lock, files.translate_os_errors("opening an upload"):
             if file.gone:
-                raise UploadError("the upload was thrown away meanwhile; resume at 0")
+                raise UploadError("the upload was discarded meanwhile; resume at 0")
             file.load()
             if (earlier := self._writers.get(file)) is not None:
                 earlier.fence()
@@ -122,7 +125,7 @@ class Spool:
             return writer
 
     def complete(self, key: AssignmentId, digest: str) -> Path | None:
-        """Return the file if all bytes are there. From now on they stay as they are, until they are deleted."""
+        """Seal and return the file if it is complete, else return None. A sealed file does not change until deleted."""
         file = self._find(key, digest)
         if file is None:
             return None
@@ -136,19 +139,20 @@ class Spool:
             return file.path
 
     def persist(self, key: AssignmentId, digest: str) -> int:
-        """Make a complete update outlive a power failure, and return its size. Costs nothing if it does already.
+        """Make a complete update durable against power failures, and return its size in bytes. Repetition is free.
 
-        A sync that failed is never tried again: the kernel may have dropped what it could not write, and would report
-        success. The update is thrown away, to be sent again. Raises `UploadError` if it is not there, `BlobFullError`
-        or `BlobError` if it cannot be written, and `SpoolError` if nothing in the attempt's folder can be trusted.
+        A failed sync is never retried: the kernel may have dropped the data that it could not write, and would report
+        success. The update is discarded, to be sent again. Raises `UploadError` if the update is missing,
+        `BlobFullError` or `BlobError` if it cannot be written, and `SpoolError` if the attempt's folder cannot be
+        trusted.
         """
         file = self._find(key, digest)
         if file is None:
-            raise UploadError("the update is not there any more; resume at 0")
+            raise UploadError("the update is missing; resume at 0")
         try:
             with file.lock, files.translate_os_errors("syncing an update"):
                 if file.gone:
-                    raise UploadError("the update is not there any more; resume at 0")
+                    raise UploadError("the update is missing; resume at 0")
                 if not file.durable:
                     file.sync()
         except BlobError:
@@ -160,14 +164,14 @@ class Spool:
         return file.received
 
     def discard(self, key: AssignmentId) -> None:
-        """Delete an update that may be sent again, or that was folded and is in memory only."""
+        """Delete an update, which may be sent again, or was folded and is only in memory."""
         with self._lock, files.translate_os_errors("deleting an update"), crash_points.step("upload.discard"):
             self._remove(key)
 
     # --- deleting ---
 
     def _forget(self, key: AssignmentId) -> bool:
-        """Expect an update no longer; return whether it was expected."""
+        """Stop expecting an update; return whether it was expected."""
         clients = self._needed.get(key.attempt, set())
         if key.client_id not in clients:
             return False
@@ -176,24 +180,24 @@ class Spool:
             del self._needed[key.attempt]
         return True
 
-    async def _delete_in_thread(self, needless: Sequence[AssignmentId]) -> None:
+    async def _delete_in_thread(self, obsolete: Sequence[AssignmentId]) -> None:
         try:
-            # Unlinking gigabytes must not hold up the event loop.
-            await asyncio.to_thread(self._delete, needless)
-        except BlobError as exc:  # no harm to the round; the next start clears the folder
-            logs.get().error("updates could not be deleted", updates=len(needless), error=str(exc))
+            # Unlinking gigabytes must not block the event loop.
+            await asyncio.to_thread(self._delete, obsolete)
+        except BlobError as exc:  # harmless for the round; the next start clears the folder
+            logs.get().error("updates could not be deleted", updates=len(obsolete), error=str(exc))
 
-    def _delete(self, needless: Sequence[AssignmentId]) -> None:
-        """Delete updates, and the folders of attempts of which no update is needed."""
-        for key in needless:
+    def _delete(self, obsolete: Sequence[AssignmentId]) -> None:
+        """Delete updates, and the folders of attempts that need no updates."""
+        for key in obsolete:
             self.discard(key)
-        for attempt in dict.fromkeys(key.attempt for key in needless):
+        for attempt in dict.fromkeys(key.attempt for key in obsolete):
             with self._lock, files.translate_os_errors("deleting the folder of an attempt"):
                 if attempt not in self._needed:
                     self._remove_folder(attempt)
 
     def _remove(self, key: AssignmentId) -> None:
-        for path in self._left.pop(_file_name(key), []):
+        for path in self._leftovers.pop(_file_name(key), []):
             path.unlink(missing_ok=True)
         file = self._files.pop(key, None)
         if file is not None:
@@ -214,7 +218,7 @@ class Spool:
         for path in folder.iterdir():
             name = path.name.partition("-")[0]
             if name in names:
-                self._left.setdefault(name, []).append(path)
+                self._leftovers.setdefault(name, []).append(path)
             else:
                 path.unlink()
 
@@ -222,7 +226,7 @@ class Spool:
 
     def _sync_folder(self, attempt: AttemptKey) -> None:
         if attempt in self._untrusted:
-            raise SpoolError("the attempt's folder could not be synced before")
+            raise SpoolError("an earlier sync of the attempt's folder failed")
         try:
             with files.translate_os_errors("syncing the attempt's folder"), crash_points.step("spool.folder_sync"):
                 durable.sync(self._folder(attempt))
@@ -246,7 +250,7 @@ class Spool:
                 raise UploadError("the assignment has ended")
             earlier = self._files.get(key)
             if earlier is not None and earlier.digest == digest:
-                return earlier  # made by another call this very moment
+                return earlier  # a concurrent call has just created it
             if earlier is not None and earlier.sealed:
                 raise UploadError(f"the update {earlier.digest} was reported for this assignment already")
             self._remove(key)
@@ -271,15 +275,15 @@ class Spool:
 
 
 def path_of(folder: Path, key: AssignmentId, digest: str) -> Path:
-    """Return where an update lies in the spool."""
+    """Return the path of an update in the spool."""
     return folder / _hash(key.attempt) / f"{_file_name(key)}-{digest}"
 
 
 def _file_name(key: AssignmentId) -> str:
-    """Return what the name of the update's file begins with, whatever its digest."""
+    """Return the beginning of the name of an update's file, which its digest follows."""
     return _hash((*key.attempt, key.client_id))
 
 
 def _hash(names: tuple[object, ...]) -> str:
-    # Ids come from outside: a hash is a file name whatever they hold.
+    # Ids may contain anything that callers send; a hash is always a valid file name.
     return hashlib.sha256("\n".join(map(str, names)).encode()).hexdigest()

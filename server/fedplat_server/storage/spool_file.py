@@ -1,4 +1,4 @@
-"""Files of the spool: they grow until their bytes have the promised digest, on the disk or in memory."""
+"""Files of the spool, on the disk or in memory, which grow until their bytes have the declared digest."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import hashlib
 import os
 import threading
 from pathlib import Path
+
+from typing_extensions import override
 
 from fedplat import durable
 from fedplat_server import crash_points
@@ -18,9 +20,9 @@ CAN_KEEP_IN_MEMORY = hasattr(os, "memfd_create")
 
 
 class SpoolFile:
-    """A file that grows, and the hash of its content. Its methods need its lock.
+    """A growing file and the hash of its content. Callers of its methods hold its lock.
 
-    `sealed`: it was reported, and stays as it is. `durable`: it outlives a power failure. `gone`: it was removed.
+    `sealed`: it was reported, and does not change. `durable`: it survives a power failure. `gone`: it was removed.
     """
 
     def __init__(self, path: Path, digest: str) -> None:
@@ -37,7 +39,7 @@ class SpoolFile:
         self._writeback = files.Writeback()
 
     def load(self) -> None:
-        """Read what an earlier process has written."""
+        """Hash the bytes that an earlier process has written, once."""
         if self._loaded:
             return
         if self.path.exists():
@@ -48,31 +50,31 @@ class SpoolFile:
         self._loaded = True
 
     def append(self, descriptor: int, data: durable.Bytes) -> None:
-        """Write all of the data, or nothing that counts."""
+        """Append the data completely, or leave the file unchanged."""
         try:
             durable.write_all(descriptor, data)
         except BaseException:
-            os.ftruncate(descriptor, self.received)  # a part may be there; what was hashed is what counts
+            os.ftruncate(descriptor, self.received)  # remove a partial write, which is not hashed
             raise
         self._sha256.update(data)
         self.received += memoryview(data).nbytes
         self._writeback.on_written(descriptor, self.received)
 
     def restart(self) -> None:
-        """Throw away the content."""
+        """Discard the content."""
         os.truncate(self.path, 0)
         self.received = 0
         self._sha256 = hashlib.sha256()
         self._writeback = files.Writeback()
 
     def is_complete(self) -> bool:
-        """Return whether its bytes are those of the digest."""
+        """Return whether the content has the declared digest."""
         return self._sha256.hexdigest() == self.digest
 
     def sync(self) -> None:
-        """Make its bytes outlive a power failure. After one failure it fails for ever."""
+        """Make the content durable against power failures. After a failure it fails forever. Raises `OSError`."""
         if self._failed:
-            raise OSError(errno.EIO, "a sync of it has failed before")
+            raise OSError(errno.EIO, "an earlier sync of the file failed")
         self._failed = True
         with crash_points.step("spool.sync"):
             durable.sync(self.path)
@@ -84,23 +86,24 @@ class SpoolFile:
 
 
 class MemoryFile(SpoolFile):
-    """A file in memory, which has a path but never touches the disk, and goes with the process."""
+    """A file in memory, which has a path but is never on the disk, and ends with the process."""
 
     def __init__(self, digest: str) -> None:
         self._descriptor = os.memfd_create("update", os.MFD_CLOEXEC)
         super().__init__(Path(f"/proc/self/fd/{self._descriptor}"), digest)
 
+    @override
     def sync(self) -> None:
-        """Do nothing: no memory outlives the process."""
+        """Do nothing: memory does not outlive the process."""
 
+    @override
     def remove(self) -> None:
-        """Free the memory."""
-        if not self.gone:  # the number may be another file's by then
+        if not self.gone:  # the number of a closed descriptor may belong to another file
             os.close(self._descriptor)
 
 
 class OpenUpload:
-    """Where the rest of an upload is written to; made by `spool.Spool.open`."""
+    """The writer of the remaining bytes of an upload, returned by `spool.Spool.open`."""
 
     def __init__(self, file: SpoolFile, size_bytes: int, writers: dict[SpoolFile, OpenUpload]) -> None:
         self._file = file
@@ -111,30 +114,30 @@ class OpenUpload:
 
     @property
     def received(self) -> int:
-        """How many bytes there were when this last wrote."""
+        """The number of bytes received, as of the last write of this writer."""
         return self._received
 
     def write(self, data: durable.Bytes) -> None:
         """Append bytes.
 
-        Raises `UploadError` if they are more than were declared, or if another writer has taken over, and
-        `BlobFullError` or `BlobError` if they cannot be stored.
+        Raises `UploadError` if the upload exceeds its declared size, was reported already, or has another writer, and
+        `BlobFullError` or `BlobError` if the bytes cannot be stored.
         """
         with self._file.lock:
             if self._writers.get(self._file) is not self:
-                raise UploadError("the upload goes on elsewhere, or has ended")
+                raise UploadError("the upload has ended, or another call continues it")
             if self._file.sealed:
                 raise UploadError("the update was reported already")
             if self._received + memoryview(data).nbytes > self._size_bytes:
-                raise UploadError(f"there are more bytes than the {self._size_bytes} that were declared")
+                raise UploadError(f"there are more bytes than the declared {self._size_bytes}")
             with files.translate_os_errors("writing an upload"), crash_points.step("upload.append"):
                 self._file.append(self._descriptor, data)
             self._received = self._file.received
 
     def finish(self) -> Path:
-        """End the writing, and return the file if all bytes are there.
+        """Close the upload and return the path of the complete file.
 
-        Raises `UploadError` if some are missing, or if they have another digest: then it starts again at 0.
+        Raises `UploadError` if bytes are missing, or if they have another digest: then the upload restarts at 0.
         """
         self.close()
         file = self._file
@@ -149,12 +152,12 @@ class OpenUpload:
             raise UploadError(f"the bytes received are not those of {file.digest}; resume at 0")
 
     def close(self) -> None:
-        """End the writing; what was received stays. May be called again."""
+        """Stop writing; the received bytes are kept. May be repeated."""
         with self._file.lock:
             self.fence()
 
     def fence(self) -> None:
-        """Do the same as `close`, for callers that hold the file's lock."""
+        """Stop writing, as `close` does. The caller holds the file's lock."""
         if self._writers.get(self._file) is self:
             del self._writers[self._file]
             os.close(self._descriptor)

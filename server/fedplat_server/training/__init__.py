@@ -1,1 +1,1 @@
-"""Training and evaluation on the server's own data, in processes of their own."""
+"""Training and evaluation on the server's own data, in separate processes."""

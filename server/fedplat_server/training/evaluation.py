@@ -1,8 +1,8 @@
-"""Scores committed models with the operator's evaluators, in a process of their own, one after the other.
+"""Evaluation of committed models by the operator's evaluators, in a separate process, one after the other.
 
-A trainer that has examples to evaluate on is an evaluator too, on the ranks that it trains on (`training.py`).
-An evaluator is foreign code with a framework of its own: in another process it can neither stop the daemon nor
-fill its memory, and rounds never wait for it. One that dies or hangs costs the score of one version.
+A server trainer that has held-out examples is an evaluator too, on the ranks that it trains on (`server_training.py`).
+An evaluator is user code with its own framework: in another process it can neither stop the daemon nor fill its
+memory, and rounds never wait for it. If it dies or hangs, only one version has no score.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ Note = Callable[[str, int, Mapping[str, float]], Awaitable[None]]
 Score = Callable[[str, Path, JobSpec], Awaitable[EvaluateReply]]
 NOTE_RETRY_S = 1.0
 MAX_METRICS_BYTES = 32 * 2**10
-"""The most that the metrics of a version take as JSON: a database that has more of them does not give them back."""
+"""The largest size of a version's metrics as JSON, which the database can read back."""
 _NUMBER_BYTES = 30
 
 
 class Failure(NamedTuple):
-    """What an evaluator died of, in words: its exceptions may be of classes that only its own process knows."""
+    """The error of an evaluator as text: its exceptions may be of classes that only its own process can import."""
 
     error: str
     traceback: str
 
 
 def score(reference: str, path: str, rule: aggregate.Options) -> dict[str, float] | Failure:
-    """Runs in the evaluation process: loads the model, without what the rule keeps in it, and calls the evaluator."""
+    """Load a model, without the values that the rule keeps in it, and evaluate it. Runs in the separate process."""
     try:
         model = rule.build().counterpart.reduce(Parameters.open(path))
         metrics: Mapping[str, float] = user_code.load(reference)(model.copy())
@@ -56,13 +56,13 @@ def score(reference: str, path: str, rule: aggregate.Options) -> dict[str, float
             raise ValueError(f"the metric {bad[0]!r} is {result[bad[0]]}; expected a finite number")
         if (size := sum(len(name.encode()) + _NUMBER_BYTES for name in result)) > MAX_METRICS_BYTES:
             raise ValueError(f"{len(result)} metrics take {size} bytes; at most {MAX_METRICS_BYTES} are stored")
-    except BaseException as exc:  # a process boundary: also sys.exit() must not travel into the daemon
+    except BaseException as exc:  # a process boundary: even sys.exit() must not reach the daemon
         return Failure(f"{type(exc).__name__}: {exc}", traceback.format_exc(limit=-20))
     return result
 
 
 def _prepare(folder: str, path: list[str]) -> None:
-    """Gives the new process the folder and import path of the daemon; Ctrl-C is the daemon's business."""
+    """Set the daemon's folder and import path in the new process, and ignore Ctrl-C, which the daemon handles."""
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -72,15 +72,15 @@ def _prepare(folder: str, path: list[str]) -> None:
 
 
 def _end_with_parent() -> None:
-    """Ends this process when the daemon was killed; the pool alone would wait for work for ever."""
+    """End this process when the daemon was killed; `ProcessPoolExecutor` would wait for tasks forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
 
 
-class _Process:
-    """The process that evaluators run in. Started when it is needed; a new one after it died or was ended."""
+class _EvaluationProcess:
+    """The process that evaluators run in. It is started on demand, and again after it died or was killed."""
 
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
@@ -88,9 +88,12 @@ class _Process:
     async def run(
         self, reference: str, path: Path, rule: aggregate.Options, timeout_s: float
     ) -> dict[str, float] | Failure:
-        """Calls the evaluator. Whatever goes wrong but the evaluator's own exceptions ends the process."""
+        """Return the metrics or the failure of an evaluator. Kills the process on a timeout or a cancellation.
+
+        Raises `TimeoutError` after `timeout_s`, and `BrokenProcessPool` if the process died.
+        """
         if self._pool is None:
-            # As the process begins, what lies in the current folder must not stand for a module of Python's or ours.
+            # When the process starts, files in the current folder must not shadow modules of Python or ours.
             os.environ["PYTHONSAFEPATH"] = "1"
             self._pool = ProcessPoolExecutor(
                 max_workers=1,
@@ -106,7 +109,7 @@ class _Process:
             raise
 
     def end(self) -> None:
-        """Kills the process: an evaluator that hangs must not keep the daemon from stopping."""
+        """Kill the process: an evaluator that hangs must not keep the daemon from stopping."""
         pool, self._pool = self._pool, None
         if pool is None:
             return
@@ -117,7 +120,7 @@ class _Process:
 
 
 class _PendingScore(NamedTuple):
-    """A version that waits for its score."""
+    """A version that waits for its evaluation."""
 
     job_id: str
     version: ModelVersion
@@ -126,16 +129,16 @@ class _PendingScore(NamedTuple):
 
 
 class Trainers(NamedTuple):
-    """The server's trainers that may score, by name, and how one does so."""
+    """The names of the server trainers that may evaluate, and the function that has one evaluate a model."""
 
     names: frozenset[str]
     score: Score
 
 
 class EvaluationScheduler:
-    """Evaluators by name. `note` stores what they say of a version; `done` hears that a job's version had its turn.
+    """A queue of versions to evaluate. `note` stores the metrics of a version; `done(job_id)` is called after each.
 
-    A name that `trainers` has too is an evaluator's.
+    If an evaluator and one of the `trainers` have the same name, the evaluator is used.
     """
 
     def __init__(
@@ -153,23 +156,23 @@ class EvaluationScheduler:
         self._note = note
         self._done = done
         self._trainers = trainers
-        self._process = _Process()
+        self._process = _EvaluationProcess()
         self._queue: asyncio.Queue[_PendingScore] = asyncio.Queue()
         self._pending: Counter[str] = Counter()
         self._worker: asyncio.Task[None] | None = None
 
     @property
     def names(self) -> list[str]:
-        """The evaluators that jobs may name."""
+        """The names of the evaluators that jobs may use."""
         return sorted({*self._references, *(self._trainers.names if self._trainers is not None else ())})
 
     def is_due(self, job: JobState, version: ModelVersion) -> bool:
-        """Return whether a version is to be scored by the server."""
+        """Return whether the server is to evaluate a version."""
         evaluation = job.spec.evaluation
         return evaluation.server in self.names and evaluation.is_due(version.round, job.spec.rounds)
 
     def schedule(self, job: JobState, version: ModelVersion) -> None:
-        """Scores a version when its turn comes."""
+        """Queue the evaluation of a version."""
         assert job.spec.evaluation.server is not None
         self._pending[job.job_id] += 1
         self._queue.put_nowait(_PendingScore(job.job_id, version, job.spec.evaluation.server, job.spec))
@@ -177,11 +180,11 @@ class EvaluationScheduler:
             self._worker = asyncio.create_task(self._work(), name="evaluation")
 
     def is_pending(self, job_id: str) -> bool:
-        """Whether some version of a job still waits for its score."""
+        """Return whether a version of the job is waiting for its evaluation, or is being evaluated."""
         return job_id in self._pending
 
     async def close(self) -> None:
-        """Forgets what waits and ends the process."""
+        """Drop the queue and kill the process."""
         if self._worker is not None:
             self._worker.cancel()
             await asyncio.gather(self._worker, return_exceptions=True)
@@ -189,46 +192,46 @@ class EvaluationScheduler:
 
     async def _work(self) -> None:
         while True:
-            turn = await self._queue.get()
-            await self._score(turn)
-            self._pending[turn.job_id] -= 1
-            if not self._pending[turn.job_id]:
-                del self._pending[turn.job_id]
-            self._done(turn.job_id)
+            pending = await self._queue.get()
+            await self._score(pending)
+            self._pending[pending.job_id] -= 1
+            if not self._pending[pending.job_id]:
+                del self._pending[pending.job_id]
+            self._done(pending.job_id)
 
-    async def _score(self, turn: _PendingScore) -> None:
-        name = self._references.get(turn.name, turn.name)
-        log = logs.get().bind(job=turn.job_id, version=turn.version.version, evaluator=name)
+    async def _score(self, pending: _PendingScore) -> None:
+        name = self._references.get(pending.name, pending.name)
+        log = logs.get().bind(job=pending.job_id, version=pending.version.version, evaluator=name)
         try:
-            metrics = await self._compute(turn)
+            metrics = await self._compute(pending)
             if isinstance(metrics, Failure):
                 log.error("the evaluator failed; the version has no score", **metrics._asdict())
                 return
-            await self._store(turn, metrics)
+            await self._store(pending, metrics)
         except StoreError as exc:
             log.error("the score of a version could not be stored", error=str(exc))
         except BrokenProcessPool:
             log.error("the evaluation process died; the version has no score")
         except TimeoutError:
-            log.error("the evaluator took too long and was ended; the version has no score", limit_s=self._timeout_s)
-        except Exception:  # a task boundary: a round never fails by it, nor do later versions
+            log.error("the evaluator took too long and was stopped; the version has no score", limit_s=self._timeout_s)
+        except Exception:  # a task boundary: neither rounds nor the evaluation of later versions may fail
             log.exception("a version could not be scored")
         else:
             log.info("a version was scored", metrics=metrics)
 
-    async def _compute(self, turn: _PendingScore) -> dict[str, float] | Failure:
-        path = self._blobs.path(turn.version.digest)
-        if turn.name in self._references:
-            reference, rule = self._references[turn.name], turn.spec.aggregation
+    async def _compute(self, pending: _PendingScore) -> dict[str, float] | Failure:
+        path = self._blobs.path(pending.version.digest)
+        if pending.name in self._references:
+            reference, rule = self._references[pending.name], pending.spec.aggregation
             return await self._process.run(reference, path, rule, self._timeout_s)
         assert self._trainers is not None
-        scored = await asyncio.wait_for(self._trainers.score(turn.name, path, turn.spec), self._timeout_s)
-        return Failure(scored.error, "") if scored.error else scored.metrics
+        reply = await asyncio.wait_for(self._trainers.score(pending.name, path, pending.spec), self._timeout_s)
+        return Failure(reply.error, "") if reply.error else reply.metrics
 
-    async def _store(self, turn: _PendingScore, metrics: Mapping[str, float]) -> None:
+    async def _store(self, pending: _PendingScore, metrics: Mapping[str, float]) -> None:
         while True:
             try:
-                return await self._note(turn.job_id, turn.version.version, metrics)
+                return await self._note(pending.job_id, pending.version.version, metrics)
             except StoreUnavailableError:
-                # The runner logs that the database does not answer; a score was too much work to be lost by that.
+                # Retry, since scores are expensive. The runner logs that the database does not answer.
                 await asyncio.sleep(NOTE_RETRY_S)

@@ -1,5 +1,5 @@
-"""Checks a database and its files at rest against the invariants of the design; the operator's `verify`.
+"""Checks of a database and its files against the invariants of the design, for the command `verify`.
 
 `inspection` reads the database, `checks` adds those of the ledger and the audit log to `fedplat.rounds.invariants`,
-`files` and `spool` check the bytes, `checker` puts them together, `command` prints.
+`files` and `spool` check the files, and `checker` combines them. `fedplat_server.cli.verify` prints the report.
 """

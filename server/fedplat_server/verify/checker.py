@@ -1,4 +1,4 @@
-"""Puts the checks together: one snapshot of the database, then the files that it names."""
+"""The whole verification: one snapshot of the database, then the files that it references."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fedplat_server.verify.records import AuditPart, Finding, Report, Unit
 
 
 def _no_progress(done: int, total: int) -> None:
-    """Ignore the progress."""
+    pass
 
 
 async def verify(
     database: str, data_dir: Path, progress: files.Progress = _no_progress, *, live: bool = False
 ) -> Report:
-    """Check the database and its files. A daemon may run meanwhile, and does if `live`.
+    """Check the database and its files. A daemon may be running; with `live` one is running.
 
-    Raises as `open_store` does if the database cannot be read. `progress` is called from a thread.
+    Raises the errors of `open_store` if the database cannot be read. `progress` is called from a thread.
     """
     blob_dir, upload_dir = data_dir / "blobs", data_dir / "uploads"
-    # First, so that the files of a version that a running daemon commits meanwhile are not taken for orphans.
+    # First, so that the files of a version that a running daemon commits meanwhile are not reported as orphans.
     folder = await asyncio.to_thread(files.list_blobs, blob_dir)
     uploaded = await asyncio.to_thread(spool.list_files, upload_dir)
     report, needed, spooled = Report(), dict[str, files.ReferencedFiles](), spool.ExpectedUpdates()
@@ -37,50 +37,50 @@ async def verify(
             _count(report, unit)
             spooled.add(unit)
             if isinstance(unit, StoredJob):
-                _need(needed, unit)
+                _add_references(needed, unit)
             if isinstance(unit, StoredAttempt) and not live:
                 num_overdue += len(list(attempts.overdue(unit)))
-    report.findings.extend(await _lost_blobs(database, blob_dir, needed, progress))
-    report.findings.extend(await _lost_updates(database, upload_dir, spooled))
+    report.findings.extend(await _check_blobs(database, blob_dir, needed, progress))
+    report.findings.extend(await _check_updates(database, upload_dir, spooled))
     report.checked |= {"updates": len(spooled.reported)} | {
         "blobs": len(needed),
         "bytes": sum(folder.sizes.get(digest, 0) for digest in needed),
     }
     if num_overdue:
-        report.notes.append(f"{num_overdue} assignments are open after their deadline; a daemon that runs ends them")
+        report.notes.append(f"{num_overdue} assignments are open after their deadline; a running daemon ends them")
     orphans = len(folder.sizes.keys() - needed)
     if orphans:
         report.notes.append(f"{orphans} blobs belong to no version; the next start of the daemon removes them")
-    report.notes.extend(f"the file {path} in {blob_dir} is no blob" for path in folder.unknown)
+    report.notes.extend(f"the file {path} in {blob_dir} is not a blob" for path in folder.unknown)
     report.notes.extend(await asyncio.to_thread(lambda: list(spooled.notes(upload_dir, uploaded))))
     return report
 
 
-async def _lost_blobs(
+async def _check_blobs(
     database: str, folder: Path, needed: Mapping[str, files.ReferencedFiles], progress: files.Progress
 ) -> list[Finding]:
-    found = await asyncio.to_thread(lambda: dict(files.blobs(folder, needed, progress)))
-    if not found:
+    findings = await asyncio.to_thread(lambda: dict(files.blobs(folder, needed, progress)))
+    if not findings:
         return []
-    # A daemon that runs may have removed them meanwhile.
-    still = dict[str, files.ReferencedFiles]()
+    # A running daemon may have removed the blobs meanwhile.
+    still_needed = dict[str, files.ReferencedFiles]()
     async with inspection.snapshot(database) as connection:
         async for unit in inspection.units(connection):
             if isinstance(unit, StoredJob):
-                _need(still, unit)
-    return [finding for digest, finding in found.items() if digest in still]
+                _add_references(still_needed, unit)
+    return [finding for digest, finding in findings.items() if digest in still_needed]
 
 
-async def _lost_updates(database: str, folder: Path, spooled: spool.ExpectedUpdates) -> list[Finding]:
-    wrong = await asyncio.to_thread(lambda: dict(files.check_spool(folder, spooled.reported)))
-    if not wrong:
+async def _check_updates(database: str, folder: Path, spooled: spool.ExpectedUpdates) -> list[Finding]:
+    findings = await asyncio.to_thread(lambda: dict(files.check_spool(folder, spooled.reported)))
+    if not findings:
         return []
-    # A daemon that runs may have merged and removed them meanwhile.
-    still = spool.ExpectedUpdates()
+    # A running daemon may have merged and removed the updates meanwhile.
+    still_spooled = spool.ExpectedUpdates()
     async with inspection.snapshot(database) as connection:
         async for unit in inspection.units(connection):
-            still.add(unit)
-    return [finding for key, finding in wrong.items() if key in still.reported]
+            still_spooled.add(unit)
+    return [finding for key, finding in findings.items() if key in still_spooled.reported]
 
 
 def _count(report: Report, unit: Unit) -> None:
@@ -95,10 +95,10 @@ def _count(report: Report, unit: Unit) -> None:
     )
 
 
-def _need(needed: dict[str, files.ReferencedFiles], job: StoredJob) -> None:
+def _add_references(needed: dict[str, files.ReferencedFiles], job: StoredJob) -> None:
     for version in job.versions:
         place = Location(job.row.job_id, version=version.version)
-        # Jobs may share bytes. A size that the database knows is not forgotten.
+        # Versions may share blobs: an entry with a size must not be replaced by one without.
         if version.model_removed_unix_s is None:
             needed[version.digest] = files.ReferencedFiles(place, "its model", version.size_bytes)
         if version.state_digest and version.state_removed_unix_s is None:

@@ -1,4 +1,4 @@
-"""All checks of the rows of a database: those of jobs, and those of the ledger and the audit log."""
+"""All checks of the rows of a database: of jobs, of the ledger and of the audit log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedplat_server.verify.records import AuditEnd, AuditPart, Finding, Unit
 
 
 def releases_are_charged(job: StoredJob) -> Iterator[Violation]:
-    """I5: each version that a round of a private job made has its row of the ledger, and no other version has one."""
+    """Check I5: each version of a private job's round has its row in the ledger, and no other version has one."""
     if job.spec is None:
         return
     mechanism = find_mechanism(job.spec)
@@ -37,7 +37,7 @@ def releases_are_charged(job: StoredJob) -> Iterator[Violation]:
 
 
 def releases_are_within_the_plan(job: StoredJob) -> Iterator[Violation]:
-    """I5: a private job releases no more than was planned when it was created."""
+    """Check I5: a private job has no more releases than were planned when it was created."""
     planned = plan_charge(job.spec) if job.spec is not None else None
     if planned is not None and len(job.ledger) > planned.releases:
         found = f"the ledger has {len(job.ledger)} releases"
@@ -45,18 +45,18 @@ def releases_are_within_the_plan(job: StoredJob) -> Iterator[Violation]:
 
 
 def audit_chain(part: AuditPart) -> Iterator[Violation]:
-    """Each row of the audit log is as it was written, and continues the one before."""
+    """Check that each row of the audit log is unchanged and follows the row before it."""
     for problem in audit.check_rows(part.rows, part.before):
         yield Violation(Location(), problem, "the chain of hashes that the daemon wrote")
 
 
 def audit_end(log: AuditEnd) -> Iterator[Violation]:
-    """The audit log ends where its head says."""
+    """Check that the audit log ends with the row of its head."""
     if log.head is None:
         yield Violation(Location(), "the audit log has no head", "one row in audit_head")
         return
     for problem in audit.check_end(log.end, log.head):
-        yield Violation(Location(), problem, "a log that ends with the row that its head names")
+        yield Violation(Location(), problem, "a log that ends with the row of its head")
 
 
 CHECKS: Sequence[Check] = (
@@ -66,14 +66,14 @@ CHECKS: Sequence[Check] = (
     Check("audit", AuditPart, audit_chain),
     Check("audit", AuditEnd, audit_end),
 )
-"""Everything that is checked of the rows."""
+"""All checks of the rows."""
 
 RESTORE = "Stop the daemon, restore the database from a backup, and report this."
-RESTART = "Restart the daemon: its start ends what was left open. If it stays, report this."
+RESTART = "Restart the daemon, which ends what was left open. If the finding remains, report this."
 KEEP = "Keep a copy of the database, find out who may write to it, and compare the heads that the daemon has logged."
 UPGRADE = "Run the version of fedplat that wrote it, or cancel the job there."
 ACCOUNT = (
-    "Report this. If the job is private, its epsilon is larger than it says: account for it anew, or keep it back."
+    "Report this. If the job is private, its epsilon is larger than stated: compute it again, or do not publish models."
 )
 ADVICE: Mapping[Callable[[Any], Iterator[Violation]], str] = {
     attempts.nothing_open_in_the_ended: RESTART,
@@ -89,7 +89,7 @@ ADVICE: Mapping[Callable[[Any], Iterator[Violation]], str] = {
 
 
 def findings(unit: Unit, *, live: bool) -> Iterator[Finding]:
-    """Yield what is broken in a part of the database; `live`: a daemon runs on it."""
+    """Yield the findings in a part of the database; `live`: a daemon is running on it."""
     for check, violation in invariants.run(CHECKS, unit, live=live):
         advice = ADVICE.get(check.find, RESTORE)
         yield Finding(check.invariant, check.name, violation.place, violation.found, violation.expected, advice)

@@ -1,6 +1,6 @@
-"""Checks the files that the database names: the blobs of versions, deltas and optimizer states.
+"""Checks of the files that the database references: the blobs of versions, deltas and optimizer states, and updates.
 
-Blocks; run it in a thread.
+They block: run them in a thread.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from fedplat_server.storage import files, spool
 from fedplat_server.verify.records import Finding
 
 LOST_BLOB = "Copy the file back from a backup of the blobs; without it this version is lost."
-LOST_UPDATE = "Restart the daemon: it abandons the attempt and tries the round again. Then look at the disk."
+LOST_UPDATE = "Restart the daemon: it abandons the attempt and repeats the round. Then check the disk."
 Progress = Callable[[int, int], None]
-"""Called with the number of bytes read so far, and in all."""
+"""A callback with the number of bytes read so far and in total."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class DataFolder:
 
 
 def list_blobs(folder: Path) -> DataFolder:
-    """Return the blobs, without files that are removed meanwhile."""
+    """Return the files in the folder, without those that are removed meanwhile."""
     sizes: dict[str, int] = {}
     unknown: list[Path] = []
     with files.translate_os_errors(f"listing {folder}"):
@@ -63,28 +63,29 @@ def path_of(folder: Path, digest: str) -> Path:
 
 
 def blobs(folder: Path, needed: Mapping[str, ReferencedFiles], progress: Progress) -> Iterator[tuple[str, Finding]]:
-    """I2: every referenced blob exists, whole, with the digest of its name. Yields findings by digest."""
-    total = sum(one.size_bytes or 0 for one in needed.values())
+    """Check I2: every referenced blob exists with its size and the digest of its name. Yields findings by digest."""
+    total = sum(reference.size_bytes or 0 for reference in needed.values())
     done = 0
-    for digest, one in needed.items():
-        wrong = _wrong(path_of(folder, digest), digest, one)
-        if wrong is not None:
-            yield digest, Finding("I2", "blobs", one.place, f"{one.what} {wrong[0]}", wrong[1], LOST_BLOB)
-        done += one.size_bytes or 0
+    for digest, reference in needed.items():
+        problem = _check_file(path_of(folder, digest), digest, reference)
+        if problem is not None:
+            found, expected = problem
+            yield digest, Finding("I2", "blobs", reference.place, f"{reference.what} {found}", expected, LOST_BLOB)
+        done += reference.size_bytes or 0
         progress(done, total)
 
 
 def check_spool(folder: Path, needed: Mapping[AssignmentId, str]) -> Iterator[tuple[AssignmentId, Finding]]:
-    """I3: every update that was acknowledged and is not merged yet lies in the spool, as it was reported."""
+    """Check I3: every acknowledged update that is not merged yet is in the spool, with the reported digest."""
     for key, digest in needed.items():
         place = Location(*key.attempt, key.client_id)
-        wrong = _wrong(spool.path_of(folder, key, digest), digest, ReferencedFiles(place, "its update", None))
-        if wrong is not None:
-            yield key, Finding("I3", "spooled", place, f"its update {wrong[0]}", wrong[1], LOST_UPDATE)
+        problem = _check_file(spool.path_of(folder, key, digest), digest, ReferencedFiles(place, "its update", None))
+        if problem is not None:
+            yield key, Finding("I3", "spooled", place, f"its update {problem[0]}", problem[1], LOST_UPDATE)
 
 
-def _wrong(path: Path, digest: str, needed: ReferencedFiles) -> tuple[str, str] | None:
-    """Return what was found and what was expected, if they differ."""
+def _check_file(path: Path, digest: str, needed: ReferencedFiles) -> tuple[str, str] | None:
+    """Return what was found and what was expected, or None if the file is correct."""
     if not files.is_digest(digest):
         return f"is named {digest[:100]!r}", "a SHA-256 in hexadecimal digits"
     try:
@@ -97,4 +98,4 @@ def _wrong(path: Path, digest: str, needed: ReferencedFiles) -> tuple[str, str] 
             found = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as exc:
         return f"cannot be read ({exc.strerror})", f"a readable file {path}"
-    return (f"has the digest {found}", f"{digest}, as its name says") if found != digest else None
+    return (f"has the digest {found}", f"{digest}, the digest of its name") if found != digest else None

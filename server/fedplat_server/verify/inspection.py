@@ -1,7 +1,6 @@
-"""Reads a whole database on one snapshot: rows as they are, a job or an attempt at a time.
+"""Reading of a whole database in one snapshot, one job or attempt at a time.
 
-The records declare which columns are read. Values are not converted: what a column should not hold is for the checks to
-find.
+The fields of the records are the columns that are read. Values are not converted: the checks find invalid ones.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ AUDIT_ROWS = 1000
 
 @contextlib.asynccontextmanager
 async def snapshot(database: str) -> AsyncGenerator[AsyncConnection]:
-    """Open a read-only connection that sees the database as it is now, while a daemon may go on writing.
+    """Open a read-only connection with a snapshot of the database, while a daemon may be writing.
 
-    Raises as `open_store` does.
+    Raises the errors of `open_store`.
     """
     url = async_url(database)
     await schema.require_head(url)
@@ -64,9 +63,9 @@ async def snapshot(database: str) -> AsyncGenerator[AsyncConnection]:
 
 
 async def units(connection: AsyncConnection, now_unix_s: float = 0.0) -> AsyncIterator[Unit]:
-    """Yield everything, job by job in the order of creation: the job, its attempts by number, and stray history.
+    """Yield the jobs in the order of creation, each followed by its attempts and stray history, then the audit log.
 
-    Then the audit log. Memory holds one attempt, and of the whole job the rows of its versions and attempts.
+    Only one attempt, and the rows of a job's versions and attempts, are in memory at a time.
     """
     for row in await _rows(connection, JobRow, tables.jobs, order=("sequence",)):
         job = await _job(connection, row)
@@ -109,7 +108,7 @@ async def _job(connection: AsyncConnection, row: JobRow) -> StoredJob:
 
 def _spec(row: JobRow) -> tuple[JobSpec | None, str]:
     try:
-        return rows.with_settled(rows.parse_job_once(row.job_file), row.privacy), ""
+        return rows.with_calibrated(rows.parse_job_once(row.job_file), row.privacy), ""
     except (JobFileError, msgspec.ValidationError) as exc:
         return None, f"its job file cannot be read ({str(exc).splitlines()[0]})"
 
@@ -137,7 +136,7 @@ async def _attempts(connection: AsyncConnection, job: StoredJob, now_unix_s: flo
 
 
 async def _cohort(connection: AsyncConnection, job_id: str, number: _Number) -> list[AssignmentRow]:
-    """Return the assignments that were made in an attempt, and those that it took over."""
+    """Return the assignments that were created in an attempt, and those that were carried over into it."""
     rows = tables.assignments.c
     made = (rows.job_id == job_id) & (rows.round == number[0]) & (rows.number == number[1])
     taken = (rows.job_id == job_id) & (rows.into_round == number[0]) & (rows.into_number == number[1])
@@ -146,7 +145,7 @@ async def _cohort(connection: AsyncConnection, job_id: str, number: _Number) -> 
 
 
 async def _participations(connection: AsyncConnection, job: StoredJob) -> AsyncIterator[ParticipationRounds]:
-    """Yield the rounds in which clients took part in a job that limits them, some clients at a time."""
+    """Yield the rounds in which clients took part in a job that limits them, `CLIENTS` clients at a time."""
     if job.spec is None or ParticipationLimits.of(job.spec) is None:
         return
     rows, made_in = tables.assignments.c, tables.attempts.c
@@ -178,7 +177,7 @@ class _History:
         self._query = query.where(tables.history.c.entity.not_in(("job", "version")))
 
     async def groups(self) -> AsyncGenerator[tuple[_Number | None, list[StepRow]]]:
-        """Yield (round, attempt) with its rows, in order; at the end None, again and again."""
+        """Yield (round, attempt) with its rows, in order; then None with no rows, without end."""
         group: list[StepRow] = []
         async with self._connection.stream(self._query) as result:
             async for values in result:
@@ -196,7 +195,7 @@ class _History:
 def _query(
     record: type[Any], table: sqlalchemy.Table, where: dict[str, Any], order: tuple[str, ...]
 ) -> sqlalchemy.Select[Any]:
-    """Return a query for the columns that a record has, in its order."""
+    """Return a query for the fields of a record, in their order."""
     columns = [table.c[name] for name in rows.field_names(record)]
     conditions = [table.c[name] == value for name, value in where.items()]
     return select(*columns).where(*conditions).order_by(*(table.c[name] for name in order))

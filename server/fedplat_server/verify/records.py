@@ -1,4 +1,4 @@
-"""What `verify` reads beside jobs (`fedplat.rounds.invariants.records`), and what it reports."""
+"""Records of `verify`: what it reads besides jobs (`fedplat.rounds.invariants.records`), and its report."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class AuditPart:
 
 @dataclasses.dataclass(frozen=True)
 class AuditEnd:
-    """The head by the rows of the audit log, and the recorded one; None if that is missing."""
+    """The head of the audit log according to its rows, and the stored head; None if that is missing."""
 
     end: AuditHead
     head: AuditHead | None
 
 
 Unit = JobUnit | AuditPart | AuditEnd
-"""What is read, and checked, at a time."""
+"""A part of the database that is read and checked at a time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """A violated invariant: where, what was found instead of what, and advice for the operator.
+    """A violated invariant: its place, what was found and expected, and advice for the operator.
 
     `check` is the name of the function that found it.
     """
@@ -50,7 +50,7 @@ class Finding:
 
 @dataclasses.dataclass
 class Report:
-    """The outcome. `notes` are worth knowing and violate nothing; `checked` counts what was read, by name."""
+    """The result of `verify`. `notes` are not violations; `checked` has the numbers of checked items by name."""
 
     findings: list[Finding] = dataclasses.field(default_factory=list[Finding])
     notes: list[str] = dataclasses.field(default_factory=list[str])

@@ -1,4 +1,4 @@
-"""Which files must be in the spool and which may be, by the rows; compared with the folder of uploads."""
+"""The files that must or may be in the spool according to the rows, compared with the folder of uploads."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _UPLOAD = re.compile("[0-9a-f]{64}/[0-9a-f]{64}-[0-9a-f]{64}")
 
 @dataclasses.dataclass
 class ExpectedUpdates:
-    """The files of the spool by the rows of all units; a job must be added before its attempts.
+    """The files of the spool according to the rows of all units. A job must be added before its attempts.
 
-    `reported` are the digests of updates that must be there: accepted, for an attempt that has not ended or for the
-    next one, and to be kept. `expected` are all whose uploads may be there, complete or not.
+    `reported` are the digests of updates that must exist: those that were accepted for an open attempt or the next one,
+    of jobs with `durability = "spool"`. `expected` are all assignments whose uploads may exist, complete or not.
     """
 
     reported: dict[AssignmentId, str] = dataclasses.field(default_factory=dict[AssignmentId, str])
@@ -31,28 +31,28 @@ class ExpectedUpdates:
     _kept: bool = False
 
     def add(self, unit: Unit) -> None:
-        """Add the files of an attempt. Other units have none."""
+        """Add the files of an attempt. Other units have no files."""
         if isinstance(unit, StoredJob):
             self._kept = unit.spec is not None and unit.spec.durability == "spool"
         if isinstance(unit, StoredAttempt) and self._kept and unit.row.kind == AttemptKind.TRAIN:
-            for one in unit.made if unit.row.is_open else attempts.still_open(unit):
-                key = AssignmentId(AttemptKey(unit.row.job_id, unit.row.round, unit.row.number), one.client_id)
+            for row in unit.made if unit.row.is_open else attempts.still_open(unit):
+                key = AssignmentId(AttemptKey(unit.row.job_id, unit.row.round, unit.row.number), row.client_id)
                 self.expected.add(key)
-                if one.state == AssignmentState.REPORTED:
-                    self.reported[key] = one.digest
+                if row.state == AssignmentState.REPORTED:
+                    self.reported[key] = row.digest
 
     def notes(self, folder: Path, found: list[Path]) -> Iterator[str]:
-        """Yield notes on unexpected files, of those that were in the folder before the rows were read."""
-        still = [path for path in found if (folder / path).exists()]
-        unknown = [path for path in still if not _UPLOAD.fullmatch(path.as_posix())]
+        """Yield notes on unexpected files among `found`, the files in the folder before the rows were read."""
+        paths = [path for path in found if (folder / path).exists()]
+        unknown = [path for path in paths if not _UPLOAD.fullmatch(path.as_posix())]
         expected = {path_of(folder, key, "").relative_to(folder).as_posix() for key in self.expected}
-        left = sum(path.as_posix().partition("-")[0] + "-" not in expected for path in still if path not in unknown)
-        if left:
+        num_left = sum(path.as_posix().partition("-")[0] + "-" not in expected for path in paths if path not in unknown)
+        if num_left:
             yield (
-                f"{left} uploads belong to no open assignment; "
-                "they go with the attempt, or with the next start of the daemon"
+                f"{num_left} uploads belong to no open assignment; "
+                "they are removed with the attempt, or by the next start of the daemon"
             )
-        yield from (f"the file {path} in {folder} is no upload" for path in unknown)
+        yield from (f"the file {path} in {folder} is not an upload" for path in unknown)
 
 
 def list_files(folder: Path) -> list[Path]:

@@ -102,7 +102,7 @@ async def test_a_write_of_an_older_term_is_rejected(database: str) -> None:
         await store.fence(1)
         await store.jobs.create_job(draft("j-1"), JOB_FILE, "key-1")
         await leases.take(TWO, "s2", LONG_S)
-        with pytest.raises(LeadershipLostError, match="its term is 2"):
+        with pytest.raises(LeadershipLostError, match="another daemon leads in term 2"):
             await store.jobs.create_job(draft("j-2"), JOB_FILE, "key-2")
         assert [job.state.job_id for job in await store.jobs.load_jobs()] == ["j-1"]
         with pytest.raises(LeadershipLostError):

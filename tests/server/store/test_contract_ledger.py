@@ -131,7 +131,7 @@ async def test_a_row_of_a_job_that_is_not_private_is_refused(store: Store) -> No
 async def test_what_was_settled_stays(store: Store) -> None:
     settled = draft("one", CALIBRATED)
     state = structs.replace(settled, spec=parse_job(CALIBRATED))
-    with pytest.raises(StoreError, match="before its noise and its releases are settled"):
+    with pytest.raises(StoreError, match="before its noise and its releases are calibrated"):
         await store.jobs.create_job(state, CALIBRATED, "key")
     assert await store.jobs.find_job("key") is None
     record = await store.jobs.create_job(settled, CALIBRATED, "key")

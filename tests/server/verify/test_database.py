@@ -48,7 +48,7 @@ async def test_what_is_overdue_is_broken_beside_a_daemon_only(place: Place) -> N
     place.execute(assignment("open", 1, 1, "state = 'TRAINING'", f"deadline_unix_s = {time.time() - 3600.0}"))
     report = await verify(place.database, place.folder)
     assert report.findings == []
-    assert report.notes == ["1 assignments are open after their deadline; a daemon that runs ends them"]
+    assert report.notes == ["1 assignments are open after their deadline; a running daemon ends them"]
     (finding,) = (await verify(place.database, place.folder, live=True)).findings
     assert (finding.invariant, finding.check, finding.place.round) == ("I7", "overdue", 1)
 

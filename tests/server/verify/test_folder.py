@@ -71,7 +71,7 @@ async def test_files_that_nobody_needs_are_notes(place: Place) -> None:
     assert report.findings == []
     assert report.notes == [
         "1 blobs belong to no version; the next start of the daemon removes them",
-        f"the file left.tmp in {blobs} is no blob",
+        f"the file left.tmp in {blobs} is not a blob",
     ]
 
 
@@ -87,7 +87,7 @@ async def test_uploads_that_nobody_needs_are_notes(place: Place) -> None:
     report = await verify(place.database, place.folder)
     assert report.findings == []
     assert report.notes == [
-        "2 uploads belong to no open assignment; they go with the attempt, or with the next start of the daemon",
-        f"the file {(spooled.parent / 'left.tmp').relative_to(uploads)} in {uploads} is no upload",
-        f"the file left.tmp in {uploads} is no upload",
+        "2 uploads belong to no open assignment; they are removed with the attempt, or by the next start of the daemon",
+        f"the file {(spooled.parent / 'left.tmp').relative_to(uploads)} in {uploads} is not an upload",
+        f"the file left.tmp in {uploads} is not an upload",
     ]

@@ -1,5 +1,5 @@
-"""`fedplat-server pool bench`: whether a pool of this host is healthy, and how fast it is.
+"""`fedplat-server pool bench`: check the health and measure the speed of a worker pool on this host.
 
-`command.py` reads the options, `launcher.py` starts the ranks, which `fedplat.pytorch.distributed.bench` has measure,
+`command.py` reads the options, `launcher.py` starts the ranks, which run `fedplat.pytorch.distributed.bench`,
 and `tables.py` and `picture.py` show the results.
 """

@@ -25,31 +25,30 @@ _MIN_BYTES, _MAX_BYTES = 2**10, 2**30
 
 
 def make_command(program: Sequence[str] = ()) -> Callable[..., None]:
-    """Return the command; `program` are the arguments of Python for its ranks, by default those of `pool bench`."""
+    """Return the command. `program` is Python's arguments for the ranks; the default is `LIBRARY_PROGRAM`."""
 
     def bench(  # noqa: PLR0913 -- one parameter for each option of the command line
         ranks: Annotated[
-            int | None, typer.Option(help="Ranks on this host. Default: one for each GPU, at least 2.")
+            int | None, typer.Option(metavar="N", help="Ranks on this host. Default: one for each GPU, at least 2.")
         ] = None,
-        backend: Annotated[
-            Backend, typer.Option(help="Library that carries tensors: NCCL on GPUs, Gloo on CPUs.")
-        ] = "auto",
-        min_size: Annotated[str, typer.Option(metavar="SIZE", help="Size of the smallest vectors.")] = "1KB",
+        backend: Annotated[Backend, typer.Option(help="Communication library: NCCL on GPUs, Gloo on CPUs.")] = "auto",
+        min_size: Annotated[str, typer.Option(metavar="SIZE", help="Smallest vector size.")] = "1KB",
         max_size: Annotated[
             str | None,
-            typer.Option(metavar="SIZE", help="Size of the largest vectors. Default: 1GB, or less if memory is short."),
+            typer.Option(metavar="SIZE", help="Largest vector size. Default: 1GB, or less if memory is short."),
         ] = None,
-        step: Annotated[int, typer.Option(help="Factor from each size to the next.")] = 16,
+        step: Annotated[int, typer.Option(metavar="N", help="Factor from each size to the next.")] = 16,
         collective: Annotated[
-            list[str] | None, typer.Option(help="Only this one, such as all-reduce; may be repeated. Default: all.")
+            list[str] | None,
+            typer.Option(metavar="NAME", help="Collective to measure, such as all-reduce; repeatable. Default: all."),
         ] = None,
-        as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")] = False,
-        plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw busbw over size into a PNG file.")] = None,
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+        plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot busbw over size to a PNG file.")] = None,
     ) -> None:
-        """Measure collectives between ranks of this host, and check that they are healthy.
+        """Measure collectives between ranks on this host.
 
-        It starts ranks of its own; a pool that runs goes on, and should be idle meanwhile. Exit status 1: the ranks are
-        not healthy.
+        Starts its own ranks; a running pool is not stopped, but should be idle. Exit status: 1 if the ranks are not
+        healthy.
         """
         from fedplat.pytorch.distributed.bench import health
         from fedplat_server.cli.bench import launcher
@@ -78,7 +77,7 @@ def _choose_ranks(ranks: int | None, backend: Backend) -> int:
     if ranks is None:
         ranks = max(2, gpus if backend != "gloo" else 0)
     if ranks < 2:
-        raise ConfigError(f"--ranks {ranks}: expected 2 or more; between fewer there is nothing to measure")
+        raise ConfigError(f"--ranks {ranks}: expected 2 or more")
     if backend == "nccl" and gpus < ranks:
         raise ConfigError(f"--backend nccl: expected a GPU for each of {ranks} ranks, found {gpus}; use gloo")
     return ranks
@@ -98,7 +97,7 @@ def _make_plan(ranks: int, backend: Backend, span: tuple[str, str | None, int], 
         raise ConfigError(f"--max-size {span[1]}: expected no less than --min-size {span[0]}")
     if largest > fits:
         raise ConfigError(
-            f"--max-size {span[1] or span[0]}: {ranks} ranks need more memory for it than there is; "
+            f"--max-size {span[1] or span[0]}: there is not enough memory for {ranks} ranks; "
             f"expected {sizes.format_size(fits)} or less"
         )
     if step < 2:
@@ -143,7 +142,7 @@ def _show_progress() -> Generator[Callable[[Step], None]]:
         return
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("the ranks start", total=None)
+        task = bar.add_task("starting the ranks", total=None)
         yield lambda step: bar.update(task, completed=step.done, total=step.total, description=step.doing)
 
 

@@ -1,4 +1,4 @@
-"""Starts ranks that measure, and receives their reports."""
+"""Start ranks that run the benchmark, and receive their reports."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fedplat_server.errors import PoolError
 from fedplat_server.workers import torchrun
 
 LIBRARY_PROGRAM = ("-P", "-m", "fedplat.pytorch.distributed.bench")
-"""Arguments of Python for ranks that measure the library's collectives."""
+"""Python's arguments for ranks that measure the library's collectives."""
 _decoder: msgspec.json.Decoder[Step | BenchFinished | BenchFailed] = msgspec.json.Decoder(
     Step | BenchFinished | BenchFailed
 )
 
 
 class _ResultServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    """Receives what ranks send, each in a thread of its own; leaving the context waits for these threads."""
+    """The server that ranks send their results to, with a thread for each; leaving the context joins the threads."""
 
     def __init__(self, path: Path, note: Callable[[Step], None]) -> None:
         super().__init__(str(path), _Connection)
@@ -39,7 +39,7 @@ class _ResultServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
 
 class _Connection(socketserver.StreamRequestHandler):
-    """The connection of one rank, which sends lines of JSON."""
+    """The connection of one rank, with lines of JSON."""
 
     @override
     def handle(self) -> None:
@@ -63,9 +63,9 @@ def measure(
     note: Callable[[Step], None],
     program: Sequence[str] = LIBRARY_PROGRAM,
 ) -> BenchReport:
-    """Start ranks on this host that measure a plan, and return their report. Raises `PoolError` if they cannot."""
+    """Start ranks on this host that measure a plan; return their report. Raises `PoolError` if they fail."""
     for name in logging.root.manager.loggerDict:
-        if name.startswith("torch.distributed.elastic"):  # `_find_reason` says the same in a sentence
+        if name.startswith("torch.distributed.elastic"):  # `_find_reason` reports the cause in one sentence
             logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
     error: torchrun.ChildFailedError | None = None
@@ -94,9 +94,8 @@ def measure(
 def _find_reason(error: torchrun.ChildFailedError, reported: Sequence[BenchFailed]) -> str:
     """Return the first cause: a rank that was killed, or a rank's own failure, rather than a lost connection."""
     for rank, failure in sorted(error.failures.items()):
-        if (
-            failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM
-        ):  # torchrun sends SIGTERM to the remaining ranks
+        # torchrun sends SIGTERM to the remaining ranks.
+        if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:
             return f"rank {rank} was killed by signal {-failure.exitcode}"
     if failures := sorted(reported, key=lambda each: "gloo" in each.text):
         return f"rank {failures[0].rank}: {failures[0].text}"

@@ -1,4 +1,4 @@
-"""The results of a measurement as a picture (extra "plots"): busbw over size, a panel for each collective."""
+"""A plot of the results (extra "plots"): busbw over size, with one panel for each collective."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = (plots.MAIN, plots.QUIET, plots.SPARE, plots.SECOND, plots.BAD)
-"""Of the implementations, in their order."""
+"""The colours of the implementations, in their order."""
 _COLUMNS = 4
 
 
 def save(report: BenchReport, path: Path) -> None:
-    """Draw a PNG file. Raises `MissingExtraError` without matplotlib."""
+    """Write the plot to a PNG file. Raises `MissingExtraError` without matplotlib."""
     plots.save(path, lambda figure: draw(figure, report))
 
 
 def draw(figure: Figure, report: BenchReport) -> None:
-    """Draw small multiples with the same axes, both logarithmic."""
-    collectives = [each for each in FACTORS if any(found.collective == each for found in report.measurements)]
+    """Draw one panel for each collective; all panels share two logarithmic axes."""
+    measured = {measurement.collective for measurement in report.measurements}
+    collectives = [name for name in FACTORS if name in measured]
     columns = min(_COLUMNS, len(collectives))
     rows = -(-len(collectives) // columns)
     figure.set_size_inches(2.6 * columns + 0.6, 2.3 * rows + 0.9)
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     for number, axis in enumerate(axes.flat):
         if number < len(collectives):
-            _panel(axis, report, collectives[number])
+            _draw_panel(axis, report, collectives[number])
         else:
             axis.set_visible(False)
     for axis in axes[:, 0]:
@@ -43,17 +44,17 @@ def draw(figure: Figure, report: BenchReport) -> None:
     figure.legend([handles[name] for name in names], names, loc="outside upper center", ncols=len(names), frameon=False)
 
 
-def _panel(axis: Axes, report: BenchReport, collective: str) -> None:
+def _draw_panel(axis: Axes, report: BenchReport, collective: str) -> None:
     for colour, implementation in zip(COLOURS, tables.list_implementations(report), strict=False):
-        found = sorted(
+        points = sorted(
             (each.size, each.busbw)
             for each in report.measurements
             if (each.collective, each.implementation) == (collective, implementation) and each.is_correct
         )
-        if found:
-            across, up = zip(*found, strict=True)
+        if points:
+            x, y = zip(*points, strict=True)
             name = tables.name_of(implementation, report)
-            axis.plot(across, up, color=colour, label=name, linewidth=1.5, marker="o", markersize=2.5)
+            axis.plot(x, y, color=colour, label=name, linewidth=1.5, marker="o", markersize=2.5)
     for value, style, name in (
         (statistics.median(report.copies), "--", "memory copy"),
         (report.tcp, ":", "plain TCP"),

@@ -1,4 +1,4 @@
-"""Sizes on the command line, and the memory that a measurement takes."""
+"""Sizes on the command line, and the memory that a measurement needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fedplat_server.errors import ConfigError
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _NUM_VECTORS = 6
-"""Vectors of the largest size in a rank's memory: three buffers, one in shared memory, and the library's copies."""
+"""The vectors of the largest size in a rank's memory: three buffers, one in shared memory, and the library's copies."""
 
 
 def parse(text: str, option: str) -> int:
@@ -31,14 +31,14 @@ def format_size(num_bytes: int) -> str:
 
 def list_powers(smallest: int, largest: int, step: int) -> list[int]:
     """Return `smallest`, its multiples by powers of `step` below `largest`, and `largest`."""
-    found = [smallest]
-    while found[-1] * step < largest:
-        found.append(found[-1] * step)
-    return [*found, largest] if largest > found[-1] else found
+    powers = [smallest]
+    while powers[-1] * step < largest:
+        powers.append(powers[-1] * step)
+    return [*powers, largest] if largest > powers[-1] else powers
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Return the bytes of memory that this process could use: free ones, below the limit of a container."""
+    """Return the free memory in bytes, within the limit of the container (cgroup v2). `root` is the file system."""
     lines = (root / "proc/meminfo").read_text("ascii").splitlines()
     fields = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
     free = 1024 * fields["MemAvailable"]
@@ -49,5 +49,5 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def largest_that_fits(ranks: int, memory: int) -> int:
-    """Return the bytes of the largest vectors that all ranks have memory for."""
+    """Return the largest vector size that the memory suffices for, in bytes."""
     return memory // (_NUM_VECTORS * ranks)

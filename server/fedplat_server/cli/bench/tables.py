@@ -1,4 +1,4 @@
-"""The results of a measurement as text."""
+"""The results of a measurement as a table and text."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fedplat_server.cli.bench import sizes
 
 
 def list_implementations(report: BenchReport) -> list[str]:
-    """Return the implementations in a report, that of the library first."""
+    """Return the implementations in a report; that of the library is the first."""
     return list(dict.fromkeys(each.implementation for each in report.measurements))
 
 
 def name_of(implementation: str, report: BenchReport) -> str:
-    """Return the name of an implementation that operators know."""
+    """Return the display name of an implementation."""
     return {"gloo": "Gloo", "nccl": "NCCL"}[report.library] if implementation == LIBRARY else implementation
 
 
@@ -31,15 +31,15 @@ def make_table(report: BenchReport) -> Table:
     for title in ("size", f"{library} time", "algbw", *(f"busbw {name_of(name, report)}" for name in names)):
         table.add_column(title, justify="right")
     for collective in FACTORS:
-        rows = _rows([each for each in report.measurements if each.collective == collective])
+        rows = _group_rows([each for each in report.measurements if each.collective == collective])
         for number, row in enumerate(rows):
             title = collective if number == 0 else ""
-            table.add_row(title, *_cells(row, names), end_section=number == len(rows) - 1)
+            table.add_row(title, *_make_cells(row, names), end_section=number == len(rows) - 1)
     return table
 
 
 def summarize(report: BenchReport) -> list[str]:
-    """Return lines with the references for collectives, and the conditions of the measurement."""
+    """Return lines with the conditions of the measurement and reference bandwidths for the collectives."""
     lines = [
         f"{report.ranks} ranks on {report.device}, {report.cores} CPU cores, load {report.load:.1f} before it began; "
         "medians, in GB/s (10^9 bytes a second)",
@@ -58,29 +58,29 @@ def summarize(report: BenchReport) -> list[str]:
     return lines
 
 
-def _rows(found: Sequence[Measurement]) -> list[dict[str, Measurement]]:
+def _group_rows(measurements: Sequence[Measurement]) -> list[dict[str, Measurement]]:
     rows: dict[int, dict[str, Measurement]] = {}
-    for each in found:
+    for each in measurements:
         rows.setdefault(each.size, {})[each.implementation] = each
     return [rows[size] for size in sorted(rows)]
 
 
-def _cells(row: dict[str, Measurement], names: Sequence[str]) -> list[Text]:
+def _make_cells(row: dict[str, Measurement], names: Sequence[str]) -> list[Text]:
     library = row[LIBRARY]
     best = max(row.values(), key=lambda each: each.busbw) if len(names) > 1 else None
-    cells = [Text(sizes.format_size(library.size)), Text(_time(library.seconds)), Text(f"{library.algbw:.3f}")]
+    cells = [Text(sizes.format_size(library.size)), Text(_format_time(library.seconds)), Text(f"{library.algbw:.3f}")]
     for name in names:
-        found = row.get(name)
-        if found is None:
+        measurement = row.get(name)
+        if measurement is None:
             cells.append(Text(""))
-        elif not found.is_correct:
+        elif not measurement.is_correct:
             cells.append(Text("WRONG", style="bold red"))
         else:
-            cells.append(Text(f"{found.busbw:.3f}", style="bold" if found is best else ""))
+            cells.append(Text(f"{measurement.busbw:.3f}", style="bold" if measurement is best else ""))
     return cells
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= 0.9995 * scale:
             return f"{seconds / scale:.2f} {unit}"

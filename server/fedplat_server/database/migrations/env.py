@@ -1,7 +1,7 @@
-"""What alembic runs for each command: the migrations, on the connection that `database.schema` hands over.
+"""The script that alembic runs for each command: the migrations, on the connection of `database.schema`.
 
-A new step is a handwritten file `versions/NNNN_….py`; `tests/server/store/test_schema.py` prints what it lacks
-against `store/tables.py`. There are no downgrades: restore the backup that was made before the upgrade.
+A new step is a handwritten file `versions/NNNN_….py`; `tests/server/store/test_schema.py` prints its differences
+from `database/tables.py`. There are no downgrades: restore the backup that was made before the upgrade.
 """
 
 from alembic import context
