@@ -26,6 +26,7 @@ def zygote() -> Iterator[Zygote]:
     process.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 4])
 def test_every_implementation_is_right_on_any_number_of_ranks(zygote: Zygote, count: int) -> None:
     # The second size has more than one chunk of a ring, and pieces of an odd size.
@@ -42,6 +43,7 @@ def test_every_implementation_is_right_on_any_number_of_ranks(zygote: Zygote, co
     assert {each.size for each in report.measurements} == {size // 4 // count * count * 4 for size in sizes}
 
 
+@pytest.mark.slow
 def test_one_command_compares_them() -> None:
     program = Path(compare.__file__)
     arguments = ["--min-size", "4KB", "--max-size", "64KB", "--collective", "all-reduce", "--json"]

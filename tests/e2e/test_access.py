@@ -22,6 +22,8 @@ from fedplat_client.errors import EnrollmentError
 from fedplat_server.auth import ca
 from fedplat_server.auth.tls import utc_now
 
+pytestmark = pytest.mark.slow
+
 JOB = """
 name = "again"
 population = "demo"

@@ -99,6 +99,7 @@ def completed(admin: AdminClient, job: str) -> None:
     assert admin.show_job(job).status == admin_pb2.JOB_STATUS_COMPLETED
 
 
+@pytest.mark.slow
 def test_scaffold_finds_the_optimum_of_all_data_though_its_clients_are_restarted(
     server: processes.Server, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from e2e import processes
 from fedplat.cli import submission
@@ -15,6 +16,8 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, Task, TrainResult
 from fedplat_server.verify.checker import verify
+
+pytestmark = pytest.mark.slow
 
 JOB = """
 name = "async"

@@ -28,6 +28,8 @@ from fedplat_server.verify import inspection
 from fedplat_server.verify.checker import verify
 from server.crash import recompute
 
+pytestmark = pytest.mark.slow
+
 NUM_CLIENTS = 3
 ROUNDS = 3
 CODECS = {

@@ -24,6 +24,8 @@ from fedplat_client._work import transfer
 from fedplat_server.verify import inspection
 from fedplat_server.verify.checker import verify
 
+pytestmark = pytest.mark.slow
+
 JOB = """
 name = "downlink"
 population = "fleet"

@@ -22,6 +22,8 @@ from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, PrivacyLimit
 from fedplat_client.trainers.torch import TorchTrainer
 
+pytestmark = pytest.mark.slow
+
 ROUNDS = 4
 JOB = f"""
 name = "private"

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from client.trainers import at_work
 from e2e import processes
@@ -18,6 +19,8 @@ from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, Task, TrainResult
+
+pytestmark = pytest.mark.slow
 
 NUM_CLIENTS = 40
 ROUNDS = 8

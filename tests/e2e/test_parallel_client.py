@@ -86,6 +86,7 @@ def completed(admin: AdminClient, folder: Path, name: str) -> tuple[str, Paramet
     return job, Parameters.from_bytes((folder / "out.safetensors").read_bytes())
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_client_and_learn_what_one_would(server: processes.Server, tmp_path: Path) -> None:
     expected, trainer = start_model(), parallel_client.points_trainer("none")
     for number in (1, 2):

@@ -15,6 +15,8 @@ from dp_accounting.pld import privacy_loss_distribution as losses
 from e2e import processes
 from fedplat.job import parse_job
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = processes.ROOT / "examples" / "private"
 
 

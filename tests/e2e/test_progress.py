@@ -19,6 +19,8 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, Task, TrainResult
 
+pytestmark = pytest.mark.slow
+
 JOB = """
 name = "long"
 population = "two"

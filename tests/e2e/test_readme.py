@@ -87,6 +87,7 @@ def test_the_simulation_of_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
     exec(shorter, {})  # the README's own lines
 
 
+@pytest.mark.slow
 def test_two_machines(tmp_path: Path) -> None:
     """A server, two clients that run the page's trainer, and the operator's commands, to the exported model."""
     write_files(MACHINES, tmp_path)

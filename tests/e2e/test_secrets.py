@@ -157,6 +157,7 @@ def lines_of(path: Path) -> list[bytes]:
     return [bytes.fromhex(line) for line in path.read_text().split()]
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F30")
 def test_no_secret_reaches_a_log(site: Site) -> None:
     """From the first start to the rotation of the authority, everything at its most talkative."""

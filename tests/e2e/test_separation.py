@@ -16,6 +16,8 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, Task, TrainResult
 
+pytestmark = pytest.mark.slow
+
 REST = 2
 JOB = f"""
 name = "separated"

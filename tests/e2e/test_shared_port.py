@@ -16,6 +16,8 @@ from fedplat.errors import ServerUnreachableError
 from fedplat_server.database import schema
 from server import databases
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def database() -> Generator[str]:

@@ -30,6 +30,8 @@ from fedplat_client import Client, ClientOptions, Task, TrainResult
 from fedplat_server.database import schema
 from server import databases
 
+pytestmark = pytest.mark.slow
+
 BOUND_S = 10.0
 ROUNDS = 3
 JOB = """

@@ -11,6 +11,8 @@ import pytest
 
 from e2e import processes
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("torch")
 EXAMPLE = processes.ROOT / "examples" / "warm_start"
 ROUNDS = 2  # of ten

@@ -171,6 +171,7 @@ async def test_everybody_vanishes_and_comes_back(site: Site, tmp_path: Path) -> 
         await site.operator.until(job, "job", "COMPLETED")
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F32")
 async def test_a_thousand_clients_come_back_at_once(site: Site) -> None:
     """Their connections are reset in one moment, and they check in again in the next one: all wait soon after."""

@@ -87,6 +87,7 @@ def place(folder: Path, model: Parameters) -> Generator[Place]:
         yield Place(server, admin, model)
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F46")
 def test_endless_headers(tmp_path: Path) -> None:
     model = Parameters.from_arrays({"weight": np.zeros(MIB, np.float32)})
@@ -125,6 +126,7 @@ async def _deliver(here: Place, updates: list[bytes]) -> list[tuple[str, str]]:
     return refusals
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F46")
 def test_misfits_are_not_copied(tmp_path: Path) -> None:
     """One upload of twice the model under a header of an odd length, and many reports of it at once."""

@@ -14,6 +14,8 @@ from e2e import processes
 from hostile import storm
 from hostile.held_streams import Holder
 
+pytestmark = pytest.mark.slow
+
 NUM_CONNECTIONS, NUM_STREAMS = 10, 1000
 MESSAGE_BYTES = 2**17
 MOST_BYTES = 50 * 10**6

@@ -8,8 +8,16 @@ from typing import Any, cast
 
 import pytest
 
+IN_EVERY_RUN = ("test_check_in", "test_progress", "test_disk_full")
+"""Modules whose second run is not slow: a sample for `make test`; the others' are left to `make test-all`."""
 PROPERTY = "faults of the store"
 """A property of a test's last report: its faults by kind."""
+
+
+def marks(module: str) -> list[pytest.MarkDecorator]:
+    """The marks of a module's second run."""
+    proves = pytest.mark.fault("F9", "F10")
+    return [proves] if module.rpartition(".")[2] in IN_EVERY_RUN else [proves, pytest.mark.slow]
 
 
 def summary(stats: Mapping[str, Sequence[Any]]) -> str:

@@ -142,6 +142,7 @@ async def test_a_message_beyond_the_limit_is_refused_and_one_of_the_largest_pass
     assert (await code_of(largest))[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 
+@pytest.mark.slow
 async def test_three_hundred_clients_wait_behind_one_gateway(leader: Site, gateway: Site) -> None:
     clients = await gateway.fleet(300)
     waiting = [asyncio.ensure_future(client.refusal(0.0)) for client in clients]

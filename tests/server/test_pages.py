@@ -70,6 +70,7 @@ CLIENTS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.fault("F47")
 async def test_a_hundred_thousand_rounds(site: Site) -> None:

@@ -276,6 +276,7 @@ async def test_a_rank_killed_while_it_writes_the_version(
         assert await committing == await spool.done(LocalAggregation(inputs, spool.blobs))
 
 
+@pytest.mark.slow
 @pytest.mark.calm
 @pytest.mark.fault("F35")
 async def test_the_daemon_s_versions_have_the_same_digests(

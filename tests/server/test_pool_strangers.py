@@ -51,6 +51,7 @@ def open_folder() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
 async def test_another_user_of_the_host_gets_no_noise_and_changes_nothing(open_folder: Path, tmp_path: Path) -> None:
     spool = Spool(tmp_path, JOBS["private"] + BY_COLUMNS)

@@ -157,6 +157,7 @@ async def test_sqlite_is_not_pruned_beside_a_daemon(folder: Path) -> None:
             prune(folder, "--dry-run")
 
 
+@pytest.mark.slow
 async def test_beside_a_daemon_on_postgresql_files_are_left_to_it(folder: Path, postgres: str) -> None:
     async with harness.running(folder, database=postgres) as site:
         job = await trained(site)

@@ -89,6 +89,7 @@ async def test_the_bytes_of_accepted_updates_are_counted(site: Site) -> None:
     assert reported == [size, size]
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F22", "F23", "F24", "F25")
 async def test_updates_that_do_not_fit(site: Site, subtests: pytest.Subtests) -> None:
     for name, (content, reason) in BAD_UPDATES.items():

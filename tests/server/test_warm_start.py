@@ -166,6 +166,7 @@ def divergence(teacher: npt.NDArray[np.float64], student: npt.NDArray[np.float64
     return float(np.mean(np.sum(p * np.log(p / q), axis=1)))
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F35")
 @pytest.mark.calm
 async def test_on_the_pool_and_on_a_rank_of_the_daemons_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

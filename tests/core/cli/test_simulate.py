@@ -139,6 +139,7 @@ def test_the_policy_that_was_simulated_is_submitted(here: Path, state: State, se
     assert "simulation.nonsense = {…}: there is no such key" in wrong.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_run_in_words(here: Path) -> None:
     write_digits(here)
     arguments = ["simulate", "digits.toml", "--rounds", "1000000", "--engine", "processes", "--workers", "2"]

@@ -16,6 +16,7 @@ from fedplat.rounds.events import ClientLeft, JobAction
 from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus, Reason
 
 
+@pytest.mark.slow
 def test_an_attempt_draws_uniformly_from_those_who_wait() -> None:
     spec = make_spec(3, rounds=1000, selection={"wait_for": 12, "min_fraction": 1.0})
     driver = Driver(make_job(spec=spec), seed=2).start()

@@ -122,6 +122,7 @@ def test_with_hardly_any_noise_the_canaries_are_found(participation: str) -> Non
     assert not lied.holds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("participation", ["poisson", "fixed", "min_separation"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_with_the_noise_that_is_claimed_nothing_contradicts(participation: str, seed: int) -> None:

@@ -46,6 +46,7 @@ async def opened(database: str) -> AsyncGenerator[SqlStore]:
 # --- concurrency -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_forty_writers_and_forty_readers(store: SqlStore, database: str) -> None:
     drivers = [Driver(store, prefix=f"job {n} ", check=False) for n in range(40)]
 

@@ -28,7 +28,7 @@ async def healthy_postgres(
         yield await healthy(url, tmp_path_factory.mktemp("healthy"))
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[Place]:
     """A copy of a healthy database and its blobs, of each kind."""
     if request.param == "sqlite":

@@ -44,7 +44,9 @@ def ray_cluster() -> Generator[Cluster]:
     cluster.leave()
 
 
-@pytest.fixture(params=[pytest.param(name, marks=RAY) if name == "ray" else name for name in ENGINES])
+@pytest.fixture(
+    params=[pytest.param(name, marks=[RAY, pytest.mark.slow]) if name == "ray" else name for name in ENGINES]
+)
 def make_engine(request: pytest.FixtureRequest) -> Generator[MakeEngine]:
     engines: list[Engine] = []
     if request.param == "ray":

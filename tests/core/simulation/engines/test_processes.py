@@ -111,6 +111,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [signal.SIGINT, signal.SIGKILL])
 def test_no_worker_outlives_its_engine(way: signal.Signals) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}

@@ -52,6 +52,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
         RayEngine(task(), 1)
 
 
+@pytest.mark.slow
 @RAY
 def test_a_lost_actor_ends_the_training_with_words(make_ray: MakeRay) -> None:
     given = task(Stuck)
@@ -68,6 +69,7 @@ def test_a_lost_actor_ends_the_training_with_words(make_ray: MakeRay) -> None:
         engine.result(works[1])
 
 
+@pytest.mark.slow
 @RAY
 def test_what_training_raises_is_told_in_its_words_and_the_actor_goes_on(make_ray: MakeRay) -> None:
     given = task(Failing, sizes=(1, 20))
@@ -80,6 +82,7 @@ def test_what_training_raises_is_told_in_its_words_and_the_actor_goes_on(make_ra
     assert engine.result(works[1]).num_examples == 20
 
 
+@pytest.mark.slow
 @RAY
 def test_memories_follow_clients_from_actor_to_actor(make_ray: MakeRay) -> None:
     given = personal()
@@ -89,6 +92,7 @@ def test_memories_follow_clients_from_actor_to_actor(make_ray: MakeRay) -> None:
     assert [[each.update for each in one] for one in found] == [[each.update for each in one] for one in expected]
 
 
+@pytest.mark.slow
 @RAY
 def test_functions_of_the_user_travel_by_name_and_folder(make_ray: MakeRay, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
@@ -103,6 +107,7 @@ def test_functions_of_the_user_travel_by_name_and_folder(make_ray: MakeRay, tmp_
     assert [each.update for each in found[0]] == [each.update for each in expected[0]]
 
 
+@pytest.mark.slow
 @RAY
 def test_what_cannot_be_sent_is_refused_with_words(make_ray: MakeRay) -> None:
     given, lock = task(), threading.Lock()
@@ -132,6 +137,7 @@ engine.close()
 """
 
 
+@pytest.mark.slow
 @RAY
 def test_a_cluster_that_is_there_is_used_and_left_alone(ray_cluster: Cluster, make_ray: MakeRay) -> None:
     address = ray_cluster.ray.get_runtime_context().gcs_address
@@ -167,6 +173,7 @@ if sys.stdin.readline() == "close\\n":
 """
 
 
+@pytest.mark.slow
 @RAY
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_a_cluster_of_its_own_ends_with_the_engine(is_killed: bool) -> None:
