@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from faults import table
-from server import storm
+from support import storm
 
 # A shell's job in the background ignores SIGINT, and so would every process that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

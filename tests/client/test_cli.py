@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 import fedplat_client
-from client.fake_fleet import FakeFleet
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client.cli import _FieldFormatter, main  # pyright: ignore[reportPrivateUsage]
+from support.fake_fleet import FakeFleet
 
 TRAINERS = """
 from fedplat_client import EvaluateResult, TrainResult

@@ -11,8 +11,6 @@ import grpc
 import numpy as np
 import pytest
 
-from client.fake_fleet import FakeFleet
-from client.trainers import add_one
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import (
     Cancelled,
@@ -22,6 +20,8 @@ from fedplat_client import (
     TrainResult,
 )
 from fedplat_client.cancellation import StopSignal
+from support.clients import add_one
+from support.fake_fleet import FakeFleet
 
 MakeClient = Callable[..., Client]
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import grpc
 import pytest
 
-from client.fake_fleet import FakeFleet
-from client.trainers import add_one
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import Client, Task, TrainResult
+from support.clients import add_one
+from support.fake_fleet import FakeFleet
 
 MakeClient = Callable[..., Client]
 

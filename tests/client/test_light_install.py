@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from client.fake_fleet import FakeFleet
 from fedplat.wire.v1 import model_pb2
+from support.fake_fleet import FakeFleet
 
 ROOT = Path(__file__).parents[2]
 OURS = {"fedplat", "fedplat-client"}

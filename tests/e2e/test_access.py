@@ -8,8 +8,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from client.trainers import at_work
-from e2e import processes
 from fedplat.admin import AdminClient
 from fedplat.auth import Ticket
 from fedplat.cli import submission, watch
@@ -21,6 +19,8 @@ from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import EnrollmentError
 from fedplat_server.auth import ca
 from fedplat_server.auth.tls import utc_now
+from support import processes
+from support.clients import at_work
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from client.trainers import at_work
-from e2e import processes
 from fedplat.admin import AdminClient
 from fedplat.aggregate.scaffold import without_control
 from fedplat.cli import submission
@@ -23,6 +21,8 @@ from fedplat.pytorch.training import Learner
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client
 from fedplat_client.trainers.torch import TorchTrainer
+from support import processes
+from support.clients import at_work
 
 NUM_CLIENTS = 3
 RNG = np.random.default_rng(4)

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e import processes
 from fedplat.cli import submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, Task, TrainResult
 from fedplat_server.verify.checker import verify
+from support import processes
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client.trainers import at_work
-from e2e import processes
 from fedplat import codecs
 from fedplat.admin import AdminClient
 from fedplat.cli import submission
@@ -26,7 +24,9 @@ from fedplat_client._work import encoding
 from fedplat_client._work.transfer import Content
 from fedplat_server.verify import inspection
 from fedplat_server.verify.checker import verify
-from server.crash import recompute
+from support import processes
+from support.clients import at_work
+from support.crash import recompute
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from e2e import processes
 from fedplat.cli import submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
@@ -23,6 +22,7 @@ from fedplat_client import Client, Task, TrainResult
 from fedplat_client._work import transfer
 from fedplat_server.verify import inspection
 from fedplat_server.verify.checker import verify
+from support import processes
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from client.trainers import at_work
-from e2e import processes
 from fedplat.cli import submission
 from fedplat.model import Parameters
 from fedplat.privacy.steps import StepCharge
@@ -21,6 +19,8 @@ from fedplat.pytorch.dp import epsilon
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, PrivacyLimit
 from fedplat_client.trainers.torch import TorchTrainer
+from support import processes
+from support.clients import at_work
 
 pytestmark = pytest.mark.slow
 

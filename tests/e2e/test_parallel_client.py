@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from e2e import parallel_client, processes
 from fedplat.admin import AdminClient
 from fedplat.cli import submission
 from fedplat.model import Parameters
 from fedplat.pytorch.training import Learner
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Task
+from support import parallel_client, processes
 
 CONFIG: dict[str, Any] = {
     **{"epochs": 2, "batch_size": 10, "learning_rate": 0.1, "momentum": 0.9},

@@ -19,7 +19,6 @@ from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from typer.testing import CliRunner
 
-from e2e import processes
 from fedplat.admin import profile
 from fedplat.auth import Ticket
 from fedplat.cli import app as operator
@@ -28,6 +27,7 @@ from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.cli import commands
+from support import processes
 
 JOB = """
 name = "short"
@@ -114,7 +114,7 @@ class Site:
         client = subprocess.Popen(
             [
                 *(sys.executable, "-m", "fedplat_client", "run", "--log-level", "debug"),
-                *("--trainer", "e2e.spy:train", "--data-dir", str(data_dir), *options),
+                *("--trainer", "support.spy:train", "--data-dir", str(data_dir), *options),
             ],
             env={**os.environ, "SPY_FILE": str(self.spied), "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"},
             cwd=self.folder,

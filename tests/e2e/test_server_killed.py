@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from client.trainers import at_work
-from e2e import processes
 from fedplat.cli import submission, watch
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, Task, TrainResult
+from support import processes
+from support.clients import at_work
 
 pytestmark = pytest.mark.slow
 

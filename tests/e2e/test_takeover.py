@@ -16,8 +16,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from client.trainers import at_work
-from e2e import processes
 from fedplat.admin import AdminClient, profile
 from fedplat.auth import Ticket
 from fedplat.cli import submission, watch
@@ -28,7 +26,8 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult
 from fedplat_server.database import schema
-from server import databases
+from support import databases, processes
+from support.clients import at_work
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e import processes
+from support import processes
 
 pytestmark = pytest.mark.slow
 

@@ -19,8 +19,8 @@ from fedplat.auth import Ticket
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult
-from server import harness
-from server.harness import RawClient, Site, initial_model, job_file, reason_name, update_of
+from support import daemons
+from support.daemons import RawClient, Site, initial_model, job_file, reason_name, update_of
 
 CheckIn: TypeAlias = "aio.UnaryUnaryCall[Any, fleet_pb2.CheckInResponse]"  # a string: generic for the checker only
 LARGE = Parameters.from_arrays({"weight": np.zeros(300_000, np.float32)})
@@ -64,7 +64,7 @@ async def at_work(device: Device) -> AsyncGenerator[None]:
 
 
 async def happens(event: threading.Event) -> None:
-    assert await asyncio.to_thread(event.wait, harness.PATIENCE_S)
+    assert await asyncio.to_thread(event.wait, daemons.PATIENCE_S)
 
 
 @contextlib.asynccontextmanager
@@ -162,7 +162,7 @@ async def test_everybody_vanishes_and_comes_back(site: Site, tmp_path: Path) -> 
             return "0 of at least 2 needed clients" in shown.reason and shown.current.attempt >= 3
 
         start = asyncio.get_running_loop().time()
-        await harness.until(waits, "the job to say that nobody is there")
+        await daemons.until(waits, "the job to say that nobody is there")
         num_attempts = (await site.operator.show(job)).current.attempt
         assert num_attempts <= 3 + (asyncio.get_running_loop().time() - start) / 0.1  # back-off, no busy loop
         network.set(proxy.CLEAR)
@@ -213,7 +213,7 @@ async def test_a_thousand_clients_come_back_at_once(site: Site) -> None:
         async def reported() -> bool:
             return sum(task.done() for task in working) == 20
 
-        await harness.until(reported, "twenty receipts")
+        await daemons.until(reported, "twenty receipts")
         await asyncio.gather(*(task for task in working if task.done()))
         for call in calls:  # the others wait for more work
             call.cancel()

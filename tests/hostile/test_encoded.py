@@ -12,7 +12,6 @@ import pytest
 import zstandard
 from grpc import aio
 
-from e2e import processes
 from fedplat import codecs
 from fedplat.admin import AdminClient
 from fedplat.auth import Ticket
@@ -20,7 +19,8 @@ from fedplat.cli import submission
 from fedplat.codecs.container import Format
 from fedplat.job import parse_job
 from fedplat.model import BLOCK, Parameters
-from server.raw_client import RawClient, digest_of, private_key, reason_name
+from support import processes
+from support.raw_client import RawClient, digest_of, private_key, reason_name
 
 GROWTH_BYTES = 64 * 2**20
 OPTIONS = codecs.Plain(zstd=True)

@@ -15,13 +15,13 @@ import psutil
 import pytest
 from grpc import aio
 
-from e2e import processes
 from fedplat.admin import AdminClient
 from fedplat.auth import Ticket
 from fedplat.cli import submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
-from server.raw_client import RawClient, digest_of, private_key, reason_name
+from support import processes
+from support.raw_client import RawClient, digest_of, private_key, reason_name
 
 MIB = 2**20
 ESC = "\x1b[2J"

@@ -20,11 +20,12 @@ from fedplat_server.auth import forwarding
 from fedplat_server.auth.forwarding import ForwardedCall
 from fedplat_server.config import LeaseTimes
 from fedplat_server.errors import ConfigError
-from server import harness
-from server.access import ADMIN_METADATA
-from server.databases import execute_sql
-from server.harness import RawClient, Site, digest_of, initial_model, job_file, reason_name, update_of
-from server.raw_client import private_key
+from support import daemons
+from support.access import ADMIN_METADATA
+from support.daemons import RawClient, Site, digest_of, initial_model, job_file, reason_name, update_of
+from support.databases import execute_sql
+from support.gateways import both_agree, code_of, leading, status
+from support.raw_client import private_key
 
 TIMES = LeaseTimes(valid_s=6.0, renew_s=0.2, margin_s=1.0, poll_s=0.05)
 
@@ -36,7 +37,7 @@ def free_port() -> int:
 
 
 def daemon(folder: Path, postgres: str) -> contextlib.AbstractAsyncContextManager[Site]:
-    return harness.running(folder, database=postgres, lease=TIMES)
+    return daemons.running(folder, database=postgres, lease=TIMES)
 
 
 @pytest.fixture
@@ -51,22 +52,10 @@ async def gateway(leader: Site, postgres: str) -> AsyncGenerator[Site]:
         yield site
 
 
-async def status(site: Site) -> admin_pb2.GetStatusResponse:
-    return await site.operator.operators.GetStatus(admin_pb2.GetStatusRequest())
-
-
 async def is_healthy(site: Site) -> bool:
     request = health_pb2.HealthCheckRequest(service="fedplat.wire.v1.Fleet")
     answer = await cast(Any, health_pb2_grpc.HealthStub)(site.channel).Check(request)
     return answer.status == health_pb2.HealthCheckResponse.SERVING
-
-
-async def code_of(call: Any) -> tuple[grpc.StatusCode, str, str]:
-    """The status that a call fails with, its words, and fedplat's own code."""
-    with pytest.raises(aio.AioRpcError) as caught:
-        await call
-    trailing = dict(cast(Any, caught.value.trailing_metadata()) or ())
-    return caught.value.code(), caught.value.details() or "", str(trailing.get("fedplat-code", ""))
 
 
 @pytest.mark.fault("F20")
@@ -182,18 +171,6 @@ async def to_the_end(stream: aio.UnaryStreamCall[Any, Any]) -> None:
         pass
 
 
-async def leading(site: Site, term: int) -> None:
-    """Returns when a daemon leads."""
-
-    async def there() -> bool:
-        with contextlib.suppress(aio.AioRpcError):
-            found = await status(site)
-            return (found.term, found.gateway, found.leader_address) == (term, "", site.address)
-        return False
-
-    await harness.until(there, f"{site.address} leads")
-
-
 @pytest.mark.fault("F20")
 async def test_a_leader_whose_term_is_over_becomes_a_gateway(leader: Site, gateway: Site, postgres: str) -> None:
     """Somebody takes its lease: what it writes is rejected, its callers are told, and it follows the other one."""
@@ -208,20 +185,6 @@ async def test_a_leader_whose_term_is_over_becomes_a_gateway(leader: Site, gatew
     assert first.term == second.term == 3
     job_there = await gateway.operator.show(job)
     assert job_there == await leader.operator.show(job)
-
-
-async def both_agree(one: Site, two: Site) -> tuple[admin_pb2.GetStatusResponse, admin_pb2.GetStatusResponse]:
-    """The status of both, when one of them leads in a new term and the other is a gateway to it."""
-    found: list[admin_pb2.GetStatusResponse] = []
-
-    async def there() -> bool:
-        with contextlib.suppress(aio.AioRpcError):
-            found[:] = [await status(one), await status(two)]
-            return found[0].term == found[1].term > 1
-        return False
-
-    await harness.until(there, "one leader")
-    return found[0], found[1]
 
 
 @pytest.mark.fault("F19")
@@ -239,12 +202,12 @@ async def test_callers_hear_unavailable_while_the_leader_is_out_of_reach(
             code, _, ours = await code_of(there.operator.show("any"))
             return (code, ours) == (grpc.StatusCode.UNAVAILABLE, "NO_LEADER")
 
-        await harness.until(refused, "nobody who leads")
+        await daemons.until(refused, "nobody who leads")
 
         async def unhealthy(there: Site = site) -> bool:
             return not await is_healthy(there)
 
-        await harness.until(unhealthy, "a health check that fails")
+        await daemons.until(unhealthy, "a health check that fails")
 
 
 @pytest.mark.fault("F21")
@@ -275,5 +238,5 @@ def test_the_mark_of_a_gateway_is_believed_with_the_secret_only() -> None:
 async def test_a_folder_is_shared_by_the_daemons_of_a_postgresql_only(leader: Site, gateway: Site) -> None:
     assert gateway.folder == leader.folder
     with pytest.raises(ConfigError, match="another fedplat-server uses"):
-        async with harness.running(leader.folder):
+        async with daemons.running(leader.folder):
             pass

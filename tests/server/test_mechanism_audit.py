@@ -27,7 +27,7 @@ from fedplat.privacy import Noise, Release
 from fedplat.rounds import JobState, Verdict
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat.rounds.states import Reason
-from server.audit import CLIP, SENT, Audit, Daemon, audit, base_model, claimed, daemon, drop_outs, entries
+from support.audit import CLIP, SENT, Audit, Daemon, audit, base_model, claimed, daemon, drop_outs, entries
 
 MULTIPLIER = 0.01
 GOAL = 4

@@ -24,7 +24,7 @@ from fedplat_server.workers.client import WorkerPool
 from fedplat_server.workers.coroutine import Pause, ThreadCoroutine
 from fedplat_server.workers.scheduler import TurnScheduler
 from fedplat_server.workers.tasks import Echo
-from server.pool import PoolProcess, pool
+from support.pool import PoolProcess, pool
 
 
 @pytest.fixture(scope="module")

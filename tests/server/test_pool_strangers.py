@@ -24,9 +24,9 @@ from fedplat_server.aggregation.pooled import PoolAggregation
 from fedplat_server.workers import broadcast
 from fedplat_server.workers.broadcast import Broadcast, LostRankError, TaskEvent
 from fedplat_server.workers.protocol import TaskRefusal
-from server import strangers
-from server.pool import PoolProcess, pool
-from server.test_pool_aggregation import BY_COLUMNS, JOBS, Spool
+from support import strangers
+from support.pool import PoolProcess, pool
+from support.pool_jobs import BY_COLUMNS, JOBS, Spool
 
 NUM_VERSIONS = 20
 

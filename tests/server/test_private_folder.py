@@ -15,7 +15,7 @@ import pytest
 from fedplat_server.cli import main
 from fedplat_server.database import schema
 from fedplat_server.storage import data_dir as folder
-from server import harness
+from support import daemons
 
 pytestmark = pytest.mark.calm
 COMMAND = str(Path(sys.executable).parent / "fedplat-server")
@@ -100,8 +100,8 @@ async def test_a_daemon_closes_the_folder_of_an_older_version(folder: Path) -> N
     """Whatever the umask of those who embed the daemon: nothing that lies in the folder can be reached."""
     folder.chmod(0o755)
     (folder / "fedplat.sqlite").chmod(0o644)
-    async with harness.running(folder) as site:
-        await site.operator.start(harness.job_file())
+    async with daemons.running(folder) as site:
+        await site.operator.start(daemons.job_file())
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         stored = sorted(folder.glob("fedplat.sqlite*"))
         assert len(stored) >= 2, "the database has a -wal while it is open"

@@ -23,10 +23,10 @@ from google.protobuf.message import Message
 from fedplat import wire
 from fedplat.auth import Ticket
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc, model_pb2
-from fedplat_server.cli import main
-from server.access import authorized
-from server.harness import PATIENCE_S, digest_of, initial_model, job_file, reason_name, update_of
-from server.raw_client import CHALLENGE, Metadata, Signing
+from support.access import authorized
+from support.commands import here
+from support.daemons import PATIENCE_S, digest_of, initial_model, job_file, reason_name, update_of
+from support.raw_client import CHALLENGE, Metadata, Signing
 
 COMMAND = str(Path(sys.executable).parent / "fedplat-server")
 
@@ -42,18 +42,6 @@ def only_line(done: subprocess.CompletedProcess[str], status: int) -> str:
     lines = [line for line in done.stderr.splitlines() if line]
     assert len(lines) == 1, done.stderr
     return lines[0]
-
-
-def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Runs a command that needs no daemon in this process, which is quicker: (exit status, stdout, stderr)."""
-    monkeypatch.setattr(sys, "argv", ["fedplat-server", *arguments])
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as caught:
-        main.main()
-    signal.signal(signal.SIGTERM, before)
-    assert isinstance(caught.value.code, int)
-    out, err = capsys.readouterr()
-    return caught.value.code, out, err
 
 
 class Process:

@@ -14,7 +14,7 @@ from fedplat.model import Parameters
 from fedplat_server.training import evaluation
 from fedplat_server.workers.local_rank import LocalRank
 from fedplat_server.workers.tasks import Echo
-from server.pool import pool
+from support.pool import pool
 
 PLANTED = ("torch", "multiprocessing", "msgspec")
 

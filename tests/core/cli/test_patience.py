@@ -13,16 +13,15 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from core.cli.conftest import TOKEN, Run
-from core.cli.fake_admin import FakeServer, S, State
-from core.cli.story import ending, script
-from core.cli.test_process import start
 from fedplat.admin import AdminClient, connection
 from fedplat.admin.profile import Profile
 from fedplat.cli.app import app
 from fedplat.cli.patience import Patience
 from fedplat.errors import ServerRefusedError, ServerUnreachableError
 from fedplat.model import Parameters
+from support.cli.commands import TOKEN, Run, start
+from support.cli.fake_admin import FakeServer, S, State
+from support.cli.story import ending, script
 
 PATIENCE_S = 60.0
 JOB = """

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from core.rounds.driver import EVALUATOR, Driver, assigned, commands_of, make_client, make_job, make_spec
 from fedplat.job import Deadlines, Retry
 from fedplat.rounds import pacing
 from fedplat.rounds.commands import Assign, Refuse, RetryWindow
 from fedplat.rounds.events import ClientLeft, JobAction
 from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus, Reason
+from support.rounds.driver import EVALUATOR, Driver, assigned, commands_of, make_client, make_job, make_spec
 
 
 @pytest.mark.slow

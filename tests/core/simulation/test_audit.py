@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from core.simulation.runs import DIGITS
 from fedplat.cli.app import app
 from fedplat.errors import JobFileError
 from fedplat.job import calibrate
@@ -20,6 +19,7 @@ from fedplat.simulation.privacy_audit import Audit, canaries_of, choose_canaries
 from fedplat.simulation.run import Simulation
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.setup import Setup
+from support.simulation.runs import DIGITS
 
 NUM_CLIENTS = 200
 JOB = """

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from server.crash import nursery
-from server.crash.nursery import Nursery
+from support.crash import nursery
+from support.crash.nursery import Nursery
 
 HERE = Path(__file__).parent
 EVERY_POINT = "test_killed_at_every_point"

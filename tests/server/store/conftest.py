@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fedplat_server.database.store import SqlStore, open_store
-from server import databases
-from server.store.driver import Ticks
+from support import databases
+from support.store.driver import Ticks
 
 ON_POSTGRESQL = ("test_contract.py", "test_contract_save.py", "test_schema.py")
 """What every run tries on PostgreSQL as well; the other modules' half there is left to `make test-all`."""

@@ -23,8 +23,8 @@ from fedplat_server.database.engine import async_url, create_engine
 from fedplat_server.database.store import SqlStore, open_store
 from fedplat_server.database.transactions import MAX_TRIES, Database
 from fedplat_server.errors import StoreError, StoreUnavailableError
-from server.databases import execute_sql
-from server.store.driver import JOB_FILE, NOW, Driver, check_invariants, draft, eventful, run_to_the_end, token_hash
+from support.databases import execute_sql
+from support.store.driver import JOB_FILE, NOW, Driver, check_invariants, draft, eventful, run_to_the_end, token_hash
 
 
 def is_postgres(database: str) -> bool:

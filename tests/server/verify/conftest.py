@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy.engine import make_url
 
-from server import databases
-from server.verify.places import Place, healthy
+from support import databases
+from support.verify.places import Place, healthy
 
 
 @pytest.fixture(scope="module")

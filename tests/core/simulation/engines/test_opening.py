@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from core.simulation.engines.conftest import RAY
-from core.simulation.engines.tasks import task
 from fedplat.simulation.engines.interface import Work
 from fedplat.simulation.engines.registry import ENGINES, open_engine
+from support.simulation.engines import RAY
+from support.simulation.tasks import task
 
 
 @pytest.mark.parametrize(

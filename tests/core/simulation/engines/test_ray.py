@@ -16,10 +16,6 @@ import psutil
 import pytest
 from torch import nn
 
-from core.simulation.engines.conftest import RAY
-from core.simulation.engines.tasks import federation, rounds, task
-from core.simulation.engines.test_contract import personal
-from core.simulation.engines.test_processes import Failing, Stuck
 from fedplat.errors import EngineError, MissingExtraError
 from fedplat.pytorch.training import Learner
 from fedplat.simulation.engines.client_trainer import ClientTraining
@@ -28,6 +24,9 @@ from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.engines.ray.cluster import Cluster
 from fedplat.simulation.engines.ray.engine import RayEngine
 from fedplat.simulation.scenario.model import OwnLoss, OwnModule
+from support.simulation.engines import RAY
+from support.simulation.failing_tasks import Failing, Stuck
+from support.simulation.tasks import federation, personal, rounds, task
 
 MakeRay = Callable[[ClientTraining, int], RayEngine]
 WORKS = [[Work(client, version, client) for client in range(6)] for version in range(4)]
@@ -122,7 +121,7 @@ def test_what_cannot_be_sent_is_refused_with_words(make_ray: MakeRay) -> None:
 
 PROGRAM = """
 import os, sys
-from core.simulation.engines.tasks import task
+from support.simulation.tasks import task
 from fedplat.errors import EngineError
 from fedplat.simulation.engines.ray.engine import RayEngine
 
@@ -154,7 +153,7 @@ def test_a_cluster_that_is_there_is_used_and_left_alone(ray_cluster: Cluster, ma
 
 ALONE = """
 import sys, psutil
-from core.simulation.engines.tasks import task
+from support.simulation.tasks import task
 from fedplat.simulation.engines.ray.cluster import _State
 from fedplat.simulation.engines.ray.engine import RayEngine
 from fedplat.simulation.engines.interface import Work

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from core.rounds.driver import Driver, make_job, make_spec
 from fedplat.rounds import AttemptKey
+from support.rounds.driver import Driver, make_job, make_spec
 
 FIRST, SECOND, THIRD = (AttemptKey("j", round_, 1) for round_ in (1, 2, 3))
 

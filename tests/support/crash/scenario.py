@@ -20,9 +20,9 @@ from fedplat import codecs
 from fedplat.codecs.container import Format, options_from_text
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
-from server import harness
-from server.crash.nursery import Nursery, Order, Process
-from server.harness import RawClient, Site, digest_of, job_file
+from support import daemons
+from support.crash.nursery import Nursery, Order, Process
+from support.daemons import RawClient, Site, digest_of, job_file
 
 _T = TypeVar("_T")
 ROUNDS = 3
@@ -49,7 +49,7 @@ def base_model() -> Parameters:
 
 def update(number: int, round_: int) -> Parameters:
     """What the client of this number sends in a round."""
-    return harness.update_of(base_model(), 100 * round_ + number)
+    return daemons.update_of(base_model(), 100 * round_ + number)
 
 
 def content_of(number: int, round_: int, codec: codecs.Options | None) -> bytes:
@@ -149,7 +149,7 @@ def _is_gone(exc: aio.AioRpcError) -> bool:
 def _site(channel: aio.Channel, order: Order) -> Site:
     """A way to talk to a daemon that is not in this process."""
     elsewhere: Any = None
-    return Site(elsewhere, elsewhere, channel, harness.Operator(channel), elsewhere, order.data_dir)
+    return Site(elsewhere, elsewhere, channel, daemons.Operator(channel), elsewhere, order.data_dir)
 
 
 Disturb: TypeAlias = Callable[[World], Awaitable[None]]
@@ -268,7 +268,7 @@ async def train(
 
 
 async def _train(world: World, text: str, crash_at: Sequence[str], disturb: Disturb | None, num_clients: int) -> None:
-    async with asyncio.timeout(harness.PATIENCE_S), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(daemons.PATIENCE_S), asyncio.TaskGroup() as group:
         living = group.create_task(world.live(crash_at))
         members = [await enroll(world, number) for number in range(num_clients)]
         await operate(world, text)

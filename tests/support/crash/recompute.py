@@ -19,8 +19,8 @@ from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters, Values
 from fedplat.rounds.invariants.records import AssignmentRow, StoredAttempt, StoredJob, VersionRow
 from fedplat_server.verify import files, inspection
-from server.crash.scenario import World, content_of
-from server.harness import digest_of
+from support.crash.scenario import World, content_of
+from support.daemons import digest_of
 
 Result: TypeAlias = tuple[StoredJob, dict[tuple[int, int], StoredAttempt]]
 

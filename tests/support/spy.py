@@ -1,4 +1,4 @@
-"""A trainer for `fedplat-client --trainer e2e.spy:train` that notes the secrets which its own process handles.
+"""A trainer for `fedplat-client --trainer support.spy:train` that notes the secrets which its own process handles.
 
 They go to the file that SPY_FILE names, one a line as hex: session ids, nonces, signatures, assignment tokens.
 """

@@ -31,7 +31,7 @@ from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat_server.aggregation.service import Aggregation
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.spool import Spool
-from server.raw_client import digest_of
+from support.raw_client import digest_of
 
 CLIP = 0.5
 SENT = {"zeros": 0.0, "the norm": 1.0, "against the others": -1.0, "far too much": 1e6}

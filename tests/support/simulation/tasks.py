@@ -71,3 +71,8 @@ def rounds(engine: Engine, model: Parameters, works: Sequence[Sequence[Work]]) -
             model = model.plus(each.update.to_vector() / np.float32(len(trained)))
         found.append(trained)
     return found
+
+
+def personal() -> ClientTraining:
+    given = task(momentum=0.5)
+    return given._replace(learner=Learner(model=two_layers, personal=("5.*",)))

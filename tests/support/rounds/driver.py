@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from core.rounds.invariants import Ledger
 from fedplat.job import JobSpec
 from fedplat.rounds import Attempt, AttemptKey, Context, Coordinator, JobState, ModelVersion, Proposal, Verdict
 from fedplat.rounds.commands import Abort, Assign, Commit, Fold, Refuse
@@ -28,6 +27,7 @@ from fedplat.rounds.events import (
     UploadStarted,
 )
 from fedplat.rounds.states import JobStatus, Reason
+from support.rounds.invariants import Ledger
 
 _Command = TypeVar("_Command", Assign, Abort, Commit, Fold, Refuse)
 _Item = TypeVar("_Item")

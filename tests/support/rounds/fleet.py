@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from core.rounds.driver import Driver, commands_of, make_aggregated, make_client
 from fedplat.rounds import JobState, Proposal
 from fedplat.rounds.commands import Abort, Assign, Commit, Refuse
 from fedplat.rounds.events import AggregationFailed, AssignmentFailed, Event, UpdateReported, UploadStarted
 from fedplat.rounds.states import ENDED_JOBS, Reason
+from support.rounds.driver import Driver, commands_of, make_aggregated, make_client
 
 RETRY_STORE_S = 0.5
 

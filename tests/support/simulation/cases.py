@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from core.rounds.driver import make_spec
 from fedplat.job import JobSpec
 from fedplat.simulation.clients import Fleet, FleetOptions, build_fleet
+from support.rounds.driver import make_spec
 
 BAD: dict[str, Any] = {
     "speed": {"kind": "lognormal", "median": 5.0, "sigma": 1.0},

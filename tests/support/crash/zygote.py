@@ -23,7 +23,7 @@ from fedplat_server.config import ServerConfig
 from fedplat_server.daemon import Daemon, stop_on_signals
 from fedplat_server.database import schema
 from fedplat_server.database.sql_leases import open_leases
-from server import access
+from support import access
 
 
 def main() -> None:

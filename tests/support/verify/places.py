@@ -10,8 +10,8 @@ import sqlalchemy
 
 from fedplat.wire.v1 import admin_pb2, model_pb2
 from fedplat_server.database.engine import async_url, create_engine
-from server import databases, harness
-from server.harness import Site, initial_model, job_file, update_of
+from support import daemons, databases
+from support.daemons import Site, initial_model, job_file, update_of
 
 DONE = job_file(
     "done",
@@ -101,5 +101,5 @@ async def live(site: Site) -> dict[str, str]:
 
 
 async def healthy(database: str, folder: Path) -> Place:
-    async with harness.running(folder, database=database) as site:
+    async with daemons.running(folder, database=database) as site:
         return Place(database, folder, await live(site))

@@ -18,7 +18,7 @@ import pytest
 from sqlalchemy.engine import make_url
 
 from fedplat_server.database import schema
-from server import access
+from support import access
 
 _numbers = itertools.count()
 

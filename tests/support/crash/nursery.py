@@ -80,7 +80,7 @@ async def running() -> AsyncGenerator[Nursery]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "server.crash.zygote",
+        "support.crash.zygote",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=environment,

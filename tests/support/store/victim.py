@@ -6,7 +6,7 @@ import asyncio
 import sys
 
 from fedplat_server.database.store import open_store
-from server.store.driver import Driver, eventful
+from support.store.driver import Driver, eventful
 
 
 class _Talking(Driver):

@@ -26,9 +26,9 @@ from fedplat_server.auth import pki_folder
 from fedplat_server.auth.ca import Authority, certificate_pem, key_pem
 from fedplat_server.auth.pki_folder import PkiFolder
 from fedplat_server.auth.tls import utc_now
-from server import harness
-from server.harness import RawClient, Site
-from server.raw_client import Metadata
+from support import daemons
+from support.daemons import RawClient, Site
+from support.raw_client import Metadata
 
 S = grpc.StatusCode
 DAY = datetime.timedelta(days=1)
@@ -106,7 +106,7 @@ def make_pki(folder: Path) -> PkiFolder:
 @contextlib.asynccontextmanager
 async def running(folder: Path, clock: Callable[[], float] = time.time, **options: Any) -> AsyncGenerator[Place]:
     made = make_pki(folder)
-    async with harness.running(folder, tls=made.files, mtls_listen="127.0.0.1:0", clock=clock, **options) as site:
+    async with daemons.running(folder, tls=made.files, mtls_listen="127.0.0.1:0", clock=clock, **options) as site:
         yield Place(site, made)
 
 

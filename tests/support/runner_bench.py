@@ -18,9 +18,9 @@ from fedplat_server.coordination.long_polls import LongPolls
 from fedplat_server.coordination.runner import Runner, Timer
 from fedplat_server.database.ports import Store
 from fedplat_server.database.store import open_store
-from server import databases
-from server.faulty_store import FaultyStore
-from server.harness import job_file
+from support import databases
+from support.daemons import job_file
+from support.faulty_store import FaultyStore
 
 PATIENCE_S = 60.0
 STORE_RETRY_S = 0.002

@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import structs
 
-from core.rounds import crews, stored
-from core.rounds.warm_starts import WarmStarts
 from fedplat.rounds import (
     Assignment,
     Attempt,
@@ -41,6 +39,8 @@ from fedplat.rounds.states import (
     JobStatus,
     Reason,
 )
+from support.rounds import crews, stored
+from support.rounds.warm_starts import WarmStarts
 
 _Name = tuple[AttemptKey, str]
 _TAKEN_OUT = (Reason.REJECTED_OUTLIER, Reason.REVOKED)

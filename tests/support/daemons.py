@@ -27,10 +27,10 @@ from fedplat_server.daemon import Daemon
 from fedplat_server.database.ports import Store
 from fedplat_server.database.store import open_store
 from fedplat_server.errors import Code
-from server import access, raw_client
-from server.access import ADMIN_TOKEN, add_operator, authorized
-from server.faulty_store import Faults, FaultyStore
-from server.raw_client import PATIENCE_S, RawClient, again, digest_of, in_parts, private_key, reason_name
+from support import access, raw_client
+from support.access import ADMIN_TOKEN, add_operator, authorized
+from support.faulty_store import Faults, FaultyStore
+from support.raw_client import PATIENCE_S, RawClient, again, digest_of, in_parts, private_key, reason_name
 
 __all__ = ["digest_of", "reason_name"]  # what belongs to the clients, and most tests need
 STORM: Faults | None = None

@@ -26,7 +26,7 @@ FLEET = "/fedplat.wire.v1.Fleet/"
 
 Response = TypeVar("Response")
 is_stormy: Callable[[], bool] = bool  # no
-"""Whether the store of the server fails now and then: see `harness.STORM`."""
+"""Whether the store of the server fails now and then: see `daemons.STORM`."""
 
 
 async def again(call: Callable[[], Awaitable[Response]]) -> Response:
