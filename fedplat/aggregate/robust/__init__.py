@@ -3,7 +3,7 @@
 Each rule stands in one file and wraps any rule that ends with a mean of updates, so that server optimizers go with all
 of them; pre-aggregators mix updates before. To add one: write one file (the paper in its docstring, a frozen options
 record), add its record to `RobustRule` or `PreAggregator` here, and one row to the table of
-`tests/core/aggregate/test_robust.py`.
+`tests/support/robust_cases.py`.
 
 >>> from fedplat.aggregate import Contribution, weighted_mean
 >>> robust = Robust(rule=Median(), byzantine=1)
