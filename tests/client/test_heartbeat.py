@@ -77,7 +77,7 @@ def test_a_training_ends_when_the_server_has_no_time_left_for_it(
 
     @client.trainer("digits")
     def train(task: Task) -> TrainResult:
-        task.control.signal.wait(30)
+        task.control.signal.wait(60)
         task.progress(0.5)
         raise AssertionError("progress did not raise")
 

@@ -31,7 +31,8 @@ from support.clients import at_work
 
 pytestmark = pytest.mark.slow
 
-BOUND_S = 10.0
+BOUND_S = 60.0
+"""After 6.5 s on a machine that has nothing else to do; how much more a busy one needs says nothing of the daemon."""
 ROUNDS = 3
 JOB = """
 name = "survivor"

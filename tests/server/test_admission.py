@@ -12,6 +12,7 @@ import grpc
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from msgspec.structs import force_setattr
 
 from fedplat import wire
 from fedplat.wire.v1 import fleet_pb2_grpc
@@ -200,9 +201,11 @@ async def test_a_call_whose_turn_does_not_come_is_refused(folder: Path) -> None:
 @pytest.mark.calm("counts calls")
 @pytest.mark.fault("F38")
 async def test_a_message_that_does_not_come_in_time_is_given_up(folder: Path) -> None:
-    limits = Limits(newcomer_read_s=0.2, idle_s=0.2, min_bytes_per_s=2.0**30)
+    limits = Limits()
     async with daemons.running(folder, limits=limits) as site:
         client = await site.enroll()
+        for name, value in {"newcomer_read_s": 0.2, "idle_s": 0.2, "min_bytes_per_s": 2.0**30}.items():
+            force_setattr(limits, name, value)  # from now on, when no message comes at all
         async with silent(site) as calls:
             for method, metadata in (
                 (FLEET + "GetChallenge", ()),

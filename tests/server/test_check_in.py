@@ -95,7 +95,7 @@ async def test_an_open_assignment_is_handed_out_again_with_a_new_token(site: Sit
     await site.operator.start(job_file(goal=1))
     client = await site.enroll()
     first = await client.assignment()
-    old_heartbeat = client.heartbeat(first.token, wait_s=0.2)
+    old_heartbeat = client.heartbeat(first.token, wait_s=daemons.PATIENCE_S)
     second = await client.assignment()
     assert second.token != first.token
     assert (second.job_id, second.round, second.attempt) == (first.job_id, first.round, first.attempt)

@@ -56,7 +56,7 @@ def running(folder: Path, made: PkiFolder, **options: Any) -> Any:
 
 
 def said(profile: Profile) -> str:
-    with AdminClient(profile, timeout_s=10.0) as client, pytest.raises(ServerUnreachableError) as caught:
+    with AdminClient(profile, timeout_s=60.0) as client, pytest.raises(ServerUnreachableError) as caught:
         client.status()
     text = str(caught.value)
     assert ADMIN_TOKEN not in text

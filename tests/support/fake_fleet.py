@@ -102,7 +102,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
     def wait_for(self, call: str, count: int = 1) -> None:
         """Waits until `call` came `count` times; the limit only ends a test that would hang."""
         with self.changed:
-            assert self.changed.wait_for(lambda: self.calls.count(call) >= count, timeout=30), self.calls
+            assert self.changed.wait_for(lambda: self.calls.count(call) >= count, timeout=60), self.calls
 
     def Enroll(self, request: fleet_pb2.EnrollRequest, context: Any) -> fleet_pb2.EnrollResponse:
         self._enter("Enroll", request, context, authenticated=False)

@@ -45,7 +45,7 @@ class PoolProcess:
     def stop(self) -> int:
         """SIGTERM; returns the exit status."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(30.0)
+        return self.process.wait(60.0)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ PROPERTY = "faults of the store"
 def marks(module: str) -> list[pytest.MarkDecorator]:
     """The marks of a module's second run."""
     proves = pytest.mark.fault("F9", "F10")
-    return [proves] if module.rpartition(".")[2] in IN_EVERY_RUN else [proves, pytest.mark.slow]
+    return [proves] if module in IN_EVERY_RUN else [proves, pytest.mark.slow]
 
 
 def summary(stats: Mapping[str, Sequence[Any]]) -> str:

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 USER = 65534
 _PLANTED = 400
-_PATIENCE = datetime.timedelta(seconds=30)
+_PATIENCE = datetime.timedelta(seconds=60)
 _VALIDATE = b"\x00" + struct.pack("<I", 0x3C85F7CE)
 _PONG = b"ping"
 _PING = b"\x0d" + _PONG
