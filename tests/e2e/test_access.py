@@ -21,22 +21,11 @@ from fedplat_server.auth import ca
 from fedplat_server.auth.tls import utc_now
 from support import processes
 from support.clients import at_work
+from support.jobs import write_job
 
 pytestmark = pytest.mark.slow
 
-JOB = """
-name = "again"
-population = "demo"
-trainer = "add"
-rounds = 1
-[model]
-initial = "unused.safetensors"
-[selection]
-goal = 1
-over_selection = 1.0
-[retry]
-base_s = 0.1
-"""
+JOB = write_job("again", trainer="add", retry={"base_s": 0.1})
 
 
 def add(task: Task) -> TrainResult:

@@ -16,28 +16,20 @@ from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, Task, TrainResult
 from fedplat_server.verify.checker import verify
 from support import processes
+from support.jobs import write_job
 
 pytestmark = pytest.mark.slow
 
-JOB = """
-name = "async"
-population = "fleet"
-trainer = "steps"
-rounds = 4
-[model]
-initial = "unused.safetensors"
-[mode]
-kind = "buffered"
-concurrency = 3
-[selection]
-goal = 2
-min_fraction = 1.0
-[updates]
-weighting = "uniform"
-[aggregation]
-rule = "fedbuff"
-learning_rate = 0.5
-"""
+JOB = write_job(
+    "async",
+    population="fleet",
+    trainer="steps",
+    rounds=4,
+    mode={"kind": "buffered", "concurrency": 3},
+    selection={"goal": 2, "over_selection": 1.3, "min_fraction": 1.0},
+    updates={"weighting": "uniform"},
+    aggregation={"rule": "fedbuff", "learning_rate": 0.5},
+)
 SIZE = 500
 
 

@@ -23,26 +23,19 @@ from fedplat_client._work import transfer
 from fedplat_server.verify import inspection
 from fedplat_server.verify.checker import verify
 from support import processes
+from support.jobs import write_job
 
 pytestmark = pytest.mark.slow
 
-JOB = """
-name = "downlink"
-population = "fleet"
-trainer = "noise"
-rounds = 4
-[model]
-initial = "unused.safetensors"
-[selection]
-goal = 2
-over_selection = 1.0
-min_fraction = 1.0
-[retry]
-base_s = 0.05
-[compression]
-uplink = { codec = "eden", bits = 4 }
-downlink = { codec = "eden", bits = 4 }
-"""
+JOB = write_job(
+    "downlink",
+    population="fleet",
+    trainer="noise",
+    rounds=4,
+    selection={"goal": 2, "min_fraction": 1.0},
+    retry={"base_s": 0.05},
+    compression={"uplink": {"codec": "eden", "bits": 4}, "downlink": {"codec": "eden", "bits": 4}},
+)
 LEAVES_IN = 3
 """The round in which one client leaves, and a fresh one takes its place."""
 

@@ -28,18 +28,9 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.cli import commands
 from support import processes
+from support.jobs import write_job
 
-JOB = """
-name = "short"
-population = "demo"
-trainer = "train"
-rounds = 1
-[model]
-initial = "unused.safetensors"
-[selection]
-goal = 1
-over_selection = 1.0
-"""
+JOB = write_job("short", trainer="train")
 NOBODY = "fedplat_op_" + "Zq3" * 14 + "x"
 """What somebody takes for a token."""
 

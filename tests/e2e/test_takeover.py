@@ -28,28 +28,22 @@ from fedplat_client import Client, ClientOptions, Task, TrainResult
 from fedplat_server.database import schema
 from support import databases, processes
 from support.clients import at_work
+from support.jobs import write_job
 
 pytestmark = pytest.mark.slow
 
 BOUND_S = 60.0
 """After 6.5 s on a machine that has nothing else to do; how much more a busy one needs says nothing of the daemon."""
 ROUNDS = 3
-JOB = """
-name = "survivor"
-population = "few"
-trainer = "add"
-rounds = 3
-[model]
-initial = "unused.safetensors"
-[selection]
-goal = 2
-over_selection = 1.0
-min_fraction = 1.0
-[deadlines]
-heartbeat_s = 0.2
-[retry]
-base_s = 0.1
-"""
+JOB = write_job(
+    "survivor",
+    population="few",
+    trainer="add",
+    rounds=ROUNDS,
+    selection={"goal": 2, "min_fraction": 1.0},
+    deadlines={"heartbeat_s": 0.2},
+    retry={"base_s": 0.1},
+)
 
 
 @pytest.fixture(scope="module")

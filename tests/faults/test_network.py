@@ -20,7 +20,8 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult
 from support import daemons
-from support.daemons import RawClient, Site, initial_model, job_file, reason_name, update_of
+from support.daemons import RawClient, Site, initial_model, reason_name, update_of
+from support.jobs import job_file
 
 CheckIn: TypeAlias = "aio.UnaryUnaryCall[Any, fleet_pb2.CheckInResponse]"  # a string: generic for the checker only
 LARGE = Parameters.from_arrays({"weight": np.zeros(300_000, np.float32)})

@@ -21,27 +21,18 @@ from fedplat.cli import submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from support import processes
+from support.jobs import write_job
 from support.raw_client import RawClient, digest_of, private_key, reason_name
 
 MIB = 2**20
 ESC = "\x1b[2J"
-JOB = """
-name = "bait"
-population = "hostile"
-trainer = "toy"
-rounds = 1000
-[model]
-initial = "unused.safetensors"
-[selection]
-goal = 1
-over_selection = 1.0
-[deadlines]
-selection_s = 3600
-training_s = 3600
-[retry]
-base_s = 0.01
-max_s = 0.01
-"""
+JOB = write_job(
+    "bait",
+    population="hostile",
+    rounds=1000,
+    deadlines={"selection_s": 3600, "training_s": 3600},
+    retry={"base_s": 0.01, "max_s": 0.01},
+)
 ENTRY = {"dtype": "F32", "shape": [MIB], "data_offsets": [0, 4 * MIB]}
 SQL_OF_TEXTS = """
 SELECT (SELECT sum(length(CAST(text AS BLOB)) + length(CAST(metrics AS BLOB))) FROM assignments),

@@ -21,7 +21,8 @@ from fedplat_server.rpc import serving
 from fedplat_server.rpc.admission import MAX_WAITING_PER_CONNECTION, READS_PER_CONNECTION, Reads
 from support import daemons
 from support.access import ADMIN_METADATA
-from support.daemons import Site, initial_model, job_file, update_of
+from support.daemons import Site, initial_model, update_of
+from support.jobs import job_file
 from support.raw_client import CHALLENGE
 
 FLEET = "/fedplat.wire.v1.Fleet/"

@@ -17,7 +17,8 @@ from fedplat.privacy import Charge, accounting
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.coordination import budgets
 from support import daemons
-from support.daemons import Site, job_file
+from support.daemons import Site
+from support.jobs import job_file
 from support.private_jobs import DELTA, private
 
 pytestmark = pytest.mark.calm  # they look at single answers

@@ -11,7 +11,8 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from fedplat_server.verify.checker import verify
 from support import daemons
-from support.daemons import RawClient, Site, digest_of, initial_model, job_file, reason_name, update_of
+from support.daemons import RawClient, Site, digest_of, initial_model, reason_name, update_of
+from support.jobs import job_file
 
 FEDBUFF = '[aggregation]\nrule = "fedbuff"\nlearning_rate = 0.5\n[updates]\nweighting = "uniform"\n'
 

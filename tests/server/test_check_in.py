@@ -19,7 +19,8 @@ from fedplat_server.config import Limits
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.inline_models import InlineModels
 from support import daemons
-from support.daemons import Gate, RawClient, Site, initial_model, job_file, reason_name, update_of
+from support.daemons import Gate, RawClient, Site, initial_model, reason_name, update_of
+from support.jobs import job_file
 
 
 async def test_returns_at_once_when_there_is_an_assignment(site: Site) -> None:

@@ -16,7 +16,8 @@ from fedplat.job import build_rule, parse_job
 from fedplat.model import Parameters
 from fedplat_server.verify.checker import verify
 from support import daemons
-from support.daemons import RawClient, Site, digest_of, job_file, reason_name, update_of
+from support.daemons import RawClient, Site, digest_of, reason_name, update_of
+from support.jobs import job_file
 
 NAMES = tuple(codecs.CODECS)
 BF16 = codecs.Bf16()

@@ -19,7 +19,8 @@ from fedplat import durable, wire
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from support import daemons
-from support.daemons import RawClient, Site, digest_of, initial_model, job_file, update_of
+from support.daemons import RawClient, Site, digest_of, initial_model, update_of
+from support.jobs import job_file
 
 pytestmark = pytest.mark.fault("F7")
 MODEL = Parameters.from_arrays({"weight": np.zeros(10_000, np.float32)})

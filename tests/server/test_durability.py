@@ -22,7 +22,8 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.storage import spool_file
 from support import daemons
-from support.daemons import RawClient, Site, digest_of, initial_model, job_file, reason_name, update_of
+from support.daemons import RawClient, Site, digest_of, initial_model, reason_name, update_of
+from support.jobs import job_file
 
 pytestmark = pytest.mark.calm("says itself what fails when")
 

@@ -19,7 +19,8 @@ from fedplat.aggregate.scaffold import with_control
 from fedplat_server.errors import StoreUnavailableError
 from fedplat_server.training import evaluation
 from support import daemons
-from support.daemons import Site, initial_model, job_file, update_of
+from support.daemons import Site, initial_model, update_of
+from support.jobs import job_file
 
 EVALUATORS = """
 import os, time

@@ -22,9 +22,10 @@ from fedplat_server.config import LeaseTimes
 from fedplat_server.errors import ConfigError
 from support import daemons
 from support.access import ADMIN_METADATA
-from support.daemons import RawClient, Site, digest_of, initial_model, job_file, reason_name, update_of
+from support.daemons import RawClient, Site, digest_of, initial_model, reason_name, update_of
 from support.databases import execute_sql
 from support.gateways import both_agree, code_of, leading, status
+from support.jobs import job_file
 from support.raw_client import private_key
 
 TIMES = LeaseTimes(valid_s=60.0, renew_s=0.2, margin_s=1.0, poll_s=0.05)

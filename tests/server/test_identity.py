@@ -20,8 +20,9 @@ from fedplat_server.database.clients import Enrollment, EnrollmentToken
 from fedplat_server.database.store import open_store
 from fedplat_server.errors import RefusedError
 from support import daemons, databases
-from support.daemons import Gate, RawClient, Site, initial_model, job_file, reason_name, update_of
+from support.daemons import Gate, RawClient, Site, initial_model, reason_name, update_of
 from support.faulty_store import FaultyStore
+from support.jobs import job_file
 from support.raw_client import CHALLENGE, Metadata, private_key
 
 S = grpc.StatusCode

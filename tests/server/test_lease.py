@@ -18,8 +18,9 @@ from fedplat_server.leadership.election import LeaseElection
 from fedplat_server.records import lease as rules
 from fedplat_server.records.lease import Candidate, HeldLease, Lease, LeaseReading
 from support import daemons, databases
-from support.daemons import digest_of, initial_model, job_file, update_of
+from support.daemons import digest_of, initial_model, update_of
 from support.gateways import both_agree, code_of, leading
+from support.jobs import job_file
 
 ONE, TWO = Candidate("d-one", "one:7443"), Candidate("d-two", "two:7443")
 TIMES = LeaseTimes(valid_s=6.0, renew_s=2.0, margin_s=1.0, poll_s=0.5)

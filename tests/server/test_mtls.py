@@ -25,7 +25,7 @@ from fedplat_server.config import LeaseTimes
 from fedplat_server.errors import ConfigError
 from support import daemons
 from support.access import authorized
-from support.daemons import job_file
+from support.jobs import job_file
 from support.mtls import DAY, Clock, Place, S, Shown, make_pki, refused, running, signed_by
 from support.raw_client import Metadata
 

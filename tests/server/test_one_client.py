@@ -11,7 +11,8 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from fedplat_server.verify.checker import verify
 from support import daemons
-from support.daemons import RawClient, Site, initial_model, job_file
+from support.daemons import RawClient, Site, initial_model
+from support.jobs import job_file
 
 TEN = job_file(goal=10, rounds=2, over_selection=1.0, min_fraction=0.8)
 

@@ -27,7 +27,8 @@ from fedplat_server.rpc import operator_access
 from fedplat_server.rpc.operator_access import NEEDED_ROLES
 from support import access, daemons
 from support.access import ADMIN_NAME, ADMIN_TOKEN
-from support.daemons import Operator, Site, digest_of, job_file, update_of
+from support.daemons import Operator, Site, digest_of, update_of
+from support.jobs import job_file
 
 pytestmark = pytest.mark.calm  # they look at single answers
 LIST_JOBS, GET_STATUS = "/fedplat.wire.v1.Jobs/ListJobs", "/fedplat.wire.v1.Operators/GetStatus"

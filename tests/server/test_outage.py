@@ -15,7 +15,8 @@ from fedplat.wire.v1 import admin_pb2, model_pb2
 from fedplat_server.errors import StoreUnavailableError
 from fedplat_server.rpc import health
 from support import daemons
-from support.daemons import Site, digest_of, initial_model, job_file, update_of
+from support.daemons import Site, digest_of, initial_model, update_of
+from support.jobs import job_file
 
 pytestmark = pytest.mark.calm("says itself what fails when")
 

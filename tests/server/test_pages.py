@@ -23,7 +23,8 @@ from fedplat_server.records import audit
 from fedplat_server.rpc import pages
 from support import access, daemons
 from support.access import ADMIN_TOKEN
-from support.daemons import Site, job_file
+from support.daemons import Site
+from support.jobs import job_file
 
 pytestmark = pytest.mark.calm
 WIDE = "\U0001f600"

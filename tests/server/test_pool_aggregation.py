@@ -24,7 +24,8 @@ from fedplat_server.errors import BlobFullError
 from fedplat_server.workers.attempt_inputs import AttemptInputs, CloseAttempt
 from fedplat_server.workers.client import WorkerPool
 from support import daemons
-from support.daemons import Site, job_file
+from support.daemons import Site
+from support.jobs import job_file
 from support.pool import PoolProcess, pool
 from support.pool_jobs import BY_COLUMNS, CLIPPED, FEDADAM, JOBS, NUM_UPDATES, Spool, base_model
 

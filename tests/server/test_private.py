@@ -18,7 +18,8 @@ from fedplat.wire.v1 import admin_pb2, model_pb2
 from fedplat_server.database.ledger import LedgerRow
 from fedplat_server.verify.checker import verify
 from support import daemons
-from support.daemons import RawClient, Site, job_file
+from support.daemons import RawClient, Site
+from support.jobs import job_file
 
 CLIP = 2.0
 GOAL = 4

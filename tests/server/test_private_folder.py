@@ -16,6 +16,7 @@ from fedplat_server.cli import main
 from fedplat_server.database import schema
 from fedplat_server.storage import data_dir as folder
 from support import daemons
+from support.jobs import job_file
 
 pytestmark = pytest.mark.calm
 COMMAND = str(Path(sys.executable).parent / "fedplat-server")
@@ -101,7 +102,7 @@ async def test_a_daemon_closes_the_folder_of_an_older_version(folder: Path) -> N
     folder.chmod(0o755)
     (folder / "fedplat.sqlite").chmod(0o644)
     async with daemons.running(folder) as site:
-        await site.operator.start(daemons.job_file())
+        await site.operator.start(job_file())
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         stored = sorted(folder.glob("fedplat.sqlite*"))
         assert len(stored) >= 2, "the database has a -wal while it is open"

@@ -25,7 +25,8 @@ from fedplat.auth import Ticket
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc, model_pb2
 from support.access import authorized
 from support.commands import here
-from support.daemons import PATIENCE_S, digest_of, initial_model, job_file, reason_name, update_of
+from support.daemons import PATIENCE_S, digest_of, initial_model, reason_name, update_of
+from support.jobs import job_file
 from support.raw_client import CHALLENGE, Metadata, Signing
 
 COMMAND = str(Path(sys.executable).parent / "fedplat-server")

@@ -20,7 +20,8 @@ from fedplat_server.cli.commands import app
 from fedplat_server.errors import ConfigError
 from fedplat_server.verify.checker import verify
 from support import daemons
-from support.daemons import Site, job_file
+from support.daemons import Site
+from support.jobs import job_file
 from support.rollbacks import ZERO, play, roll_back, values
 
 ROUNDS = 6

@@ -25,7 +25,8 @@ from fedplat_server.config import Limits
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.rpc import streams
 from support import daemons
-from support.daemons import RawClient, Site, digest_of, initial_model, job_file, reason_name, update_of
+from support.daemons import RawClient, Site, digest_of, initial_model, reason_name, update_of
+from support.jobs import job_file
 from support.raw_client import private_key
 
 UPDATE = update_of(initial_model(), 0).to_bytes()

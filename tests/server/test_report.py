@@ -15,7 +15,8 @@ from fedplat import report_validation
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
 from support import daemons
-from support.daemons import RawClient, Site, digest_of, initial_model, job_file, reason_name, update_of
+from support.daemons import RawClient, Site, digest_of, initial_model, reason_name, update_of
+from support.jobs import job_file
 
 UPDATE = update_of(initial_model(), 0)
 OTHER = update_of(initial_model(), 1)

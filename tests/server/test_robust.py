@@ -14,7 +14,8 @@ from fedplat.codecs.container import Format
 from fedplat.job import build_rule, parse_job
 from fedplat.model import Parameters
 from support import daemons
-from support.daemons import RawClient, Site, initial_model, job_file, update_of
+from support.daemons import RawClient, Site, initial_model, update_of
+from support.jobs import job_file
 
 OPTIMIZER = '[aggregation]\nrule = "fedavgm"\nmomentum = 0.5\n'
 MEMORY = 'durability = "memory"\n'

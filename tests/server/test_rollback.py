@@ -15,7 +15,8 @@ from fedplat.wire.v1 import admin_pb2
 from fedplat_server.coordination.retention import find_retained_versions
 from fedplat_server.verify.checker import verify
 from support import daemons, trees
-from support.daemons import Site, job_file
+from support.daemons import Site
+from support.jobs import job_file
 from support.rollbacks import ZERO, model_of, play, roll_back, values
 from support.trees import CLIP, NOISE, SIZE
 

@@ -13,7 +13,8 @@ from grpc import aio
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from support import daemons
-from support.daemons import RawClient, Site, initial_model, job_file, update_of
+from support.daemons import RawClient, Site, initial_model, update_of
+from support.jobs import job_file
 
 CheckIn: TypeAlias = "aio.UnaryUnaryCall[Any, fleet_pb2.CheckInResponse]"
 

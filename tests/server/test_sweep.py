@@ -16,7 +16,7 @@ from fedplat_server.coordination.retention import find_retained_versions
 from fedplat_server.database.jobs import RetainedVersions
 from fedplat_server.storage import blobs as blob_files
 from fedplat_server.storage.blobs import BlobStore
-from support.daemons import job_file
+from support.jobs import job_file
 from support.private_jobs import private
 
 

@@ -26,6 +26,7 @@ from fedplat_server.config import TlsFiles
 from fedplat_server.errors import ConfigError
 from support import daemons
 from support.access import ADMIN_TOKEN
+from support.jobs import job_file
 
 pytestmark = pytest.mark.calm  # they look at single answers
 DAY = datetime.timedelta(days=1)
@@ -128,7 +129,7 @@ async def test_certificate_and_authority_change_in_the_middle_of_a_round(folder:
         folder_pki.renew(folder_pki.hosts(), now)
 
     async with running(folder, folder_pki) as site:
-        job = await site.operator.start(daemons.job_file(goal=2, rounds=3))
+        job = await site.operator.start(job_file(goal=2, rounds=3))
         first, second = await site.fleet(2)
         served: list[bytes] = []
         for round_, change in enumerate((renew, folder_pki.rotate, folder_pki.finish_rotation), 1):

@@ -14,7 +14,8 @@ from msgspec.structs import force_setattr
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_server.config import Limits
 from support import daemons
-from support.daemons import RawClient, Site, digest_of, initial_model, job_file, update_of
+from support.daemons import RawClient, Site, digest_of, initial_model, update_of
+from support.jobs import job_file
 
 UPDATE = update_of(initial_model(), 0).to_bytes()
 DIGEST = digest_of(UPDATE)

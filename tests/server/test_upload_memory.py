@@ -20,7 +20,8 @@ from fedplat_server.config import Limits
 from fedplat_server.errors import RefusedError
 from fedplat_server.rpc.memory import MemoryBudget
 from support import daemons
-from support.daemons import Site, digest_of, job_file
+from support.daemons import Site, digest_of
+from support.jobs import job_file
 
 MODEL = Parameters.from_arrays({"weight": np.zeros(200_000, np.float32)})
 

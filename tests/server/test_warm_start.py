@@ -15,7 +15,8 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.verify.checker import verify
 from support import daemons
-from support.daemons import Site, initial_model, job_file, until, update_of
+from support.daemons import Site, initial_model, until, update_of
+from support.jobs import job_file
 from support.pool import pool
 from support.server_trainers import learning, trainers
 

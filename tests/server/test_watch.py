@@ -12,7 +12,8 @@ from grpc import aio
 
 from fedplat.wire.v1 import admin_pb2
 from support import daemons
-from support.daemons import Site, initial_model, job_file, update_of
+from support.daemons import Site, initial_model, update_of
+from support.jobs import job_file
 
 
 async def train(site: Site, rounds: int) -> None:

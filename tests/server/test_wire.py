@@ -28,7 +28,8 @@ from fedplat_server.rpc import convert, interceptor
 from fedplat_server.rpc.statuses import STATUSES
 from support import access
 from support.access import ADMIN_METADATA
-from support.daemons import Site, initial_model, job_file, running, update_of
+from support.daemons import Site, initial_model, running, update_of
+from support.jobs import job_file
 
 METHODS = [
     *(f"/fedplat.wire.v1.Fleet/{method.name}" for method in fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].methods),

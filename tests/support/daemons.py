@@ -74,18 +74,6 @@ def update_of(base: Parameters, seed: int) -> Parameters:
     return Parameters.from_arrays(arrays, base.schema.carry)
 
 
-def job_file(name: str = "toy", rounds: int = 1, goal: int = 2, more: str = "", **selection: object) -> str:
-    """A job file; deadlines are far away unless `more` has a table of its own for them."""
-    chosen = {"goal": goal, "over_selection": 1.0, "min_fraction": 1.0, **selection}
-    lines = "\n".join(f"{key} = {repr(value) if isinstance(value, str) else value}" for key, value in chosen.items())
-    deadlines = "" if "[deadlines]" in more else "[deadlines]\ntraining_s = 3600\nselection_s = 3600\n"
-    retry = "" if "[retry]" in more else "[retry]\nbase_s = 0.01\nmax_s = 0.01\n"
-    return (
-        f'name = "{name}"\npopulation = "demo"\ntrainer = "toy"\nrounds = {rounds}\n'
-        f'[model]\ninitial = "m.safetensors"\n[selection]\n{lines}\n{deadlines}{retry}{more}\n'
-    )
-
-
 class Gate:
     """Holds a coroutine up until the test lets it go on."""
 

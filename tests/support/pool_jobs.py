@@ -17,7 +17,7 @@ from fedplat_server.aggregation.backend import Aggregate, AggregationBackend
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.workers.attempt_inputs import AttemptInputs, SpooledUpdate
 from support import daemons
-from support.daemons import job_file
+from support.jobs import job_file
 
 SIZE = WINDOW + 5000
 NUM_UPDATES = 5

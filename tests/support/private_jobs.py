@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from support.daemons import job_file
+from support.jobs import job_file
 
 DELTA = 1e-6
 

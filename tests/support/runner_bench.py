@@ -19,8 +19,8 @@ from fedplat_server.coordination.runner import Runner, Timer
 from fedplat_server.database.ports import Store
 from fedplat_server.database.store import open_store
 from support import databases
-from support.daemons import job_file
 from support.faulty_store import FaultyStore
+from support.jobs import job_file
 
 PATIENCE_S = 60.0
 STORE_RETRY_S = 0.002

@@ -13,7 +13,8 @@ from fedplat.aggregate import state_from_bytes
 from fedplat.errors import FedplatError
 from fedplat.model import Parameters
 from fedplat.privacy import KEY_BYTES
-from support.daemons import Site, job_file
+from support.daemons import Site
+from support.jobs import job_file
 
 ROUNDS, CLIP, NOISE, SIZE = 4, 1.0, 5.0, 20_000
 

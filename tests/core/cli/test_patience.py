@@ -22,18 +22,16 @@ from fedplat.model import Parameters
 from support.cli.commands import TOKEN, Run, start
 from support.cli.fake_admin import FakeServer, S, State
 from support.cli.story import ending, script
+from support.jobs import write_job
 
 PATIENCE_S = 60.0
-JOB = """
-name = "digits"
-population = "demo"
-trainer = "digits"
-rounds = 3
-[model]
-initial = "initial.safetensors"
-[selection]
-goal = 2
-"""
+JOB = write_job(
+    "digits",
+    trainer="digits",
+    rounds=3,
+    model={"initial": "initial.safetensors"},
+    selection={"goal": 2, "over_selection": 1.3},
+)
 
 
 @pytest.fixture

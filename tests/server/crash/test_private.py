@@ -15,7 +15,7 @@ from fedplat_server.verify.checker import verify
 from support.crash import recompute, scenario
 from support.crash.nursery import Nursery, Order
 from support.crash.scenario import KILLED, World
-from support.daemons import job_file
+from support.jobs import job_file
 
 CLIP, NOISE = 3.0, 1e-3
 TEXT = job_file(

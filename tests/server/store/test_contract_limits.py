@@ -11,7 +11,7 @@ from fedplat_server.database.ports import Store, recall_participations
 from fedplat_server.database.writes import ParticipationLimits
 from fedplat_server.errors import ParticipationError
 from support.store.driver import Driver
-from support.store.limits import BOTH, LIMITED, SEPARATED, play
+from support.store.limits import BOTH, LIMITED, SEPARATED, play, write
 
 
 def forgetful(driver: Driver, job_id: str, keep: str = "") -> None:
@@ -84,7 +84,7 @@ async def test_both_hold(store: Store) -> None:
     assert "max_participations" in await refused(driver, "j", "h", "a")
 
 
-@pytest.mark.parametrize("job_file", [LIMITED.replace("= 2 }", "= 1 }"), SEPARATED])
+@pytest.mark.parametrize("job_file", [write("fixed", most=1, rest=0), SEPARATED])
 async def test_another_attempt_at_the_same_round_is_no_other_participation(store: Store, job_file: str) -> None:
     driver = Driver(store)
     await driver.create("j", job_file)

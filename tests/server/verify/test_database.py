@@ -9,7 +9,8 @@ import pytest
 from fedplat_server.verify import checks, files, inspection
 from fedplat_server.verify.checker import verify
 from support import daemons
-from support.daemons import initial_model, job_file, update_of
+from support.daemons import initial_model, update_of
+from support.jobs import job_file
 from support.verify.breakages import BREAKAGES, assignment
 from support.verify.places import Place
 

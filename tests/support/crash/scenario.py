@@ -22,7 +22,8 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from support import daemons
 from support.crash.nursery import Nursery, Order, Process
-from support.daemons import RawClient, Site, digest_of, job_file
+from support.daemons import RawClient, Site, digest_of
+from support.jobs import job_file
 
 _T = TypeVar("_T")
 ROUNDS = 3

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from support.jobs import write_job
 from support.store.driver import Driver
 
-PRIVATE = """
-name = "digits"
-population = "demo"
-trainer = "digits"
-rounds = 20
-model.initial = "model.safetensors"
-updates = {{ weighting = "uniform", clip_norm = 1.0 }}
-privacy = {{ participation = "{kind}", delta = 1e-6, noise_multiplier = 1.0, max_participations = {most} }}
-selection = {{ goal = 2, over_selection = 1.0, close = "deadline", min_separation = {rest} }}
-"""
 
-LIMITED = PRIVATE.format(kind="fixed", most=2, rest=0)
-SEPARATED = PRIVATE.format(kind="min_separation", most=0, rest=2)
-BOTH = PRIVATE.format(kind="min_separation", most=2, rest=1)
+def write(kind: str, most: int, rest: int) -> str:
+    return write_job(
+        "digits",
+        trainer="digits",
+        rounds=20,
+        model={"initial": "model.safetensors"},
+        updates={"weighting": "uniform", "clip_norm": 1.0},
+        privacy={"participation": kind, "delta": 1e-6, "noise_multiplier": 1.0, "max_participations": most},
+        selection={"goal": 2, "close": "deadline", "min_separation": rest},
+    )
+
+
+LIMITED = write(kind="fixed", most=2, rest=0)
+SEPARATED = write(kind="min_separation", most=0, rest=2)
+BOTH = write(kind="min_separation", most=2, rest=1)
 
 
 async def play(driver: Driver, job_id: str, *names: str) -> None:

@@ -11,7 +11,8 @@ import sqlalchemy
 from fedplat.wire.v1 import admin_pb2, model_pb2
 from fedplat_server.database.engine import async_url, create_engine
 from support import daemons, databases
-from support.daemons import Site, initial_model, job_file, update_of
+from support.daemons import Site, initial_model, update_of
+from support.jobs import job_file
 
 DONE = job_file(
     "done",
