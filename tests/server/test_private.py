@@ -188,32 +188,33 @@ async def test_a_model_that_shows_the_largest_of_a_clients_numbers_is_refused(si
         await site.operator.create(private(), largest)
 
 
+WHOLE_S = 2.5
+
+
 def poisson(rate: float) -> str:
     tables = (
         f'[selection.sampling]\npolicy = "poisson"\nrate = {rate}\n'
         f'[updates]\nweighting = "uniform"\nclip_norm = {CLIP}\n'
+        "[deadlines]\nselection_s = 3600\ntraining_s = 2.0\nupload_s = 0.5\n"
         f'[privacy]\nparticipation = "poisson"\ndelta = 1e-6\nnoise_multiplier = {LITTLE}\n'
     )
     return job_file("private", 1, GOAL, more=tables, close="deadline", wait_for=GOAL)
 
 
 @pytest.mark.parametrize("rate", [1e-9, 1.0])
-async def test_when_a_version_comes_does_not_tell_who_was_drawn(folder: Path, rate: float) -> None:
-    """All have reported, or nobody was drawn: it comes at the deadline, as with one that takes all its time."""
-    async with daemons.running(folder) as site:
-        clients = await site.fleet(GOAL)
-        job = await start(site, poisson(rate))
-        work = [asyncio.create_task(client.assignment()) for client in clients]
-        if rate == 1.0:
-            for client, one in zip(clients, await asyncio.gather(*work), strict=True):
-                await client.deliver(one.token, update(1, 1.0))
-        await site.operator.until(job, "attempt", "COLLECTING")
-        (attempt,) = await site.operator.rounds(job)
-        assert attempt.phase == admin_pb2.ATTEMPT_PHASE_COLLECTING
-        assert (await site.operator.show(job)).model.version == 0
-        for task in work:
-            task.cancel()
-        await asyncio.gather(*work, return_exceptions=True)
-    async with daemons.running(folder, clock=lambda: time.time() + 4000.0) as site:
-        await site.operator.until(job, "job", "COMPLETED")
-        assert (await site.operator.versions(job))[-1].num_updates == (GOAL if rate == 1.0 else 0)
+async def test_when_a_version_comes_does_not_tell_who_was_drawn(site: Site, rate: float) -> None:
+    """All report at once, or nobody was drawn: it comes no earlier than with one that takes all its time."""
+    clients = await site.fleet(GOAL)
+    job, begun = await start(site, poisson(rate)), time.monotonic()
+    work = [asyncio.create_task(client.assignment()) for client in clients]
+    num_received = 0  # on a slow machine a report may come too late, which has nothing to do with the version's time
+    if rate == 1.0:
+        for client, one in zip(clients, await asyncio.gather(*work), strict=True):
+            answer = await client.report_inline(one.token, update(1, 1.0).to_bytes())
+            num_received += answer.HasField("receipt")
+    await site.operator.until(job, "job", "COMPLETED")
+    assert time.monotonic() - begun >= WHOLE_S
+    assert (await site.operator.versions(job))[-1].num_updates == num_received
+    for task in work:
+        task.cancel()
+    await asyncio.gather(*work, return_exceptions=True)

@@ -188,7 +188,6 @@ async def test_a_byte_a_second_is_too_slow_and_harms_no_other(folder: Path, monk
         return really_steadily(messages, hurry if first else limits)
 
     really_steadily = streams.steadily
-    monkeypatch.setattr(streams, "steadily", steadily)
     async with daemons.running(folder) as site:
         job = await site.operator.start(job_file(goal=2))
         slow, quick = await site.fleet(2)
@@ -205,6 +204,7 @@ async def test_a_byte_a_second_is_too_slow_and_harms_no_other(folder: Path, monk
                 yield fleet_pb2.UploadRequest(data=bytes([byte]))
                 await asyncio.wait([asyncio.create_task(over.wait())], timeout=0.05)
 
+        monkeypatch.setattr(streams, "steadily", steadily)  # after the upload of the model, which is a stream too
         dripping = asyncio.ensure_future(refusal_of(slow.stub.Upload(drip(), metadata=slow.signed("Upload", first))))
         await begun.wait()
         assert (await quick.deliver(tokens[1], UPDATE)).HasField("receipt")
