@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 FAR_S = 3600.0
 """A deadline that no test reaches."""
@@ -33,7 +34,7 @@ def write_job(
 
 def job_file(name: str = "toy", rounds: int = 1, goal: int = 2, more: str = "", **selection: object) -> str:
     """A job file for a daemon: deadlines are far away and pauses short, unless `more` has a table for them."""
-    tables: dict[str, object] = {}
+    tables: dict[str, Any] = {}
     if "[deadlines]" not in more:
         tables["deadlines"] = {"training_s": FAR_S, "selection_s": FAR_S}
     if "[retry]" not in more:
