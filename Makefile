@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := .venv-peers
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal --durations=25
 # Programs of benchmarks/ that need no other platform. Together they take less than 10 minutes. The last one shows the
 # kept logs; without them it runs the experiments for minutes, with FEDPLAT_DATA.
 BENCHMARKS := \
@@ -16,7 +17,7 @@ BENCHMARKS := \
 	both_ways.py \
 	papers/private_utility.py
 
-.PHONY: all demo private warm-start test faults faults-page hostile fuzz soak soak-attackers check format proto bench bench-peers references papers papers-page bench-page job-reference clean
+.PHONY: all demo private warm-start test test-slow test-all faults faults-page hostile fuzz soak soak-attackers check format proto bench bench-peers references papers papers-page bench-page job-reference clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
@@ -34,8 +35,13 @@ private: $(STAMP) ## the digits with differential privacy: one server, sixty cli
 warm-start: $(STAMP) ## the server's ranks: a warm start on public digits, ten rounds, and the same without the pool
 	$(BIN)/python examples/warm_start/run.py
 
-test: $(STAMP) ## all tests; they need only the loopback network, and no GPU
-	$(BIN)/python -m pytest -n auto --dist worksteal
+test: $(STAMP) ## every test that is not slow; no network beyond loopback, no GPU
+	$(PYTEST) -m "not slow"
+
+test-slow: $(STAMP) ## slow tests: both databases at every crash point, failing stores, attackers, whole examples
+	$(PYTEST) -m slow
+
+test-all: test test-slow ## every test
 
 faults: $(STAMP) ## the tests that prove the rows of docs/reliability.md; fails if a row has no test
 	$(BIN)/python tests/faults/run.py -n auto --dist worksteal -q

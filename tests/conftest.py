@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import signal
 
+import hypothesis
 import pytest
 
 from faults import table
-from server import storm
+from support import storm
 
 # A shell's job in the background ignores SIGINT, and so would every process that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Neither how long an example takes nor how long it takes to draw one says anything about the code.
+hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("tests")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

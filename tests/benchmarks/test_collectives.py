@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from collectives import compare
 from collectives.implementations import POINT_TO_POINT, SHARED, SHARED_MEMORY
-from core.ranks.crew import Zygote
 from fedplat.pytorch.distributed.bench.records import LIBRARY, BenchReport
 from fedplat_server.errors import ConfigError
+from support.ranks.crew import Zygote
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +26,15 @@ def zygote() -> Iterator[Zygote]:
     process.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 4])
 def test_every_implementation_is_right_on_any_number_of_ranks(zygote: Zygote, count: int) -> None:
     # The second size has more than one chunk of a ring, and pieces of an odd size.
     sizes = [4 * count, 4 * (2**20 + 3)] if count == 3 else [4 * count, 4000]
     with zygote.crew(count) as crew:
-        replies = crew.call("core.ranks.on_ranks:bench", sizes=sizes, trials="collectives.implementations:make_trials")
+        replies = crew.call(
+            "support.ranks.on_ranks:bench", sizes=sizes, trials="collectives.implementations:make_trials"
+        )
     report = msgspec.convert(replies[0]["report"], BenchReport)
     assert [each for each in report.measurements if not each.is_correct] == []
     found = {(each.collective, each.implementation) for each in report.measurements}
@@ -42,6 +45,7 @@ def test_every_implementation_is_right_on_any_number_of_ranks(zygote: Zygote, co
     assert {each.size for each in report.measurements} == {size // 4 // count * count * 4 for size in sizes}
 
 
+@pytest.mark.slow
 def test_one_command_compares_them() -> None:
     program = Path(compare.__file__)
     arguments = ["--min-size", "4KB", "--max-size", "64KB", "--collective", "all-reduce", "--json"]

@@ -46,6 +46,7 @@ def test_what_needs_more_room_than_there_is_is_not_started() -> None:
         growth.run(Point("model", 10**15, 4), 1, 1.0)
 
 
+@pytest.mark.slow
 def test_light_clients_do_rounds_by_report_and_by_upload(tmp_path: Path) -> None:
     with deploy_light(tmp_path, 5) as deployment:
         for size in (4096, 10**6):

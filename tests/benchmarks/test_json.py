@@ -50,6 +50,7 @@ def test_every_program_has_the_option_and_names_the_keys(name: str, monkeypatch:
     assert all(key in help_text for key in KEYS)
 
 
+@pytest.mark.slow
 def test_the_last_line_is_one_object() -> None:
     found = check(run(aggregation.main, "--parameters", "1000", "--updates", "2", "--json"))
     assert found["name"] == "aggregation"

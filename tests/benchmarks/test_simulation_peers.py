@@ -25,6 +25,7 @@ def test_all_systems_train_the_same_model_on_the_same_data(model: str) -> None:
     assert mine(torch.from_numpy(inputs)).shape == (12, 10)
 
 
+@pytest.mark.slow
 def test_a_system_is_measured_by_its_rounds() -> None:
     case = Case("small", "LR", 4, 2, 10, ("fedplat loop",))
     sample = simulation_peers.measure(case, "fedplat loop", Device.CPU, 0.5)

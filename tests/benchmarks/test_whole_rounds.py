@@ -18,6 +18,7 @@ from whole_rounds import Budget, Measured
 SMALL = ("4KB", 2)
 
 
+@pytest.mark.slow
 def test_ours_and_the_limit_are_measured() -> None:
     """The peers would be too, if they were installed and there were minutes."""
     names = ["fedplat", "limit", "limit, TLS"]

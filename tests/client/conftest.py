@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from client.fake_fleet import FakeFleet, serving
 from fedplat.model import Parameters
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import Client, ClientOptions
 from fedplat_client.cancellation import StopSignal
+from support.fake_fleet import FakeFleet, serving
 
 MakeClient = Callable[..., Client]
 

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from client.fake_fleet import FakeFleet
 from fedplat.errors import TicketError
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult
 from fedplat_client.cli import main
 from fedplat_client.errors import FencedError, RevokedError
+from support.fake_fleet import FakeFleet
 
 MakeClient = Callable[..., Client]
 FENCED = (grpc.StatusCode.PERMISSION_DENIED, "FENCED")

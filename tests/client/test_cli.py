@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 import fedplat_client
-from client.fake_fleet import FakeFleet
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client.cli import _FieldFormatter, main  # pyright: ignore[reportPrivateUsage]
+from support.fake_fleet import FakeFleet
 
 TRAINERS = """
 from fedplat_client import EvaluateResult, TrainResult
@@ -149,7 +149,7 @@ def test_a_signal_ends_the_process_cleanly(
     with subprocess.Popen(command, stderr=subprocess.PIPE, env=os.environ, text=True) as process:
         fleet.wait_for("Heartbeat")
         process.send_signal(number)
-        _, output = process.communicate(timeout=30)
+        _, output = process.communicate(timeout=60)
     assert process.returncode == 0
     assert output.endswith("stopped\n")
     assert "Traceback" not in output

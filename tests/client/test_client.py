@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 import fedplat_client
-from client.fake_fleet import FakeFleet, serving
-from client.trainers import add_one
 from fedplat import wire
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, model_pb2
@@ -25,6 +23,8 @@ from fedplat_client import (
     TrainResult,
 )
 from fedplat_client.cancellation import StopSignal
+from support.clients import add_one
+from support.fake_fleet import FakeFleet, serving
 
 MakeClient = Callable[..., Client]
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from client.fake_fleet import FakeFleet
-from client.trainers import add_one
 from fedplat import codecs, wire
 from fedplat.codecs.container import Format, options_to_text
 from fedplat.model import Parameters
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import Client, Task, TrainResult
+from support.clients import add_one
+from support.fake_fleet import FakeFleet
 
 MakeClient = Callable[..., Client]
 BF16 = codecs.Bf16()

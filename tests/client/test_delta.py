@@ -12,7 +12,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from client.fake_fleet import FakeFleet
 from fedplat import codecs
 from fedplat.aggregate import Accumulator, Contribution, compress_step, seed_of, weighted_mean
 from fedplat.codecs.container import Format, options_to_text
@@ -20,6 +19,7 @@ from fedplat.model import WINDOW, Carry, Parameters
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import Client, Task, TrainResult
 from fedplat_client._state.data_dir import DataDirectory
+from support.fake_fleet import FakeFleet
 
 MakeClient = Callable[..., Client]
 EDEN = codecs.Eden(bits=4)

@@ -11,8 +11,6 @@ import grpc
 import numpy as np
 import pytest
 
-from client.fake_fleet import FakeFleet
-from client.trainers import add_one
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import (
     Cancelled,
@@ -22,6 +20,8 @@ from fedplat_client import (
     TrainResult,
 )
 from fedplat_client.cancellation import StopSignal
+from support.clients import add_one
+from support.fake_fleet import FakeFleet
 
 MakeClient = Callable[..., Client]
 
@@ -40,7 +40,7 @@ def test_the_servers_stop_reaches_the_trainer_and_the_client_goes_on(
         if caught:
             return add_one(task)
         fleet.say_stop(model_pb2.REASON_SURPLUS)
-        task.control.signal.wait(30)
+        task.control.signal.wait(60)
         assert task.cancelled
         try:
             task.progress(0.5)
@@ -66,7 +66,7 @@ def test_nothing_is_sent_after_the_stop_whatever_the_trainer_does(
     @client.trainer("digits")
     def train(task: Task) -> TrainResult:
         fleet.say_stop(model_pb2.REASON_JOB_CANCELLED)
-        task.control.signal.wait(30)
+        task.control.signal.wait(60)
         if swallow == "raises something else":
             raise RuntimeError("interrupted")
         return add_one(task)
@@ -184,7 +184,7 @@ def test_a_deadline_cancels_even_when_the_server_is_out_of_reach(
         task.progress(0.1)
         times[0] = 101.0 if when == "progress" else 111.0
         if when == "heartbeat":
-            task.control.signal.wait(30)
+            task.control.signal.wait(60)
         task.progress(0.2)
         raise AssertionError("progress did not raise")
 
@@ -209,7 +209,7 @@ def test_stopping_in_the_midst_of_training_gives_the_task_back(
             client.stop()
         else:
             signal.raise_signal(signal.Signals[how])
-        task.control.signal.wait(30)
+        task.control.signal.wait(60)
         task.progress(0.5)
         raise AssertionError("progress did not raise")
 
@@ -246,7 +246,7 @@ def test_stop_wakes_a_pending_check_in(fleet: FakeFleet, make_client: MakeClient
     thread.start()
     fleet.wait_for("CheckIn")
     client.stop()
-    thread.join(30)
+    thread.join(60)
     assert not thread.is_alive()
     client.run()  # stays stopped
 
@@ -263,7 +263,7 @@ def test_stop_wakes_a_back_off(make_client: MakeClient, fleet: FakeFleet) -> Non
     client.add_trainer("digits", add_one)
     thread = threading.Thread(target=client.run)
     thread.start()
-    assert waiting.wait(30)
+    assert waiting.wait(60)
     client.stop()
-    thread.join(30)
+    thread.join(60)
     assert not thread.is_alive()

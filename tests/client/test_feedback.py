@@ -9,7 +9,6 @@ import grpc
 import numpy as np
 import pytest
 
-from client.fake_fleet import FakeFleet
 from fedplat import codecs
 from fedplat.codecs.container import Format, options_to_text
 from fedplat.model import Parameters
@@ -17,6 +16,7 @@ from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import Client, Task, TrainResult
 from fedplat_client._state.residuals import Residuals
 from fedplat_client._state.two_phase import SentReport
+from support.fake_fleet import FakeFleet
 
 MakeClient = Callable[..., Client]
 TOPK = codecs.TopK(fraction=0.1, values="fp32")

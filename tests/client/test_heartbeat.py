@@ -7,10 +7,10 @@ from collections.abc import Callable
 import grpc
 import pytest
 
-from client.fake_fleet import FakeFleet
-from client.trainers import add_one
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import Client, Task, TrainResult
+from support.clients import add_one
+from support.fake_fleet import FakeFleet
 
 MakeClient = Callable[..., Client]
 
@@ -77,7 +77,7 @@ def test_a_training_ends_when_the_server_has_no_time_left_for_it(
 
     @client.trainer("digits")
     def train(task: Task) -> TrainResult:
-        task.control.signal.wait(30)
+        task.control.signal.wait(60)
         task.progress(0.5)
         raise AssertionError("progress did not raise")
 

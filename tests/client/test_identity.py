@@ -12,11 +12,11 @@ import grpc
 import msgspec
 import pytest
 
-from client.fake_fleet import FakeFleet
 from fedplat.auth import Ticket
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import Client, DataDirectoryError, Task, TrainResult
 from fedplat_client._state.data_dir import DataDirectory, Identity
+from support.fake_fleet import FakeFleet
 
 MakeClient = Callable[..., Client]
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from client.fake_fleet import FakeFleet
 from fedplat.wire.v1 import model_pb2
+from support.fake_fleet import FakeFleet
 
 ROOT = Path(__file__).parents[2]
 OURS = {"fedplat", "fedplat-client"}
@@ -86,6 +86,7 @@ def test_the_declared_dependencies_suffice(fleet: FakeFleet, model: model_pb2.Mo
     prove(tmp_path / "env" / "bin" / "python", fleet, model, tmp_path)
 
 
+@pytest.mark.slow
 def test_pip_installs_it(fleet: FakeFleet, model: model_pb2.ModelRef, tmp_path: Path) -> None:
     """The edge's own command, `pip install . ./client`; skipped where no package index can be reached."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from client.fake_fleet import FakeFleet
 from fedplat import codecs
 from fedplat.client_state import ClientState
 from fedplat.codecs.container import options_to_text
@@ -17,6 +16,7 @@ from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import Client, EvaluateResult, Task, TrainResult
 from fedplat_client._state.client_state import ClientStateStore
 from fedplat_client._state.two_phase import SentReport
+from support.fake_fleet import FakeFleet
 
 MakeClient = Callable[..., Client]
 ABANDONED = fleet_pb2.ReportResponse(refusal=fleet_pb2.Refusal(reason=model_pb2.REASON_ATTEMPT_ABANDONED))

@@ -17,7 +17,6 @@ from opacus.accountants import RDPAccountant
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from client.fake_fleet import FakeFleet
 from fedplat.errors import PrivacyLimitError
 from fedplat.model import Parameters
 from fedplat.privacy.steps import StepCharge
@@ -27,6 +26,7 @@ from fedplat_client import Cancelled, Client, ClientOptions, DataDirectoryError,
 from fedplat_client._state.privacy_ledger import PrivacyLedger
 from fedplat_client.task import Control
 from fedplat_client.trainers.torch import TorchTrainer
+from support.fake_fleet import FakeFleet
 
 MakeClient = Callable[..., Client]
 ABANDONED = fleet_pb2.ReportResponse(refusal=fleet_pb2.Refusal(reason=model_pb2.REASON_ATTEMPT_ABANDONED))

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from client.fake_fleet import FakeFleet
 from fedplat import wire
 from fedplat.model import Parameters
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import Client, Task, TrainResult
+from support.fake_fleet import FakeFleet
 
 MakeClient = Callable[..., Client]
 

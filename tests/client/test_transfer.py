@@ -11,7 +11,6 @@ import grpc
 import numpy as np
 import pytest
 
-from client.fake_fleet import FakeFleet
 from fedplat import wire
 from fedplat.model import Parameters
 from fedplat.wire.v1 import model_pb2
@@ -20,6 +19,7 @@ from fedplat_client._state.model_cache import ModelCache
 from fedplat_client._work import transfer
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.task import Control
+from support.fake_fleet import FakeFleet
 
 MakeClient = Callable[..., Client]
 

@@ -91,7 +91,7 @@ def test_a_stop_signal_cancels_what_is_attached_and_keeps_its_first_reason() -> 
     with stop_signal.attach(lambda: cancelled.append("pending")):
         thread = threading.Thread(target=stop_signal.set, args=[Stop(model_pb2.REASON_SURPLUS, "enough")])
         thread.start()
-        assert stop_signal.wait(30)
+        assert stop_signal.wait(60)
         thread.join()
     with stop_signal.attach(lambda: cancelled.append("late")):
         pass

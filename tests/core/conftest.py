@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 import pytest
 
-from core.ranks.crew import Zygote
+from support.ranks.crew import Zygote
 
 
 @pytest.fixture(scope="session")

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from core.aggregate.rules import NEEDED
 from fedplat import aggregate, model, sampling, toml
 from fedplat.errors import JobFileError
 from fedplat.job import Adaptive, ClientEvaluation, JobSpec, Selection, build_rule, parse_job
+from support.rules import NEEDED
 
 SMALL = """\
 name = "a"

@@ -8,8 +8,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from client.trainers import at_work
-from e2e import processes
 from fedplat.admin import AdminClient
 from fedplat.auth import Ticket
 from fedplat.cli import submission, watch
@@ -21,20 +19,13 @@ from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import EnrollmentError
 from fedplat_server.auth import ca
 from fedplat_server.auth.tls import utc_now
+from support import processes
+from support.clients import at_work
+from support.jobs import write_job
 
-JOB = """
-name = "again"
-population = "demo"
-trainer = "add"
-rounds = 1
-[model]
-initial = "unused.safetensors"
-[selection]
-goal = 1
-over_selection = 1.0
-[retry]
-base_s = 0.1
-"""
+pytestmark = pytest.mark.slow
+
+JOB = write_job("again", trainer="add", retry={"base_s": 0.1})
 
 
 def add(task: Task) -> TrainResult:

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from client.trainers import at_work
-from e2e import processes
 from fedplat.admin import AdminClient
 from fedplat.aggregate.scaffold import without_control
 from fedplat.cli import submission
@@ -23,30 +21,30 @@ from fedplat.pytorch.training import Learner
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client
 from fedplat_client.trainers.torch import TorchTrainer
+from support import processes
+from support.clients import at_work
+from support.jobs import write_job
 
 NUM_CLIENTS = 3
 RNG = np.random.default_rng(4)
 INPUTS = [(RNG.normal(size=(12, 3)) * scale).astype("f4") for scale in (0.4, 0.9, 1.5)]
 TARGETS = [(x @ RNG.normal(size=(3, 1))).astype("f4") for x in INPUTS]
-JOB = """
-name = "{name}"
-population = "fleet"
-trainer = "{name}"
-rounds = {rounds}
-[model]
-initial = "{name}.safetensors"
-[selection]
-goal = 3
-over_selection = 1.0
-min_fraction = 1.0
-[updates]
-weighting = "uniform"
-[config]
-epochs = 8
-batch_size = 0
-learning_rate = 0.1
-{more}
-"""
+
+
+def write(name: str, rounds: int, more: str) -> str:
+    return write_job(
+        name,
+        population="fleet",
+        trainer=name,
+        rounds=rounds,
+        model={"initial": f"{name}.safetensors"},
+        selection={"goal": 3, "min_fraction": 1.0},
+        updates={"weighting": "uniform"},
+        config={"epochs": 8, "batch_size": 0, "learning_rate": 0.1},
+        more=more,
+    )
+
+
 SCAFFOLD = 'algorithm = "scaffold"\n[aggregation]\nrule = "scaffold"\nnum_clients = 3'
 PERSONAL = '[evaluation]\nevery = 100\n[evaluation.clients]\nevaluator = "personal"\ngoal = 3\nmin_fraction = 1.0'
 
@@ -83,7 +81,7 @@ def fleet(server: processes.Server, folder: Path, trainer: str, make: Callable[[
 
 def submit(admin: AdminClient, folder: Path, name: str, model: Parameters, rounds: int, more: str) -> str:
     (folder / f"{name}.safetensors").write_bytes(model.to_bytes())
-    (folder / "job.toml").write_text(JOB.format(name=name, rounds=rounds, more=more))
+    (folder / "job.toml").write_text(write(name=name, rounds=rounds, more=more))
     return submission.submit(admin, submission.load(folder / "job.toml")).job_id
 
 
@@ -99,6 +97,7 @@ def completed(admin: AdminClient, job: str) -> None:
     assert admin.show_job(job).status == admin_pb2.JOB_STATUS_COMPLETED
 
 
+@pytest.mark.slow
 def test_scaffold_finds_the_optimum_of_all_data_though_its_clients_are_restarted(
     server: processes.Server, tmp_path: Path
 ) -> None:
@@ -155,6 +154,6 @@ def test_personal_layers_never_travel_and_outlive_a_restart(server: processes.Se
 def test_a_model_that_does_not_fit_is_named_before_anything_is_sent(tmp_path: Path) -> None:
     wide = Parameters.from_arrays({"weight": np.zeros((1, 3), "f8")})
     (tmp_path / "scaffold.safetensors").write_bytes(wide.to_bytes())
-    (tmp_path / "job.toml").write_text(JOB.format(name="scaffold", rounds=1, more=SCAFFOLD))
+    (tmp_path / "job.toml").write_text(write(name="scaffold", rounds=1, more=SCAFFOLD))
     with pytest.raises(FedplatError, match=r"scaffold.safetensors': tensor 'weight' is F64; SCAFFOLD needs F32"):
         submission.load(tmp_path / "job.toml")

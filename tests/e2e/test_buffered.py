@@ -7,34 +7,29 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from e2e import processes
 from fedplat.cli import submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, Task, TrainResult
 from fedplat_server.verify.checker import verify
+from support import processes
+from support.jobs import write_job
 
-JOB = """
-name = "async"
-population = "fleet"
-trainer = "steps"
-rounds = 4
-[model]
-initial = "unused.safetensors"
-[mode]
-kind = "buffered"
-concurrency = 3
-[selection]
-goal = 2
-min_fraction = 1.0
-[updates]
-weighting = "uniform"
-[aggregation]
-rule = "fedbuff"
-learning_rate = 0.5
-"""
+pytestmark = pytest.mark.slow
+
+JOB = write_job(
+    "async",
+    population="fleet",
+    trainer="steps",
+    rounds=4,
+    mode={"kind": "buffered", "concurrency": 3},
+    selection={"goal": 2, "over_selection": 1.3, "min_fraction": 1.0},
+    updates={"weighting": "uniform"},
+    aggregation={"rule": "fedbuff", "learning_rate": 0.5},
+)
 SIZE = 500
 
 

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client.trainers import at_work
-from e2e import processes
 from fedplat import codecs
 from fedplat.admin import AdminClient
 from fedplat.cli import submission
@@ -26,7 +24,12 @@ from fedplat_client._work import encoding
 from fedplat_client._work.transfer import Content
 from fedplat_server.verify import inspection
 from fedplat_server.verify.checker import verify
-from server.crash import recompute
+from support import processes
+from support.clients import at_work
+from support.crash import recompute
+from support.jobs import write_job
+
+pytestmark = pytest.mark.slow
 
 NUM_CLIENTS = 3
 ROUNDS = 3
@@ -35,19 +38,13 @@ CODECS = {
     "eden": codecs.Eden(bits=1, zstd=True),
     "topk": codecs.TopK(fraction=0.05),
 }
-JOB = """
-name = "{name}"
-population = "fleet"
-trainer = "noise"
-rounds = {rounds}
-[model]
-initial = "unused.safetensors"
-[selection]
-goal = {goal}
-over_selection = 1.0
-min_fraction = 1.0
-{more}
-"""
+
+
+def write(name: str, goal: int, rounds: int, more: str) -> str:
+    selection = {"goal": goal, "min_fraction": 1.0}
+    return write_job(name, population="fleet", trainer="noise", rounds=rounds, selection=selection, more=more)
+
+
 OLD = """
 import sys
 from fedplat_client import Client, TrainResult
@@ -105,7 +102,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
 
 
 def submit(admin: AdminClient, name: str, goal: int, rounds: int = ROUNDS, more: str = "") -> str:
-    text = JOB.format(name=name, goal=goal, rounds=rounds, more=more)
+    text = write(name=name, goal=goal, rounds=rounds, more=more)
     return submission.submit(admin, submission.Submission(text, parse_job(text), initial())).job_id
 
 

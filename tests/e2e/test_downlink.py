@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from e2e import processes
 from fedplat.cli import submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
@@ -23,24 +22,20 @@ from fedplat_client import Client, Task, TrainResult
 from fedplat_client._work import transfer
 from fedplat_server.verify import inspection
 from fedplat_server.verify.checker import verify
+from support import processes
+from support.jobs import write_job
 
-JOB = """
-name = "downlink"
-population = "fleet"
-trainer = "noise"
-rounds = 4
-[model]
-initial = "unused.safetensors"
-[selection]
-goal = 2
-over_selection = 1.0
-min_fraction = 1.0
-[retry]
-base_s = 0.05
-[compression]
-uplink = { codec = "eden", bits = 4 }
-downlink = { codec = "eden", bits = 4 }
-"""
+pytestmark = pytest.mark.slow
+
+JOB = write_job(
+    "downlink",
+    population="fleet",
+    trainer="noise",
+    rounds=4,
+    selection={"goal": 2, "min_fraction": 1.0},
+    retry={"base_s": 0.05},
+    compression={"uplink": {"codec": "eden", "bits": 4}, "downlink": {"codec": "eden", "bits": 4}},
+)
 LEAVES_IN = 3
 """The round in which one client leaves, and a fresh one takes its place."""
 

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from client.trainers import at_work
-from e2e import processes
 from fedplat.cli import submission
 from fedplat.model import Parameters
 from fedplat.privacy.steps import StepCharge
@@ -21,28 +19,30 @@ from fedplat.pytorch.dp import epsilon
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, PrivacyLimit
 from fedplat_client.trainers.torch import TorchTrainer
+from support import processes
+from support.clients import at_work
+from support.jobs import write_job
+
+pytestmark = pytest.mark.slow
 
 ROUNDS = 4
-JOB = f"""
-name = "private"
-population = "fleet"
-trainer = "private"
-rounds = {ROUNDS}
-[model]
-initial = "private.safetensors"
-[selection]
-goal = 2
-over_selection = 1.0
-min_fraction = 0.5
-[config]
-epochs = 1
-batch_size = 5
-learning_rate = 0.1
-dp = "flat"
-dp_noise_multiplier = 1.0
-dp_max_grad_norm = 1.0
-dp_delta = 1e-5
-"""
+JOB = write_job(
+    "private",
+    population="fleet",
+    trainer="private",
+    rounds=ROUNDS,
+    model={"initial": "private.safetensors"},
+    selection={"goal": 2, "min_fraction": 0.5},
+    config={
+        "epochs": 1,
+        "batch_size": 5,
+        "learning_rate": 0.1,
+        "dp": "flat",
+        "dp_noise_multiplier": 1.0,
+        "dp_max_grad_norm": 1.0,
+        "dp_delta": 1e-5,
+    },
+)
 PER_ROUND = StepCharge(1.0, 0.25, 4)
 
 

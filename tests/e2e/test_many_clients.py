@@ -9,34 +9,34 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from client.trainers import at_work
-from e2e import processes
 from fedplat.admin import AdminClient
 from fedplat.cli import submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, Task, TrainResult
+from support import processes
+from support.clients import at_work
+from support.jobs import write_job
+
+pytestmark = pytest.mark.slow
 
 NUM_CLIENTS = 40
 ROUNDS = 8
 GOAL = 16
-JOB = """
-name = "{name}"
-population = "crowd"
-trainer = "{name}"
-rounds = {rounds}
-[model]
-initial = "unused.safetensors"
-[selection]
-goal = {goal}
-over_selection = 1.0
-min_fraction = 0.5
-[deadlines]
-selection_s = 10
-training_s = 60
-"""
+
+
+def write(name: str) -> str:
+    return write_job(
+        name,
+        population="crowd",
+        trainer=name,
+        rounds=ROUNDS,
+        selection={"goal": GOAL, "min_fraction": 0.5},
+        deadlines={"selection_s": 10, "training_s": 60},
+    )
 
 
 class Crowd:
@@ -69,7 +69,7 @@ class Crowd:
 
 
 def submit(admin: AdminClient, name: str) -> str:
-    text = JOB.format(name=name, rounds=ROUNDS, goal=GOAL)
+    text = write(name)
     model = Parameters.from_arrays({"weight": np.zeros(64, np.float32)})
     return submission.submit(admin, submission.Submission(text, parse_job(text), model)).job_id
 

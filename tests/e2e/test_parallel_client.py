@@ -11,30 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from e2e import parallel_client, processes
 from fedplat.admin import AdminClient
 from fedplat.cli import submission
 from fedplat.model import Parameters
 from fedplat.pytorch.training import Learner
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Task
+from support import parallel_client, processes
+from support.jobs import write_job
 
 CONFIG: dict[str, Any] = {
     **{"epochs": 2, "batch_size": 10, "learning_rate": 0.1, "momentum": 0.9},
     **{"algorithm": "fedprox", "mu": 0.1},
 }
-JOB = """
-name = "{name}"
-population = "silos"
-trainer = "{name}"
-rounds = 2
-[model]
-initial = "model.safetensors"
-[selection]
-goal = 1
-over_selection = 1.0
-[config]
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +60,9 @@ def start_model() -> Parameters:
 
 def submitted(admin: AdminClient, folder: Path, name: str, config: dict[str, Any]) -> str:
     (folder / "model.safetensors").write_bytes(start_model().to_bytes())
-    text = JOB.format(name=name) + "".join(f"{key} = {value!r}\n" for key, value in config.items())
+    text = write_job(
+        name, population="silos", trainer=name, rounds=2, model={"initial": "model.safetensors"}, config=config
+    )
     (folder / "job.toml").write_text(text)
     return submission.submit(admin, submission.load(folder / "job.toml")).job_id
 
@@ -86,6 +77,7 @@ def completed(admin: AdminClient, folder: Path, name: str) -> tuple[str, Paramet
     return job, Parameters.from_bytes((folder / "out.safetensors").read_bytes())
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_client_and_learn_what_one_would(server: processes.Server, tmp_path: Path) -> None:
     expected, trainer = start_model(), parallel_client.points_trainer("none")
     for number in (1, 2):

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 from dp_accounting.pld import privacy_loss_distribution as losses
 
-from e2e import processes
 from fedplat.job import parse_job
+from support import processes
+
+pytestmark = pytest.mark.slow
 
 EXAMPLE = processes.ROOT / "examples" / "private"
 

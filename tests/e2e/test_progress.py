@@ -10,29 +10,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from client.trainers import at_work
-from e2e import processes
 from fedplat.admin import AdminClient
 from fedplat.cli import submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, Task, TrainResult
+from support import processes
+from support.clients import at_work
+from support.jobs import write_job
 
-JOB = """
-name = "long"
-population = "two"
-trainer = "add"
-rounds = 1
-[model]
-initial = "unused.safetensors"
-[selection]
-goal = 2
-over_selection = 1.0
-[deadlines]
-training_s = 3600
-heartbeat_s = 0.2
-"""
+pytestmark = pytest.mark.slow
+
+JOB = write_job(
+    "long",
+    population="two",
+    trainer="add",
+    selection={"goal": 2},
+    deadlines={"training_s": 3600, "heartbeat_s": 0.2},
+)
 
 
 class Trainings:

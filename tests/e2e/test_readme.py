@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from e2e import processes
 from fedplat.admin import AdminClient, profile
 from fedplat.cli.app import app
 from fedplat.model import Parameters
 from fedplat_server.cli.commands import app as server
+from support import processes
 
 README = (processes.ROOT / "README.md").read_text()
 DOCS = {path.name: path.read_text() for path in sorted((processes.ROOT / "docs").glob("*.md"))}
@@ -87,6 +87,7 @@ def test_the_simulation_of_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
     exec(shorter, {})  # the README's own lines
 
 
+@pytest.mark.slow
 def test_two_machines(tmp_path: Path) -> None:
     """A server, two clients that run the page's trainer, and the operator's commands, to the exported model."""
     write_files(MACHINES, tmp_path)

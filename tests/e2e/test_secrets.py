@@ -19,7 +19,6 @@ from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from typer.testing import CliRunner
 
-from e2e import processes
 from fedplat.admin import profile
 from fedplat.auth import Ticket
 from fedplat.cli import app as operator
@@ -28,18 +27,10 @@ from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.cli import commands
+from support import processes
+from support.jobs import write_job
 
-JOB = """
-name = "short"
-population = "demo"
-trainer = "train"
-rounds = 1
-[model]
-initial = "unused.safetensors"
-[selection]
-goal = 1
-over_selection = 1.0
-"""
+JOB = write_job("short", trainer="train")
 NOBODY = "fedplat_op_" + "Zq3" * 14 + "x"
 """What somebody takes for a token."""
 
@@ -114,7 +105,7 @@ class Site:
         client = subprocess.Popen(
             [
                 *(sys.executable, "-m", "fedplat_client", "run", "--log-level", "debug"),
-                *("--trainer", "e2e.spy:train", "--data-dir", str(data_dir), *options),
+                *("--trainer", "support.spy:train", "--data-dir", str(data_dir), *options),
             ],
             env={**os.environ, "SPY_FILE": str(self.spied), "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"},
             cwd=self.folder,
@@ -157,6 +148,7 @@ def lines_of(path: Path) -> list[bytes]:
     return [bytes.fromhex(line) for line in path.read_text().split()]
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F30")
 def test_no_secret_reaches_a_log(site: Site) -> None:
     """From the first start to the rotation of the authority, everything at its most talkative."""

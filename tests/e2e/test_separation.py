@@ -8,32 +8,32 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from client.trainers import at_work
-from e2e import processes
 from fedplat.cli import submission, watch
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, Task, TrainResult
+from support import processes
+from support.clients import at_work
+from support.jobs import write_job
+
+pytestmark = pytest.mark.slow
 
 REST = 2
-JOB = f"""
-name = "separated"
-population = "few"
-trainer = "note"
-rounds = 7
-model.initial = "unused.safetensors"
-[selection]
-goal = 2
-over_selection = 1.0
-min_fraction = 1.0
-min_separation = {REST}
-sampling = {{ policy = "oort", pacer_s = 10 }}
-[deadlines]
-heartbeat_s = 0.2
-[retry]
-base_s = 0.1
-"""
+JOB = write_job(
+    "separated",
+    population="few",
+    trainer="note",
+    rounds=7,
+    selection={
+        "goal": 2,
+        "min_fraction": 1.0,
+        "min_separation": REST,
+        "sampling": {"policy": "oort", "pacer_s": 10},
+    },
+    deadlines={"heartbeat_s": 0.2},
+    retry={"base_s": 0.1},
+)
 
 
 @pytest.mark.fault("F2")

@@ -8,34 +8,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from client.trainers import at_work
-from e2e import processes
 from fedplat.cli import submission, watch
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, Task, TrainResult
+from support import processes
+from support.clients import at_work
+from support.jobs import write_job
+
+pytestmark = pytest.mark.slow
 
 ROUNDS = 6
-JOB = """
-name = "survivor"
-population = "few"
-trainer = "add"
-rounds = 6
-[model]
-initial = "unused.safetensors"
-[selection]
-goal = 3
-over_selection = 1.0
-min_fraction = 1.0
-[deadlines]
-heartbeat_s = 0.2
-[retry]
-base_s = 0.1
-[aggregation]
-rule = "fedavgm"
-momentum = 0.5
-"""
+JOB = write_job(
+    "survivor",
+    population="few",
+    trainer="add",
+    rounds=ROUNDS,
+    selection={"goal": 3, "min_fraction": 1.0},
+    deadlines={"heartbeat_s": 0.2},
+    retry={"base_s": 0.1},
+    aggregation={"rule": "fedavgm", "momentum": 0.5},
+)
 
 
 @pytest.mark.fault("F1", "F2")

@@ -10,11 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from e2e import processes
 from fedplat.admin import AdminClient, profile
 from fedplat.errors import ServerUnreachableError
 from fedplat_server.database import schema
-from server import databases
+from support import databases, processes
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

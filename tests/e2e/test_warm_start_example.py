@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from e2e import processes
+from support import processes
+
+pytestmark = pytest.mark.slow
 
 pytest.importorskip("torch")
 EXAMPLE = processes.ROOT / "examples" / "warm_start"

@@ -36,7 +36,7 @@ from fedplat.auth import Ticket
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2
 from hostile import attacks, half_sent
-from server.raw_client import CHALLENGE, RawClient, digest_of, reason_name
+from support.raw_client import CHALLENGE, RawClient, digest_of, reason_name
 
 MISFITS = "misfits"
 """A population of its own, whose job has a model so large that an update may have 8 MiB."""

@@ -1,5 +1,5 @@
 """The daemons of tests/server, for tests about the network."""
 
-from server.conftest import empty_database, folder, site, weather
+from support.fixtures import empty_database, folder, site, weather
 
 __all__ = ["empty_database", "folder", "site", "weather"]

@@ -34,7 +34,6 @@ from rich.progress import Progress
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from e2e import processes
 from faults.soak_fleet import POPULATION, TRAINER
 from faults.soak_network import FaultyNetwork, faulty_network
 from fedplat.admin import AdminClient
@@ -42,6 +41,7 @@ from fedplat.cli import submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
+from support import processes
 
 PER_PROCESS = 10
 SAMPLE_S = 2.0

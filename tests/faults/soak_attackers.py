@@ -39,7 +39,6 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from e2e import processes
 from faults import attack_verdict, attackers, honest_fleet, least_squares
 from faults.attack_verdict import Plan
 from faults.soak import quarters, verify
@@ -50,6 +49,7 @@ from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from hostile import reading, storm
+from support import processes
 
 PER_PROCESS = 10
 SAMPLE_S = 1.0

@@ -14,6 +14,7 @@ from hostile import frames, half_sent, storm
 CLIENTS = 10
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
 def test_ten_honest_clients_lose_nothing_beside_attackers(tmp_path: Path, database: str) -> None:

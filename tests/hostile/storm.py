@@ -33,8 +33,6 @@ from grpc import aio
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from client.trainers import at_work
-from e2e import processes
 from fedplat import auth, wire
 from fedplat.admin import AdminClient
 from fedplat.auth import Ticket
@@ -43,8 +41,9 @@ from fedplat.job import parse_job
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, fleet_pb2_grpc
 from fedplat_client import Client, Task, TrainResult
 from hostile import attacks, frames, reading
-from server import databases
-from server.raw_client import CHALLENGE, RawClient, is_unheard
+from support import databases, processes
+from support.clients import at_work
+from support.raw_client import CHALLENGE, RawClient, is_unheard
 
 NUM_HONEST = 3
 NUM_ATTACKERS = 20

@@ -12,7 +12,6 @@ import pytest
 import zstandard
 from grpc import aio
 
-from e2e import processes
 from fedplat import codecs
 from fedplat.admin import AdminClient
 from fedplat.auth import Ticket
@@ -20,30 +19,20 @@ from fedplat.cli import submission
 from fedplat.codecs.container import Format
 from fedplat.job import parse_job
 from fedplat.model import BLOCK, Parameters
-from server.raw_client import RawClient, digest_of, private_key, reason_name
+from support import processes
+from support.jobs import write_job
+from support.raw_client import RawClient, digest_of, private_key, reason_name
 
 GROWTH_BYTES = 64 * 2**20
 OPTIONS = codecs.Plain(zstd=True)
 MODEL = Parameters.from_arrays({"weight": np.zeros(2 * BLOCK, "f4")})
-JOB = """
-name = "bait"
-population = "hostile"
-trainer = "toy"
-rounds = 1
-[model]
-initial = "unused.safetensors"
-[selection]
-goal = 1
-over_selection = 1.0
-[deadlines]
-selection_s = 3600
-training_s = 3600
-[retry]
-base_s = 0.01
-max_s = 0.01
-[compression]
-uplink = { codec = "none", zstd = true }
-"""
+JOB = write_job(
+    "bait",
+    population="hostile",
+    deadlines={"selection_s": 3600, "training_s": 3600},
+    retry={"base_s": 0.01, "max_s": 0.01},
+    compression={"uplink": {"codec": "none", "zstd": True}},
+)
 
 
 def frames(content: bytes, *, says_size: bool = True, count: int = 1) -> bytes:

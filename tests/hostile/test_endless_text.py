@@ -15,33 +15,24 @@ import psutil
 import pytest
 from grpc import aio
 
-from e2e import processes
 from fedplat.admin import AdminClient
 from fedplat.auth import Ticket
 from fedplat.cli import submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
-from server.raw_client import RawClient, digest_of, private_key, reason_name
+from support import processes
+from support.jobs import write_job
+from support.raw_client import RawClient, digest_of, private_key, reason_name
 
 MIB = 2**20
 ESC = "\x1b[2J"
-JOB = """
-name = "bait"
-population = "hostile"
-trainer = "toy"
-rounds = 1000
-[model]
-initial = "unused.safetensors"
-[selection]
-goal = 1
-over_selection = 1.0
-[deadlines]
-selection_s = 3600
-training_s = 3600
-[retry]
-base_s = 0.01
-max_s = 0.01
-"""
+JOB = write_job(
+    "bait",
+    population="hostile",
+    rounds=1000,
+    deadlines={"selection_s": 3600, "training_s": 3600},
+    retry={"base_s": 0.01, "max_s": 0.01},
+)
 ENTRY = {"dtype": "F32", "shape": [MIB], "data_offsets": [0, 4 * MIB]}
 SQL_OF_TEXTS = """
 SELECT (SELECT sum(length(CAST(text AS BLOB)) + length(CAST(metrics AS BLOB))) FROM assignments),
@@ -87,6 +78,7 @@ def place(folder: Path, model: Parameters) -> Generator[Place]:
         yield Place(server, admin, model)
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F46")
 def test_endless_headers(tmp_path: Path) -> None:
     model = Parameters.from_arrays({"weight": np.zeros(MIB, np.float32)})
@@ -125,6 +117,7 @@ async def _deliver(here: Place, updates: list[bytes]) -> list[tuple[str, str]]:
     return refusals
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F46")
 def test_misfits_are_not_copied(tmp_path: Path) -> None:
     """One upload of twice the model under a header of an odd length, and many reports of it at once."""

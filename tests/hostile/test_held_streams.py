@@ -10,9 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from e2e import processes
 from hostile import storm
 from hostile.held_streams import Holder
+from support import processes
+
+pytestmark = pytest.mark.slow
 
 NUM_CONNECTIONS, NUM_STREAMS = 10, 1000
 MESSAGE_BYTES = 2**17

@@ -12,6 +12,7 @@ from hostile import attacks, frames, storm
 NUM_MESSAGES = 3000
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F22", "F23", "F24", "F25", "F26", "F27")
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
 def test_a_daemon_in_a_storm_goes_on(tmp_path: Path, database: str) -> None:

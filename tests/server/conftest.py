@@ -2,68 +2,24 @@
 
 from __future__ import annotations
 
-import shutil
-import zlib
-from collections import Counter
-from collections.abc import AsyncGenerator, Generator
-from pathlib import Path
+from collections.abc import Generator
 
 import pytest
 from sqlalchemy.engine import make_url
 
 from fedplat_server.database import schema
-from fedplat_server.training import evaluation
-from server import access, databases, harness, storm
-from server.faulty_store import Faults
+from support import access, databases, storm
+from support.fixtures import empty_database, folder, site, weather
+
+__all__ = ["empty_database", "folder", "site", "weather"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Runs every test of a daemon in this process again, on a store that fails."""
-    here = "folder" in metafunc.fixturenames and hasattr(metafunc.module, "harness")
+    here = "folder" in metafunc.fixturenames and hasattr(metafunc.module, "daemons")
     if here and not metafunc.definition.get_closest_marker("calm"):
-        failing = pytest.param("storm", marks=pytest.mark.fault("F9", "F10"))
+        failing = pytest.param("storm", marks=storm.marks(metafunc.definition.path.stem))
         metafunc.parametrize("weather", ["calm", failing], indirect=True)
-
-
-@pytest.fixture
-def weather(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
-    """Whether the stores of the daemons fail."""
-    if getattr(request, "param", "calm") == "calm":
-        yield
-        return
-    befell = Counter[str]()
-    monkeypatch.setattr(harness, "BEFELL", befell)
-    seed = zlib.crc32(request.node.nodeid.encode())
-    monkeypatch.setattr(harness, "STORM", Faults(seed, fail_before=0.08, fail_after=0.05, delay=0.2))
-    monkeypatch.setattr(evaluation, "NOTE_RETRY_S", 0.02)
-    yield
-    calls = befell.pop("calls", 0)
-    assert befell or calls < 100, f"nothing befell {calls} calls of the store: this was no storm"
-    request.node.user_properties.append((storm.PROPERTY, dict(befell)))
-
-
-@pytest.fixture(scope="session")
-def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SQLite file with the tables of this version and the operator of the tests, to be copied."""
-    path = tmp_path_factory.mktemp("database") / "fedplat.sqlite"
-    databases.create_sqlite(path)
-    return path
-
-
-@pytest.fixture
-def folder(tmp_path: Path, empty_database: Path, weather: None) -> Path:
-    """A data folder that is ready for a daemon."""
-    path = tmp_path / "data"
-    path.mkdir()
-    shutil.copy(empty_database, path / "fedplat.sqlite")
-    return path
-
-
-@pytest.fixture
-async def site(folder: Path) -> AsyncGenerator[harness.Site]:
-    """A daemon that runs."""
-    async with harness.running(folder) as made:
-        yield made
 
 
 @pytest.fixture(scope="session")

@@ -13,9 +13,10 @@ import pytest
 from fedplat.privacy import Charge, accounting
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.coordination import accountant
-from server.harness import Operator, Site, initial_model, job_file, update_of
-from server.raw_client import PATIENCE_S
-from server.test_budgets import private
+from support.daemons import Operator, Site, initial_model, update_of
+from support.jobs import job_file
+from support.private_jobs import private
+from support.raw_client import PATIENCE_S
 
 pytestmark = pytest.mark.calm  # they look at threads, not at the store
 CALLS = 28

@@ -19,9 +19,9 @@ from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.config import Limits
 from fedplat_server.errors import ConfigError, RefusedError
 from fedplat_server.records import audit
-from server import harness
-from server.access import ADMIN_TOKEN
-from server.raw_client import CHALLENGE, RawClient, private_key
+from support import daemons
+from support.access import ADMIN_TOKEN
+from support.raw_client import CHALLENGE, RawClient, private_key
 
 TRUSTED = [ipaddress.ip_network("10.0.0.0/8"), ipaddress.ip_network("fd00::/8")]
 
@@ -119,7 +119,7 @@ async def failing(thief: RawClient) -> str:
 @pytest.mark.calm("counts requests, and what failed counts too")
 @pytest.mark.fault("F41")
 async def test_a_neighbour_that_fails_does_not_keep_clients_from_opening_sessions(folder: Path) -> None:
-    async with harness.running(folder, limits=Limits(anonymous_per_minute=20.0)) as site:
+    async with daemons.running(folder, limits=Limits(anonymous_per_minute=20.0)) as site:
         honest = [await site.enroll() for _ in range(60)]
         thief = RawClient(site.channel, private_key("a thief"))
         thief.client_id = honest[0].client_id
@@ -133,7 +133,7 @@ async def test_a_neighbour_that_fails_does_not_keep_clients_from_opening_session
 @pytest.mark.calm("counts requests, and what failed counts too")
 @pytest.mark.fault("F41")
 async def test_nonces_that_are_not_used_have_a_bound_for_all(folder: Path) -> None:
-    async with harness.running(folder, limits=Limits(anonymous_per_minute=5.0, challenges_per_minute=7.0)) as site:
+    async with daemons.running(folder, limits=Limits(anonymous_per_minute=5.0, challenges_per_minute=7.0)) as site:
         thief = RawClient(site.channel, private_key("a thief"))
         answers = [await code_of(thief.stub.GetChallenge(CHALLENGE)) for _ in range(20)]
         assert 12 <= answers.count("ok") <= 14  # a few more come with time
@@ -155,7 +155,7 @@ def test_a_network_that_takes_what_all_share_takes_nothing_of_the_others_own() -
 @pytest.mark.fault("F41")
 async def test_behind_a_trusted_proxy_each_caller_has_its_own_address(folder: Path) -> None:
     limits = Limits(anonymous_per_minute=5.0, challenges_per_minute=1.0, refusal_delay_s=0.0)
-    async with harness.running(folder, limits=limits, trusted_proxies=("127.0.0.0/8",)) as site:
+    async with daemons.running(folder, limits=limits, trusted_proxies=("127.0.0.0/8",)) as site:
         stub = RawClient(site.channel, private_key("a thief")).stub
 
         def asked(address: str) -> Any:

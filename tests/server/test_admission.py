@@ -12,16 +12,18 @@ import grpc
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from msgspec.structs import force_setattr
 
 from fedplat import wire
 from fedplat.wire.v1 import fleet_pb2_grpc
 from fedplat_server.config import Limits
 from fedplat_server.rpc import serving
 from fedplat_server.rpc.admission import MAX_WAITING_PER_CONNECTION, READS_PER_CONNECTION, Reads
-from server import harness
-from server.access import ADMIN_METADATA
-from server.harness import Site, initial_model, job_file, update_of
-from server.raw_client import CHALLENGE
+from support import daemons
+from support.access import ADMIN_METADATA
+from support.daemons import Site, initial_model, update_of
+from support.jobs import job_file
+from support.raw_client import CHALLENGE
 
 FLEET = "/fedplat.wire.v1.Fleet/"
 UPDATE = update_of(initial_model(), 0).to_bytes()
@@ -109,7 +111,7 @@ async def another_connection(site: Site) -> AsyncGenerator[Any]:
 @pytest.mark.fault("F38")
 async def test_strangers_have_few_reads_at_a_time_and_clients_go_on(folder: Path, made: list[Reads]) -> None:
     limits = Limits(newcomer_reads=2, newcomer_reads_per_network=3, newcomer_read_s=3600.0)
-    async with harness.running(folder, limits=limits) as site, another_connection(site) as other:
+    async with daemons.running(folder, limits=limits) as site, another_connection(site) as other:
         client = await site.enroll()
         (reads,) = made
         async with silent(site) as calls:
@@ -119,7 +121,7 @@ async def test_strangers_have_few_reads_at_a_time_and_clients_go_on(folder: Path
             async def full() -> bool:
                 return reads.num_newcomers == 2
 
-            await harness.until(full, "the reads of strangers to be taken")
+            await daemons.until(full, "the reads of strangers to be taken")
             status, code, window = await refusal_of(other.GetChallenge(CHALLENGE))
             assert (status, code) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
             assert window == "1 10"
@@ -129,7 +131,7 @@ async def test_strangers_have_few_reads_at_a_time_and_clients_go_on(folder: Path
         async def free() -> bool:
             return not reads.num_newcomers
 
-        await harness.until(free, "reads to be free again")
+        await daemons.until(free, "reads to be free again")
         assert (await other.GetChallenge(CHALLENGE)).nonce
 
 
@@ -137,7 +139,7 @@ async def test_strangers_have_few_reads_at_a_time_and_clients_go_on(folder: Path
 @pytest.mark.fault("F38")
 async def test_a_newcomer_waits_for_a_turn_of_its_network(folder: Path, made: list[Reads]) -> None:
     limits = Limits(newcomer_reads_per_network=2, newcomer_read_s=3600.0)
-    async with harness.running(folder, limits=limits) as site, another_connection(site) as other:
+    async with daemons.running(folder, limits=limits) as site, another_connection(site) as other:
         (reads,) = made
         async with silent(site) as calls:
             for _ in range(2):
@@ -146,13 +148,13 @@ async def test_a_newcomer_waits_for_a_turn_of_its_network(folder: Path, made: li
             async def full() -> bool:
                 return reads.num_newcomers == 2
 
-            await harness.until(full, "the turns of the network to be taken")
+            await daemons.until(full, "the turns of the network to be taken")
             asked = asyncio.ensure_future(other.GetChallenge(CHALLENGE))
 
             async def waiting() -> bool:
                 return (reads.num_newcomers, reads.num_waiting) == (2, 1)
 
-            await harness.until(waiting, "the newcomer to wait for its turn")
+            await daemons.until(waiting, "the newcomer to wait for its turn")
         assert (await asked).nonce
 
 
@@ -163,7 +165,7 @@ async def test_a_connection_that_holds_its_calls_open_keeps_only_itself_waiting(
     folder: Path, made: list[Reads]
 ) -> None:
     async with (
-        harness.running(folder, limits=Limits(newcomer_reads_per_network=3, newcomer_read_s=3600.0)) as site,
+        daemons.running(folder, limits=Limits(newcomer_reads_per_network=3, newcomer_read_s=3600.0)) as site,
         another_connection(site) as neighbour,
     ):
         (reads,) = made
@@ -174,7 +176,7 @@ async def test_a_connection_that_holds_its_calls_open_keeps_only_itself_waiting(
             async def waiting() -> bool:
                 return reads.num_waiting == MAX_WAITING_PER_CONNECTION
 
-            await harness.until(waiting, "calls to wait for their turn")
+            await daemons.until(waiting, "calls to wait for their turn")
             assert reads.num_newcomers == READS_PER_CONNECTION
             _, code, _ = await refusal_of(calls.start(FLEET + "GetChallenge"))
             assert code == "TOO_MANY_REQUESTS"
@@ -183,13 +185,13 @@ async def test_a_connection_that_holds_its_calls_open_keeps_only_itself_waiting(
         async def over() -> bool:
             return not reads.num_waiting and not reads.num_newcomers
 
-        await harness.until(over, "reads and turns to be free again")
+        await daemons.until(over, "reads and turns to be free again")
 
 
 @pytest.mark.calm("counts calls")
 @pytest.mark.fault("F38")
 async def test_a_call_whose_turn_does_not_come_is_refused(folder: Path) -> None:
-    async with harness.running(folder, limits=Limits(newcomer_read_s=0.2)) as site, silent(site) as calls:
+    async with daemons.running(folder, limits=Limits(newcomer_read_s=0.2)) as site, silent(site) as calls:
         refused = [await refusal_of(calls.start(FLEET + "GetChallenge")) for _ in range(2)]
         assert {code for _, code, _ in refused} == {"TOO_SLOW"}
         many = [calls.start(FLEET + "GetChallenge") for _ in range(3 * READS_PER_CONNECTION)]
@@ -200,9 +202,11 @@ async def test_a_call_whose_turn_does_not_come_is_refused(folder: Path) -> None:
 @pytest.mark.calm("counts calls")
 @pytest.mark.fault("F38")
 async def test_a_message_that_does_not_come_in_time_is_given_up(folder: Path) -> None:
-    limits = Limits(newcomer_read_s=0.2, idle_s=0.2, min_bytes_per_s=2.0**30)
-    async with harness.running(folder, limits=limits) as site:
+    limits = Limits()
+    async with daemons.running(folder, limits=limits) as site:
         client = await site.enroll()
+        for name, value in {"newcomer_read_s": 0.2, "idle_s": 0.2, "min_bytes_per_s": 2.0**30}.items():
+            force_setattr(limits, name, value)  # from now on, when no message comes at all
         async with silent(site) as calls:
             for method, metadata in (
                 (FLEET + "GetChallenge", ()),
@@ -217,7 +221,7 @@ async def test_a_message_that_does_not_come_in_time_is_given_up(folder: Path) ->
 @pytest.mark.calm("counts calls")
 @pytest.mark.fault("F38")
 async def test_one_client_has_few_reads_at_a_time(folder: Path) -> None:
-    async with harness.running(folder, limits=Limits(max_calls=3)) as site:
+    async with daemons.running(folder, limits=Limits(max_calls=3)) as site:
         one, other = await site.fleet(2)
         async with silent(site) as calls:
             held = [calls.start(FLEET + "CheckIn", one.signed("CheckIn", None)) for _ in range(4)]
@@ -231,7 +235,7 @@ async def test_one_client_has_few_reads_at_a_time(folder: Path) -> None:
 @pytest.mark.calm("counts calls")
 @pytest.mark.fault("F38")
 async def test_watches_of_one_network_are_counted(folder: Path) -> None:
-    async with harness.running(folder, limits=Limits(open_calls_per_network=3)) as site:
+    async with daemons.running(folder, limits=Limits(open_calls_per_network=3)) as site:
         stub: Any = health_pb2_grpc.HealthStub(site.channel)
         watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(3)]
         for watch in watches:
@@ -249,14 +253,14 @@ async def test_watches_of_one_network_are_counted(folder: Path) -> None:
             except aio.AioRpcError:
                 return False
 
-        await harness.until(free, "a watch to be free again")
+        await daemons.until(free, "a watch to be free again")
 
 
 @pytest.mark.calm("looks at the state of a connection")
 @pytest.mark.fault("F38")
 async def test_connections_that_end_of_age_cost_no_round(folder: Path) -> None:
     """The connection is replaced again and again, and each poll and each report comes through."""
-    async with harness.running(folder, limits=Limits(max_wait_s=5.0), connection_age_s=0.3) as site:
+    async with daemons.running(folder, limits=Limits(max_wait_s=5.0), connection_age_s=0.3) as site:
         num_replaced = 0
 
         async def watch() -> None:

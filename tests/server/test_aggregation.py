@@ -20,7 +20,8 @@ from fedplat_server.aggregation.service import Aggregation
 from fedplat_server.errors import BlobFullError
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.spool import Spool
-from server.harness import digest_of, initial_model, job_file, update_of
+from support.daemons import digest_of, initial_model, update_of
+from support.jobs import job_file
 
 KEY = AttemptKey("j", 1, 1)
 UPDATE = update_of(initial_model(), 0).to_bytes()

@@ -16,17 +16,12 @@ from fedplat.job import JobSpec, calibrate
 from fedplat.privacy import Charge, accounting
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.coordination import budgets
-from server import harness
-from server.harness import Site, job_file
+from support import daemons
+from support.daemons import Site
+from support.jobs import job_file
+from support.private_jobs import DELTA, private
 
 pytestmark = pytest.mark.calm  # they look at single answers
-DELTA = 1e-6
-
-
-def private(privacy: str = "noise_multiplier = 10.0", rounds: int = 4, name: str = "private", **more: Any) -> str:
-    table = f'[privacy]\nparticipation = "fixed"\ndelta = {DELTA}\n{privacy}\n'
-    updates = '[updates]\nweighting = "uniform"\nclip_norm = 1.0\n'
-    return job_file(name, rounds, close="deadline", more=updates + table, **more)
 
 
 async def refused(call: Awaitable[object], code: grpc.StatusCode = grpc.StatusCode.FAILED_PRECONDITION) -> str:
@@ -190,7 +185,7 @@ async def test_what_changes_while_it_is_looked_at_is_looked_at_again(
     assert (await show(site)).populations == []
     monkeypatch.undo()
     await cancel(site, "other")
-    waits = harness.Gate()
+    waits = daemons.Gate()
     site.store.after["load_population"] = waits
     creation = asyncio.create_task(site.operator.create(job_file("late")))
     await waits.reached.wait()

@@ -10,8 +10,9 @@ import pytest
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from fedplat_server.verify.checker import verify
-from server import harness
-from server.harness import RawClient, Site, digest_of, initial_model, job_file, reason_name, update_of
+from support import daemons
+from support.daemons import RawClient, Site, digest_of, initial_model, reason_name, update_of
+from support.jobs import job_file
 
 FEDBUFF = '[aggregation]\nrule = "fedbuff"\nlearning_rate = 0.5\n[updates]\nweighting = "uniform"\n'
 
@@ -113,7 +114,7 @@ async def test_a_restarted_client_gets_the_version_that_it_began_with(site: Site
 @pytest.mark.fault("F2")
 async def test_a_half_full_buffer_and_who_works_outlive_the_server(folder: Path) -> None:
     deltas = [update_of(initial_model(), seed) for seed in range(4)]
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         job, clients, work = await begun(site, text())
         await clients[0].deliver(work[0].token, deltas[0])
         await clients[1].deliver(work[1].token, deltas[1])
@@ -122,7 +123,7 @@ async def test_a_half_full_buffer_and_who_works_outlive_the_server(folder: Path)
         await clients[2].deliver(work[2].token, deltas[2])  # one version old, in the folder of the first attempt
         await clients[0].upload(fresh.token, deltas[3].to_bytes(), end=60)
         await clean(site)
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         a, _, slow = [await moved(client, site) for client in clients]
         await clean(site)
         assert (await slow.report(work[2].token, digest_of(deltas[2].to_bytes()))).HasField("receipt")
@@ -138,10 +139,10 @@ async def test_a_half_full_buffer_and_who_works_outlive_the_server(folder: Path)
 
 async def test_updates_in_memory_are_lost_and_who_works_goes_on(folder: Path) -> None:
     content = update_of(initial_model(), 0).to_bytes()
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         job, clients, work = await begun(site, 'durability = "memory"\n' + text(rounds=1))
         await clients[0].deliver(work[0].token, content)
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         a, b, c = [await moved(client, site) for client in clients]
         lost = await a.report(work[0].token, digest_of(content))
         assert reason_name(lost.refusal.reason) == "ATTEMPT_ABANDONED"
@@ -160,7 +161,7 @@ async def test_what_was_merged_leaves_the_spool_while_others_of_its_attempt_work
     async def empty() -> bool:
         return not [path for path in (site.folder / "uploads").rglob("*") if path.is_file()]
 
-    await harness.until(empty, "an empty spool")
+    await daemons.until(empty, "an empty spool")
     await site.operator.jobs.CancelJob(admin_pb2.JobRequest(job=job))
     await site.operator.until(job, "job", "CANCELLED")
 

@@ -18,18 +18,19 @@ from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from fedplat_server.config import Limits
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.inline_models import InlineModels
-from server import harness
-from server.harness import Gate, RawClient, Site, initial_model, job_file, reason_name, update_of
+from support import daemons
+from support.daemons import Gate, RawClient, Site, initial_model, reason_name, update_of
+from support.jobs import job_file
 
 
 async def test_returns_at_once_when_there_is_an_assignment(site: Site) -> None:
     client = await site.enroll()
-    waiting = client.check_in(wait_s=harness.PATIENCE_S * 10)
+    waiting = client.check_in(wait_s=daemons.PATIENCE_S * 10)
     await site.waiting(1)
     job = await site.operator.start(
         job_file("toy", rounds=7, goal=1, more="[config]\nlr = 0.5\nsteps = 3\nfast = true")
     )
-    response = await asyncio.wait_for(waiting, harness.PATIENCE_S)
+    response = await asyncio.wait_for(waiting, daemons.PATIENCE_S)
     given = response.assignment
     assert (given.job_id, given.job_name, given.round, given.attempt) == (job, "toy", 1, 1)
     assert (given.trainer, given.task, given.heartbeat_s) == ("toy", fleet_pb2.TASK_TRAIN, 10.0)
@@ -95,12 +96,11 @@ async def test_an_open_assignment_is_handed_out_again_with_a_new_token(site: Sit
     await site.operator.start(job_file(goal=1))
     client = await site.enroll()
     first = await client.assignment()
-    old_heartbeat = client.heartbeat(first.token, wait_s=0.2)
     second = await client.assignment()
     assert second.token != first.token
     assert (second.job_id, second.round, second.attempt) == (first.job_id, first.round, first.attempt)
     assert 0.0 < second.training_timeout_s <= first.training_timeout_s
-    assert reason_name((await old_heartbeat).stop.reason) == "STALE"
+    assert reason_name((await client.heartbeat(first.token, wait_s=0.0)).stop.reason) == "STALE"
     assert reason_name((await client.report(first.token, "0" * 64)).refusal.reason) == "STALE"
     with pytest.raises(aio.AioRpcError) as caught:
         await client.upload(first.token, b"content")
@@ -116,18 +116,18 @@ async def test_another_population_gets_nothing(site: Site) -> None:
 
 @pytest.mark.fault("F32")
 async def test_a_full_waiting_room(folder: Path) -> None:
-    async with harness.running(folder, limits=Limits(max_waiting=1)) as site:
+    async with daemons.running(folder, limits=Limits(max_waiting=1)) as site:
         one, two = await site.fleet(2)
         waiting = one.check_in()
         await site.waiting(1)
-        refusal = await two.refusal(wait_s=harness.PATIENCE_S)
+        refusal = await two.refusal(wait_s=daemons.PATIENCE_S)
         assert (reason_name(refusal.reason), refusal.retry.min_s > 0) == ("OVERLOADED", True)
         waiting.cancel()
 
 
 @pytest.mark.fault("F36")
 async def test_whoever_waits_while_the_server_stops_hears_so(folder: Path) -> None:
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         client, working = await site.fleet(2)
         await site.operator.start(job_file(goal=1))
         assignment = await working.assignment()
@@ -210,7 +210,7 @@ async def test_a_small_model_comes_with_the_assignment_and_a_large_one_does_not(
         await site.fleet(2),
         Parameters.from_arrays({"weight": np.zeros(wire.INLINE_MODEL_BYTES // 4, "f4")}),
     )
-    waiting = [client.check_in(wait_s=harness.PATIENCE_S) for client in clients]
+    waiting = [client.check_in(wait_s=daemons.PATIENCE_S) for client in clients]
     await site.waiting(2)
     await site.operator.start(job_file("small", goal=1))
     await site.operator.start(job_file("large", goal=1), large)

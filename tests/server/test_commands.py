@@ -176,6 +176,7 @@ main.main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", range(7))
 def test_init_that_was_killed_can_be_repeated(run: Run, data: Path, step: int) -> None:
     """Killed before each of its durable steps: four files, the database, the profile, the operator."""

@@ -15,8 +15,9 @@ from fedplat.codecs.container import Format, options_to_text
 from fedplat.job import build_rule, parse_job
 from fedplat.model import Parameters
 from fedplat_server.verify.checker import verify
-from server import harness
-from server.harness import RawClient, Site, digest_of, job_file, reason_name, update_of
+from support import daemons
+from support.daemons import RawClient, Site, digest_of, reason_name, update_of
+from support.jobs import job_file
 
 NAMES = tuple(codecs.CODECS)
 BF16 = codecs.Bf16()
@@ -133,12 +134,12 @@ async def test_a_client_that_does_not_know_the_codec_gets_no_work(site: Site) ->
 async def test_accepted_updates_outlive_a_restart(folder: Path) -> None:
     text, base = job_file(more=TABLE), base_model()
     contents = [encoded(update_of(base, seed), seed=seed) for seed in (1, 2)]
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         job, (one, two), tokens = await at_work(site, text, base)
         assert (await one.deliver(tokens[0], contents[0])).HasField("receipt")
     report = await verify(f"sqlite:///{folder / 'fedplat.sqlite'}", folder)
     assert (report.findings, report.checked["updates"]) == ([], 1)
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         again = RawClient(site.channel, two.key)
         again.client_id = two.client_id
         await again.open_session()

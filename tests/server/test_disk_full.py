@@ -18,8 +18,9 @@ from grpc import aio
 from fedplat import durable, wire
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
-from server import harness
-from server.harness import RawClient, Site, digest_of, initial_model, job_file, update_of
+from support import daemons
+from support.daemons import RawClient, Site, digest_of, initial_model, update_of
+from support.jobs import job_file
 
 pytestmark = pytest.mark.fault("F7")
 MODEL = Parameters.from_arrays({"weight": np.zeros(10_000, np.float32)})
@@ -145,7 +146,7 @@ async def test_a_real_disk(tmp_path: Path, empty_database: Path) -> None:
     folder.mkdir()
     with small_disk(folder, 32):
         shutil.copy(empty_database, folder / "fedplat.sqlite")
-        async with harness.running(folder) as site:
+        async with daemons.running(folder) as site:
             job, client, token = await working(site, MODEL)
             before = await num_full(site)
             filler = fill(folder)

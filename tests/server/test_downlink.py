@@ -12,7 +12,8 @@ from fedplat import codecs
 from fedplat.codecs.container import Format, options_to_text
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2
-from server.harness import RawClient, Site, digest_of, job_file, update_of
+from support.daemons import RawClient, Site, digest_of, update_of
+from support.jobs import job_file
 
 EDEN = codecs.Eden(bits=4)
 MORE = '[compression]\ndownlink = {codec = "eden", bits = 4}\n'

@@ -21,8 +21,9 @@ from fedplat.job import build_rule, parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.storage import spool_file
-from server import harness
-from server.harness import RawClient, Site, digest_of, initial_model, job_file, reason_name, update_of
+from support import daemons
+from support.daemons import RawClient, Site, digest_of, initial_model, reason_name, update_of
+from support.jobs import job_file
 
 pytestmark = pytest.mark.calm("says itself what fails when")
 
@@ -49,11 +50,11 @@ async def test_a_round_goes_on_in_the_middle(folder: Path) -> None:
     text = job_file(goal=3, more='[aggregation]\nrule = "fedavgm"\nmomentum = 0.5\n')
     updates = [update_of(initial_model(), seed) for seed in range(3)]
     contents = [update.to_bytes() for update in updates]
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         job, clients, work = await begun(site, text, 3)
         assert (await clients[2].deliver(work[2].token, updates[2], 7.0)).HasField("receipt")
         await clients[0].upload(work[0].token, contents[0], end=60)
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         a, b, c = [await moved(client, site) for client in clients]
         assert (await c.report(work[2].token, digest_of(contents[2]), 7.0)).HasField("receipt")
         assert await a.query(work[0].token, digest_of(contents[0])) == 60
@@ -78,11 +79,11 @@ async def test_a_round_goes_on_in_the_middle(folder: Path) -> None:
 @pytest.mark.fault("F5")
 async def test_a_receipt_after_the_commit_and_a_restart(folder: Path) -> None:
     content = update_of(initial_model(), 0).to_bytes()
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         job, (client,), (work,) = await begun(site, job_file(goal=1, rounds=2), 1)
         await client.deliver(work.token, content)
         await site.operator.until(job, "version", "1")
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         client = await moved(client, site)
         assert (await client.report(work.token, digest_of(content))).HasField("receipt")
         fresh = await client.assignment()
@@ -91,12 +92,12 @@ async def test_a_receipt_after_the_commit_and_a_restart(folder: Path) -> None:
 
 @pytest.mark.fault("F2", "F16")
 async def test_whose_deadline_struck_while_the_server_was_down_is_late(folder: Path) -> None:
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         job, (one, two), work = await begun(site, job_file(goal=2, min_fraction=0.5), 2)
         await one.deliver(work[0].token, update_of(initial_model(), 0))
     with contextlib.closing(sqlite3.connect(folder / "fedplat.sqlite")) as connection, connection:
         connection.execute("UPDATE assignments SET deadline_unix_s = deadline_unix_s - 7200")  # two hours later
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         await site.operator.until(job, "job", "COMPLETED")
         late = await (await moved(two, site)).report_inline(work[1].token, update_of(initial_model(), 1).to_bytes())
         assert reason_name(late.refusal.reason) == "TRAIN_TIMEOUT"
@@ -106,12 +107,12 @@ async def test_whose_deadline_struck_while_the_server_was_down_is_late(folder: P
 @pytest.mark.fault("F2")
 async def test_an_attempt_whose_spool_is_gone_is_tried_again(folder: Path) -> None:
     update = update_of(initial_model(), 0)
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         job, clients, work = await begun(site, job_file(goal=2), 2)
         await clients[0].deliver(work[0].token, update)
     for path in (folder / "uploads").iterdir():
         shutil.rmtree(path)
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         ended = await site.operator.until(job, "attempt", "ABANDONED")
         assert ended.reason == f"aggregation failed: the update of {clients[0].client_id} is missing or damaged"
         clients = [await moved(client, site) for client in clients]
@@ -129,7 +130,7 @@ async def test_an_attempt_whose_spool_is_gone_is_tried_again(folder: Path) -> No
 @pytest.mark.parametrize("jump_s", [-DAY_S, DAY_S])
 async def test_a_wall_clock_that_jumps_by_a_day_changes_no_deadline(folder: Path, jump_s: float) -> None:
     moved_by = [0.0]
-    async with harness.running(folder, clock=lambda: time.time() + moved_by[0]) as site:
+    async with daemons.running(folder, clock=lambda: time.time() + moved_by[0]) as site:
         job, (one, two), work = await begun(site, job_file(goal=2), 2)
         moved_by[0] = jump_s
         assert (await one.deliver(work[0].token, update_of(initial_model(), 0))).HasField("receipt")
@@ -141,10 +142,10 @@ async def test_a_wall_clock_that_jumps_by_a_day_changes_no_deadline(folder: Path
 
 @pytest.mark.fault("F18")
 async def test_a_clock_that_was_set_back_while_the_server_was_down_gives_no_more_time(folder: Path) -> None:
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         job, (one, two), work = await begun(site, job_file(goal=2), 2)
         await one.deliver(work[0].token, update_of(initial_model(), 0))
-    async with harness.running(folder, clock=lambda: time.time() - DAY_S) as site:
+    async with daemons.running(folder, clock=lambda: time.time() - DAY_S) as site:
         answer = await (await moved(two, site)).heartbeat(work[1].token, 0.0)
         assert 0.0 < answer.proceed.remaining_s <= 3600.0
         await (await moved(two, site)).deliver(work[1].token, update_of(initial_model(), 1))
@@ -157,11 +158,11 @@ async def test_a_clock_that_was_set_back_while_the_server_was_down_gives_no_more
 @pytest.mark.fault("F2")
 async def test_in_memory_a_restart_costs_the_attempt_and_not_the_job(folder: Path) -> None:
     update = update_of(initial_model(), 0)
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         job, (one, two), work = await begun(site, MEMORY + job_file(goal=2), 2)
         assert (await one.deliver(work[0].token, update)).HasField("receipt")
         assert list((folder / "uploads").iterdir()) == []
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         ended = await site.operator.until(job, "attempt", "ABANDONED")
         assert ended.reason == "the server was restarted"
         one, two = await moved(one, site), await moved(two, site)

@@ -11,8 +11,8 @@ from grpc import aio
 
 from fedplat import auth
 from fedplat.wire.v1 import admin_pb2
-from server import harness
-from server.raw_client import RawClient, private_key
+from support import daemons
+from support.raw_client import RawClient, private_key
 
 pytestmark = [pytest.mark.calm, pytest.mark.fault("F40")]  # they count answers, and a storm has others
 NUM_HONEST, NUM_ATTACKERS = 60, 8
@@ -44,9 +44,9 @@ async def attack(attacker: RawClient, over: asyncio.Event) -> Counter[str]:
 async def test_honest_sessions_beside_ids_that_postgresql_refuses(tmp_path: Path, postgres: str) -> None:
     """After a restart all of them are looked up in the database, in the same queries as what the strangers send."""
     (tmp_path / "data").mkdir()
-    async with harness.running(tmp_path / "data", database=postgres) as site:
+    async with daemons.running(tmp_path / "data", database=postgres) as site:
         known = [await site.enroll(key=f"the-client-{number}") for number in range(NUM_HONEST)]
-    async with harness.running(tmp_path / "data", database=postgres) as site:
+    async with daemons.running(tmp_path / "data", database=postgres) as site:
         honest = [RawClient(site.channel, client.key) for client in known]
         for client, before in zip(honest, known, strict=True):
             client.client_id = before.client_id
@@ -66,7 +66,7 @@ async def test_honest_sessions_beside_ids_that_postgresql_refuses(tmp_path: Path
 @pytest.mark.parametrize("text", ["\x00", NUL, "c-0123456789ABCDEF", "x" * 5000])
 async def test_ids_that_no_server_has_made_are_refused(tmp_path: Path, any_database: str, text: str) -> None:
     (tmp_path / "data").mkdir(exist_ok=True)
-    async with harness.running(tmp_path / "data", database=any_database) as site:
+    async with daemons.running(tmp_path / "data", database=any_database) as site:
         operator = site.operator
         stranger = RawClient(site.channel, private_key("a stranger"))
         stranger.client_id = text

@@ -9,7 +9,7 @@ import pytest
 
 from fedplat_server.database.batch_loader import BatchLoader
 from fedplat_server.errors import LeadershipLostError, StoreError, StoreUnavailableError
-from server.harness import Gate
+from support.daemons import Gate
 
 
 class Asked:

@@ -12,9 +12,9 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from grpc import aio
 
 from fedplat.wire.v1 import fleet_pb2
-from server import access
-from server.harness import Site
-from server.raw_client import RawClient
+from support import access
+from support.daemons import Site
+from support.raw_client import RawClient
 from wire import make_golden
 
 GOLDEN = sorted(make_golden.FOLDER.parent.glob("*/*.bin"))

@@ -19,10 +19,11 @@ from fedplat_server.coordination import revocation
 from fedplat_server.database.clients import Enrollment, EnrollmentToken
 from fedplat_server.database.store import open_store
 from fedplat_server.errors import RefusedError
-from server import databases, harness
-from server.faulty_store import FaultyStore
-from server.harness import Gate, RawClient, Site, initial_model, job_file, reason_name, update_of
-from server.raw_client import CHALLENGE, Metadata, private_key
+from support import daemons, databases
+from support.daemons import Gate, RawClient, Site, initial_model, reason_name, update_of
+from support.faulty_store import FaultyStore
+from support.jobs import job_file
+from support.raw_client import CHALLENGE, Metadata, private_key
 
 S = grpc.StatusCode
 
@@ -128,7 +129,7 @@ async def test_the_header_of_an_upload_is_signed(site: Site) -> None:
     client = await site.enroll()
     token = (await client.assignment()).token
     content = update_of(initial_model(), 0).to_bytes()
-    header = fleet_pb2.UploadHeader(token=token, digest=harness.digest_of(content), size_bytes=len(content))
+    header = fleet_pb2.UploadHeader(token=token, digest=daemons.digest_of(content), size_bytes=len(content))
     signed = fleet_pb2.UploadRequest(header=header)
     header.size_bytes += 1
     parts = [fleet_pb2.UploadRequest(header=header), fleet_pb2.UploadRequest(data=content)]
@@ -137,9 +138,9 @@ async def test_the_header_of_an_upload_is_signed(site: Site) -> None:
 
 
 async def test_after_a_restart_a_session_is_unknown_and_another_goes_on(folder: Any) -> None:
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         client = await site.enroll(key="the-one-client")
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         again = RawClient(site.channel, client.key)
         again.client_id, again.session_id = client.client_id, client.session_id
         assert await refused(again.check_in(0.0)) == (S.UNAUTHENTICATED, "SESSION_UNKNOWN")
@@ -409,7 +410,7 @@ async def test_an_assignment_token_is_bound_to_client_job_round_and_attempt_and_
     update = update_of(initial_model(), 0)
     stranger = await site.enroll()
     assert (
-        reason_name((await stranger.report(first.token, harness.digest_of(update.to_bytes()))).refusal.reason)
+        reason_name((await stranger.report(first.token, daemons.digest_of(update.to_bytes()))).refusal.reason)
         == "STALE"
     )
     assert (await refused(stranger.upload(first.token, update.to_bytes())))[1] == "STALE_ASSIGNMENT"
@@ -420,7 +421,7 @@ async def test_an_assignment_token_is_bound_to_client_job_round_and_attempt_and_
     other = update_of(initial_model(), 1)
     # In the next round the old token still means the old assignment, which is over.
     assert (await refused(client.upload(first.token, other.to_bytes())))[1] == "STALE_ASSIGNMENT"
-    refusal = (await client.report(first.token, harness.digest_of(other.to_bytes()))).refusal
+    refusal = (await client.report(first.token, daemons.digest_of(other.to_bytes()))).refusal
     assert reason_name(refusal.reason) == "REJECTED_CONFLICT"
     assert (await client.deliver(second.token, other)).HasField("receipt")
     await site.operator.until(job, "job", "COMPLETED")

@@ -17,9 +17,10 @@ from fedplat_server.errors import LeadershipLostError, StoreUnavailableError
 from fedplat_server.leadership.election import LeaseElection
 from fedplat_server.records import lease as rules
 from fedplat_server.records.lease import Candidate, HeldLease, Lease, LeaseReading
-from server import databases, harness
-from server.harness import digest_of, initial_model, job_file, update_of
-from server.test_gateway import both_agree, code_of, leading
+from support import daemons, databases
+from support.daemons import digest_of, initial_model, update_of
+from support.gateways import both_agree, code_of, leading
+from support.jobs import job_file
 
 ONE, TWO = Candidate("d-one", "one:7443"), Candidate("d-two", "two:7443")
 TIMES = LeaseTimes(valid_s=6.0, renew_s=2.0, margin_s=1.0, poll_s=0.5)
@@ -138,6 +139,7 @@ def through(database: str, address: str) -> str:
     return url.render_as_string(hide_password=False)
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F19", "F20")
 @pytest.mark.parametrize(
     "weather", [proxy.BLACKHOLE, proxy.ONLY_TO_SERVER, proxy.ONLY_TO_CLIENT], ids=["both", "unheard", "deaf"]
@@ -145,12 +147,16 @@ def through(database: str, address: str) -> str:
 async def test_a_leader_that_is_cut_off_from_the_database_stops_leading(
     tmp_path: Path, postgres: str, weather: proxy.Weather
 ) -> None:
-    """The other one leads; nothing that the old one still wrote counts, and it becomes a gateway when it is back."""
-    times = LeaseTimes(valid_s=2.0, renew_s=0.2, margin_s=0.5, poll_s=0.05)
+    """The other one leads; nothing that the old one still wrote counts, and it becomes a gateway when it is back.
+
+    The old one has ten seconds for a renewal, which is long enough on a busy machine, and the other one a minute.
+    """
+    short = LeaseTimes(valid_s=12.0, renew_s=0.2, margin_s=2.0, poll_s=0.05)
+    long = LeaseTimes(valid_s=60.0, renew_s=0.2, margin_s=2.0, poll_s=0.05)
     async with (
         proxy.running(behind(postgres)) as network,
-        harness.running(tmp_path, database=through(postgres, network.address), lease=times) as old,
-        harness.running(tmp_path, database=postgres, lease=times) as new,
+        daemons.running(tmp_path, database=through(postgres, network.address), lease=short) as old,
+        daemons.running(tmp_path, database=postgres, lease=long) as new,
     ):
         job = await new.operator.start(job_file(goal=1))
         client = await new.enroll()

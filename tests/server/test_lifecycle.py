@@ -12,7 +12,8 @@ from grpc import aio
 from fedplat.aggregate.scaffold import with_control
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
-from server.harness import Site, initial_model, job_file, reason_name, update_of
+from support.daemons import Site, initial_model, reason_name, update_of
+from support.jobs import job_file
 
 JobCall = aio.UnaryUnaryMultiCallable[admin_pb2.JobRequest, admin_pb2.Job]
 

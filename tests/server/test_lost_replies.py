@@ -10,8 +10,8 @@ from fedplat.rounds.commands import Assign
 from fedplat.rounds.events import JobAction, OperatorCommand, TimerFired
 from fedplat.rounds.states import JobStatus
 from fedplat_server.errors import StoreUnavailableError
-from server.harness import Gate
-from server.runner_bench import PATIENCE_S, Bench, bench, settle
+from support.daemons import Gate
+from support.runner_bench import PATIENCE_S, Bench, bench, settle
 
 
 class LostReplies:

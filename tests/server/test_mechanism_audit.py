@@ -27,7 +27,7 @@ from fedplat.privacy import Noise, Release
 from fedplat.rounds import JobState, Verdict
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat.rounds.states import Reason
-from server.audit import CLIP, SENT, Audit, Daemon, audit, base_model, claimed, daemon, drop_outs, entries
+from support.audit import CLIP, SENT, Audit, Daemon, audit, base_model, claimed, daemon, drop_outs, entries
 
 MULTIPLIER = 0.01
 GOAL = 4
@@ -97,6 +97,7 @@ async def test_the_noise_over_what_one_client_changes_is_the_claimed_multiplier(
     assert by_type == pytest.approx([found.deviations[0]] * 3, rel=0.04)
 
 
+@pytest.mark.slow
 async def test_a_tree_has_the_claimed_noise_in_each_node_and_in_sums_of_rounds(folder: Path) -> None:
     spec = job("min_separation", UNIFORM, rounds=4)
     promised = claimed(spec, 4)

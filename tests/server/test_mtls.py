@@ -23,11 +23,11 @@ from fedplat_server.auth.ca import Authority
 from fedplat_server.auth.tls import utc_now
 from fedplat_server.config import LeaseTimes
 from fedplat_server.errors import ConfigError
-from server import harness
-from server.access import authorized
-from server.harness import job_file
-from server.mtls import DAY, Clock, Place, S, Shown, make_pki, refused, running, signed_by
-from server.raw_client import Metadata
+from support import daemons
+from support.access import authorized
+from support.jobs import job_file
+from support.mtls import DAY, Clock, Place, S, Shown, make_pki, refused, running, signed_by
+from support.raw_client import Metadata
 
 pytestmark = pytest.mark.calm  # they look at single answers
 
@@ -51,7 +51,7 @@ async def test_the_certificate_says_who_calls(place: Place) -> None:
     client = await place.site.enroll()
     certified = place.certified(client, await place.certificate(client))
     token = (await certified.assignment()).token
-    update = harness.update_of(harness.initial_model(), 1)
+    update = daemons.update_of(daemons.initial_model(), 1)
     assert (await certified.deliver(token, update)).HasField("receipt")
     await place.site.operator.until(job, "job", "COMPLETED")
 
@@ -282,11 +282,11 @@ async def test_a_client_that_is_revoked_ends(place: Place, tmp_path: Path) -> No
 
 async def test_servers_without_certificates_for_clients_are_named(folder: Path, tmp_path: Path) -> None:
     made = make_pki(folder)
-    async with harness.running(folder, tls=made.files) as site:
+    async with daemons.running(folder, tls=made.files) as site:
         client = await Place(site, made).sdk(tmp_path / "one", add_one)
         with pytest.raises(IdentityError, match=r"issues no client certificates: .* sign the calls"):
             await asyncio.to_thread(client.run)
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         client = await Place(site, made).sdk(tmp_path / "two", add_one)
         with pytest.raises(EnrollmentError, match="without TLS"):
             await asyncio.to_thread(client.run)
@@ -297,7 +297,7 @@ async def test_servers_without_certificates_for_clients_are_named(folder: Path, 
 
 async def test_a_server_without_the_authoritys_key_does_not_start(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"--mtls-listen needs TLS; leave --insecure out"):
-        async with harness.running(folder, mtls_listen="127.0.0.1:0"):
+        async with daemons.running(folder, mtls_listen="127.0.0.1:0"):
             pass
     made = make_pki(folder)
     made.ca_key.unlink()
@@ -308,7 +308,7 @@ async def test_a_server_without_the_authoritys_key_does_not_start(folder: Path) 
 
 @pytest.mark.fault("F20")
 async def test_a_gateway_tells_the_leader_whose_certificate_it_saw(tmp_path: Path, postgres: str, clock: Clock) -> None:
-    times = LeaseTimes(valid_s=6.0, renew_s=0.2, margin_s=1.0, poll_s=0.05)
+    times = LeaseTimes(valid_s=60.0, renew_s=0.2, margin_s=1.0, poll_s=0.05)
     async with (
         running(tmp_path, database=postgres, lease=times) as leader,
         running(tmp_path, clock, database=postgres, lease=times) as gateway,
@@ -321,7 +321,7 @@ async def test_a_gateway_tells_the_leader_whose_certificate_it_saw(tmp_path: Pat
         certified = gateway.certified(client, shown)
         token = (await certified.assignment()).token
         certified.says = other.signed
-        update = harness.update_of(harness.initial_model(), 1)
+        update = daemons.update_of(daemons.initial_model(), 1)
         assert (await certified.deliver(token, update)).HasField("receipt")
         request = fleet_pb2.CheckInRequest(protocol_version=wire.PROTOCOL_VERSION)
         plain = gateway.certified(client, shown, gateway.site.daemon.port)

@@ -10,8 +10,9 @@ import pytest
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from fedplat_server.verify.checker import verify
-from server import harness
-from server.harness import RawClient, Site, initial_model, job_file
+from support import daemons
+from support.daemons import RawClient, Site, initial_model
+from support.jobs import job_file
 
 TEN = job_file(goal=10, rounds=2, over_selection=1.0, min_fraction=0.8)
 
@@ -53,7 +54,7 @@ async def test_an_update_that_no_sum_holds_is_refused_with_its_norm(site: Site, 
     job = await site.operator.start(TEN)
     clients = await site.fleet(10)
     answer = await attack(site, clients, filled(value, one_entry=True), 100.0)
-    assert harness.reason_name(answer.refusal.reason) == "REJECTED_NORM"
+    assert daemons.reason_name(answer.refusal.reason) == "REJECTED_NORM"
     assert f"the update's norm is {value:.6g} and its weight 100" in answer.refusal.text
     await site.operator.until(job, "version", "1")
     np.testing.assert_allclose(await step(site, job, 1), 0.1, atol=1e-6)
@@ -90,7 +91,7 @@ async def test_a_job_in_memory_loses_one_attempt_to_an_outlier_and_no_more(site:
     abandoned = await site.operator.until(job, "attempt", "ABANDONED")
     assert f"{clients[0].client_id}: its norm is 2.82843e+15" in abandoned.reason
     answer = await attack(site, clients, filled(-1e15), 100.0)
-    assert harness.reason_name(answer.refusal.reason) == "REJECTED_OUTLIER"
+    assert daemons.reason_name(answer.refusal.reason) == "REJECTED_OUTLIER"
     await site.operator.until(job, "version", "1")
     np.testing.assert_allclose(await step(site, job, 1), 0.1, atol=1e-6)
 
@@ -117,7 +118,7 @@ async def test_a_number_of_examples_that_no_quotient_holds_is_refused(site: Site
     (client,) = await site.fleet(1)
     (work,) = await site.assign([client])
     answer = await client.deliver(work.token, filled(0.1), num_examples)
-    assert harness.reason_name(answer.refusal.reason) == "REJECTED_WEIGHT"
+    assert daemons.reason_name(answer.refusal.reason) == "REJECTED_WEIGHT"
     assert "expected a number from 1e-06 to 1e+15" in answer.refusal.text
 
 

@@ -25,9 +25,10 @@ from fedplat_server.records import audit
 from fedplat_server.records.operators import Role, new_operator_token
 from fedplat_server.rpc import operator_access
 from fedplat_server.rpc.operator_access import NEEDED_ROLES
-from server import access, harness
-from server.access import ADMIN_NAME, ADMIN_TOKEN
-from server.harness import Operator, Site, digest_of, job_file, update_of
+from support import access, daemons
+from support.access import ADMIN_NAME, ADMIN_TOKEN
+from support.daemons import Operator, Site, digest_of, update_of
+from support.jobs import job_file
 
 pytestmark = pytest.mark.calm  # they look at single answers
 LIST_JOBS, GET_STATUS = "/fedplat.wire.v1.Jobs/ListJobs", "/fedplat.wire.v1.Operators/GetStatus"
@@ -173,7 +174,7 @@ async def test_an_operator_is_added_works_and_is_removed(site: Site) -> None:
     )
     assert [entry for entry in await noted(site) if entry[0] != "server"][:5] == [
         (ADMIN_NAME, "operator added", "ben"),
-        ("ben", "model uploaded", digest_of(harness.initial_model().to_bytes())),
+        ("ben", "model uploaded", digest_of(daemons.initial_model().to_bytes())),
         ("ben", "job created", job),
         ("ben", "job started", job),
         (ADMIN_NAME, "operator removed", "ben"),
@@ -217,7 +218,7 @@ async def test_the_last_admin_stays(site: Site) -> None:
 
 async def test_of_two_admins_who_remove_each_other_one_stays(tmp_path: Path, any_database: str) -> None:
     """Both have passed every check when the first removal begins."""
-    async with harness.running(tmp_path, database=any_database) as site:
+    async with daemons.running(tmp_path, database=any_database) as site:
         other = await token_of(site, Role.ADMIN)
         both = asyncio.Barrier(2)
 
@@ -238,7 +239,7 @@ async def test_of_two_admins_who_remove_each_other_one_stays(tmp_path: Path, any
 
 async def test_who_guesses_is_held_up_and_fills_no_log(folder: Path) -> None:
     """The delay is longer than the test: those who are over the limit are refused at once, the others wait."""
-    async with harness.running(folder, limits=Limits(refusal_delay_s=3600.0)) as site:
+    async with daemons.running(folder, limits=Limits(refusal_delay_s=3600.0)) as site:
         stub = admin_pb2_grpc.JobsStub(site.channel)
         guesses = [stub.ListJobs(admin_pb2.ListJobsRequest()) for _ in range(operator_access.MAX_PENDING + 1)]
         done, waiting = await asyncio.wait(
@@ -253,7 +254,7 @@ async def test_who_guesses_is_held_up_and_fills_no_log(folder: Path) -> None:
         async def is_noted() -> bool:
             return bool(await refused())
 
-        await harness.until(is_noted, "the note of a refused call")
+        await daemons.until(is_noted, "the note of a refused call")
         assert await refused() == [("ipv4:127.0.0.1", "login refused", LIST_JOBS)]
         for task in waiting:
             task.cancel()
@@ -261,7 +262,7 @@ async def test_who_guesses_is_held_up_and_fills_no_log(folder: Path) -> None:
 
 
 async def test_a_role_that_is_too_low_is_held_up_noted_and_counted(folder: Path) -> None:
-    async with harness.running(folder, limits=Limits(refusal_delay_s=3600.0)) as site:
+    async with daemons.running(folder, limits=Limits(refusal_delay_s=3600.0)) as site:
         token = await token_of(site, Role.VIEWER)
         viewer = Operator(site.channel, token)
         tries = [
@@ -281,7 +282,7 @@ async def test_a_role_that_is_too_low_is_held_up_noted_and_counted(folder: Path)
         async def is_noted() -> bool:
             return bool(await rows())
 
-        await harness.until(is_noted, "the note of a refused call")
+        await daemons.until(is_noted, "the note of a refused call")
         (row,) = await rows()
         assert (row.actor, row.subject) == (access.name_of(token), "/fedplat.wire.v1.Operators/AddOperator")
         assert json.loads(row.details)["why"].startswith("AddOperator needs the role admin")
@@ -294,7 +295,7 @@ async def test_a_role_that_is_too_low_is_held_up_noted_and_counted(folder: Path)
 async def test_refused_calls_from_many_addresses_make_few_rows(folder: Path) -> None:
     """Each call comes from another address, as a trusted proxy tells."""
     limits = Limits(refusal_delay_s=0.0, notes_per_minute=7.0)
-    async with harness.running(folder, limits=limits, trusted_proxies=("127.0.0.1",)) as site:
+    async with daemons.running(folder, limits=limits, trusted_proxies=("127.0.0.1",)) as site:
         for number in range(300):
             address = (
                 "x-forwarded-for",
@@ -341,7 +342,7 @@ async def test_models_that_come_and_go_are_noted(site: Site) -> None:
 
 async def test_an_operators_requests_are_counted_and_those_of_others_go_on(folder: Path) -> None:
     limits = Limits(refusal_delay_s=0.0, operator_requests_per_minute=10.0)
-    async with harness.running(folder, limits=limits) as site:
+    async with daemons.running(folder, limits=limits) as site:
         token = await token_of(site, Role.VIEWER)
         greedy = bearer(token)
         answers = await asyncio.gather(*(call(site, GET_STATUS, greedy) for _ in range(30)), return_exceptions=True)
@@ -360,7 +361,7 @@ async def test_an_operators_requests_are_counted_and_those_of_others_go_on(folde
 
 
 async def test_an_operators_calls_under_way_are_counted_until_they_end(folder: Path) -> None:
-    async with harness.running(folder, limits=Limits(refusal_delay_s=0.0, operator_calls=3)) as site:
+    async with daemons.running(folder, limits=Limits(refusal_delay_s=0.0, operator_calls=3)) as site:
         job = await site.operator.create(job_file())
         viewer = Operator(site.channel, await token_of(site, Role.VIEWER))
         watches = [viewer.watch(job.job_id) for _ in range(3)]
@@ -379,7 +380,7 @@ async def test_an_operators_calls_under_way_are_counted_until_they_end(folder: P
                 return False
             return True
 
-        await harness.until(free, "a call that has ended")
+        await daemons.until(free, "a call that has ended")
         for watch in watches:
             watch.cancel()
 
@@ -395,12 +396,12 @@ async def test_a_report_with_other_content_is_refused_and_noted_once(site: Site)
     job = await site.operator.start(job_file(goal=2))
     client, other = await site.fleet(2)
     mine, _ = await site.assign([client, other])
-    first = update_of(harness.initial_model(), 1).to_bytes()
-    again = update_of(harness.initial_model(), 2).to_bytes()
+    first = update_of(daemons.initial_model(), 1).to_bytes()
+    again = update_of(daemons.initial_model(), 2).to_bytes()
     assert (await client.deliver(mine.token, first)).HasField("receipt")
     for _ in range(2):
         answer = await client.report(mine.token, digest_of(again))
-        assert harness.reason_name(answer.refusal.reason) == "REJECTED_CONFLICT"
+        assert daemons.reason_name(answer.refusal.reason) == "REJECTED_CONFLICT"
     assert (await client.report(mine.token, digest_of(first))).HasField("receipt")
     rows = [row for row in await site.store.inner.audit.list_rows() if row.action == audit.AuditAction.REPORT_CONFLICT]
     assert [(row.actor, row.subject) for row in rows] == [(client.client_id, f"{job} round 1 attempt 1")]

@@ -14,8 +14,9 @@ from grpc_health.v1 import health_pb2
 from fedplat.wire.v1 import admin_pb2, model_pb2
 from fedplat_server.errors import StoreUnavailableError
 from fedplat_server.rpc import health
-from server import harness
-from server.harness import Site, digest_of, initial_model, job_file, update_of
+from support import daemons
+from support.daemons import Site, digest_of, initial_model, update_of
+from support.jobs import job_file
 
 pytestmark = pytest.mark.calm("says itself what fails when")
 
@@ -126,13 +127,13 @@ async def test_check_ins_during_an_outage_leave_no_ghost_in_the_room(site: Site)
 
 @pytest.mark.fault("F9", "F36")
 async def test_a_daemon_that_stops_during_an_outage_stops(folder: Path) -> None:
-    async with harness.running(folder, grace_s=0.2) as site:
+    async with daemons.running(folder, grace_s=0.2) as site:
         job = await site.operator.start(job_file(goal=1))
         client = await site.enroll(key="the-one-client")
         token = (await client.assignment()).token
         await client.deliver(token, update_of(initial_model(), 0))
         site.store.outage = True
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         shown = await site.operator.show(job)
         assert shown.model.version in (0, 1)
         again = await site.enroll(key="the-one-client")
@@ -152,7 +153,7 @@ async def test_readiness_follows_the_database_and_liveness_does_not(site: Site) 
         async def noticed() -> bool:
             return await site.readiness() == away
 
-        await harness.until(noticed, "a server that is not ready")  # nobody has asked for anything
+        await daemons.until(noticed, "a server that is not ready")  # nobody has asked for anything
         assert [await site.readiness(name) for name in names] == [away] * 3
         assert await site.readiness("liveness") == serving
         await site.back()

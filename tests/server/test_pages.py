@@ -21,9 +21,10 @@ from fedplat.texts import MAX_TEXT_BYTES
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.records import audit
 from fedplat_server.rpc import pages
-from server import access, harness
-from server.access import ADMIN_TOKEN
-from server.harness import Site, job_file
+from support import access, daemons
+from support.access import ADMIN_TOKEN
+from support.daemons import Site
+from support.jobs import job_file
 
 pytestmark = pytest.mark.calm
 WIDE = "\U0001f600"
@@ -70,6 +71,7 @@ CLIENTS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.fault("F47")
 async def test_a_hundred_thousand_rounds(site: Site) -> None:
@@ -202,7 +204,7 @@ async def test_the_audit_log_is_followed_from_any_row(site: Site) -> None:
 @pytest.mark.fault("F46")
 async def test_a_watch_passes_what_was_stored_too_large(folder: Path) -> None:
     text, metrics = "\x1b" * 9 * 2**20, json.dumps({"x" * 9 * 2**20: 1.0})
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         job = await site.operator.start(job_file(goal=1))
         client = await site.enroll()
         work = await client.assignment()
@@ -211,12 +213,12 @@ async def test_a_watch_passes_what_was_stored_too_large(folder: Path) -> None:
         execute(folder, "UPDATE attempts SET reason = ?, metrics = ?", [(text, metrics)])
         await _looks_short(site, job)
     execute(folder, "UPDATE jobs SET reason = ?", [(text,)])
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         await _looks_short(site, job)
         await client.over(site.channel).open_session()
         again = client.over(site.channel)
         await again.open_session()
-        await again.deliver(work.token, harness.update_of(harness.initial_model(), 0))
+        await again.deliver(work.token, daemons.update_of(daemons.initial_model(), 0))
         events = await site.operator.events(job)
         assert (events[-1].entity, events[-1].to_state) == ("job", "COMPLETED")
 

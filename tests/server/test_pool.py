@@ -24,7 +24,7 @@ from fedplat_server.workers.client import WorkerPool
 from fedplat_server.workers.coroutine import Pause, ThreadCoroutine
 from fedplat_server.workers.scheduler import TurnScheduler
 from fedplat_server.workers.tasks import Echo
-from server.pool import PoolProcess, pool
+from support.pool import PoolProcess, pool
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Generator[PoolProcess]:
         yield started
 
 
+@pytest.mark.slow
 async def test_all_ranks_do_the_same_task_and_several_can_be_open_at_once(running: PoolProcess) -> None:
     link = await running.ready()
     assert await link.describe() == protocol.WorkerInfo(2, "cpu")
@@ -111,6 +112,7 @@ def test_only_who_has_the_key_can_speak_as_rank_0(tmp_path: Path) -> None:
             other.decrypt(message, 0, 7)
 
 
+@pytest.mark.slow
 async def test_a_task_that_fails_reports_the_reason(running: PoolProcess) -> None:
     link = await running.ready()
     async with link.start_task("echo", _Wrong(5)) as session:
@@ -194,6 +196,7 @@ async def test_a_listener_that_is_not_a_pool_is_a_clear_error(
             await WorkerPool.at(tmp_path).describe()
 
 
+@pytest.mark.slow
 def test_a_stopped_pool_leaves_nothing(tmp_path: Path) -> None:
     with pool(tmp_path, 1) as started:
         asyncio.run(started.ready())

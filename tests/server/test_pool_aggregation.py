@@ -7,98 +7,27 @@ import os
 import signal
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from msgspec import structs
 
-from fedplat.aggregate import Contribution
-from fedplat.codecs.container import Format
 from fedplat.errors import ModelError
 from fedplat.job import parse_job
-from fedplat.model import WINDOW, Parameters
-from fedplat.rounds import JobState, ModelVersion
+from fedplat.model import Parameters
 from fedplat_server.aggregation import pooled
-from fedplat_server.aggregation.backend import Aggregate, AggregationBackend
+from fedplat_server.aggregation.backend import Aggregate
 from fedplat_server.aggregation.local import LocalAggregation
 from fedplat_server.aggregation.pooled import PoolAggregation, WithFallback
 from fedplat_server.errors import BlobFullError
-from fedplat_server.storage.blobs import BlobStore
-from fedplat_server.workers.attempt_inputs import AttemptInputs, CloseAttempt, SpooledUpdate
+from fedplat_server.workers.attempt_inputs import AttemptInputs, CloseAttempt
 from fedplat_server.workers.client import WorkerPool
-from server import harness
-from server.harness import Site, job_file
-from server.pool import PoolProcess, pool
-
-SIZE = WINDOW + 5000
-NUM_UPDATES = 5
-BY_COLUMNS = "[pool]\nranks = 2\n"
-PRIVATE = (
-    '[updates]\nclip_norm = 3.0\nweighting = "uniform"\n'
-    '[privacy]\nparticipation = "fixed"\ndelta = 1e-6\nnoise_multiplier = 0.5\n'
-)
-CLIPPED = "[updates]\nclip_norm = 3.0\n"
-FEDADAM = '[aggregation]\nrule = "fedadam"\n'
-
-
-def base_model(size: int = SIZE) -> Parameters:
-    rng = np.random.default_rng(0)
-    arrays: dict[str, Any] = {
-        "double": rng.normal(size=100),
-        "weight": rng.normal(size=size - 200).astype(np.float32),
-        "half": rng.normal(size=100).astype(np.float16),
-        "steps": np.array([7, 8]),
-    }
-    return Parameters.from_arrays(arrays)
-
-
-class Spool:
-    """A folder with blobs and updates, and what a job makes of them, wherever it is computed."""
-
-    def __init__(self, folder: Path, tables: str, base: Parameters | None = None) -> None:
-        self.folder = folder
-        self.blobs = BlobStore(folder / "blobs")
-        text = job_file("toy", 2, NUM_UPDATES, more=tables, close="deadline" if "[privacy]" in tables else "goal")
-        self.spec = parse_job(text)
-        base = base or base_model()
-        model = self.blobs.put_chunks([base.to_bytes()])
-        self.version = ModelVersion(0, 0, 0, model.digest, model.size_bytes)
-        self.updates = [self._update(number, base) for number in range(NUM_UPDATES)]
-
-    def _update(self, number: int, base: Parameters) -> SpooledUpdate:
-        update = harness.update_of(base, number)
-        path, codec = self.folder / f"{number}.update", self.spec.compression.uplink
-        content = [update.to_bytes()]
-        if codec is not None:
-            content = Format(codec, base.schema).encode(update, np.random.default_rng(1))
-        path.write_bytes(b"".join(content))
-        metrics = {"loss_before": 2.0 / (number + 1), "local_steps": 3.0 + number}
-        return SpooledUpdate(str(path), Contribution(1.0, 10.0, metrics, client_id=f"c{number}"))
-
-    def inputs(self) -> AttemptInputs:
-        return AttemptInputs.of(JobState("job", self.spec, self.version), self.blobs)
-
-    async def done(self, folding: AggregationBackend) -> Aggregate:
-        try:
-            for update in self.updates:
-                await folding.fold(update)
-            return await folding.commit()
-        finally:
-            await folding.close()
-
-    def accept(self, aggregate: Aggregate) -> None:
-        self.version = structs.replace(
-            self.version,
-            version=self.version.version + 1,
-            digest=aggregate.model.digest,
-            state_digest=aggregate.state.digest if aggregate.state else "",
-        )
-
-    def model(self, aggregate: Aggregate) -> np.ndarray[Any, Any]:
-        return Parameters.open(self.blobs.path(aggregate.model.digest)).to_vector()
-
+from support import daemons
+from support.daemons import Site
+from support.jobs import job_file
+from support.pool import PoolProcess, pool
+from support.pool_jobs import BY_COLUMNS, CLIPPED, FEDADAM, JOBS, NUM_UPDATES, Spool, base_model
 
 ON_GPUS = [
     pytest.mark.gpu,
@@ -132,17 +61,6 @@ async def on_pool(spool: Spool, inputs: AttemptInputs, link: WorkerPool) -> Aggr
     folding = PoolAggregation(inputs, spool.blobs, link)
     await folding.begin()
     return await spool.done(folding)
-
-
-JOBS = {
-    "fedadam with clipping": FEDADAM + CLIPPED,
-    "adaptive clipping": CLIPPED.replace("clip_norm = 3.0", "adaptive_clip = {initial_norm = 300.0}"),
-    "private": FEDADAM + PRIVATE,
-    "median": FEDADAM + '[robust]\nbyzantine = 1\nrule = {name = "median"}\n',
-    "krum": FEDADAM + '[robust]\nbyzantine = 1\nrule = {name = "krum"}\n',
-    "qfedavg, encoded": '[aggregation]\nrule = "qfedavg"\n[compression]\nuplink = {codec = "quantize", bits = 8}\n',
-    "downlink": FEDADAM + '[compression]\ndownlink = {codec = "eden"}\n',
-}
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -191,7 +109,7 @@ async def test_updates_from_another_version_and_a_model_of_one_entry(ranks: Pool
     base = Parameters.from_arrays({"w": np.ones(1, np.float32)})
     mode = '[mode]\nkind = "buffered"\nconcurrency = 5\n[aggregation]\nrule = "easgd"\n'
     spool = Spool(tmp_path, mode + BY_COLUMNS, base)
-    (tmp_path / "origin").write_bytes(harness.update_of(base, 9).to_bytes())
+    (tmp_path / "origin").write_bytes(daemons.update_of(base, 9).to_bytes())
     origin = str(tmp_path / "origin")
     spool.updates[1:3] = [structs.replace(update, origin_path=origin) for update in spool.updates[1:3]]
     alone = await spool.done(LocalAggregation(spool.inputs(), spool.blobs))
@@ -276,6 +194,7 @@ async def test_a_rank_killed_while_it_writes_the_version(
         assert await committing == await spool.done(LocalAggregation(inputs, spool.blobs))
 
 
+@pytest.mark.slow
 @pytest.mark.calm
 @pytest.mark.fault("F35")
 async def test_the_daemon_s_versions_have_the_same_digests(
@@ -302,7 +221,7 @@ async def test_the_daemon_s_versions_have_the_same_digests(
         for round_ in (1, 2):
             work = await site.assign(clients)
             for number, (client, one) in enumerate(zip(clients, work, strict=True)):
-                update = harness.update_of(base_model(), 10 * round_ + number)
+                update = daemons.update_of(base_model(), 10 * round_ + number)
                 assert (await client.deliver(one.token, update.to_bytes())).HasField("receipt")
                 if tables and round_ == 2 and number == 0:
                     kill_one(ranks)

@@ -18,6 +18,7 @@ from fedplat_server.cli.commands import app
 from fedplat_server.errors import ConfigError
 
 
+@pytest.mark.slow
 def test_a_measurement_with_ranks(tmp_path: Path) -> None:
     arguments = ["--min-size", "4KB", "--max-size", "64KB", "--collective", "all-reduce", "--json"]
     done = subprocess.run(

@@ -118,6 +118,7 @@ async def test_the_reason_arrives_though_the_daemon_still_sends_messages(
             await other.result(Echo)
 
 
+@pytest.mark.slow
 async def test_tasks_may_fork(tmp_path: Path) -> None:
     pool, environment = WorkerPool.at(tmp_path), os.environ | protocol.RANK_ENVIRONMENT
     with subprocess.Popen([sys.executable, "-c", RANK, str(tmp_path)], env=environment) as rank:

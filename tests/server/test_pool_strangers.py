@@ -24,9 +24,9 @@ from fedplat_server.aggregation.pooled import PoolAggregation
 from fedplat_server.workers import broadcast
 from fedplat_server.workers.broadcast import Broadcast, LostRankError, TaskEvent
 from fedplat_server.workers.protocol import TaskRefusal
-from server import strangers
-from server.pool import PoolProcess, pool
-from server.test_pool_aggregation import BY_COLUMNS, JOBS, Spool
+from support import strangers
+from support.pool import PoolProcess, pool
+from support.pool_jobs import BY_COLUMNS, JOBS, Spool
 
 NUM_VERSIONS = 20
 
@@ -51,6 +51,7 @@ def open_folder() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
 async def test_another_user_of_the_host_gets_no_noise_and_changes_nothing(open_folder: Path, tmp_path: Path) -> None:
     spool = Spool(tmp_path, JOBS["private"] + BY_COLUMNS)

@@ -15,7 +15,8 @@ import pytest
 from fedplat_server.cli import main
 from fedplat_server.database import schema
 from fedplat_server.storage import data_dir as folder
-from server import harness
+from support import daemons
+from support.jobs import job_file
 
 pytestmark = pytest.mark.calm
 COMMAND = str(Path(sys.executable).parent / "fedplat-server")
@@ -41,6 +42,7 @@ def command(*arguments: str | Path, environment: dict[str, str] | None = None) -
     return subprocess.run(line, capture_output=True, text=True, env={**os.environ, **(environment or {})}, check=True)
 
 
+@pytest.mark.slow
 def test_all_that_commands_make_is_for_their_user_only(tmp_path: Path) -> None:
     """A process of its own for each: the umask is that of a process. The folders above are made like that, too."""
     data = tmp_path / "srv" / "fedplat"
@@ -99,8 +101,8 @@ async def test_a_daemon_closes_the_folder_of_an_older_version(folder: Path) -> N
     """Whatever the umask of those who embed the daemon: nothing that lies in the folder can be reached."""
     folder.chmod(0o755)
     (folder / "fedplat.sqlite").chmod(0o644)
-    async with harness.running(folder) as site:
-        await site.operator.start(harness.job_file())
+    async with daemons.running(folder) as site:
+        await site.operator.start(job_file())
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         stored = sorted(folder.glob("fedplat.sqlite*"))
         assert len(stored) >= 2, "the database has a -wal while it is open"
@@ -124,6 +126,7 @@ def test_every_command_begins_with_the_umask(monkeypatch: pytest.MonkeyPatch) ->
     assert seen == ["0o77\n"]
 
 
+@pytest.mark.slow
 def test_a_database_of_an_older_version_is_closed_by_its_upgrade(tmp_path: Path) -> None:
     database = tmp_path / "fedplat.sqlite"
     schema.upgrade(str(database))
@@ -132,6 +135,7 @@ def test_a_database_of_an_older_version_is_closed_by_its_upgrade(tmp_path: Path)
     assert stat.S_IMODE(database.stat().st_mode) == 0o600
 
 
+@pytest.mark.slow
 def test_a_password_belongs_into_a_file_or_the_environment(tmp_path: Path) -> None:
     """Nothing listens there: the commands fail, but first they warn of what is an argument, and of nothing else."""
     url = "postgresql://ben:hush-hush@127.0.0.1:1/fedplat"
@@ -156,6 +160,7 @@ def test_a_password_belongs_into_a_file_or_the_environment(tmp_path: Path) -> No
         assert "warning" not in silent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", [None, "", "postgresql://a@b/c\npostgresql://d@e/f"])
 def test_a_file_without_a_url_is_refused(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "database"

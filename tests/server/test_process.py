@@ -23,10 +23,11 @@ from google.protobuf.message import Message
 from fedplat import wire
 from fedplat.auth import Ticket
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc, model_pb2
-from fedplat_server.cli import main
-from server.access import authorized
-from server.harness import PATIENCE_S, digest_of, initial_model, job_file, reason_name, update_of
-from server.raw_client import CHALLENGE, Metadata, Signing
+from support.access import authorized
+from support.commands import here
+from support.daemons import PATIENCE_S, digest_of, initial_model, reason_name, update_of
+from support.jobs import job_file
+from support.raw_client import CHALLENGE, Metadata, Signing
 
 COMMAND = str(Path(sys.executable).parent / "fedplat-server")
 
@@ -42,18 +43,6 @@ def only_line(done: subprocess.CompletedProcess[str], status: int) -> str:
     lines = [line for line in done.stderr.splitlines() if line]
     assert len(lines) == 1, done.stderr
     return lines[0]
-
-
-def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Runs a command that needs no daemon in this process, which is quicker: (exit status, stdout, stderr)."""
-    monkeypatch.setattr(sys, "argv", ["fedplat-server", *arguments])
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as caught:
-        main.main()
-    signal.signal(signal.SIGTERM, before)
-    assert isinstance(caught.value.code, int)
-    out, err = capsys.readouterr()
-    return caught.value.code, out, err
 
 
 class Process:
@@ -182,6 +171,7 @@ def test_sigterm_tells_those_who_wait_and_exits_with_0(folder: Path) -> None:
         assert events[-3:] == ["the server is stopping", "the audit log ends here", "the server has stopped"]
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F36")
 def test_ctrl_c_in_the_middle_of_a_job_and_a_restart(folder: Path) -> None:
     with started(folder) as server, channel(server.until_ready()) as made:
@@ -198,6 +188,7 @@ def test_ctrl_c_in_the_middle_of_a_job_and_a_restart(folder: Path) -> None:
         assert server.stop() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F37")
 def test_a_log_that_nobody_reads_stops_no_round(folder: Path) -> None:
     with started(folder, "--log-level", "DEBUG") as server, channel(server.until_ready()) as made:
@@ -229,6 +220,7 @@ def test_sigterm_while_it_starts(folder: Path) -> None:
     assert "a-secret-word" not in json.dumps(server.lines)
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F20")
 def test_a_second_daemon_on_the_same_folder_or_port(folder: Path, tmp_path: Path) -> None:
     with started(folder) as server:
@@ -286,6 +278,7 @@ def test_mistakes_are_found_before_anything_starts(
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_what_only_the_start_finds_is_one_line_too(folder: Path) -> None:
     done = command(
         "run",
@@ -321,11 +314,13 @@ def test_a_data_folder_that_cannot_be_made(
     assert "cannot be made" in err
 
 
+@pytest.mark.slow
 def test_a_data_folder_that_cannot_be_written_to(folder: Path) -> None:
     (folder / "lock").mkdir()  # root may write everywhere, but not to a folder
     assert "cannot be written to" in only_line(command("run", "--insecure", "--data-dir", str(folder)), 2)
 
 
+@pytest.mark.slow
 def test_a_database_that_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -342,6 +337,7 @@ def test_a_database_that_does_not_answer(
         assert str(port) in said
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F29")
 def test_a_database_that_was_not_upgraded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

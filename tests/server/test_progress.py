@@ -10,11 +10,12 @@ import grpc
 import pytest
 from grpc import aio
 
-from core.rounds.driver import collecting
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.coordination.progress import ProgressSummary, ProgressTracker
-from server import harness
-from server.harness import Site, initial_model, job_file, update_of
+from support import daemons
+from support.daemons import Site, initial_model, update_of
+from support.jobs import job_file
+from support.rounds.driver import collecting
 
 
 async def progress_of(site: Site, job: str) -> admin_pb2.AttemptProgress:
@@ -83,12 +84,12 @@ async def test_only_fractions_are_taken(site: Site, bad: float) -> None:
 @pytest.mark.calm("a watch may be cut")
 @pytest.mark.fault("F2")
 async def test_after_a_restart_progress_is_unknown_until_the_next_heartbeat(folder: Path) -> None:
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         job = await site.operator.start(job_file(goal=1))
         client = await site.enroll()
         token = (await client.assignment()).token
         await client.heartbeat(token, 0.0, progress=0.75)
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         assert await progress_of(site, job) == admin_pb2.AttemptProgress(num_training=1)
         client = client.over(site.channel)
         await client.open_session()

@@ -19,9 +19,10 @@ from typer.testing import CliRunner, Result
 from fedplat_server.cli.commands import app
 from fedplat_server.errors import ConfigError
 from fedplat_server.verify.checker import verify
-from server import harness
-from server.harness import Site, job_file
-from server.test_rollback import ZERO, play, roll_back, values
+from support import daemons
+from support.daemons import Site
+from support.jobs import job_file
+from support.rollbacks import ZERO, play, roll_back, values
 
 ROUNDS = 6
 POLICY = "[retention]\nversions = 2\nevery = 3\n"
@@ -67,29 +68,29 @@ async def findings(folder: Path) -> object:
 
 
 async def test_the_daemon_keeps_what_a_job_says(folder: Path) -> None:
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         job = await trained(site, POLICY)
 
         async def applied() -> bool:
             return await kept(site, job) == [0, 3, 5, 6]
 
-        await harness.until(applied, "old models to be given up")
+        await daemons.until(applied, "old models to be given up")
         assert (await values(site, job, 3), await values(site, job)) == ([3.0, 0.0], [6.0, 0.0])
         text = "the model file of this version was removed: 4; the kept versions are 0, 3, 5 to 6"
         with pytest.raises(aio.AioRpcError, match=text):
             await site.operator.export(job, 4)
         with pytest.raises(aio.AioRpcError, match="was removed: 2"):
             await roll_back(site, job, 2)
-    async with harness.running(folder):
+    async with daemons.running(folder):
         pass
     assert len([path for path in (folder / "blobs").rglob("*") if path.is_file()]) == 4
     assert await findings(folder) == ([], [])
 
 
 async def test_by_default_all_models_stay(folder: Path) -> None:
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         job = await trained(site, rounds=3)
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         assert await kept(site, job) == [0, 1, 2, 3]
     assert counted(folder, "--dry-run") == {
         "models": 0,
@@ -105,9 +106,9 @@ async def test_by_default_all_models_stay(folder: Path) -> None:
 
 
 async def test_an_operator_prunes_what_has_ended(folder: Path) -> None:
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         job = await trained(site)
-        await site.operator.upload(harness.initial_model())  # no job has it
+        await site.operator.upload(daemons.initial_model())  # no job has it
     with rows(folder) as database:
         database.execute("UPDATE attempts SET ended_unix_s = ended_unix_s - 40 * 86400 WHERE round <= 4")
         database.execute("UPDATE clients SET seen_unix_s = seen_unix_s - 100 * 86400 WHERE sequence = 1")
@@ -132,19 +133,19 @@ async def test_an_operator_prunes_what_has_ended(folder: Path) -> None:
         assert database.execute(of_old).fetchone()[0] == 0
         assert database.execute(of_old.replace("<=", ">")).fetchone()[0] > 0
     assert await findings(folder) == ([], [])
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         assert await kept(site, job) == [0, 5, 6]
         assert await values(site, job) == [6.0, 0.0]
         assert len(await site.operator.rounds(job)) == ROUNDS
 
 
 async def test_a_client_that_was_pruned_needs_a_new_ticket(folder: Path) -> None:
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         client = await site.enroll(key="the only one")
     with rows(folder) as database:
         database.execute("UPDATE clients SET seen_unix_s = 1.0")
     assert counted(folder, "--clients-unseen-for", "1d", "--yes")["clients"] == 1
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         with pytest.raises(aio.AioRpcError, match="this server has no such client; enroll with a ticket"):
             await client.over(site.channel).open_session()
         again = await site.enroll(key="the only one")
@@ -152,13 +153,14 @@ async def test_a_client_that_was_pruned_needs_a_new_ticket(folder: Path) -> None
 
 
 async def test_sqlite_is_not_pruned_beside_a_daemon(folder: Path) -> None:
-    async with harness.running(folder):
+    async with daemons.running(folder):
         with pytest.raises(ConfigError, match="no other process may write to its SQLite database: stop it first"):
             prune(folder, "--dry-run")
 
 
+@pytest.mark.slow
 async def test_beside_a_daemon_on_postgresql_files_are_left_to_it(folder: Path, postgres: str) -> None:
-    async with harness.running(folder, database=postgres) as site:
+    async with daemons.running(folder, database=postgres) as site:
         job = await trained(site)
         number = len([path for path in (folder / "blobs").rglob("*") if path.is_file()])
         options = ["--database", postgres, "--keep-versions", "1", "--yes", "--json"]
@@ -172,7 +174,7 @@ async def test_beside_a_daemon_on_postgresql_files_are_left_to_it(folder: Path, 
         assert len([path for path in (folder / "blobs").rglob("*") if path.is_file()]) == number
         assert await kept(site, job) == [0, 6]
         assert await values(site, job) == [6.0, 0.0]
-    async with harness.running(folder, database=postgres) as site:
+    async with daemons.running(folder, database=postgres) as site:
         assert len([path for path in (folder / "blobs").rglob("*") if path.is_file()]) == 2
 
 

@@ -14,8 +14,9 @@ import pytest
 from fedplat import report_validation
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
-from server import harness
-from server.harness import RawClient, Site, digest_of, initial_model, job_file, reason_name, update_of
+from support import daemons
+from support.daemons import RawClient, Site, digest_of, initial_model, reason_name, update_of
+from support.jobs import job_file
 
 UPDATE = update_of(initial_model(), 0)
 OTHER = update_of(initial_model(), 1)
@@ -89,6 +90,7 @@ async def test_the_bytes_of_accepted_updates_are_counted(site: Site) -> None:
     assert reported == [size, size]
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F22", "F23", "F24", "F25")
 async def test_updates_that_do_not_fit(site: Site, subtests: pytest.Subtests) -> None:
     for name, (content, reason) in BAD_UPDATES.items():
@@ -172,7 +174,7 @@ async def test_updates_whose_sum_overflows_never_become_a_version(site: Site) ->
 @pytest.mark.fault("F12", "F13", "F21")
 async def test_a_repeated_report_gets_the_first_receipt_for_ever(folder: Path) -> None:
     content, other = UPDATE.to_bytes(), OTHER.to_bytes()
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         job, (one, two), tokens = await pair(site)
         first = await one.deliver(tokens[0], content, 2.0)
         assert await one.report(tokens[0], digest_of(content), 2.0) == first
@@ -182,7 +184,7 @@ async def test_a_repeated_report_gets_the_first_receipt_for_ever(folder: Path) -
         await site.operator.until(job, "job", "COMPLETED")
         assert await one.report(tokens[0], digest_of(content), 2.0) == first
         model = await site.operator.export(job)
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         again = RawClient(site.channel, one.key)
         again.client_id = one.client_id
         await again.open_session()
@@ -257,7 +259,7 @@ def validate_slowly(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, t
 
     def slow(update: Path, base: Path, codec: None) -> object:
         checking.set()
-        assert go_on.wait(harness.PATIENCE_S)
+        assert go_on.wait(daemons.PATIENCE_S)
         return check(update, base, codec)
 
     monkeypatch.setattr(report_validation, "validate_file", slow)
@@ -274,12 +276,12 @@ async def test_an_update_whose_assignment_ends_while_it_is_validated_is_deleted(
     client = await site.enroll()
     token = (await client.assignment()).token
     report = asyncio.ensure_future(client.report_inline(token, UPDATE.to_bytes()))
-    assert await asyncio.to_thread(checking.wait, harness.PATIENCE_S)
+    assert await asyncio.to_thread(checking.wait, daemons.PATIENCE_S)
     await site.operator.jobs.CancelJob(admin_pb2.JobRequest(job=job))
-    await harness.until_spool_is_empty(site.folder)
+    await daemons.until_spool_is_empty(site.folder)
     go_on.set()
     assert reason_name((await report).refusal.reason) == "JOB_CANCELLED"
-    await harness.until_spool_is_empty(site.folder)
+    await daemons.until_spool_is_empty(site.folder)
 
 
 @pytest.mark.fault("F13")
@@ -292,7 +294,7 @@ async def test_bytes_after_the_report_change_nothing(site: Site, monkeypatch: py
     content = UPDATE.to_bytes()
     await client.upload(token, content)
     report = asyncio.ensure_future(client.report(token, digest_of(content)))
-    assert await asyncio.to_thread(checking.wait, harness.PATIENCE_S)
+    assert await asyncio.to_thread(checking.wait, daemons.PATIENCE_S)
     for attack in (
         client.upload(token, content + b"more", offset=len(content), digest=digest_of(content)),
         client.upload(token, OTHER.to_bytes()),

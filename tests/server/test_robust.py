@@ -13,8 +13,9 @@ from fedplat.codecs import Bf16
 from fedplat.codecs.container import Format
 from fedplat.job import build_rule, parse_job
 from fedplat.model import Parameters
-from server import harness
-from server.harness import RawClient, Site, initial_model, job_file, update_of
+from support import daemons
+from support.daemons import RawClient, Site, initial_model, update_of
+from support.jobs import job_file
 
 OPTIMIZER = '[aggregation]\nrule = "fedavgm"\nmomentum = 0.5\n'
 MEMORY = 'durability = "memory"\n'
@@ -91,7 +92,7 @@ async def test_garbage_does_not_move_the_model(site: Site, name: str) -> None:
     assert model.to_bytes() == expected(text, job, clients, 2).to_bytes()
     assert np.abs(model.to_vector() - initial_model().to_vector()).max() < 5
     assert (await site.operator.versions(job))[-1].num_updates == 5
-    await harness.until_spool_is_empty(site.folder)
+    await daemons.until_spool_is_empty(site.folder)
 
 
 async def test_the_updates_of_trusted_clients_are_the_measure(site: Site) -> None:
@@ -117,12 +118,12 @@ async def test_an_attempt_without_a_trusted_client_is_tried_again(site: Site) ->
 async def test_a_round_goes_on_in_the_middle(folder: Path) -> None:
     """Gathered from what lay in the spool before the crash and what came after it (I10)."""
     text = job_file(goal=5, more=OPTIMIZER + table('name = "median"', 'before = [{name = "bucketing", size = 1}]\n'))
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         job, clients = await site.operator.start(text), await site.fleet(5)
         work = await site.assign(clients)
         for number in (0, 1, 2):
             await clients[number].deliver(work[number].token, sent(number, 1))
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         clients = [client.over(site.channel) for client in clients]
         for client in clients:
             await client.open_session()

@@ -11,37 +11,16 @@ import pytest
 from grpc import aio
 
 from fedplat.aggregate import state_from_bytes
-from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.coordination.retention import find_retained_versions
 from fedplat_server.verify.checker import verify
-from server import harness, test_tree_seeds
-from server.harness import RawClient, Site, job_file
-from server.test_tree_seeds import CLIP, NOISE, SIZE
+from support import daemons, trees
+from support.daemons import Site
+from support.jobs import job_file
+from support.rollbacks import ZERO, model_of, play, roll_back, values
+from support.trees import CLIP, NOISE, SIZE
 
 MOMENTUM = '[aggregation]\nrule = "fedavgm"\nlearning_rate = 1.0\nmomentum = 0.5\n'
-
-
-def model_of(*values: float) -> Parameters:
-    return Parameters.from_arrays({"weight": np.array(values, "f4")})
-
-
-ZERO = model_of(0.0, 0.0)
-
-
-async def play(site: Site, clients: list[RawClient], job: str, version: int, *values: float) -> None:
-    """A round in which everybody sends the same."""
-    for client, work in zip(clients, await site.assign(clients), strict=True):
-        assert (await client.deliver(work.token, model_of(*values))).HasField("receipt")
-    await site.operator.until(job, "version", str(version))
-
-
-async def roll_back(site: Site, job: str, version: int) -> admin_pb2.RollbackJobResponse:
-    return await site.operator.jobs.RollbackJob(admin_pb2.RollbackJobRequest(job=job, version=version))
-
-
-async def values(site: Site, job: str, version: int | None = None) -> list[float]:
-    return (await site.operator.model(job, version))["weight"].tolist()
 
 
 async def findings(folder: Path) -> list[Any]:
@@ -50,7 +29,7 @@ async def findings(folder: Path) -> list[Any]:
 
 async def test_a_job_whose_model_was_destroyed_goes_on_from_the_initial_one(folder: Path) -> None:
     """The audit's attack 28: after round 1 the model's first entry is 3e20, which no honest update can mend."""
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         job, clients = await site.operator.start(job_file(rounds=3), ZERO), await site.fleet(2)
         await play(site, clients, job, 1, 3e20, 0.0)
         assert (await values(site, job))[0] == pytest.approx(3e20)
@@ -86,7 +65,7 @@ async def test_a_momentum_is_kept_for_the_newest_versions(
     folder: Path, to: int, rule_state: str, expected: float
 ) -> None:
     """Rounds of +1 with a momentum of 0.5 make 1, 2.5, 4.25; the momentum of version 2 is 1.5."""
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         job, clients = await site.operator.start(job_file(rounds=4, more=MOMENTUM), ZERO), await site.fleet(2)
         for version in (1, 2, 3):
             await play(site, clients, job, version, 1.0, 0.0)
@@ -95,7 +74,7 @@ async def test_a_momentum_is_kept_for_the_newest_versions(
         async def given_up() -> bool:
             return [one.has_state for one in await site.operator.versions(job)] == [False, False, True, True]
 
-        await harness.until(given_up, "the oldest state to be given up")
+        await daemons.until(given_up, "the oldest state to be given up")
         done = await roll_back(site, job, to)
         assert done.rule_state == rule_state
         await play(site, clients, job, 5, 1.0, 0.0)
@@ -122,8 +101,8 @@ async def test_a_tree_of_noise_goes_on_over_a_rollback(folder: Path) -> None:
 
     The seeds are read while they are there, as the test's own business. Nothing is charged for the rollback.
     """
-    train, update = test_tree_seeds.train, test_tree_seeds.update
-    async with harness.running(folder) as site:
+    train, update = trees.train, trees.update
+    async with daemons.running(folder) as site:
         job = await train(site, range(1, 3))
         await site.operator.jobs.PauseJob(admin_pb2.JobRequest(job=job))
         before = (await site.store.inner.jobs.list_versions(job))[-1].version

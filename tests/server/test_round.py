@@ -12,8 +12,9 @@ from grpc import aio
 
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
-from server import harness
-from server.harness import RawClient, Site, initial_model, job_file, update_of
+from support import daemons
+from support.daemons import RawClient, Site, initial_model, update_of
+from support.jobs import job_file
 
 CheckIn: TypeAlias = "aio.UnaryUnaryCall[Any, fleet_pb2.CheckInResponse]"
 
@@ -27,7 +28,7 @@ async def test_committed_model_is_the_weighted_mean_bit_for_bit(site: Site) -> N
     weights = [3.0, 5.0, 0.25]
     for client, assignment, update, weight in zip(clients, assignments, updates, weights, strict=True):
         response = await client.deliver(assignment.token, update, weight, {"loss": weight})
-        assert response.receipt.digest == harness.digest_of(update.to_bytes())
+        assert response.receipt.digest == daemons.digest_of(update.to_bytes())
     await site.operator.until(job, "job", "COMPLETED")
 
     total = np.zeros(base.schema.num_floating, np.float32)
@@ -59,14 +60,14 @@ def adam(base: Parameters, deltas: list[np.ndarray]) -> np.ndarray:
 async def test_state_of_the_server_optimizer_survives_a_restart(folder: Path) -> None:
     text = job_file(rounds=3, goal=1, more='[aggregation]\nrule = "fedadam"\nlearning_rate = 0.1\ntau = 0.01')
     updates = [update_of(initial_model(), seed) for seed in range(3)]
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         client = await site.enroll(key="the-one-client")
         job = await site.operator.start(text)
         for update in updates[:2]:
             assignment = await client.assignment()
             await client.deliver(assignment.token, update)
         await site.operator.until(job, "version", "2")
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         client = await site.enroll(key="the-one-client")
         assignment = await client.assignment()
         assert (assignment.round, assignment.model.version) == (3, 2)
@@ -98,11 +99,11 @@ async def test_goal_reached_tells_the_surplus_to_stop_at_once(site: Site) -> Non
     heartbeat = slow.heartbeat(two.token)
     await fast.deliver(one.token, update_of(initial_model(), 0))
     stop = (await heartbeat).stop
-    assert harness.reason_name(stop.reason) == "SURPLUS"
+    assert daemons.reason_name(stop.reason) == "SURPLUS"
     assert stop.text
     assert stop.retry.max_s >= stop.retry.min_s
     late = await slow.report(two.token, "0" * 64)
-    assert harness.reason_name(late.refusal.reason) == "SURPLUS"
+    assert daemons.reason_name(late.refusal.reason) == "SURPLUS"
     await site.operator.until(job, "job", "COMPLETED")
     assert (await site.operator.show(job)).current.surplus == 1
 
@@ -120,7 +121,7 @@ async def test_deadline_drops_who_is_late_and_goes_on_with_the_others(site: Site
     await site.operator.until(job, "job", "COMPLETED")
 
     answer = await slow.report(two.token, "0" * 64)
-    assert harness.reason_name(answer.refusal.reason) == "TRAIN_TIMEOUT"
+    assert daemons.reason_name(answer.refusal.reason) == "TRAIN_TIMEOUT"
     assert answer.refusal.HasField("retry")
     expected = initial_model().to_vector() + update.to_vector()
     assert (await site.operator.model(job)).to_vector().tobytes() == expected.tobytes()
@@ -151,7 +152,7 @@ async def test_bytes_for_an_evaluation_are_refused(site: Site) -> None:
     await client.deliver((await client.assignment()).token, update_of(initial_model(), 0))
     task = await client.assignment(trainers=(), evaluators=("scorer",))
     refused = await client.report(task.token, "0" * 64)
-    assert harness.reason_name(refused.refusal.reason) == "REJECTED_DIGEST"
+    assert daemons.reason_name(refused.refusal.reason) == "REJECTED_DIGEST"
 
 
 async def test_two_jobs_share_one_fleet(site: Site) -> None:
@@ -175,7 +176,7 @@ async def test_without_clients_a_job_waits_and_says_why(site: Site) -> None:
     async def explained() -> bool:
         return "1 of at least 2 needed clients" in (await site.operator.show(job)).reason
 
-    await harness.until(explained, "the reason")
+    await daemons.until(explained, "the reason")
     assert not waiting.done()
     two = await site.enroll()
     assert (await two.assignment()).job_id == job  # the next attempts found both
@@ -220,5 +221,5 @@ async def test_nothing_is_left_over_from_many_rounds(site: Site) -> None:
     async def as_few() -> bool:
         return await num_tasks() <= few
 
-    await harness.until(as_few, "the tasks of the rounds to be gone")
-    await harness.until_spool_is_empty(site.folder)
+    await daemons.until(as_few, "the tasks of the rounds to be gone")
+    await daemons.until_spool_is_empty(site.folder)

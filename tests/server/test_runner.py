@@ -13,8 +13,8 @@ from fedplat.rounds.commands import Assign, Refuse
 from fedplat.rounds.events import JobAction, OperatorCommand, TimerFired
 from fedplat.rounds.states import JobStatus
 from fedplat_server.errors import ParticipationError, StaleRevisionError, StoreError, StoreUnavailableError
-from server.harness import Gate
-from server.runner_bench import PATIENCE_S, bench, settle
+from support.daemons import Gate
+from support.runner_bench import PATIENCE_S, bench, settle
 
 
 async def test_a_refusal_for_an_earlier_call_does_not_reach_a_later_one() -> None:

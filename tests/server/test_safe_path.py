@@ -14,7 +14,7 @@ from fedplat.model import Parameters
 from fedplat_server.training import evaluation
 from fedplat_server.workers.local_rank import LocalRank
 from fedplat_server.workers.tasks import Echo
-from server.pool import pool
+from support.pool import pool
 
 PLANTED = ("torch", "multiprocessing", "msgspec")
 
@@ -48,6 +48,7 @@ async def test_the_rank_of_the_daemon(planted: Path) -> None:
         assert ran(planted) == ""
 
 
+@pytest.mark.slow
 async def test_the_ranks_of_a_pool(planted: Path, tmp_path: Path) -> None:
     with pool(tmp_path, 1) as running:
         await running.ready()
@@ -55,6 +56,7 @@ async def test_the_ranks_of_a_pool(planted: Path, tmp_path: Path) -> None:
     assert ran(planted) == ""
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_measurement(planted: Path) -> None:
     command = [
         str(Path(sys.executable).parent / "fedplat-server"),

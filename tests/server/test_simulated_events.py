@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from core.simulation.cases import BAD, make_fleet
-from core.simulation.test_replay import record
 from fedplat.job import parse_job
 from fedplat.rounds import Change, Context, Coordinator, JobState, ModelVersion
 from fedplat.rounds.commands import Command
@@ -15,18 +13,20 @@ from fedplat.simulation.driver import Tokens, coordinator_rng
 from fedplat.simulation.run import Simulation
 from fedplat_server.coordination.runner import Runner, Timer
 from fedplat_server.database.store import open_store
-from server import databases
+from support import databases
+from support.jobs import write_job
+from support.simulation.cases import BAD, make_fleet
+from support.simulation.recordings import record
 
 SEED = 9
-JOB_FILE = """
-name = "job"
-population = "demo"
-trainer = "digits"
-rounds = 4
-model.initial = "model:make"
-selection = { goal = 8, over_selection = 1.3, min_fraction = 0.5 }
-deadlines = { selection_s = 60.0, training_s = 60.0, upload_s = 30.0 }
-"""
+JOB_FILE = write_job(
+    "job",
+    trainer="digits",
+    rounds=4,
+    model={"initial": "model:make"},
+    selection={"goal": 8, "over_selection": 1.3, "min_fraction": 0.5},
+    deadlines={"selection_s": 60.0, "training_s": 60.0, "upload_s": 30.0},
+)
 
 
 class Notes:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from core.rounds.buffers import FIRST, buffered
-from core.rounds.driver import Driver, collecting
 from fedplat.rounds import AssignmentId, AttemptKey, Proposal
 from fedplat.rounds.events import ClientRevoked, JobAction, OperatorCommand
 from fedplat.rounds.states import AttemptPhase
 from fedplat_server.errors import BlobError, BlobFullError, SpoolError, UploadError
 from fedplat_server.storage.spool import Spool, path_of
 from fedplat_server.storage.spool_file import MemoryFile, SpoolFile
+from support.rounds.buffers import FIRST, buffered
+from support.rounds.driver import Driver, collecting
 
 DATA = bytes(range(256)) * 8
 DIGEST = hashlib.sha256(DATA).hexdigest()

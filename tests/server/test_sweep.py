@@ -16,8 +16,8 @@ from fedplat_server.coordination.retention import find_retained_versions
 from fedplat_server.database.jobs import RetainedVersions
 from fedplat_server.storage import blobs as blob_files
 from fedplat_server.storage.blobs import BlobStore
-from server import test_private
-from server.harness import job_file
+from support.jobs import job_file
+from support.private_jobs import private
 
 
 @pytest.fixture
@@ -114,8 +114,8 @@ async def test_work_in_a_thread_is_waited_for_when_its_task_is_cancelled() -> No
             RetainedVersions(7, 4, 5),
         ),
         (job_file(more="[retention]\nversions = 30\nstates = 40\n"), JobStatus.RUNNING, RetainedVersions(0, 0, 0)),
-        (test_private.private(), JobStatus.RUNNING, RetainedVersions(0, 0, 9)),
-        (test_private.private(), JobStatus.FAILED, RetainedVersions(0, 0, 10)),
+        (private(), JobStatus.RUNNING, RetainedVersions(0, 0, 9)),
+        (private(), JobStatus.FAILED, RetainedVersions(0, 0, 10)),
     ],
 )
 def test_what_a_job_keeps(text: str, status: JobStatus, expected: RetainedVersions) -> None:

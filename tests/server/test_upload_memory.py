@@ -19,8 +19,9 @@ from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.config import Limits
 from fedplat_server.errors import RefusedError
 from fedplat_server.rpc.memory import MemoryBudget
-from server import harness
-from server.harness import Site, digest_of, job_file
+from support import daemons
+from support.daemons import Site, digest_of
+from support.jobs import job_file
 
 MODEL = Parameters.from_arrays({"weight": np.zeros(200_000, np.float32)})
 
@@ -29,7 +30,7 @@ MODEL = Parameters.from_arrays({"weight": np.zeros(200_000, np.float32)})
 @pytest.mark.fault("F39")
 async def test_uploads_beyond_the_memory_wait_in_order_and_none_is_lost(folder: Path) -> None:
     limits = Limits(upload_memory_bytes=4 * 2**20, upload_wait_s=60.0)
-    async with harness.running(folder, limits=limits) as site:
+    async with daemons.running(folder, limits=limits) as site:
         job = await site.operator.start(job_file(goal=20), MODEL)
         clients = await site.fleet(20)
         tokens = [one.token for one in await site.assign(clients)]
@@ -45,7 +46,7 @@ async def test_uploads_beyond_the_memory_wait_in_order_and_none_is_lost(folder: 
 @pytest.mark.fault("F39")
 async def test_an_upload_without_room_is_told_when_to_come_back_and_loses_nothing(folder: Path) -> None:
     limits = Limits(upload_memory_bytes=2**20, upload_wait_s=0.1)
-    async with harness.running(folder, limits=limits) as site:
+    async with daemons.running(folder, limits=limits) as site:
         job = await site.operator.start(job_file(goal=2), MODEL)
         first, second = await site.fleet(2)
         tokens = [one.token for one in await site.assign([first, second])]
@@ -63,7 +64,7 @@ async def test_an_upload_without_room_is_told_when_to_come_back_and_loses_nothin
         async def held() -> bool:
             return await first.query(tokens[0], digest_of(update)) == 1000
 
-        await harness.until(held, "the first upload to have its share")
+        await daemons.until(held, "the first upload to have its share")
         with pytest.raises(aio.AioRpcError) as caught:
             await second.upload(tokens[1], update)
         trailers = dict(caught.value.trailing_metadata() or ())

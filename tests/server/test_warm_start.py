@@ -14,10 +14,11 @@ from fedplat.aggregate.scaffold import with_control
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.verify.checker import verify
-from server import harness
-from server.harness import Site, initial_model, job_file, until, update_of
-from server.pool import pool
-from server.server_trainers import learning, trainers
+from support import daemons
+from support.daemons import Site, initial_model, until, update_of
+from support.jobs import job_file
+from support.pool import pool
+from support.server_trainers import learning, trainers
 
 pytest.importorskip("torch")
 ONCE = "[retry]\nbase_s = 0.01\nmax_s = 0.01\nmax_attempts = 1\n"
@@ -133,12 +134,12 @@ async def server_steps(site: Site) -> None:
 
 async def interrupted(folder: Path, registered: dict[str, str], digest: str) -> None:
     """A daemon that ends within a server step leaves no half-done version; the next one comes to the same bits."""
-    async with harness.running(folder, trainers=registered, grace_s=0.0) as site:
+    async with daemons.running(folder, trainers=registered, grace_s=0.0) as site:
         job = await site.operator.start(LONG_STEP)
         (assignment,) = await site.assign(clients := await site.fleet(1))
         await clients[0].deliver(assignment.token, update_of(initial_model(), 0))
         await site.operator.until(job, "attempt", "COMMITTING")
-    async with harness.running(folder, trainers=registered) as site:
+    async with daemons.running(folder, trainers=registered) as site:
         assert (await site.operator.show(job)).model.version == 0
         await site.operator.until(job, "job", "COMPLETED")
         assert (await site.operator.show(job)).model.digest == digest
@@ -166,6 +167,7 @@ def divergence(teacher: npt.NDArray[np.float64], student: npt.NDArray[np.float64
     return float(np.mean(np.sum(p * np.log(p / q), axis=1)))
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F35")
 @pytest.mark.calm
 async def test_on_the_pool_and_on_a_rank_of_the_daemons_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +177,7 @@ async def test_on_the_pool_and_on_a_rank_of_the_daemons_own(folder: Path, monkey
     async with contextlib.AsyncExitStack() as stack:
         ranks = stack.enter_context(pool(folder, 2))
         await ranks.ready()
-        async with harness.running(folder, trainers=registered) as site:
+        async with daemons.running(folder, trainers=registered) as site:
             assert list((await site.status()).trainers) == sorted(registered)
             undisturbed = await warmed(site, "undisturbed", epochs=20)
             assert await warmed(site, "large", trainer="too_large", epochs=20) == undisturbed, "on the CPU"
@@ -187,7 +189,7 @@ async def test_on_the_pool_and_on_a_rank_of_the_daemons_own(folder: Path, monkey
             await server_steps(site)
             job = await site.operator.start(job_file("restarted", more=table))
             await checkpointed(site, job)
-        async with harness.running(folder, trainers=registered) as site:
+        async with daemons.running(folder, trainers=registered) as site:
             assert await warm_version(site, job) == undisturbed
             job = await site.operator.start(LONG_STEP)
             (assignment,) = await site.assign(clients := await site.fleet(1))
@@ -196,7 +198,7 @@ async def test_on_the_pool_and_on_a_rank_of_the_daemons_own(folder: Path, monkey
             digest = (await site.operator.show(job)).model.digest
         await interrupted(folder, registered, digest)
         ranks.stop()
-        async with harness.running(folder, trainers=registered) as site:
+        async with daemons.running(folder, trainers=registered) as site:
             assert await warmed(site, "alone", trainer="killed", epochs=20, checkpoint_every=3) == undisturbed
             assert (folder / "died").exists()
             await distillation(site)
@@ -207,7 +209,7 @@ async def test_on_the_pool_and_on_a_rank_of_the_daemons_own(folder: Path, monkey
 
 @pytest.mark.calm
 async def test_a_job_whose_trainer_is_not_there_is_refused(folder: Path) -> None:
-    async with harness.running(folder, trainers={"public": "trainers.py:public"}) as site:
+    async with daemons.running(folder, trainers={"public": "trainers.py:public"}) as site:
         for table, options in (("warm_start", {}), ("server_step", {"steps": 1})):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await site.operator.create(job_file(more=learning(table, "private", **options)))

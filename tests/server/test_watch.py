@@ -11,8 +11,9 @@ import pytest
 from grpc import aio
 
 from fedplat.wire.v1 import admin_pb2
-from server import harness
-from server.harness import Site, initial_model, job_file, update_of
+from support import daemons
+from support.daemons import Site, initial_model, update_of
+from support.jobs import job_file
 
 
 async def train(site: Site, rounds: int) -> None:
@@ -41,7 +42,7 @@ async def test_every_watcher_sees_the_whole_history_in_order(site: Site) -> None
 async def test_ends_after_the_last_score(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "scorer.py").write_text("def score(parameters):\n    return {'size': len(parameters)}\n")
     scorers = {"sizes": f"{tmp_path / 'scorer.py'}:score"}
-    async with harness.running(folder, evaluators=scorers) as site:
+    async with daemons.running(folder, evaluators=scorers) as site:
         job = await site.operator.start(job_file(goal=1, rounds=2, more='[evaluation]\nserver = "sizes"'))
         watcher = asyncio.create_task(site.operator.events(job))
         await train(site, 2)
@@ -54,7 +55,7 @@ async def test_ends_after_the_last_score(folder: Path, tmp_path: Path) -> None:
 
 
 async def test_a_server_that_stops_does_not_look_like_a_job_that_has_ended(folder: Path) -> None:
-    async with harness.running(folder) as site:
+    async with daemons.running(folder) as site:
         job = await site.operator.start(job_file())
         watcher = asyncio.create_task(site.operator.events(job))
         await site.operator.until(job, "job", "RUNNING")

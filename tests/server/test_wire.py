@@ -26,9 +26,10 @@ from fedplat_server import logs
 from fedplat_server.errors import PUBLIC_MESSAGES, Code, RefusedError
 from fedplat_server.rpc import convert, interceptor
 from fedplat_server.rpc.statuses import STATUSES
-from server import access
-from server.access import ADMIN_METADATA
-from server.harness import Site, initial_model, job_file, running, update_of
+from support import access
+from support.access import ADMIN_METADATA
+from support.daemons import Site, initial_model, running, update_of
+from support.jobs import job_file
 
 METHODS = [
     *(f"/fedplat.wire.v1.Fleet/{method.name}" for method in fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].methods),

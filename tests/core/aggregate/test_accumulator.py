@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from core.aggregate.rules import make_rule
 from fedplat.aggregate import (
     RULES,
     Accumulator,
@@ -30,6 +29,7 @@ from fedplat.aggregate import (
 )
 from fedplat.errors import ModelError
 from fedplat.model import BLOCK, WINDOW, Carry, ModelFile, Parameters, Schema, Vector, VectorBlocks
+from support.rules import make_rule
 
 RULE = weighted_mean()
 

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.aggregate.rules import make_rule
 from fedplat.aggregate import RULES, Contribution, Rule, clip_by_norm, l2_norm, weighted_mean
 from fedplat.model import BLOCK, Vector, VectorBlocks
+from support.rules import make_rule
 
 
 def folded(rule: Rule, update: Vector, weight: float = 1.0) -> Vector:

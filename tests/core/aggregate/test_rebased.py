@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from core.aggregate.rules import make_rule
 from fedplat.aggregate import RULES, Accumulator, Contribution, Easgd, FedAsync, rebase
 from fedplat.model import BLOCK, WINDOW, Parameters, VectorBlocks
+from support.rules import make_rule
 
 
 def model(seed: int, size: int = BLOCK + 3) -> Parameters:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from core.aggregate.test_robust import CASES, MIXABLE, NUM_UPDATES, F, cohort, distances, run
 from fedplat.aggregate import Robust
 from fedplat.aggregate.robust import Bucketing, FLTrust, Median, NearestNeighbours, Rows
 from fedplat.model import VectorBlocks
+from support.robust_cases import CASES, MIXABLE, NUM_UPDATES, F, cohort, distances, run
 
 
 @pytest.mark.parametrize("name", MIXABLE)

@@ -12,9 +12,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from core.aggregate.test_contract import CASES, make_options
-from core.aggregate.test_robust import CASES as ROBUST
-from core.aggregate.test_robust import contributions
 from fedplat import codecs
 from fedplat.aggregate import (
     Accumulator,
@@ -43,6 +40,9 @@ from fedplat.errors import ModelError
 from fedplat.model import BLOCK, WINDOW, Bytes, Carry, ModelFile, Parameters, Values
 from fedplat.model.shards import ShardReduce, Terms, shards, single_shard
 from fedplat.privacy import KEY_BYTES, Noise, PublishedMetrics, Release, Tree, privatize
+from support.robust_cases import CASES as ROBUST
+from support.robust_cases import contributions
+from support.rule_cases import CASES, make_options
 
 Updates = Sequence[tuple[Values, Contribution]]
 SMALL = BLOCK + 6

@@ -1,20 +1,16 @@
 from __future__ import annotations
 
-import json
 import socket
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from core.cli.fake_admin import FakeServer, State
 from fedplat.admin import AdminClient
 from fedplat.admin.profile import Profile
 from fedplat.cli.app import app
-
-Run = Callable[..., Result]
-TOKEN = "fedplat_op_" + "t" * 43
+from support.cli.commands import Run, environment
+from support.cli.fake_admin import FakeServer, State
 
 
 @pytest.fixture
@@ -42,10 +38,6 @@ def closed_port() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def environment(server: FakeServer) -> dict[str, str]:
-    return {"FEDPLAT_SERVER": server.address, "FEDPLAT_INSECURE": "1", "FEDPLAT_TOKEN": TOKEN}
-
-
 @pytest.fixture
 def run(server: FakeServer) -> Run:
     """Runs the command in this process; the environment names the fake server, which has no TLS."""
@@ -58,11 +50,3 @@ def run(server: FakeServer) -> Run:
         return result
 
     return invoke
-
-
-def parsed(result: Result) -> Any:
-    """The JSON of a command that succeeded: one line, and nothing else on either stream."""
-    assert result.exit_code == 0, result.output
-    assert result.stderr == ""
-    assert result.stdout.count("\n") == 1
-    return json.loads(result.stdout)

@@ -10,12 +10,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from core.cli.fake_admin import FakeServer, S, State
-from core.cli.story import ending, script
 from faults import proxy
 from fedplat.admin import AdminClient
 from fedplat.admin.profile import Profile
 from fedplat.errors import FedplatError, ModelError, ServerRefusedError, ServerUnreachableError
+from support.cli.fake_admin import FakeServer, S, State
+from support.cli.story import ending, script
 
 JOB = 'name = "a"\npopulation = "p"\ntrainer = "t"\nrounds = 2\nmodel.initial = "m:f"\nselection.goal = 4\n'
 CALLS: dict[str, Callable[[AdminClient], object]] = {

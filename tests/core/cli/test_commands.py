@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import fedplat
-from core.cli.conftest import Run, parsed
-from core.cli.fake_admin import T0, FakeServer, S, State
-from core.cli.story import ending, script
 from fedplat.cli import formats
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
+from support.cli.commands import Run, parsed
+from support.cli.fake_admin import T0, FakeServer, S, State
+from support.cli.story import ending, script
 
 MODEL = Parameters.from_arrays({"w": np.ones(2, np.float32)})
 JOB = """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from core.cli.conftest import Run, parsed
-from core.cli.fake_admin import FakeServer, State
+from support.cli.commands import Run, parsed
+from support.cli.fake_admin import FakeServer, State
 
 
 def test_create_prints_the_ticket_and_nothing_else(run: Run, state: State, server: FakeServer) -> None:

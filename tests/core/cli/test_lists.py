@@ -7,10 +7,10 @@ import json
 import grpc
 import pytest
 
-from core.cli.conftest import Run, parsed
-from core.cli.fake_admin import T0, State
 from fedplat.admin import AdminClient
 from fedplat.wire.v1 import admin_pb2
+from support.cli.commands import Run, parsed
+from support.cli.fake_admin import T0, State
 
 
 def add_rounds(state: State, count: int) -> None:

@@ -13,28 +13,25 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from core.cli.conftest import TOKEN, Run
-from core.cli.fake_admin import FakeServer, S, State
-from core.cli.story import ending, script
-from core.cli.test_process import start
 from fedplat.admin import AdminClient, connection
 from fedplat.admin.profile import Profile
 from fedplat.cli.app import app
 from fedplat.cli.patience import Patience
 from fedplat.errors import ServerRefusedError, ServerUnreachableError
 from fedplat.model import Parameters
+from support.cli.commands import TOKEN, Run, start
+from support.cli.fake_admin import FakeServer, S, State
+from support.cli.story import ending, script
+from support.jobs import write_job
 
 PATIENCE_S = 60.0
-JOB = """
-name = "digits"
-population = "demo"
-trainer = "digits"
-rounds = 3
-[model]
-initial = "initial.safetensors"
-[selection]
-goal = 2
-"""
+JOB = write_job(
+    "digits",
+    trainer="digits",
+    rounds=3,
+    model={"initial": "initial.safetensors"},
+    selection={"goal": 2, "over_selection": 1.3},
+)
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from core.cli.conftest import Run, parsed
-from core.cli.fake_admin import S, State
 from fedplat.privacy import Mechanism, descriptions
 from fedplat.wire.v1 import admin_pb2
+from support.cli.commands import Run, parsed
+from support.cli.fake_admin import S, State
 
 MECHANISM = Mechanism("poisson", 1.2, 0.04)
 

@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from core.simulation.runs import DIGITS
 from fedplat.cli.app import app
 from fedplat.cli.output import Output
 from fedplat.job import find_mechanism, parse_job, planning
 from fedplat.privacy import Charge, Mechanism
 from fedplat.privacy.accounting import epsilon, epsilon_rdp
+from support.simulation.runs import DIGITS
 
 JOB = """
 name = "digits"

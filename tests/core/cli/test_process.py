@@ -6,29 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 
 import pytest
 
-from core.cli import conftest
-from core.cli.fake_admin import FakeServer, State
-from core.cli.story import ending, script
-
-FEDPLAT = [sys.executable, "-W", "error", "-m", "fedplat.cli"]
-
-
-def environment(server: FakeServer, **more: str) -> Mapping[str, str]:
-    return {**os.environ, **conftest.environment(server), **more}
-
-
-def start(server: FakeServer, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*FEDPLAT, *arguments],
-        env=environment(server),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+from support.cli.commands import FEDPLAT, environment, start
+from support.cli.fake_admin import FakeServer, State
+from support.cli.story import ending, script
 
 
 @pytest.mark.parametrize("server_is_gone", [False, True])
@@ -69,7 +52,10 @@ def test_no_colour_without_a_terminal(state: State, server: FakeServer):
     state.add_job("naïve ✓")
     for more in ({}, {"NO_COLOR": "1"}, {"PYTHONIOENCODING": "ascii"}):
         done = subprocess.run(
-            [*FEDPLAT, "job", "list"], env=environment(server, **more), capture_output=True, check=True
+            [*FEDPLAT, "job", "list"],
+            env={**os.environ, **environment(server), **more},
+            capture_output=True,
+            check=True,
         )
         assert b"\x1b" not in done.stdout
         assert done.stderr == b""

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from core.cli import conftest
-from core.cli.fake_admin import FakeServer, State
 from fedplat.admin import profile
 from fedplat.admin.profile import Profile
 from fedplat.cli.app import app
 from fedplat.errors import ProfileError
 from fedplat.wire.v1 import admin_pb2
+from support.cli.commands import TOKEN, Run, parsed
+from support.cli.fake_admin import FakeServer, State
 
 PEM = "-----BEGIN CERTIFICATE-----\nabc\n-----END CERTIFICATE-----"
-Run = Callable[..., Result]
 
 
 @pytest.fixture
@@ -95,12 +93,12 @@ def test_an_operator_is_added_with_a_profile_of_its_own(run: Run, server: FakeSe
     path = tmp_path / "ben.toml"
     result = run("operator", "add", "ben", "--role", "viewer", "--expires", "90d", "--out", str(path))
     assert result.exit_code == 0
-    assert conftest.TOKEN not in result.output
+    assert TOKEN not in result.output
     assert profile.load(path) == Profile(server.address, "token of ben", insecure=True)
     assert run("operator", "add", "eve", "--role", "viewer").stdout == (
         f'server = "{server.address}"\ntoken = "token of eve"\ninsecure = true\n'
     )
-    listed = conftest.parsed(run("operator", "list", "--json"))
+    listed = parsed(run("operator", "list", "--json"))
     assert [(one["name"], one["role"], one["expires_unix_s"]) for one in listed] == [
         ("ben", "viewer", 90 * 86_400.0),
         ("eve", "viewer", 0.0),

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from core.cli.conftest import Run, parsed
-from core.cli.fake_admin import S, State
-from core.cli.story import script
 from fedplat.admin import AdminClient
 from fedplat.cli import watch
 from fedplat.cli.board import AttemptTable
 from fedplat.cli.output import Output
 from fedplat.wire.v1 import admin_pb2
+from support.cli.commands import Run, parsed
+from support.cli.fake_admin import S, State
+from support.cli.story import script
 
 
 def test_job_show_and_rounds_have_the_progress_of_clients(run: Run, state: State):

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from core.cli.fake_admin import State
-from core.simulation.runs import write_digits
 from fedplat.cli.app import app
+from support.cli.fake_admin import State
+from support.simulation.runs import write_digits
 
 FEDPLAT = [sys.executable, "-W", "error", "-m", "fedplat.cli"]
 
@@ -122,7 +122,7 @@ def test_an_error_of_the_users_own_code_names_its_line(here: Path) -> None:
 
 
 def test_the_policy_that_was_simulated_is_submitted(here: Path, state: State, server: object) -> None:
-    from core.cli.conftest import environment
+    from support.cli.commands import environment
 
     write_digits(here)
     runner = CliRunner()
@@ -139,6 +139,7 @@ def test_the_policy_that_was_simulated_is_submitted(here: Path, state: State, se
     assert "simulation.nonsense = {…}: there is no such key" in wrong.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_run_in_words(here: Path) -> None:
     write_digits(here)
     arguments = ["simulate", "digits.toml", "--rounds", "1000000", "--engine", "processes", "--workers", "2"]

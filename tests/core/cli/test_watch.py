@@ -7,8 +7,6 @@ from collections.abc import Callable, Generator
 import pytest
 from rich.console import Console
 
-from core.cli.fake_admin import FakeServer, S, State
-from core.cli.story import ending, script
 from fedplat.admin import AdminClient
 from fedplat.admin.profile import Profile
 from fedplat.cli import watch
@@ -17,6 +15,8 @@ from fedplat.cli.output import Output
 from fedplat.cli.patience import Patience
 from fedplat.errors import ServerRefusedError, ServerUnreachableError
 from fedplat.wire.v1 import admin_pb2
+from support.cli.fake_admin import FakeServer, S, State
+from support.cli.story import ending, script
 
 
 class Recorder:

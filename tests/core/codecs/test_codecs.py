@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from scipy import stats
 
-from core.codecs.test_contract import decoded, encoded, normal, round_trip
 from fedplat.codecs import Bf16, Codec, CodecError, Eden, Plain, Quantize, TopK, with_error_feedback
 from fedplat.codecs.codec import PlainSource
 from fedplat.codecs.eden import CENTROIDS
 from fedplat.codecs.hadamard import hadamard
 from fedplat.codecs.packing import pack, packed_bytes, unpack
 from fedplat.model import BLOCK, Vector, VectorBlocks
+from support.codecs import decoded, encoded, normal, round_trip
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 VECTORS = arrays.arrays(np.float32, st.integers(0, 200), elements=FINITE)

@@ -14,7 +14,8 @@ import numpy.typing as npt
 import pytest
 
 from fedplat.codecs import CODECS, Codec, CodecError, Options
-from fedplat.model import BLOCK, Vector, VectorBlocks
+from fedplat.model import BLOCK, Vector
+from support.codecs import decoded, encoded, normal, round_trip
 
 Wide = npt.NDArray[Any]
 LARGEST = float(np.finfo(np.float32).max)
@@ -89,26 +90,6 @@ every_size = pytest.mark.parametrize("size", SIZES)
 
 def make_codec(name: str) -> Codec:
     return msgspec.convert(CASES[name].options, Options).build()
-
-
-def normal(size: int, seed: int = 1) -> Vector:
-    return np.random.default_rng(seed).normal(0, 0.02, size).astype(np.float32)
-
-
-def encoded(codec: Codec, vector: Vector, seed: int = 1) -> bytes:
-    return b"".join(codec.encode(VectorBlocks(vector), np.random.default_rng(seed)))
-
-
-def decoded(codec: Codec, payload: bytes, size: int) -> Vector:
-    blocks = codec.decode(payload, size)
-    assert blocks.size == size
-    parts = [block.copy() for block in blocks]
-    assert all(part.dtype == np.float32 and part.size == BLOCK for part in parts[:-1])
-    return np.concatenate([np.empty(0, np.float32), *parts])
-
-
-def round_trip(codec: Codec, vector: Vector, seed: int = 1) -> Vector:
-    return decoded(codec, encoded(codec, vector, seed), vector.size)
 
 
 def test_every_codec_has_a_row() -> None:

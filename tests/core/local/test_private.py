@@ -13,7 +13,15 @@ from dp_accounting import rdp
 from opacus.accountants import RDPAccountant
 from torch import nn
 
-from core.local.private_cases import (
+from fedplat.aggregate import Scaffold
+from fedplat.client_state import ClientState
+from fedplat.errors import JobFileError, MissingExtraError
+from fedplat.model import Parameters
+from fedplat.privacy import steps
+from fedplat.privacy.steps import StepCharge
+from fedplat.pytorch import dp
+from fedplat.pytorch.training import Learner, LocalOptions, LocalTraining, TensorExamples, Trainee, train
+from support.private_cases import (
     EXAMPLES,
     KINDS,
     LEARNER,
@@ -27,14 +35,6 @@ from core.local.private_cases import (
     trained,
     work,
 )
-from fedplat.aggregate import Scaffold
-from fedplat.client_state import ClientState
-from fedplat.errors import JobFileError, MissingExtraError
-from fedplat.model import Parameters
-from fedplat.privacy import steps
-from fedplat.privacy.steps import StepCharge
-from fedplat.pytorch import dp
-from fedplat.pytorch.training import Learner, LocalOptions, LocalTraining, TensorExamples, Trainee, train
 
 
 @pytest.mark.parametrize("kind", KINDS)

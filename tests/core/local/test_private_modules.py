@@ -10,22 +10,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from core.local.private_cases import (
-    EXAMPLES,
-    INPUTS,
-    KINDS,
-    LEARNER,
-    PLAIN,
-    QUIET,
-    TENSORS,
-    close,
-    draws,
-    quiet,
-    reference,
-    start,
-    trained,
-    work,
-)
 from fedplat.client_state import ClientState
 from fedplat.errors import ModelError
 from fedplat.privacy.steps import StepCharge
@@ -40,6 +24,22 @@ from fedplat.pytorch.training import (
     Trainee,
     evaluate,
     train,
+)
+from support.private_cases import (
+    EXAMPLES,
+    INPUTS,
+    KINDS,
+    LEARNER,
+    PLAIN,
+    QUIET,
+    TENSORS,
+    close,
+    draws,
+    quiet,
+    reference,
+    start,
+    trained,
+    work,
 )
 
 

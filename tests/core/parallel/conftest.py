@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from core.parallel import scenarios
-from core.parallel.scenarios import Arrays
-from core.ranks.crew import RankError, Zygote
 from fedplat.pytorch.distributed import Ranks, join_group
+from support.ranks import scenarios
+from support.ranks.crew import RankError, Zygote
+from support.ranks.scenarios import Arrays
 
-HERE = "core.parallel.scenarios"
+HERE = "support.ranks.scenarios"
 
 
 @pytest.fixture

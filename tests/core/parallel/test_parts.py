@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from core.parallel import scenarios
 from fedplat.model import Parameters
 from fedplat.pytorch import server
 from fedplat.pytorch.convert import from_state_dict, load_into
@@ -18,6 +17,7 @@ from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.server import ServerTrainer, TrainingRun, pack_sequences
 from fedplat.pytorch.server.distillation import divergence
 from fedplat.pytorch.server.lr_schedule import factor
+from support.ranks import scenarios
 
 
 def test_the_rate_grows_from_that_of_one_rank_to_that_of_all() -> None:

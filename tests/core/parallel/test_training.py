@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from core.parallel import scenarios
-from core.parallel.scenarios import Arrays
 from fedplat.errors import TrainingError
 from fedplat.model import Parameters
 from fedplat.pytorch.convert import load_into
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.server import ServerTrainer, TrainingRun
+from support.ranks import scenarios
+from support.ranks.scenarios import Arrays
 
 Found = Callable[[str], Arrays]
 

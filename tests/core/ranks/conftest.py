@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 import pytest
 
-from core.ranks.crew import Crew, Zygote
+from support.ranks.crew import Crew, Zygote
 
 
 @pytest.fixture(scope="session")

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from core.ranks.crew import Crew, Zygote
 from fedplat.pytorch.distributed.bench import health
 from fedplat.pytorch.distributed.bench.records import FACTORS, BenchReport, Link, Measurement, bandwidths
+from support.ranks.crew import Crew, Zygote
 
-HERE = "core.ranks.on_ranks"
+HERE = "support.ranks.on_ranks"
 
 
 def test_the_library_is_right_and_everything_is_measured(zygote: Zygote) -> None:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from core.ranks.crew import Zygote
-from core.ranks.on_ranks import vector_of
 from fedplat.pytorch.distributed.bench.records import BenchReport
+from support.ranks.crew import Zygote
+from support.ranks.on_ranks import vector_of
 
-HERE = "core.ranks.on_ranks"
+HERE = "support.ranks.on_ranks"
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that PyTorch can use"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from core.ranks.crew import Crew, RankError, Zygote
 from fedplat.pytorch.distributed import join_group
+from support.ranks.crew import Crew, RankError, Zygote
 
-HERE = "core.ranks.on_ranks"
+HERE = "support.ranks.on_ranks"
 
 
 def test_what_ranks_say_to_each_other(pair: Crew) -> None:

@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from core.ranks.crew import Crew, RankError, Zygote
-from core.ranks.on_ranks import vector_of
 from fedplat.model import WINDOW
 from fedplat.pytorch.distributed import VectorLayout
+from support.ranks.crew import Crew, RankError, Zygote
+from support.ranks.on_ranks import vector_of
 
-HERE = "core.ranks.on_ranks"
+HERE = "support.ranks.on_ranks"
 SIZE = 100_000
 CLASSES = {"shared_memory": "SharedMemoryVectors", "p2p": "P2PVectors"}
 CASES = {

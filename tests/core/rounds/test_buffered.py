@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from core.rounds.buffers import FIRST, SECOND, THIRD, buffered, carried, play, staleness
-from core.rounds.driver import Driver, aborted, assigned, commands_of, make_spec, names
 from fedplat.aggregate import Contribution
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.rounds.commands import Abort, Assign, Commit, Fold
 from fedplat.rounds.events import UpdateReported
 from fedplat.rounds.states import AttemptPhase, Reason
+from support.rounds.buffers import FIRST, SECOND, THIRD, buffered, carried, play, staleness
+from support.rounds.driver import Driver, aborted, assigned, commands_of, make_spec, names
 
 # --- who works ---
 

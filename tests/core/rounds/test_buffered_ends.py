@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from core.rounds.buffers import FIRST, SECOND, buffered, carried, play, staleness
-from core.rounds.driver import Driver, aborted, commands_of, make_client
 from fedplat.aggregate import Contribution
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.rounds.commands import Abort, Assign, Commit, Fold
 from fedplat.rounds.events import AggregationFailed, ClientLeft, JobAction
 from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus, Reason
+from support.rounds.buffers import FIRST, SECOND, buffered, carried, play, staleness
+from support.rounds.driver import Driver, aborted, commands_of, make_client
 
 # --- nobody is there ---
 

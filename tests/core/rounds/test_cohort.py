@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
-from core.rounds.driver import make_job
 from fedplat.rounds.changes import difference
 from fedplat.rounds.persistent_map import PersistentMap, to_persistent
+from support.rounds.cohorts import num_copied
+from support.rounds.driver import make_job
 
 
 def test_it_is_a_dictionary_that_is_never_changed() -> None:
@@ -55,12 +54,6 @@ def test_a_step_costs_much_less_than_the_cohort() -> None:
     assert set(cohort.values()) == {1}
     assert copied < 3 * size**1.5
     assert copied < size**2 / 10
-
-
-def num_copied(after: PersistentMap[Any]) -> int:
-    """How many items the step that made this cohort copied: a few recent ones, or now and then all."""
-    base, recent = (getattr(after, name) for name in ("_base", "_recent"))
-    return len(recent) or len(base)
 
 
 def test_a_difference_of_equal_revisions_is_refused() -> None:

@@ -7,15 +7,6 @@ import sys
 import numpy as np
 import pytest
 
-from core.rounds.driver import (
-    Driver,
-    assigned,
-    collecting,
-    commands_of,
-    make_aggregated,
-    make_job,
-    make_spec,
-)
 from fedplat.rounds import Verdict
 from fedplat.rounds.commands import Fold
 from fedplat.rounds.events import (
@@ -23,6 +14,7 @@ from fedplat.rounds.events import (
     AttemptAggregated,
 )
 from fedplat.rounds.states import AttemptPhase, Reason
+from support.rounds.driver import Driver, assigned, collecting, commands_of, make_aggregated, make_job, make_spec
 
 # --- committing ---
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from core.rounds.driver import Driver, aborted, assigned, commands_of, make_client, make_job, make_spec, names
 from fedplat.rounds.commands import Assign, Refuse
 from fedplat.rounds.events import (
     ClientLeft,
@@ -15,6 +14,7 @@ from fedplat.rounds.events import (
     UploadStarted,
 )
 from fedplat.rounds.states import AttemptPhase, JobStatus, Reason
+from support.rounds.driver import Driver, aborted, assigned, commands_of, make_client, make_job, make_spec, names
 
 
 def two_jobs() -> Driver:

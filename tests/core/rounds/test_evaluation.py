@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from core.rounds.driver import Driver, aborted, assigned, commands_of, make_client, make_job, make_spec, names
 from fedplat.rounds import Verdict
 from fedplat.rounds.commands import Assign
 from fedplat.rounds.events import UpdateReported, UploadStarted
 from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus, Reason
+from support.rounds.driver import Driver, aborted, assigned, commands_of, make_client, make_job, make_spec, names
 
 EVERYBODY = ("c0", "c1", "c2", "c3")
 

@@ -7,9 +7,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from core.rounds.driver import Tokens, batches, make_aggregated, make_client, make_job, make_spec
-from core.rounds.fleet import Behaviour, Fleet
-from core.rounds.test_cohort import num_copied
 from fedplat.job import JobSpec
 from fedplat.rounds import Assignment, Context, Coordinator, Proposal
 from fedplat.rounds.commands import Assign, Commit, Fold
@@ -17,6 +14,9 @@ from fedplat.rounds.events import ClientCheckedIn, Event, JobAction, OperatorCom
 from fedplat.rounds.persistent_map import PersistentMap
 from fedplat.rounds.selection import Demand
 from fedplat.rounds.states import AttemptPhase, JobStatus
+from support.rounds.cohorts import num_copied
+from support.rounds.driver import Tokens, batches, make_aggregated, make_client, make_job, make_spec
+from support.rounds.fleet import Behaviour, Fleet
 
 BAD = Behaviour(fails=0.1, vanishes=0.15, loses_replies=0.1)
 SLOW = Behaviour(train_s=200.0)

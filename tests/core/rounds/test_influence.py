@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.rounds.driver import Driver, collecting, commands_of, make_job, make_spec, names
 from fedplat.rounds import Proposal
 from fedplat.rounds.commands import Commit, Fold
 from fedplat.rounds.events import ClientRevoked, UpdateReported
 from fedplat.rounds.states import AttemptPhase, Reason
+from support.rounds.driver import Driver, collecting, commands_of, make_job, make_spec, names
 
 WIDE = {"over_selection": 2.0, "min_fraction": 0.5}
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from core.rounds.driver import Driver, assigned, make_client, make_job
-from core.rounds.fleet import Behaviour, Fleet
-from core.rounds.test_pool import key, names, took_part
-from core.rounds.test_private import private
 from fedplat.rounds import ParticipationHistory, pacing
 from fedplat.rounds.commands import RetryWindow
 from fedplat.rounds.eligible import EligibleClients
 from fedplat.rounds.events import JobAction, OperatorCommand
 from fedplat.rounds.privacy_rules import MAX_FUTILE_ATTEMPTS
 from fedplat.rounds.states import AttemptPhase, JobStatus, Reason
+from support.rounds.driver import Driver, assigned, make_client, make_job
+from support.rounds.fleet import Behaviour, Fleet
+from support.rounds.pools import key, names, took_part
+from support.rounds.private_jobs import private
 
 
 def limited(most: int, num_clients: int, rounds: int = 50, rest: int = 0, **selection: Any) -> Driver:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from msgspec import structs
 
-from core.rounds.driver import Driver, make_aggregated, make_client, make_job, make_spec
 from fedplat import sampling
 from fedplat.job import JobSpec
 from fedplat.job.pool import WarmStart
@@ -35,6 +34,7 @@ from fedplat.rounds.events import (
     UploadStarted,
 )
 from fedplat.rounds.states import ENDED_JOBS, AttemptKind, AttemptPhase, JobStatus, Reason
+from support.rounds.driver import Driver, make_aggregated, make_client, make_job, make_spec
 
 DAY_S = 86_400.0
 PROFILE = hypothesis.settings(

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from core.rounds.driver import Driver, aborted, make_aggregated, make_job, make_spec, names
 from fedplat.rounds import AttemptKey, Verdict, sync
 from fedplat.rounds.events import (
     AggregationFailed,
@@ -24,54 +23,23 @@ from fedplat.rounds.events import (
     UploadStarted,
 )
 from fedplat.rounds.states import AttemptPhase, JobStatus, Reason
+from support.rounds.driver import Driver, aborted, make_aggregated, make_job, make_spec, names
+from support.rounds.phases import (
+    CANCEL,
+    PAUSE,
+    RESUME,
+    START,
+    backing_off,
+    collecting,
+    committing,
+    completed,
+    drafted,
+    paused,
+    paused_while_committing,
+    selecting,
+)
 
 RUNNING, PAUSED, CANCELLED = JobStatus.RUNNING, JobStatus.PAUSED, JobStatus.CANCELLED
-START, PAUSE, RESUME, CANCEL = JobAction.START, JobAction.PAUSE, JobAction.RESUME, JobAction.CANCEL
-
-
-def drafted() -> Driver:
-    return Driver()
-
-
-def selecting() -> Driver:
-    return Driver().start(1)
-
-
-def collecting() -> Driver:
-    driver = Driver(make_job(spec=make_spec(goal=3))).start(3)
-    driver.report("c0")
-    driver.upload("c1")
-    return driver
-
-
-def committing() -> Driver:
-    driver = Driver().start(2)
-    driver.report("c0", "c1")
-    return driver
-
-
-def backing_off() -> Driver:
-    driver = Driver().start(2)
-    driver.give_up("c0", "c1")
-    return driver
-
-
-def paused() -> Driver:
-    driver = collecting()
-    driver.operate(PAUSE)
-    return driver
-
-
-def paused_while_committing() -> Driver:
-    driver = committing()
-    driver.operate(PAUSE)
-    return driver
-
-
-def completed() -> Driver:
-    driver = Driver(make_job(spec=make_spec(rounds=1))).start(2)
-    driver.play_round()
-    return driver
 
 
 def failed() -> Driver:

@@ -5,24 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from core.rounds.driver import make_client
-from fedplat.rounds import AttemptKey, Participation, ParticipationHistory
+from fedplat.rounds import ParticipationHistory
 from fedplat.rounds.eligible import EligibleClients
 from fedplat.sampling import Candidates, Uniform
-
-
-def key(round_: int, number: int = 1) -> AttemptKey:
-    return AttemptKey("j", round_, number)
-
-
-def took_part(client_id: str, round_: int, number: int = 1) -> Participation:
-    return Participation(client_id, round_, number, 0.0, None, {})
-
-
-def names(pool: EligibleClients) -> set[str]:
-    found = [pool[index].client_id for index in range(len(pool))]
-    assert len(set(found)) == len(found)
-    return set(found)
+from support.rounds.driver import make_client
+from support.rounds.pools import key, names, took_part
 
 
 def test_whoever_comes_and_goes_leaves_no_gap() -> None:

@@ -8,23 +8,11 @@ from typing import Any
 
 import pytest
 
-from core.rounds.driver import Driver, commands_of, make_aggregated, make_client, make_job, make_spec
 from fedplat.rounds.commands import Commit, Fold
 from fedplat.rounds.events import JobAction
 from fedplat.rounds.states import AttemptPhase, JobStatus
-
-FIXED = {"participation": "fixed", "delta": 1e-6, "noise_multiplier": 1.0}
-
-
-def private(participation: str = "fixed", selection: dict[str, Any] | None = None, **sections: Any) -> Driver:
-    options = {**FIXED, "participation": participation, **sections.pop("privacy", {})}
-    spec = make_spec(
-        selection={"close": "deadline", **(selection or {})},
-        updates={"weighting": "uniform", "clip_norm": 1.0},
-        privacy=options,
-        **sections,
-    )
-    return Driver(make_job(spec=spec))
+from support.rounds.driver import Driver, commands_of, make_aggregated, make_client
+from support.rounds.private_jobs import private
 
 
 def poisson(rate: float, wait_for: int, **sections: Any) -> Driver:

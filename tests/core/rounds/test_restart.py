@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
-from core.rounds.driver import (
+from fedplat.aggregate import Contribution
+from fedplat.rounds import AssignmentId
+from fedplat.rounds.commands import Abort, Commit, Fold
+from fedplat.rounds.events import JobAction, UpdateReported
+from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus, Reason
+from support.rounds.driver import (
     Driver,
     aborted,
     assigned,
@@ -18,11 +23,6 @@ from core.rounds.driver import (
     make_spec,
     names,
 )
-from fedplat.aggregate import Contribution
-from fedplat.rounds import AssignmentId
-from fedplat.rounds.commands import Abort, Commit, Fold
-from fedplat.rounds.events import JobAction, UpdateReported
-from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus, Reason
 
 DAY_S = 86_400.0
 

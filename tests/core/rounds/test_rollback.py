@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from core.rounds import test_operators as phases
-from core.rounds.buffers import buffered
-from core.rounds.driver import Driver, aborted, make_job, make_spec, names
 from fedplat.rounds import ModelVersion, Verdict
 from fedplat.rounds.events import JobAction, RollbackOrdered
 from fedplat.rounds.states import AttemptPhase, JobStatus, Reason
+from support.rounds import phases
+from support.rounds.buffers import buffered
+from support.rounds.driver import Driver, aborted, make_job, make_spec, names
 
 STATES = ("", "state 1", "state 2")
 

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from core.rounds.driver import EVALUATOR, Driver, assigned, commands_of, make_client, make_job, make_spec
 from fedplat.job import Deadlines, Retry
 from fedplat.rounds import pacing
 from fedplat.rounds.commands import Assign, Refuse, RetryWindow
 from fedplat.rounds.events import ClientLeft, JobAction
 from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus, Reason
+from support.rounds.driver import EVALUATOR, Driver, assigned, commands_of, make_client, make_job, make_spec
 
 
+@pytest.mark.slow
 def test_an_attempt_draws_uniformly_from_those_who_wait() -> None:
     spec = make_spec(3, rounds=1000, selection={"wait_for": 12, "min_fraction": 1.0})
     driver = Driver(make_job(spec=spec), seed=2).start()

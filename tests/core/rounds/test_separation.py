@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.rounds.driver import EVALUATOR, Driver, assigned, commands_of, make_client, make_job, make_spec
 from fedplat.rounds import pacing
 from fedplat.rounds.commands import Assign, Commit, RetryWindow
 from fedplat.rounds.events import AggregationFailed, JobAction, OperatorCommand, TimerFired
 from fedplat.rounds.states import AttemptPhase, JobStatus, Reason
+from support.rounds.driver import EVALUATOR, Driver, assigned, commands_of, make_client, make_job, make_spec
 
 
 def separated(rest: int, num_clients: int, goal: int = 2, rounds: int = 50, **selection: Any) -> Driver:

@@ -7,13 +7,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from core.rounds.driver import (
-    Driver,
-    aborted,
-    collecting,
-    commands_of,
-    names,
-)
 from fedplat.rounds import Verdict
 from fedplat.rounds.commands import Assign, Commit, Fold
 from fedplat.rounds.events import (
@@ -24,6 +17,7 @@ from fedplat.rounds.events import (
 )
 from fedplat.rounds.states import AttemptPhase, JobStatus, Reason
 from fedplat.texts import MAX_TEXT_BYTES
+from support.rounds.driver import Driver, aborted, collecting, commands_of, names
 
 SIX_OF_TEN = {"goal": 10, "min_fraction": 0.55}  # ceil(5.5) reports are enough
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from core.rounds.driver import Driver, make_aggregated, make_job, make_spec
 from fedplat.rounds import AttemptKey, Proposal
 from fedplat.rounds.commands import Abandon, RunWarmStart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated, JobAction, OperatorCommand
 from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus
+from support.rounds.driver import Driver, make_aggregated, make_job, make_spec
 
 TABLE = {"trainer": "public", "batch_size": 8, "learning_rate": 0.1}
 FIRST = AttemptKey("j", 0, 1)

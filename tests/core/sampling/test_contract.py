@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from core.sampling.waiting import Waiting, heard
 from fedplat.sampling import POLICIES, ClientHistory, Policy
+from support.waiting import Waiting, heard
 
 CASES: dict[str, dict[str, Any]] = {
     "uniform": {"policy": "uniform"},

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from core.sampling.waiting import Waiting, heard
 from fedplat.sampling import Poisson, Policy, Stratified, Uniform, Weighted
 from fedplat.sampling.poisson import OVERFLOW
 from fedplat.sampling.stratified import divide_equally, round_shares
+from support.waiting import Waiting, heard
 
 NUM_DRAWS = 4000
 SIGNIFICANCE = 0.01

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from core.sampling.waiting import Waiting, heard
 from fedplat.sampling import ClientHistory, Oort
+from support.waiting import Waiting, heard
 
 RNG = np.random.default_rng
 

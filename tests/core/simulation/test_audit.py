@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from core.simulation.runs import DIGITS
 from fedplat.cli.app import app
 from fedplat.errors import JobFileError
 from fedplat.job import calibrate
@@ -20,6 +19,7 @@ from fedplat.simulation.privacy_audit import Audit, canaries_of, choose_canaries
 from fedplat.simulation.run import Simulation
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.setup import Setup
+from support.simulation.runs import DIGITS
 
 NUM_CLIENTS = 200
 JOB = """
@@ -122,6 +122,7 @@ def test_with_hardly_any_noise_the_canaries_are_found(participation: str) -> Non
     assert not lied.holds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("participation", ["poisson", "fixed", "min_separation"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_with_the_noise_that_is_claimed_nothing_contradicts(participation: str, seed: int) -> None:

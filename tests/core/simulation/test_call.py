@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from core.simulation.runs import DIGITS, write_digits
 from fedplat.errors import DataError, JobFileError
 from fedplat.model import Parameters
 from fedplat.simulation import api
@@ -21,6 +20,7 @@ from fedplat.simulation.recording.result import AttemptResult
 from fedplat.simulation.report import plots
 from fedplat.simulation.run_folder import RunFolderOptions, Throttle
 from fedplat.simulation.scenario.file import parse
+from support.simulation.runs import DIGITS, write_digits
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from torch import nn
 
-from core.simulation.cases import BAD, job, make_fleet
 from fedplat.model import Parameters
 from fedplat.pytorch.training import Learner, LocalOptions
 from fedplat.simulation.data.federation import Federation
 from fedplat.simulation.engines.client_trainer import ClientTraining
 from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.run import Simulation, run
+from support.simulation.cases import BAD, job, make_fleet
 
 NUM_CLIENTS, EACH = 12, 8
 RNG = np.random.default_rng(6)

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.simulation.cases import BAD, job, make_fleet
-from core.simulation.least_squares import NUM_WEIGHTS, LeastSquares, initial
 from fedplat.model import Parameters
 from fedplat.simulation.engines.interface import LocalUpdate, Work
 from fedplat.simulation.federated import training
 from fedplat.simulation.federated.retention import VersionRetention
 from fedplat.simulation.recording.result import AttemptResult, Result
 from fedplat.simulation.run import Hooks, Simulation, run
+from support.simulation.cases import BAD, job, make_fleet
+from support.simulation.least_squares import NUM_WEIGHTS, LeastSquares, initial
 
 EXACT = {"outlier_factor": 0.0, "max_weight_factor": 0.0}
 """Nothing but the rule bounds what one client does."""

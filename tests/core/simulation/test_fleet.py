@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from core.simulation.cases import make_fleet
 from fedplat.errors import JobFileError
 from fedplat.simulation.clients import Availability, FleetOptions, build_fleet
 from fedplat.simulation.clients.availability import DAY_S, HOUR_S
 from fedplat.simulation.clients.distributions import Distribution, hash_uniform, hashed_normal
 from fedplat.toml import read_record, read_toml
+from support.simulation.cases import make_fleet
 
 
 def is_there(model: Availability, client: int, moments: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

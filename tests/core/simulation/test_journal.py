@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from core.simulation.cases import BAD, job, make_fleet
-from core.simulation.least_squares import LeastSquares, initial
 from fedplat.errors import JournalError
 from fedplat.simulation.recording.result import AttemptResult, Result
 from fedplat.simulation.run import Hooks, Simulation, run
+from support.simulation.cases import BAD, job, make_fleet
+from support.simulation.least_squares import LeastSquares, initial
 
 JOBS: list[dict[str, Any]] = [
     {},

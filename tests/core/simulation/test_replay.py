@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from core.rounds import driver as rounds
-from core.simulation.cases import BAD, job, make_fleet
-from core.simulation.least_squares import LeastSquares, initial
 from fedplat.job import JobSpec
-from fedplat.rounds import JobState, ModelVersion, Proposal
-from fedplat.rounds.events import Event
+from fedplat.rounds import JobState, ModelVersion
 from fedplat.simulation.driver import Tokens, coordinator_rng
-from fedplat.simulation.run import Hooks, Simulation, run
-
-Batch = tuple[Sequence[Event], float, Proposal]
+from fedplat.simulation.run import Simulation
+from support.rounds import driver as rounds
+from support.simulation.cases import BAD, job, make_fleet
+from support.simulation.least_squares import LeastSquares, initial
+from support.simulation.recordings import record
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -41,12 +38,6 @@ def test_the_same_events_give_the_same_changes_and_break_no_invariant(name: str,
         assert again.changes == proposal.changes
         assert again.commands == proposal.commands
         assert again.verdicts == proposal.verdicts
-
-
-def record(simulation: Simulation) -> list[Batch]:
-    batches: list[Batch] = []
-    run(simulation, Hooks(trace=lambda events, now, proposal: batches.append((tuple(events), now, proposal))))
-    return batches
 
 
 def replay(spec: JobSpec, seed: int) -> rounds.Driver:

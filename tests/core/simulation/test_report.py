@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core.simulation.runs import attempt, result
 from fedplat.errors import DataError, MissingExtraError
 from fedplat.simulation.data import Dataset, Federation, deal, partitioners
 from fedplat.simulation.recording import folder
 from fedplat.simulation.report import data, plots
 from fedplat.simulation.report.summary import summarize
 from fedplat.simulation.report.tensorboard import EventFile
+from support.simulation.runs import attempt, result
 
 PNG = b"\x89PNG\r\n"
 

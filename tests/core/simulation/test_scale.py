@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from core.simulation.cases import job, make_fleet
 from fedplat.rounds import Proposal
 from fedplat.rounds.commands import Assign
 from fedplat.rounds.events import Event
 from fedplat.simulation.recording.result import Result
 from fedplat.simulation.run import Hooks, Simulation, run
+from support.simulation.cases import job, make_fleet
 
 PHONES: dict[str, Any] = {
     "speed": {"kind": "lognormal", "median": 10.0, "sigma": 0.8},

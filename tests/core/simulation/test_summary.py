@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from core.simulation.runs import attempt, result
 from fedplat.simulation.report.plots import gini
 from fedplat.simulation.report.summary import MetricValue, series, summarize
+from support.simulation.runs import attempt, result
 
 
 def of(*values: float, metric: str = "accuracy", step: int = 1, target: float = 0.0):

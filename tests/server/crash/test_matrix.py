@@ -13,14 +13,14 @@ import pytest
 
 from fedplat import codecs
 from fedplat_server.verify.checker import verify
-from server.crash import points, recompute, scenario
-from server.crash.nursery import Nursery, Order
-from server.crash.scenario import KILLED, World
-from server.harness import initial_model
+from support.crash import evaluator, points, recompute, scenario
+from support.crash.nursery import Nursery, Order
+from support.crash.scenario import KILLED, World
+from support.daemons import initial_model
 
 POINTS = points.all_points()
 DOWNLINK = '[compression]\ndownlink = {codec = "eden"}\n'
-EVALUATOR = f"{Path(__file__).with_name('evaluator.py')}:score"
+EVALUATOR = f"{evaluator.__file__}:score"
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

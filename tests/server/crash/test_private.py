@@ -12,10 +12,10 @@ from fedplat.model import Parameters
 from fedplat.rounds.invariants.records import StoredAttempt, StoredJob
 from fedplat_server.verify import files
 from fedplat_server.verify.checker import verify
-from server.crash import recompute, scenario
-from server.crash.nursery import Nursery, Order
-from server.crash.scenario import KILLED, World
-from server.harness import job_file
+from support.crash import recompute, scenario
+from support.crash.nursery import Nursery, Order
+from support.crash.scenario import KILLED, World
+from support.jobs import job_file
 
 CLIP, NOISE = 3.0, 1e-3
 TEXT = job_file(

@@ -8,10 +8,10 @@ import pytest
 
 from fedplat_server.database.store import open_store
 from fedplat_server.verify.checker import verify
-from server import harness, test_tree_seeds
-from server.crash import points, scenario
-from server.crash.nursery import Nursery, Order
-from server.crash.scenario import KILLED, World
+from support import daemons, trees
+from support.crash import points, scenario
+from support.crash.nursery import Nursery, Order
+from support.crash.scenario import KILLED, World
 
 POINTS = [point for point in points.all_points() if point.startswith("retention.")]
 FORGETFUL = "[retention]\nversions = 1\nstates = 1\nhistory_days = 1e-9\n"
@@ -25,7 +25,7 @@ async def world(zygote: Nursery, folder: Path, database: str) -> World:
 async def files(world: World) -> tuple[set[str], set[str]]:
     """The blobs that are there, and those that the database names, once a last start has tidied up."""
     order = world.order
-    async with harness.running(order.data_dir, database=order.database):
+    async with daemons.running(order.data_dir, database=order.database):
         pass
     store = await open_store(order.database)
     try:
@@ -52,9 +52,9 @@ async def test_killed_while_old_versions_are_removed(world: World, point: str) -
 )
 async def test_no_seed_survives_a_crash(world: World, point: str) -> None:
     """A job with a tree of noise, killed before and after each step in which a state goes; it ends all the same."""
-    await scenario.train(world, test_tree_seeds.TEXT, [point], num_clients=2)
+    await scenario.train(world, trees.TEXT, [point], num_clients=2)
     assert world.statuses == [KILLED, 0]
     there, named = await files(world)
     assert there == named
-    assert test_tree_seeds.seeds(world.order.data_dir) == []
+    assert trees.seeds(world.order.data_dir) == []
     assert (await verify(world.order.database, world.order.data_dir)).findings == []

@@ -8,8 +8,21 @@ from pathlib import Path
 import pytest
 
 from fedplat_server.database.store import SqlStore, open_store
-from server import databases
-from server.store.driver import Ticks
+from support import databases
+from support.store.driver import Ticks
+
+ON_POSTGRESQL = ("test_contract.py", "test_contract_save.py", "test_schema.py")
+"""What every run tries on PostgreSQL as well; the other modules' half there is left to `make test-all`."""
+DIALECTS = {"postgres", "postgresql"}
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE not in item.path.parents or not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+            continue
+        if item.path.name not in ON_POSTGRESQL and not DIALECTS.isdisjoint(map(str, item.callspec.params.values())):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -14,7 +14,7 @@ from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, Jo
 from fedplat_server.database.jobs import AttemptRecord
 from fedplat_server.database.ports import Store
 from fedplat_server.errors import StoreError
-from server.store.driver import (
+from support.store.driver import (
     JOB_FILE,
     NOW,
     Driver,

@@ -9,7 +9,7 @@ from fedplat.rounds.events import AssignmentFailed, JobAction, ServerRestarted, 
 from fedplat.rounds.states import AssignmentState, AttemptKind, Reason
 from fedplat_server.database.jobs import Staleness
 from fedplat_server.database.ports import Store
-from server.store.driver import JOB_FILE, Driver, check_invariants, digest_of
+from support.store.driver import JOB_FILE, Driver, check_invariants, digest_of
 
 BUFFERED = JOB_FILE.replace("rounds = 3", "rounds = 9") + '[mode]\nkind = "buffered"\nconcurrency = 6\n'
 

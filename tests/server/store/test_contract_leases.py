@@ -15,8 +15,8 @@ from fedplat_server.database.sql_leases import SqlLeases, open_leases, require_t
 from fedplat_server.database.store import open_store
 from fedplat_server.errors import LeadershipLostError, StoreUnavailableError
 from fedplat_server.records.lease import Candidate
-from server.databases import execute_sql
-from server.store.driver import JOB_FILE, draft
+from support.databases import execute_sql
+from support.store.driver import JOB_FILE, draft
 
 ONE, TWO = Candidate("d-one", "one:7443"), Candidate("d-two", "two:7443")
 LONG_S = 3600.0

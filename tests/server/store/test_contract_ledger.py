@@ -18,7 +18,7 @@ from fedplat_server.database.ports import Store
 from fedplat_server.errors import PopulationChangedError, StaleRevisionError, StoreError
 from fedplat_server.records.audit import AuditAction as Noted
 from fedplat_server.records.audit import AuditEntry
-from server.store.driver import JOB_FILE, NOW, Driver, digest_of, draft
+from support.store.driver import JOB_FILE, NOW, Driver, digest_of, draft
 
 PRIVATE = """
 name = "private"

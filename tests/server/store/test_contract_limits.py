@@ -10,28 +10,8 @@ from fedplat.rounds.events import ClientCheckedIn, JobAction
 from fedplat_server.database.ports import Store, recall_participations
 from fedplat_server.database.writes import ParticipationLimits
 from fedplat_server.errors import ParticipationError
-from server.store.driver import Driver
-
-PRIVATE = """
-name = "digits"
-population = "demo"
-trainer = "digits"
-rounds = 20
-model.initial = "model.safetensors"
-updates = {{ weighting = "uniform", clip_norm = 1.0 }}
-privacy = {{ participation = "{kind}", delta = 1e-6, noise_multiplier = 1.0, max_participations = {most} }}
-selection = {{ goal = 2, over_selection = 1.0, close = "deadline", min_separation = {rest} }}
-"""
-LIMITED = PRIVATE.format(kind="fixed", most=2, rest=0)
-SEPARATED = PRIVATE.format(kind="min_separation", most=0, rest=2)
-BOTH = PRIVATE.format(kind="min_separation", most=2, rest=1)
-
-
-async def play(driver: Driver, job_id: str, *names: str) -> None:
-    """A round with these clients."""
-    await driver.check_in(*names)
-    assert set(driver.cohort(job_id)[1]) == set(names)
-    await driver.report(job_id, names)
+from support.store.driver import Driver
+from support.store.limits import BOTH, LIMITED, SEPARATED, play, write
 
 
 def forgetful(driver: Driver, job_id: str, keep: str = "") -> None:
@@ -104,7 +84,7 @@ async def test_both_hold(store: Store) -> None:
     assert "max_participations" in await refused(driver, "j", "h", "a")
 
 
-@pytest.mark.parametrize("job_file", [LIMITED.replace("= 2 }", "= 1 }"), SEPARATED])
+@pytest.mark.parametrize("job_file", [write("fixed", most=1, rest=0), SEPARATED])
 async def test_another_attempt_at_the_same_round_is_no_other_participation(store: Store, job_file: str) -> None:
     driver = Driver(store)
     await driver.create("j", job_file)

@@ -15,8 +15,8 @@ from fedplat_server.errors import LastAdminError, OperatorError, StaleRevisionEr
 from fedplat_server.records.audit import SERVER, AuditEntry, AuditHead, check_chain
 from fedplat_server.records.audit import AuditAction as Noted
 from fedplat_server.records.operators import OperatorRecord, Role
-from server.access import ADMIN_NAME
-from server.store.driver import JOB_FILE, NOW, Driver, Ticks, draft
+from support.access import ADMIN_NAME
+from support.store.driver import JOB_FILE, NOW, Driver, Ticks, draft
 
 ANNA = OperatorRecord("anna", Role.ADMIN, 1.5)
 BEN = OperatorRecord("ben", Role.VIEWER, 2.5, expires_unix_s=3.5)

@@ -10,7 +10,7 @@ from msgspec import structs
 from fedplat.rounds import Participation, ParticipationHistory
 from fedplat.rounds.events import UpdateReported
 from fedplat_server.database.ports import ROUNDS_PER_QUERY, JobStore, Store, recall_participations
-from server.store.driver import JOB_FILE, Driver, digest_of, draft, eventful
+from support.store.driver import JOB_FILE, Driver, digest_of, draft, eventful
 
 REMEMBERS = JOB_FILE.replace("min_fraction = 0.6", "min_fraction = 0.6, sampling = { policy = 'weighted' }")
 SEPARATED = JOB_FILE.replace("min_fraction = 0.6", "min_fraction = 0.6, min_separation = 1").replace(

@@ -14,7 +14,7 @@ from fedplat_server.database.engine import WRITES, async_url, create_engine
 from fedplat_server.database.ports import Store
 from fedplat_server.database.store import open_store
 from fedplat_server.errors import StaleRevisionError
-from server.store.driver import NOW, Driver, digest_of
+from support.store.driver import NOW, Driver, digest_of
 
 
 class WallClock:

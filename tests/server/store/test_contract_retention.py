@@ -10,7 +10,7 @@ from fedplat.rounds.events import RollbackOrdered
 from fedplat_server.database.jobs import Removable, RetainedVersions
 from fedplat_server.database.ports import Store
 from fedplat_server.errors import StoreError
-from server.store.driver import JOB_FILE, Driver, digest_of, draft, run_to_the_end
+from support.store.driver import JOB_FILE, Driver, digest_of, draft, run_to_the_end
 
 ROUNDS = 4
 TEXT = JOB_FILE.replace("rounds = 3", f"rounds = {ROUNDS}")

@@ -13,7 +13,7 @@ from fedplat.rounds.events import AttemptAggregated, JobAction, OperatorCommand,
 from fedplat.rounds.states import JobStatus
 from fedplat_server.database.ports import Store
 from fedplat_server.errors import StaleRevisionError, StoreError
-from server.store.driver import (
+from support.store.driver import (
     JOB_FILE,
     NOW,
     Driver,

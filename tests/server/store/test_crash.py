@@ -14,14 +14,15 @@ import pytest
 from fedplat.rounds.states import JobStatus
 from fedplat_server.database.engine import async_url
 from fedplat_server.database.store import open_store
-from server.store.driver import Driver, check_invariants
+from support.store import victim
+from support.store.driver import Driver, check_invariants
 
 TESTS = Path(__file__).parents[2]
 
 
 def _killed_after(database: str, saves: int) -> dict[str, int]:
     """Runs victim.py until it has said so many saves; the last revision of each job that it said was saved."""
-    command = [sys.executable, str(Path(__file__).with_name("victim.py")), database]
+    command = [sys.executable, victim.__file__, database]
     environment = os.environ | {"PYTHONPATH": str(TESTS)}
     revisions: dict[str, int] = {}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:

@@ -105,7 +105,7 @@ def test_a_new_file_that_another_writes_to_is_waited_for(tmp_path: Path, monkeyp
     ):
         other.execute("BEGIN IMMEDIATE")
         upgrade = pool.submit(schema.upgrade, str(path))
-        assert refused.wait(30)
+        assert refused.wait(60)
         other.execute("COMMIT")
         assert upgrade.result() == schema.head()
 

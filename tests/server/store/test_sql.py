@@ -23,8 +23,8 @@ from fedplat_server.database.engine import async_url, create_engine
 from fedplat_server.database.store import SqlStore, open_store
 from fedplat_server.database.transactions import MAX_TRIES, Database
 from fedplat_server.errors import StoreError, StoreUnavailableError
-from server.databases import execute_sql
-from server.store.driver import JOB_FILE, NOW, Driver, check_invariants, draft, eventful, run_to_the_end, token_hash
+from support.databases import execute_sql
+from support.store.driver import JOB_FILE, NOW, Driver, check_invariants, draft, eventful, run_to_the_end, token_hash
 
 
 def is_postgres(database: str) -> bool:
@@ -46,6 +46,7 @@ async def opened(database: str) -> AsyncGenerator[SqlStore]:
 # --- concurrency -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_forty_writers_and_forty_readers(store: SqlStore, database: str) -> None:
     drivers = [Driver(store, prefix=f"job {n} ", check=False) for n in range(40)]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy.engine import make_url
 
-from server import databases
-from server.verify.places import Place, healthy
+from support import databases
+from support.verify.places import Place, healthy
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ async def healthy_postgres(
         yield await healthy(url, tmp_path_factory.mktemp("healthy"))
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[Place]:
     """A copy of a healthy database and its blobs, of each kind."""
     if request.param == "sqlite":

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from server.test_process import here
-from server.verify.places import Place
+from support.commands import here
+from support.verify.places import Place
 
 
 def test_the_command(place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

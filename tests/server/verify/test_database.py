@@ -8,10 +8,11 @@ import pytest
 
 from fedplat_server.verify import checks, files, inspection
 from fedplat_server.verify.checker import verify
-from server import harness
-from server.harness import initial_model, job_file, update_of
-from server.verify.breakages import BREAKAGES, assignment
-from server.verify.places import Place
+from support import daemons
+from support.daemons import initial_model, update_of
+from support.jobs import job_file
+from support.verify.breakages import BREAKAGES, assignment
+from support.verify.places import Place
 
 
 async def test_a_healthy_database_is_clean(place: Place) -> None:
@@ -65,7 +66,7 @@ async def test_a_long_audit_log_is_read_in_parts(place: Place, monkeypatch: pyte
 
 async def test_beside_a_running_daemon(place: Place) -> None:
     """Every look in the middle of rounds sees a consistent database."""
-    async with harness.running(place.folder, database=place.database) as site:
+    async with daemons.running(place.folder, database=place.database) as site:
         job = await site.operator.start(job_file("busy", rounds=5, goal=1))
         client = await site.enroll()
         for number in range(5):

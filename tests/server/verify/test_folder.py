@@ -9,7 +9,7 @@ import pytest
 
 from fedplat.rounds.invariants.records import Location
 from fedplat_server.verify.checker import verify
-from server.verify.places import Place
+from support.verify.places import Place
 
 
 def _replaced(path: Path) -> None:

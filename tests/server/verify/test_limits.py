@@ -13,8 +13,8 @@ from fedplat_server.database.store import open_store
 from fedplat_server.verify import inspection
 from fedplat_server.verify.checker import verify
 from fedplat_server.verify.records import Finding
-from server.store.driver import Driver, Ticks
-from server.store.test_contract_limits import BOTH, LIMITED, SEPARATED, play
+from support.store.driver import Driver, Ticks
+from support.store.limits import BOTH, LIMITED, SEPARATED, play
 
 COHORTS = ("ab", "cd", "ae", "cf", "gh")
 TOO_SOON = [(4, "it also took part in round 3"), (5, "it also took part in round 4")]

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 
 import pytest
 
 from fedplat.simulation.engines.client_trainer import ClientTraining, one_thread
 from fedplat.simulation.engines.interface import Engine
-from fedplat.simulation.engines.loop import LoopEngine
-from fedplat.simulation.engines.processes import ProcessEngine
 from fedplat.simulation.engines.ray.cluster import Cluster
-from fedplat.simulation.engines.ray.engine import RayEngine
-from fedplat.simulation.engines.vmap import VmapEngine
-
-MakeEngine = Callable[[ClientTraining], Engine]
-ENGINES: dict[str, MakeEngine] = {
-    "loop": LoopEngine,
-    "processes": lambda task: ProcessEngine(task, 2),
-    "vmap": lambda task: VmapEngine(task, "cpu"),
-    "ray": lambda task: RayEngine(task, 2),
-}
-RAY = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None,
-    reason="needs Ray, whose tests take minutes: pip install -c constraints.txt -e '.[ray]', then "
-    "pytest tests/core/simulation/engines -k ray",
-)
+from support.simulation.engines import ENGINES, RAY, MakeEngine
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +27,9 @@ def ray_cluster() -> Generator[Cluster]:
     cluster.leave()
 
 
-@pytest.fixture(params=[pytest.param(name, marks=RAY) if name == "ray" else name for name in ENGINES])
+@pytest.fixture(
+    params=[pytest.param(name, marks=[RAY, pytest.mark.slow]) if name == "ray" else name for name in ENGINES]
+)
 def make_engine(request: pytest.FixtureRequest) -> Generator[MakeEngine]:
     engines: list[Engine] = []
     if request.param == "ray":

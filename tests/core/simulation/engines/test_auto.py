@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from torch import nn
 
-from core.simulation.engines.tasks import rounds, task
-from core.simulation.engines.test_contract import personal
-from core.simulation.engines.test_vmap import dropping, normed
 from fedplat.simulation.engines.auto import ROUNDS, AutoEngine
 from fedplat.simulation.engines.client_trainer import ClientTraining
 from fedplat.simulation.engines.interface import Work
 from fedplat.simulation.engines.loop import LoopEngine
+from support.simulation.layers import dropping, normed
+from support.simulation.tasks import personal, rounds, task
 
 WORKS = [[Work(client, version, 10 * version + client) for client in range(6)] for version in range(2 * ROUNDS + 2)]
 

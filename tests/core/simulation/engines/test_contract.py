@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import nn
 
-from core.simulation.engines.conftest import ENGINES, MakeEngine
-from core.simulation.engines.tasks import SIZES, lenet, logistic_regression, rounds, task, two_layers
 from fedplat import aggregate
 from fedplat.aggregate.local import CONTROL
 from fedplat.client_state import ClientState
 from fedplat.errors import ModelError
 from fedplat.model import Parameters
 from fedplat.pytorch import convert as backend
-from fedplat.pytorch.training import Learner, LocalTraining, TensorExamples, Trainee, evaluate, train
+from fedplat.pytorch.training import LocalTraining, TensorExamples, Trainee, evaluate, train
 from fedplat.simulation.engines.client_trainer import ClientTraining
 from fedplat.simulation.engines.interface import LocalUpdate, Work
 from fedplat.simulation.engines.loop import LoopEngine
+from support.simulation.engines import ENGINES, MakeEngine
+from support.simulation.tasks import SIZES, lenet, logistic_regression, personal, rounds, task, two_layers
 
 ALL = range(len(SIZES))
 WORKS = [
@@ -133,11 +133,6 @@ def test_private_training_draws_and_adds_what_the_seed_says(kind: str, name: str
     assert metrics < 1e-5
     assert [each[0].metrics["private_steps"] for each in found] == [6, 12, 18]
     assert "loss" not in found[0][0].metrics
-
-
-def personal() -> ClientTraining:
-    given = task(momentum=0.5)
-    return given._replace(learner=Learner(model=two_layers, personal=("5.*",)))
 
 
 def test_personal_layers_stay_with_their_client(make_engine: MakeEngine) -> None:

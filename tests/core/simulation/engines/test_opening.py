@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from core.simulation.engines.conftest import RAY
-from core.simulation.engines.tasks import task
 from fedplat.simulation.engines.interface import Work
 from fedplat.simulation.engines.registry import ENGINES, open_engine
+from support.simulation.engines import RAY
+from support.simulation.tasks import task
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=RAY) if name == "ray" else name for name in ENGINES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[RAY, pytest.mark.slow]) if name == "ray" else name for name in ENGINES]
+)
 def test_every_engine_can_be_opened_by_its_name(name: str) -> None:
     given = task()
     engine = open_engine(name, given, 1)

@@ -12,37 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from torch import nn
 
-from core.simulation.engines.tasks import SIDE, rounds, task
 from fedplat.errors import EngineError
 from fedplat.simulation.engines.interface import Work
 from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.engines.processes import ProcessEngine
-
-
-class Stuck(nn.Module):
-    """Stays in its forward pass until its process is killed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(SIDE * SIDE, 4))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        signal.pause()
-        return inputs.flatten(1) @ self.weight
-
-
-class Failing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(SIDE * SIDE, 4))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if len(inputs) == 1:
-            raise ArithmeticError("one example is not enough")
-        return inputs.flatten(1) @ self.weight
+from support.simulation.failing_tasks import Failing, Stuck
+from support.simulation.tasks import rounds, task
 
 
 @pytest.fixture
@@ -95,7 +71,7 @@ def test_updates_keep_their_values_while_somebody_has_them(engines: list[Process
 
 PROGRAM = """
 import sys
-from core.simulation.engines.tasks import task
+from support.simulation.tasks import task
 from fedplat.simulation.engines.processes import ProcessEngine
 from fedplat.simulation.engines.interface import Work
 import multiprocessing
@@ -111,6 +87,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [signal.SIGINT, signal.SIGKILL])
 def test_no_worker_outlives_its_engine(way: signal.Signals) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}

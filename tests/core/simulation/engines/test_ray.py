@@ -16,10 +16,6 @@ import psutil
 import pytest
 from torch import nn
 
-from core.simulation.engines.conftest import RAY
-from core.simulation.engines.tasks import federation, rounds, task
-from core.simulation.engines.test_contract import personal
-from core.simulation.engines.test_processes import Failing, Stuck
 from fedplat.errors import EngineError, MissingExtraError
 from fedplat.pytorch.training import Learner
 from fedplat.simulation.engines.client_trainer import ClientTraining
@@ -28,6 +24,9 @@ from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.engines.ray.cluster import Cluster
 from fedplat.simulation.engines.ray.engine import RayEngine
 from fedplat.simulation.scenario.model import OwnLoss, OwnModule
+from support.simulation.engines import RAY
+from support.simulation.failing_tasks import Failing, Stuck
+from support.simulation.tasks import federation, personal, rounds, task
 
 MakeRay = Callable[[ClientTraining, int], RayEngine]
 WORKS = [[Work(client, version, client) for client in range(6)] for version in range(4)]
@@ -52,6 +51,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
         RayEngine(task(), 1)
 
 
+@pytest.mark.slow
 @RAY
 def test_a_lost_actor_ends_the_training_with_words(make_ray: MakeRay) -> None:
     given = task(Stuck)
@@ -68,6 +68,7 @@ def test_a_lost_actor_ends_the_training_with_words(make_ray: MakeRay) -> None:
         engine.result(works[1])
 
 
+@pytest.mark.slow
 @RAY
 def test_what_training_raises_is_told_in_its_words_and_the_actor_goes_on(make_ray: MakeRay) -> None:
     given = task(Failing, sizes=(1, 20))
@@ -80,6 +81,7 @@ def test_what_training_raises_is_told_in_its_words_and_the_actor_goes_on(make_ra
     assert engine.result(works[1]).num_examples == 20
 
 
+@pytest.mark.slow
 @RAY
 def test_memories_follow_clients_from_actor_to_actor(make_ray: MakeRay) -> None:
     given = personal()
@@ -89,6 +91,7 @@ def test_memories_follow_clients_from_actor_to_actor(make_ray: MakeRay) -> None:
     assert [[each.update for each in one] for one in found] == [[each.update for each in one] for one in expected]
 
 
+@pytest.mark.slow
 @RAY
 def test_functions_of_the_user_travel_by_name_and_folder(make_ray: MakeRay, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
@@ -103,6 +106,7 @@ def test_functions_of_the_user_travel_by_name_and_folder(make_ray: MakeRay, tmp_
     assert [each.update for each in found[0]] == [each.update for each in expected[0]]
 
 
+@pytest.mark.slow
 @RAY
 def test_what_cannot_be_sent_is_refused_with_words(make_ray: MakeRay) -> None:
     given, lock = task(), threading.Lock()
@@ -117,7 +121,7 @@ def test_what_cannot_be_sent_is_refused_with_words(make_ray: MakeRay) -> None:
 
 PROGRAM = """
 import os, sys
-from core.simulation.engines.tasks import task
+from support.simulation.tasks import task
 from fedplat.errors import EngineError
 from fedplat.simulation.engines.ray.engine import RayEngine
 
@@ -132,6 +136,7 @@ engine.close()
 """
 
 
+@pytest.mark.slow
 @RAY
 def test_a_cluster_that_is_there_is_used_and_left_alone(ray_cluster: Cluster, make_ray: MakeRay) -> None:
     address = ray_cluster.ray.get_runtime_context().gcs_address
@@ -148,7 +153,7 @@ def test_a_cluster_that_is_there_is_used_and_left_alone(ray_cluster: Cluster, ma
 
 ALONE = """
 import sys, psutil
-from core.simulation.engines.tasks import task
+from support.simulation.tasks import task
 from fedplat.simulation.engines.ray.cluster import _State
 from fedplat.simulation.engines.ray.engine import RayEngine
 from fedplat.simulation.engines.interface import Work
@@ -167,6 +172,7 @@ if sys.stdin.readline() == "close\\n":
 """
 
 
+@pytest.mark.slow
 @RAY
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_a_cluster_of_its_own_ends_with_the_engine(is_killed: bool) -> None:

@@ -10,23 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from core.simulation.engines.tasks import SIDE, lenet, rounds, task
 from fedplat.errors import EngineError
 from fedplat.pytorch.vectorized import vmap_gradients
 from fedplat.simulation.engines.client_trainer import ClientTraining
 from fedplat.simulation.engines.interface import Work
 from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.engines.vmap import VmapEngine
+from support.simulation.layers import dropping, normed
+from support.simulation.tasks import lenet, rounds, task
 
 WORKS = [[Work(client, version, client) for client in range(6)] for version in range(2)]
-
-
-def normed() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(200, 4))
-
-
-def dropping() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(SIDE * SIDE, 4))
 
 
 def first_only(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

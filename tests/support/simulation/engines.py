@@ -1,0 +1,30 @@
+"""All engines by their name."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import pytest
+
+from fedplat.simulation.engines.client_trainer import ClientTraining
+from fedplat.simulation.engines.interface import Engine
+from fedplat.simulation.engines.loop import LoopEngine
+from fedplat.simulation.engines.processes import ProcessEngine
+from fedplat.simulation.engines.ray.engine import RayEngine
+from fedplat.simulation.engines.vmap import VmapEngine
+
+MakeEngine = Callable[[ClientTraining], Engine]
+
+ENGINES: dict[str, MakeEngine] = {
+    "loop": LoopEngine,
+    "processes": lambda task: ProcessEngine(task, 2),
+    "vmap": lambda task: VmapEngine(task, "cpu"),
+    "ray": lambda task: RayEngine(task, 2),
+}
+
+RAY = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None,
+    reason="needs Ray, whose tests take minutes: pip install -c constraints.txt -e '.[ray]', then "
+    "pytest tests/core/simulation/engines -k ray",
+)
