@@ -222,8 +222,8 @@ def _check_robust(spec: JobSpec, robust: aggregate.Robust) -> None:
         name, most = ("over_selection x goal", selection.target)
     if most > aggregate.MAX_ROBUST_UPDATES:
         raise ValueError(
-            f"selection.{name} = {most}: expected at most {aggregate.MAX_ROBUST_UPDATES} with [robust], which reads the "
-            "updates of an attempt side by side"
+            f"selection.{name} = {most}: expected at most {aggregate.MAX_ROBUST_UPDATES} with [robust], which "
+            "reads the updates of an attempt side by side"
         )
     try:
         robust.check(selection.minimum)

@@ -170,8 +170,8 @@ async def test_one_that_hangs_is_ended_after_its_time(
     async def run(process: Any, reference: str, path: Path, rule: Any, timeout_s: float) -> Any:
         return await really_run(process, reference, path, rule, 0.5 if reference.endswith(":hangs") else timeout_s)
 
-    really_run = evaluation._Process.run  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(evaluation._Process, "run", run)  # pyright: ignore[reportPrivateUsage]
+    really_run = evaluation._EvaluationProcess.run  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(evaluation._EvaluationProcess, "run", run)  # pyright: ignore[reportPrivateUsage]
     async with daemons.running(folder, evaluators=names(file)) as site:
         hanging = await site.operator.start(scored("hangs", 1))
         await train(site, 1)

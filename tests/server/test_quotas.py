@@ -187,7 +187,7 @@ async def test_a_byte_a_second_is_too_slow_and_harms_no_other(folder: Path, monk
         begun.set()
         return really_steadily(messages, hurry if first else limits)
 
-    really_steadily = streams.steadily
+    really_steadily = streams.enforce_min_rate
     async with daemons.running(folder) as site:
         job = await site.operator.start(job_file(goal=2))
         slow, quick = await site.fleet(2)
