@@ -52,7 +52,7 @@ class ClientState:
 
     @property
     def changed(self) -> bool:
-        """Whether any entry was set or deleted."""
+        """True if any entry was set or deleted."""
         return self._entries.keys() != self._stored.keys() or any(
             values is not self._stored[name] for name, values in self._entries.items()
         )

@@ -36,7 +36,7 @@ class Control:
     fraction: float = 0.0
     """The completed fraction of the training, 0 to 1."""
     trained: bool = False
-    """Whether training has ended and the upload has begun."""
+    """True if training has ended and the upload has begun."""
 
     def __post_init__(self) -> None:
         self._training_deadline_at = self.options.clock() + self.training_timeout_s
@@ -106,7 +106,7 @@ class Task:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the task must stop; the next `progress` then raises `Cancelled`."""
+        """True if the task must stop; the next `progress` then raises `Cancelled`."""
         return self.control.signal.is_set() or self.control.training_remaining_s <= 0
 
     def progress(self, fraction: float) -> None:

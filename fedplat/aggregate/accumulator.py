@@ -120,7 +120,7 @@ class Accumulator:
 
     @property
     def keeps_updates(self) -> bool:
-        """Whether updates must stay readable until the result is computed."""
+        """True if updates must stay readable until the result is computed."""
         return self._rule.gather is not None
 
     @property

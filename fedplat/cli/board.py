@@ -38,7 +38,7 @@ class AttemptTable:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the job will have no more events."""
+        """True if the job will have no more events."""
         return self.job_status in _ENDED_JOB
 
     def latest(self, count: int) -> Sequence[admin_pb2.Round]:

@@ -25,7 +25,7 @@ class Bf16(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="c
     """Options of bfloat16: 16 bits per parameter."""
 
     zstd: bool = False
-    """Whether the payload is compressed with zstd: about 12 bits, since the exponents of an update are similar."""
+    """True if the payload is compressed with zstd: about 12 bits, since the exponents of an update are similar."""
 
     def build(self) -> Codec:
         """Return the codec with these options."""

@@ -47,7 +47,7 @@ class PlainSource(Source):
 
     @property
     def at_end(self) -> bool:
-        """Whether all bytes were read."""
+        """True if all bytes were read."""
         return self._position == len(self._payload)
 
     @override

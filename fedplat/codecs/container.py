@@ -73,7 +73,7 @@ class Format:
 
     @property
     def needs_feedback(self) -> bool:
-        """Whether clients encode with error feedback."""
+        """True if clients encode with error feedback."""
         return self.codec.needs_feedback
 
     @cached_property

@@ -56,7 +56,7 @@ class Eden(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="c
     bits: Literal[1, 2, 3, 4] = 4
     """Bits per parameter; the scales use 1/32 more."""
     zstd: bool = False
-    """Whether the payload is compressed with zstd."""
+    """True if the payload is compressed with zstd."""
 
     def __post_init__(self) -> None:
         if self.bits not in CENTROIDS:

@@ -17,7 +17,7 @@ class Plain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     """Options of the codec without compression: 32 bits per parameter."""
 
     zstd: bool = False
-    """Whether the payload is compressed with zstd: about 28 bits, since the exponents of an update are similar."""
+    """True if the payload is compressed with zstd: about 28 bits, since the exponents of an update are similar."""
 
     def build(self) -> Codec:
         """Return the codec with these options."""

@@ -30,7 +30,7 @@ class Quantize(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     bits: Literal[8, 4] = 8
     """Bits per parameter; the scales use 1/16 more."""
     zstd: bool = False
-    """Whether the payload is compressed with zstd."""
+    """True if the payload is compressed with zstd."""
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):

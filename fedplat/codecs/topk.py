@@ -42,7 +42,7 @@ class TopK(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="c
     values: Literal["bf16", "fp32"] = "bf16"
     """The type of the sent values."""
     zstd: bool = False
-    """Whether the payload is compressed with zstd."""
+    """True if the payload is compressed with zstd."""
 
     def __post_init__(self) -> None:
         if not 0.001 <= self.fraction <= 1:

@@ -79,7 +79,7 @@ class Selection(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def remembers(self) -> bool:
-        """Whether selection depends on participation in earlier rounds."""
+        """True if selection depends on participation in earlier rounds."""
         return self.min_separation > 0 or self.sampling.remembers
 
 
@@ -163,7 +163,7 @@ class Updates(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def clips(self) -> bool:
-        """Whether each update is scaled down to a bound."""
+        """True if each update is scaled down to a bound."""
         return self.clip_norm > 0.0 or self.adaptive_clip is not None
 
     def clip(self, rule: aggregate.Rule) -> aggregate.Rule:

@@ -107,7 +107,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def remembers(self) -> bool:
-        """Whether selection depends on participation in earlier rounds."""
+        """True if selection depends on participation in earlier rounds."""
         return self.selection.remembers or self.max_participations > 0
 
     @property

@@ -89,12 +89,12 @@ class Assignment(Struct, frozen=True):
 
     @property
     def is_busy(self) -> bool:
-        """Whether the client is still working."""
+        """True if the client is still working."""
         return self.state in BUSY_STATES
 
     @property
     def is_open(self) -> bool:
-        """Whether it has not ended: the client is working, or its update is to be merged."""
+        """True if it has not ended: the client is working, or its update is to be merged."""
         return self.state in OPEN_STATES
 
     @property
@@ -195,12 +195,12 @@ class Attempt(AssignmentSet, frozen=True, kw_only=True):
 
     @property
     def is_open(self) -> bool:
-        """Whether it has not ended."""
+        """True if it has not ended."""
         return self.phase in OPEN_PHASES
 
     @property
     def awaits_clients(self) -> bool:
-        """Whether no client works for it, so that it depends on clients that check in."""
+        """True if no client works for it, so that it depends on clients that check in."""
         if self.phase is AttemptPhase.COLLECTING and self.closes_at is None:
             return not self.num_busy
         return self.phase is AttemptPhase.SELECTING
@@ -230,7 +230,7 @@ class ModelVersion(Struct, frozen=True):
 
     @property
     def is_aggregate(self) -> bool:
-        """Whether a round of clients made it: it is not the initial model, nor from a warm start or a rollback."""
+        """True if a round of clients made it: it is not the initial model, nor from a warm start or a rollback."""
         return self.round > 0
 
 

@@ -31,7 +31,7 @@ class Verdict:
 
     @property
     def accepted(self) -> bool:
-        """Whether the event had its effect, now or (if it was repeated) before."""
+        """True if the event had its effect, now or (if it was repeated) before."""
         return self.reason is None and not self.text
 
 

@@ -39,7 +39,7 @@ class Weighted(Struct, frozen=True, forbid_unknown_fields=True, tag_field="polic
 
     @property
     def remembers(self) -> bool:
-        """Whether it uses the clients' history: without a label, their numbers of examples."""
+        """True if it uses the clients' history: without a label, their numbers of examples."""
         return not self.label
 
     def draw(self, candidates: Candidates, count: int, rng: np.random.Generator) -> list[int]:

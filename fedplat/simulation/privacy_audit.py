@@ -50,7 +50,7 @@ class Audit:
 
     @property
     def holds(self) -> bool:
-        """Whether the bound does not contradict the claim."""
+        """True if the bound does not contradict the claim."""
         return self.bound.epsilon <= self.claimed.epsilon
 
 

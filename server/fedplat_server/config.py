@@ -126,7 +126,7 @@ class ServerConfig(msgspec.Struct, frozen=True):
 
     @property
     def is_shared(self) -> bool:
-        """Whether several daemons may share the database and the data folder: with PostgreSQL, not with SQLite."""
+        """True if several daemons may share the database and the data folder: with PostgreSQL, not with SQLite."""
         return self.database.startswith("postgres")
 
     @property

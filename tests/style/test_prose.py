@@ -26,6 +26,7 @@ REFUSED = {
     "goes on(?! with)": "continues",
 }
 PHRASES = re.compile("|".join(rf"\b(?:{words})\b" for words in REFUSED), re.IGNORECASE)
+QUESTIONS = frozenset({"How", "What", "When", "Where", "Whether", "Which", "Who", "Whoever", "Whose", "Why"})
 NOT_VERBS = frozenset(
     [
         "A",
@@ -97,20 +98,21 @@ def test_the_words_are_plain(area: str) -> None:
 
 
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            names = {ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list}
-            if not names & {"property", "cached_property", "command()"}:
-                yield node
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def is_property(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any("property" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
 @pytest.mark.parametrize("area", areas(modules()))
-def test_the_docstring_of_a_function_begins_with_a_verb(area: str) -> None:
+def test_docstrings_begin_with_a_verb_and_those_of_properties_with_a_noun(area: str) -> None:
     found = [
         f"{path}:{function.lineno}: {function.name}: {text.splitlines()[0]}"
         for path, tree in modules().items()
         if area_of(path) == area
         for function in functions(tree)
-        if (text := ast.get_docstring(function)) and text.split()[0].strip(",.:;") in NOT_VERBS
+        if (text := ast.get_docstring(function))
+        and text.split()[0].strip(",.:;") in (QUESTIONS if is_property(function) else QUESTIONS | NOT_VERBS)
     ]
     assert not found, "\n".join(found)

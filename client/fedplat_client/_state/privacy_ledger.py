@@ -42,9 +42,9 @@ class PrivacyLimit:
     min_noise_multiplier: float = 0.0
     """Smallest `config.dp_noise_multiplier` that a job may have."""
     required: bool = True
-    """Whether only private trainings may use the data. If False, other trainings are neither limited nor counted."""
+    """True if only private trainings may use the data. If False, other trainings are neither limited nor counted."""
     evaluates: bool = False
-    """Whether evaluations may use the data although privacy is required; their metrics have no noise."""
+    """True if evaluations may use the data although privacy is required; their metrics have no noise."""
     dataset: str = "default"
     """Name that the cost is counted under: trainers with separate data may each have their own."""
 

@@ -15,7 +15,7 @@ class ProcessGroup(Protocol):
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the client; the others follow it."""
+        """True if this process is the client; the others follow it."""
         ...
 
     def follow(self, trainers: Mapping[str, TrainFunction]) -> None:

@@ -52,7 +52,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which acts for the group."""
+        """True if this is rank 0, which acts for the group."""
         return self.rank == 0
 
     def all_gather(self, content: bytes) -> list[bytes]:

@@ -44,9 +44,9 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     learning_rate_decay: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     """Factor of the learning rate from one round to the next."""
     partial_work: bool = False
-    """Whether a client that runs out of time reports the steps that it has completed."""
+    """True if a client that runs out of time reports the steps that it has completed."""
     measure_before: bool = False
-    """Whether the client reports `loss_before`: the mean loss of the received model on its data."""
+    """True if the client reports `loss_before`: the mean loss of the received model on its data."""
     dp: Literal["none", "flat", "per_layer", "ghost"] = "none"
     """Example-level privacy: how the gradients of single examples are clipped, see `fedplat.pytorch.dp`."""
     dp_noise_multiplier: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0
@@ -75,7 +75,7 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def is_private(self) -> bool:
-        """Whether the training has example-level privacy."""
+        """True if the training has example-level privacy."""
         return self.dp != "none"
 
     def _private_mistakes(self) -> Iterator[str]:

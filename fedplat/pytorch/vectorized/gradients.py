@@ -49,7 +49,7 @@ class Gradients:
         self._recordings: dict[tuple[torch.Size, torch.Size], Computation] = {}
         self._times: dict[tuple[torch.Size, torch.Size], int] = {}
         self.is_random = True
-        """Whether the computation may draw random numbers; True until a recording shows that it does not."""
+        """True if the computation may draw random numbers; True until a recording shows that it does not."""
 
     def __call__(self, tensors: Tensors, inputs: torch.Tensor, targets: torch.Tensor) -> BatchResult:
         """Return the gradients of a batch's loss; `tensors` are in the order of `names`.

@@ -42,7 +42,7 @@ class AttemptRow:
 
     @property
     def is_open(self) -> bool:
-        """Whether the attempt has not ended."""
+        """True if the attempt has not ended."""
         return self.phase in OPEN_PHASES
 
 
@@ -98,12 +98,12 @@ class VersionRow:
 
     @property
     def is_aggregate(self) -> bool:
-        """Whether a round of clients made it."""
+        """True if a round of clients made it."""
         return self.round > 0
 
     @property
     def is_made(self) -> bool:
-        """Whether an attempt made it: it is not the initial model, nor from a rollback."""
+        """True if an attempt made it: it is not the initial model, nor from a rollback."""
         return self.version > 0 and self.restored_from is None
 
 
@@ -164,17 +164,17 @@ class StoredAttempt:
 
     @property
     def is_release(self) -> bool:
-        """Whether its version is a private release."""
+        """True if its version is a private release."""
         return self.spec is not None and self.spec.privacy is not None and self.row.kind == AttemptKind.TRAIN
 
     @property
     def has_cohort(self) -> bool:
-        """Whether clients take part in it; they do not in a warm start."""
+        """True if clients take part in it; they do not in a warm start."""
         return self.row.kind != AttemptKind.WARM_START
 
     @property
     def carries_over(self) -> bool:
-        """Whether its clients may continue to work after its end."""
+        """True if its clients may continue to work after its end."""
         return (
             self.spec is not None
             and self.spec.buffered is not None

@@ -20,7 +20,7 @@ class FederatedTraining(Protocol):
     """The models and updates of a job, as the driver uses them."""
 
     one_at_a_time: ClassVar[bool]
-    """Whether the coordinator must handle each report before the next one is computed, because a report is costly."""
+    """True if the coordinator must handle each report before the next one is computed, because a report is costly."""
 
     @property
     def sizes(self) -> Sizes:

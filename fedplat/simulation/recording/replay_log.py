@@ -65,7 +65,7 @@ class ReplayLog(FederatedTraining):
 
     @property
     def is_replaying(self) -> bool:
-        """Whether results are still read from the folder."""
+        """True if results are still read from the folder."""
         return self._next < len(self._replay)
 
     @property

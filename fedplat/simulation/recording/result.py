@@ -48,7 +48,7 @@ class AttemptResult(Struct, frozen=True, kw_only=True):
 
     @property
     def committed(self) -> bool:
-        """Whether the attempt resulted in a version or an evaluation."""
+        """True if the attempt resulted in a version or an evaluation."""
         return self.phase == "COMMITTED"
 
 

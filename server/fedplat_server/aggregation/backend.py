@@ -37,7 +37,7 @@ class AggregationBackend(Protocol):
 
     @property
     def keeps_updates(self) -> bool:
-        """Whether updates must stay readable until the aggregate is computed."""
+        """True if updates must stay readable until the aggregate is computed."""
         ...
 
     async def fold(self, update: SpooledUpdate) -> None:

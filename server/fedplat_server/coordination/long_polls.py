@@ -34,7 +34,7 @@ class PendingCheckIn:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the call has an answer or was released."""
+        """True if the call has an answer or was released."""
         return self._is_answered
 
     @property

@@ -63,7 +63,7 @@ class PrunePlan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to remove."""
+        """True if there is nothing to remove."""
         return not any(self.counts.values())
 
 

@@ -163,12 +163,12 @@ class Runner:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether the database does not answer, so that it is unknown whether the last batch was stored."""
+        """True if the database does not answer, so that it is unknown whether the last batch was stored."""
         return self._doubt is not None
 
     @property
     def has_events(self) -> bool:
-        """Whether events are waiting to be stored, or are being stored."""
+        """True if events are waiting to be stored, or are being stored."""
         return bool(self._batch) or not self._queue.empty()
 
     def stop_timers(self) -> None:

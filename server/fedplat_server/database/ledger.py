@@ -39,12 +39,12 @@ class Account:
 
     @property
     def is_private(self) -> bool:
-        """Whether the job publishes private releases."""
+        """True if the job publishes private releases."""
         return self.planned is not None
 
     @property
     def has_ended(self) -> bool:
-        """Whether the job has ended and will make no more releases."""
+        """True if the job has ended and will make no more releases."""
         return self.status in ENDED_JOBS
 
     @property

@@ -16,7 +16,7 @@ from fedplat_server.errors import UploadError
 from fedplat_server.storage import files
 
 CAN_KEEP_IN_MEMORY = hasattr(os, "memfd_create")
-"""Whether this platform has files in memory (Linux)."""
+"""True if this platform has files in memory (Linux)."""
 
 
 class SpoolFile:
