@@ -50,8 +50,7 @@ from fedplat_server.rpc.routing.router import NoLeader
 from fedplat_server.rpc.services import JobRegistry, Services, is_to_begin
 from fedplat_server.storage import data_dir
 from fedplat_server.storage.blobs import BlobStore
-from fedplat_server.storage.chunks import Chunks
-from fedplat_server.storage.inline_models import InlineModels
+from fedplat_server.storage.read_cache import Chunks, InlineModels
 from fedplat_server.storage.spool import Spool
 from fedplat_server.training.evaluation import EvaluationScheduler, Trainers
 from fedplat_server.training.server_training import ServerTraining

@@ -17,7 +17,7 @@ from fedplat.rounds import ModelVersion
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from fedplat_server.config import Limits
 from fedplat_server.storage.blobs import BlobStore
-from fedplat_server.storage.inline_models import InlineModels
+from fedplat_server.storage.read_cache import InlineModels
 from support import daemons
 from support.daemons import Gate, RawClient, Site, initial_model, reason_name, update_of
 from support.jobs import job_file

@@ -29,8 +29,7 @@ from fedplat_server.errors import Code, RefusedError
 from fedplat_server.records.lease import Lease
 from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.storage.blobs import BlobStore
-from fedplat_server.storage.chunks import Chunks
-from fedplat_server.storage.inline_models import InlineModels
+from fedplat_server.storage.read_cache import Chunks, InlineModels
 from fedplat_server.storage.spool import Spool
 from fedplat_server.training.evaluation import EvaluationScheduler
 

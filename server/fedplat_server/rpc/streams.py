@@ -22,7 +22,7 @@ from fedplat_server.errors import Code, RefusedError, UploadError
 from fedplat_server.rpc import validation
 from fedplat_server.storage import files
 from fedplat_server.storage.blobs import Blob, BlobStore
-from fedplat_server.storage.chunks import Chunks
+from fedplat_server.storage.read_cache import Chunks
 from fedplat_server.storage.spool import Spool
 from fedplat_server.storage.spool_file import OpenUpload
 

@@ -10,7 +10,7 @@ import pytest
 
 from fedplat.wire.v1 import model_pb2
 from fedplat_server.errors import BlobError
-from fedplat_server.storage.chunks import Chunks
+from fedplat_server.storage.read_cache import Chunks
 
 CONTENT = os.urandom(1050)
 SIZE = len(CONTENT)
