@@ -125,6 +125,7 @@ def test_scaffold_finds_the_optimum_of_all_data_though_its_clients_are_restarted
     np.testing.assert_allclose(model["control/weight"], np.zeros((1, 3)), atol=0.02)
 
 
+@pytest.mark.slow
 def test_personal_layers_never_travel_and_outlive_a_restart(server: processes.Server, tmp_path: Path) -> None:
     """Clients whose targets have opposite signs share a layer, and each has a head of its own."""
     signs = (1.0, -1.0, 1.0)

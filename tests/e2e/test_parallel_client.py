@@ -89,6 +89,7 @@ def test_two_processes_are_one_client_and_learn_what_one_would(server: processes
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_ends_the_training_in_all_processes(
     server: processes.Server, folder: Path, tmp_path: Path
 ) -> None:

@@ -142,6 +142,7 @@ async def test_a_client_that_is_not_heard_times_out_and_works_again_later(site: 
     np.testing.assert_array_equal((await site.operator.model(job))["weight"], initial_model()["weight"] + 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F15", "F33")
 async def test_everybody_vanishes_and_comes_back(site: Site, tmp_path: Path) -> None:
     """Attempts are abandoned, the job says why it waits and does not spin, and the clients' return mends it."""

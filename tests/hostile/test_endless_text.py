@@ -159,6 +159,7 @@ def private_bytes(process: psutil.Process) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F46", "F47")
 def test_new_metrics_in_every_round(tmp_path: Path) -> None:
     """The largest reports that are accepted, with other names each time: the database grows by a bounded amount."""

@@ -116,6 +116,7 @@ async def failing(thief: RawClient) -> str:
     return await code_of(thief.open_session())
 
 
+@pytest.mark.slow
 @pytest.mark.calm("counts requests, and what failed counts too")
 @pytest.mark.fault("F41")
 async def test_a_neighbour_that_fails_does_not_keep_clients_from_opening_sessions(folder: Path) -> None:

@@ -100,7 +100,7 @@ async def test_an_update_that_is_gone_fails_the_attempt(bench: Bench) -> None:
     bench.submit(fold)
     outcome = await bench.outcome()
     assert isinstance(outcome, AggregationFailed)
-    assert "the update of a is gone" in outcome.text
+    assert "the update of a is missing or damaged" in outcome.text
     await bench.aggregation.close()
 
 

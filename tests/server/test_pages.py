@@ -201,6 +201,7 @@ async def test_the_audit_log_is_followed_from_any_row(site: Site) -> None:
     assert len(found) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F46")
 async def test_a_watch_passes_what_was_stored_too_large(folder: Path) -> None:
     text, metrics = "\x1b" * 9 * 2**20, json.dumps({"x" * 9 * 2**20: 1.0})

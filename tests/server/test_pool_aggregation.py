@@ -74,7 +74,9 @@ async def test_two_rounds_have_the_bits_of_one_process(ranks: PoolProcess, name:
     assert not list(spool.blobs.folder.glob("*.tmp"))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "num_ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
 async def test_by_reports_the_bits_are_those_of_so_many_ranks(
     ranks: PoolProcess, num_ranks: int, tmp_path: Path
 ) -> None:

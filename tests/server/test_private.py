@@ -204,6 +204,7 @@ def poisson(rate: float) -> str:
     return job_file("private", 1, GOAL, more=tables, close="deadline", wait_for=GOAL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [1e-9, 1.0])
 async def test_when_a_version_comes_does_not_tell_who_was_drawn(site: Site, rate: float) -> None:
     """All report at once, or nobody was drawn: it comes no earlier than with one that takes all its time."""

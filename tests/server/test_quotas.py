@@ -181,13 +181,13 @@ async def test_a_byte_a_second_is_too_slow_and_harms_no_other(folder: Path, monk
     """Each message comes in time; all of them together bring next to nothing."""
     begun = asyncio.Event()
 
-    def steadily(messages: Any, limits: Limits) -> Any:
+    def enforce(messages: Any, limits: Limits) -> Any:
         """Only the first stream has to hurry: the other one may be slow, if the machine is."""
         first, hurry = not begun.is_set(), Limits(idle_s=2.0, min_bytes_per_s=100.0)
         begun.set()
-        return really_steadily(messages, hurry if first else limits)
+        return really_enforce(messages, hurry if first else limits)
 
-    really_steadily = streams.enforce_min_rate
+    really_enforce = streams.enforce_min_rate
     async with daemons.running(folder) as site:
         job = await site.operator.start(job_file(goal=2))
         slow, quick = await site.fleet(2)
@@ -204,7 +204,9 @@ async def test_a_byte_a_second_is_too_slow_and_harms_no_other(folder: Path, monk
                 yield fleet_pb2.UploadRequest(data=bytes([byte]))
                 await asyncio.wait([asyncio.create_task(over.wait())], timeout=0.05)
 
-        monkeypatch.setattr(streams, "steadily", steadily)  # after the upload of the model, which is a stream too
+        monkeypatch.setattr(
+            streams, "enforce_min_rate", enforce
+        )  # after the upload of the model, which is a stream too
         dripping = asyncio.ensure_future(refusal_of(slow.stub.Upload(drip(), metadata=slow.signed("Upload", first))))
         await begun.wait()
         assert (await quick.deliver(tokens[1], UPDATE)).HasField("receipt")

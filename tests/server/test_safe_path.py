@@ -38,6 +38,7 @@ def ran(planted: Path) -> str:
     return found.read_text() if found.exists() else ""
 
 
+@pytest.mark.slow
 async def test_the_rank_of_the_daemon(planted: Path) -> None:
     rank = LocalRank("gloo")
     try:

@@ -80,7 +80,7 @@ async def test_each_misunderstanding_is_named(folder: Path, folder_pki: PkiFolde
         for host in ("localhost", "127.0.0.1"):
             address = f"{host}:{site.daemon.port}"
             text = await asyncio.to_thread(said, Profile(address, ca=ca))
-            assert f"its certificate is not for {host}" in text
+            assert f"its certificate is not valid for {host}" in text
     async with daemons.running(folder) as site:
         text = await asyncio.to_thread(lambda: said(Profile(site.address, ca=ca)))
         assert "it uses plaintext, but TLS was expected" in text

@@ -87,6 +87,7 @@ def test_what_the_server_itself_says_is_passed_on(
     assert str(caught.value) == text.format(server=server.address)
 
 
+@pytest.mark.slow
 def test_a_silent_server_counts_as_missing():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"

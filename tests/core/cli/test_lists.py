@@ -21,6 +21,7 @@ def add_rounds(state: State, count: int) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F47")
 def test_a_long_table_is_printed_in_parts_with_one_head(run: Run, state: State):
     add_rounds(state, 2_500)

@@ -160,6 +160,7 @@ def test_ctrl_c_ends_a_run_in_words(here: Path) -> None:
     assert json.loads(lines[0])["round"] == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_and_ends_as_one_that_was_not(here: Path) -> None:
     write_digits(here)
     arguments = ["digits.toml", "--rounds", "6", "--no-plots", "--checkpoint-s", "0"]

@@ -61,7 +61,7 @@ async def test_operators_are_listed_page_by_page(store: Store) -> None:
 
 async def test_a_name_is_given_once_and_nothing_is_noted_of_what_did_not_happen(store: Store) -> None:
     await store.operators.add_operator(ANNA, b"a", [note("host")])
-    with pytest.raises(OperatorError, match="an operator anna already"):
+    with pytest.raises(OperatorError, match="operator anna exists already"):
         await store.operators.add_operator(ANNA, b"b", [note("host")])
     with pytest.raises(OperatorError, match="no operator ben"):
         await store.operators.remove_operator("ben", [note("host")])
