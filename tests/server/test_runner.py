@@ -162,9 +162,9 @@ async def test_somebody_else_in_the_database_ends_the_runner_with_advice() -> No
         calls = await asyncio.gather(it.act(JobAction.START, "toy"), it.act(JobAction.START), return_exceptions=True)
         assert all(isinstance(answer, StoreUnavailableError) for answer in calls)
         assert it.task is not None
-        with pytest.raises(StaleRevisionError, match="does another fedplat-server use this database"):
+        with pytest.raises(StaleRevisionError, match="on SQLite, stop the other fedplat-server"):
             await it.task
-        with pytest.raises(StoreUnavailableError, match="the server is stopping"):  # nobody waits for ever
+        with pytest.raises(StoreUnavailableError, match="the server is stopping"):  # nobody waits forever
             await it.act(JobAction.START)
         waiting.cancel()
 

@@ -244,7 +244,7 @@ class Runner:
     async def _on_refused(self, batch: list[_Item], actor: Actor, exc: StoreError) -> None:
         if isinstance(exc, StaleRevisionError):
             raise StaleRevisionError(
-                f"{exc}; does another fedplat-server use this database? Only one may: stop it, and start this one again"
+                f"{exc}: another process changed the job; on SQLite, stop the other fedplat-server; then start this one"
             ) from exc
         if isinstance(exc, ParticipationError):
             # The participations in memory are wrong, and only a start reads them from the database.
@@ -270,7 +270,7 @@ class Runner:
         _fail(item, exc)
 
     def _end(self, exc: BaseException) -> None:
-        """Fail all waiting events, whose callers would else wait forever."""
+        """Fail all waiting events, whose callers would otherwise wait forever."""
         self._ended = exc
         remaining, self._batch = self._batch, []
         while not self._queue.empty():
