@@ -5,7 +5,8 @@ ServerError
 ├── ConfigError                   the daemon cannot start with these options; the message names what to change
 ├── StoreError
 │   ├── StoreUnavailableError     the database does not answer; retry
-│   │   └── StoreFullError        the database has no room; retry when it has
+│   │   ├── StoreFullError        the database has no room; retry when it has
+│   │   └── ConflictError         the database rolled a transaction back because of another one; retry at once
 │   ├── EnrollmentConflictError   the client is already enrolled with other properties
 │   ├── TokenRefusedError         the enrollment token is unknown, of another population or no longer valid
 │   ├── OperatorError             the operator's name is taken, or there is no such operator
@@ -26,6 +27,8 @@ ServerError
 ├── UploadError                   the upload cannot continue (wrong offset, too many bytes, wrong digest)
 └── RefusedError                  a request is refused: a `Code`, its public message and a public detail
 ```
+
+`LostRankError` (`workers/broadcast.py`) is no part of the tree: it is a `ConnectionError` between ranks.
 """
 
 from __future__ import annotations
@@ -55,6 +58,10 @@ class StoreUnavailableError(StoreError):
 
 class StoreFullError(StoreUnavailableError):
     """The database has no room to write."""
+
+
+class ConflictError(StoreUnavailableError):
+    """The database rolled a transaction back because of another one: it may be repeated at once."""
 
 
 class EnrollmentConflictError(StoreError):

@@ -20,7 +20,7 @@ from sqlalchemy import event, exc
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from fedplat_server.errors import ConfigError, StoreError, StoreFullError, StoreUnavailableError
+from fedplat_server.errors import ConfigError, ConflictError, StoreError, StoreFullError, StoreUnavailableError
 from fedplat_server.storage import files
 
 WRITES = "fedplat_writes"
@@ -48,14 +48,10 @@ _DRIVERS = {
 }
 # Classes of SQLSTATE: connection lost, out of resources (disk, memory, connections), shut down, system error.
 _UNAVAILABLE = re.compile(r"08...|53...|57P..|58...")
-_CONFLICTS = frozenset({"40001", "40P01"})  # serialisation failure, deadlock
+_CONFLICTS = frozenset({"40001", "40P01"})  # serialization failure, deadlock
 _DISK_FULL = "53100"
 # 1: an error in the SQL; 11: damaged; 26: not a database. The other codes of sqlite3.OperationalError may be temporary.
 _SQLITE_PERMANENT = frozenset({1, 11, 26})
-
-
-class ConflictError(StoreUnavailableError):
-    """The database rolled a transaction back because of another one: it may be repeated at once."""
 
 
 def async_url(database: str) -> URL:

@@ -11,8 +11,8 @@ import sqlalchemy
 from sqlalchemy import event
 
 from fedplat_server.database.drivers import Transaction, Transactions
-from fedplat_server.database.engine import NUM_READERS, ConflictError, num_writers, translate_errors
-from fedplat_server.errors import LeadershipLostError
+from fedplat_server.database.engine import NUM_READERS, num_writers, translate_errors
+from fedplat_server.errors import ConflictError, LeadershipLostError
 
 MAX_TRIES = 5
 """Maximum number of tries for a transaction that conflicts with another one."""
