@@ -1,4 +1,4 @@
-"""What an attempt needs to go on after a restart: its deadlines, the order of its reports, and the last save's id.
+"""The data with which an attempt continues after a restart: deadlines, the order of reports, the id of the last save.
 
 Revision: 0003.
 """

@@ -1,6 +1,6 @@
-"""Enrolment tokens; clients have a public key instead of a credential, a session number and a revocation.
+"""Enrollment tokens; clients have a public key instead of a credential, a session number and a revocation.
 
-Clients that enrolled before have no key and could never prove who they are: they go, and enrol again.
+Clients that enrolled before have no key and cannot prove their identity: their rows are deleted, and they enroll again.
 
 Revision: 0005.
 """

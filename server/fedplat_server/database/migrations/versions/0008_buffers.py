@@ -1,4 +1,4 @@
-"""The version that an assignment began with, and the attempt that took its update in, if that was a later one.
+"""The base version of an assignment, and the attempt that accepted its update, if that was a later one.
 
 Revision: 0008.
 """

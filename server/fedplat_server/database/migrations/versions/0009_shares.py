@@ -1,4 +1,4 @@
-"""All assignments of a client in a job, found at once: how often it took part is asked whenever it gets one.
+"""Index of a client's assignments in a job, for the participation check.
 
 Revision: 0009.
 """

@@ -1,4 +1,4 @@
-"""Private jobs: their settled terms, the ledger of their releases, and budgets of populations.
+"""Private jobs: their calibrated options, the ledger of their releases, and budgets of populations.
 
 Revision: 0010.
 """

@@ -1,4 +1,4 @@
-"""Each client knows the token that it has enrolled by; of those that are there already it is not known.
+"""The enrollment token of each client; unknown for existing clients.
 
 Revision: 0013.
 """

@@ -1,4 +1,4 @@
-"""What was given up of versions and attempts, versions that a rollback made, and when clients were seen.
+"""Removal times of files and history, the source of versions that a rollback made, and when clients were last seen.
 
 Revision: 0014.
 """
