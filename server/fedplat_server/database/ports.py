@@ -115,7 +115,7 @@ class JobStore(Protocol):
         """Return every job in the order of creation, in its last state.
 
         It has its last attempt, the assignments of that attempt, those carried over (`rounds.rebuild_attempt`), its
-        latest version, and the durations (`took_s`, oldest first, at most `sync.REMEMBERED_DURATIONS`) of its
+        latest version, and the durations (`took_s`, oldest first, at most `sync.MAX_DURATIONS`) of its
         assignments that were reported in attempts of kind TRAIN. The times of assignments (`…_at`) are on a clock whose
         current time is `now`, as accurate as the wall clock; all other times are zero or None.
         """
@@ -254,7 +254,7 @@ class ClientStore(Protocol):
         ...
 
     async def record_seen(self, seen_unix_s: Mapping[str, float]) -> None:
-        """Store the times at which clients opened their last session."""
+        """Store the times at which clients were last seen."""
         ...
 
     async def list_idle_clients(self, before_unix_s: float) -> list[str]:

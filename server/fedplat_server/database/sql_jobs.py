@@ -326,7 +326,7 @@ def _durations(connection: Connection, job_id: str) -> tuple[float, ...]:
 
 
 def _claims(connection: Connection, job_id: str) -> tuple[Claim, ...]:
-    """Return the last training report of each of the `REMEMBERED_CLAIMS` clients that reported last, oldest first."""
+    """Return the last training report of each of the `MAX_CLAIMS` clients that reported last, oldest first."""
     last = (
         select(assignments.c.client_id, func.max(assignments.c.reported_revision).label("revision"))
         .join(attempts, _same_attempt())

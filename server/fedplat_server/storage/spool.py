@@ -2,7 +2,14 @@
 
 Only the spool deletes updates. Stored changes (`follow`) determine which ones are needed: those of open assignments,
 and those that the open attempt has accepted. It refuses all others, and deletes them in the background; so a file is
-deleted after the change that makes it obsolete is stored, and a late upload does not create a new one.
+deleted after the change that makes it obsolete is stored, and a late upload does not create a new one. Without a stored
+change it removes only bytes that the client sends again or that are folded already:
+
+- an update that was not reported, when an upload with another digest begins (`open`), and the content of an upload that
+  is complete but does not have its declared digest (`OpenUpload.finish`);
+- the end of a file that a failed write has left (`SpoolFile.append`);
+- an update whose sync failed (`persist`);
+- an update in memory that was folded (`discard`).
 
 An upload may be resumed: its file grows until its bytes have the declared digest. The files of jobs with `durability =
 "spool"` are in one folder per attempt and outlive the process: an update is durable (`persist`) before its report is
@@ -38,7 +45,7 @@ class Spool:
         self.folder = folder
         self._in_memory = in_memory
         self._lock = threading.Lock()  # taken before the lock of a file, never after
-        self._needed: dict[AttemptKey, set[str]] = {}  # client ids; only the event loop changes it
+        self._needed: dict[AttemptKey, set[str]] = {}  # client ids; after `keep`, changed on the event loop only
         self._files: dict[AssignmentId, SpoolFile] = {}
         self._writers: dict[SpoolFile, OpenUpload] = {}
         self._untrusted: set[AttemptKey] = set()
