@@ -100,7 +100,7 @@ class Deadlines(Struct, frozen=True, forbid_unknown_fields=True):
     """Duration of each phase, in seconds on the server's monotonic clock."""
 
     selection_s: Duration = 60.0
-    """After this, the waiting clients are taken, if they are at least the minimum."""
+    """After this, clients are drawn from those that wait, if these are at least the minimum."""
     training_s: Duration = 600.0
     """Time for download and training."""
     upload_s: Duration = 300.0
