@@ -153,7 +153,7 @@ class Coordinator:
                 self.room.enter(before)
 
     def refusal(self, client: ClientCheckedIn) -> Refuse:
-        """Return the answer to a client that waited in vain: the reason, and when to retry."""
+        """Return the answer to a client that waited but was not selected: the reason, and when to retry."""
         summary = self._summaries.get(client.population) or self._summarize(client.population)
         reason, rest_s = Reason.NOT_ELIGIBLE if summary.running else Reason.NO_WORK, 0.0
         train = [job for job in summary.running if selection.may_train(job, client)]

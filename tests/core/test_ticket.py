@@ -126,7 +126,7 @@ def test_a_ticket_does_not_show_its_secret(show: Any) -> None:
     "server", ["nonsense", "host:", ":1", "host:0", "host:70000", "a b:1", "h:1\nh:2", "http://h:1", "h:1/x", "::1:1"]
 )
 def test_a_ticket_leads_to_host_and_port(server: str) -> None:
-    """Else the client would wait for ever for a server that cannot be."""
+    """Else the client would wait forever for a server that cannot be."""
     with pytest.raises(TicketError, match="server is"):
         Ticket.from_text(Ticket(server, "demo", SECRET).to_text())
 

@@ -25,7 +25,7 @@ class FaultyNetwork:
         self._rng = rng
 
     async def run(self) -> None:
-        """Makes faults, for ever."""
+        """Makes faults, forever."""
         faults: list[tuple[str, Callable[[proxy.Link], None]]] = [
             ("cut", proxy.Link.cut),
             ("cut_after_bytes", self._cut_later),

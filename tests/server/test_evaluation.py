@@ -228,7 +228,7 @@ async def test_a_score_waits_for_a_database_that_is_away(
 
 
 def test_the_process_ends_when_the_daemon_is_killed(tmp_path: Path) -> None:
-    """The pool's own processes would wait for work for ever."""
+    """The pool's own processes would wait for work forever."""
     script = tmp_path / "daemon.py"
     script.write_text(
         "import asyncio, sys\n"

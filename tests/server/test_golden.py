@@ -1,4 +1,4 @@
-"""What clients and servers of released versions send is understood for ever: their golden messages are replayed."""
+"""What clients and servers of released versions send is understood forever: their golden messages are replayed."""
 
 from __future__ import annotations
 

@@ -24,6 +24,9 @@ REFUSED = {
     "of late": "recently",
     "by and by": "gradually",
     "goes on(?! with)": "continues",
+    "for ever": "forever, indefinitely",
+    "in vain": "without a result",
+    "would else": "would otherwise",
 }
 PHRASES = re.compile("|".join(rf"\b(?:{words})\b" for words in REFUSED), re.IGNORECASE)
 QUESTIONS = frozenset({"How", "What", "When", "Where", "Whether", "Which", "Who", "Whoever", "Whose", "Why"})

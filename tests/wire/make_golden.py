@@ -3,7 +3,7 @@
     python tests/wire/make_golden.py
 
 Run it when the proto files change. It writes what is not there yet and changes no file that is: **the files of a
-released version are frozen**, since clients of that version send these bytes for ever. Before the first release (only
+released version are frozen**, since clients of that version send these bytes forever. Before the first release (only
 then) `--all` writes all of them again. `tests/server/test_golden.py` replays them.
 
 A message with alternatives (`oneof`) has a file for each: `CheckInResponse.assignment.bin`. Values come from the names

@@ -229,7 +229,7 @@ def _tls_files(data_dir: Path, certificate: Path | None, key: Path | None, ca: P
 
 
 def _parse_references(items: list[str], option: str) -> dict[str, str]:
-    """Parse options `NAME=REF`. Raises `ConfigError` for errors that would else appear when the code is first used."""
+    """Parse options `NAME=REF`. Raises `ConfigError` for errors that would appear only at the first use."""
     references: dict[str, str] = {}
     for item in items:
         name, sign, reference = item.partition("=")

@@ -135,7 +135,7 @@ class Reads:
 
     @contextlib.contextmanager
     def open_call(self, network: str) -> Generator[None]:
-        """Count a call of a public service while it is open: a watch of the health service stays open for ever."""
+        """Count a call of a public service while it is open: a watch of the health service stays open forever."""
         limits = self._limits
         if self._open[network] >= limits.open_calls_per_network or self._open.total() >= limits.open_calls:
             raise RefusedError(Code.TOO_MANY_REQUESTS, "too many calls of this service are open; close some, or poll")

@@ -41,7 +41,7 @@ class _RankLoop:
         self._open: dict[int, ThreadCoroutine] = {}
 
     def run(self) -> None:
-        """Handle events for ever. Raises the errors of tasks."""
+        """Handle events forever. Raises the errors of tasks."""
         while True:
             event = self._next()
             if self._listener is not None:
@@ -109,7 +109,7 @@ class _RankLoop:
 
 
 def run(socket: Path, backend: Backend, folder: Path | None = None) -> None:
-    """Join the other ranks and run tasks for ever. `folder` is the rendezvous folder of ranks of one host."""
+    """Join the other ranks and run tasks forever. `folder` is the rendezvous folder of ranks of one host."""
     threading.Thread(target=_end_with, args=(os.getppid(),), name="end with the parent", daemon=True).start()
     has_others = int(os.environ.get("WORLD_SIZE", "1")) > 1
     key = encryption.read_key(socket.parent) if has_others else b""
@@ -176,7 +176,7 @@ def main() -> None:
     except BaseException:  # `run` has logged it
         status = 1
     sink.finish(timeout_s=1.0)
-    os._exit(status)  # threads may wait for ever
+    os._exit(status)  # threads may wait forever
 
 
 if __name__ == "__main__":

@@ -64,9 +64,7 @@ def test_what_was_done_and_what_is_left_is_what_was_wanted(name: str):
         made = np.sum(done[: number + 1], axis=0, dtype=np.float64) + left[number]
         np.testing.assert_allclose(made, total, atol=1e-4 * np.abs(total).max())
     sizes = [float(np.linalg.norm(residual)) for residual in left]
-    assert max(sizes) <= (25 if name == "topk" else 4) * np.linalg.norm(wanted[0]), (
-        "what is left does not grow for ever"
-    )
+    assert max(sizes) <= (25 if name == "topk" else 4) * np.linalg.norm(wanted[0]), "what is left does not grow forever"
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -194,7 +194,7 @@ class Ledger:
         for job_id, job in self.coordinator.jobs.items():
             self._check_rows(job)
             self._check_memory(job)
-            assert timers.get(job_id) == job.next_deadline, f"{job_id} would sleep for ever, or wake for nothing"
+            assert timers.get(job_id) == job.next_deadline, f"{job_id} would sleep forever, or wake for nothing"
             if job.attempt is not None:
                 self._check_attempt(job, job.attempt)
         for event in events:

@@ -1,4 +1,4 @@
-"""A process that saves jobs for ever, and says after each save what it saved; test_crash.py kills it."""
+"""A process that saves jobs forever, and says after each save what it saved; test_crash.py kills it."""
 
 from __future__ import annotations
 
