@@ -1,9 +1,7 @@
 """Aggregation: how the updates of a round become the next model version.
 
-`algebra.py` defines rules, `mean.py` is the reduction, and each algorithm is a short composition of wrappers. To add
-one: write one new file (the paper in its docstring, a frozen options record with `build()`, a `server_*` or other
-wrapper), add its record to `Options` below, and one row to the table of `tests/support/rule_cases.py`. Rules
-that replace the mean are in `robust/`.
+`algebra.py` defines rules, `mean.py` is the reduction, and each algorithm is a short composition of wrappers. Rules
+that replace the mean are in `robust/`. `docs/contributing.md` has the steps to add a rule.
 
 >>> rule = server_momentum(FedAvgM(momentum=0.5))(clip_by_norm(1.0)(weighted_mean()))
 >>> update = VectorBlocks(np.array([3.0, 4.0], np.float32))

@@ -1,8 +1,7 @@
 """Compression of updates: codecs between a model's float32 vector and bytes.
 
 `codec.py` defines codecs. Each codec is one file with an options record (the `[compression]` tables of a job file) that
-has a `build()` method. To add one: write one new file (the paper in its docstring), add its record to `Options` below,
-and one row to the table of `tests/core/codecs/test_contract.py`.
+has a `build()` method. `docs/contributing.md` has the steps to add one.
 
 Codecs do not process the integer entries of a model, which are carried separately from the vector.
 """

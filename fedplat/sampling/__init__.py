@@ -1,9 +1,8 @@
 """Sampling policies: they draw the cohort of an attempt from the eligible clients.
 
 `candidates.py` defines the input of a policy. Each policy is one file with a frozen options record (the table
-`[selection.sampling]` of a job file) and its pure method `draw(candidates, count, rng)`. To add one: write one new file
-(the paper in its docstring), add its record to `Policy` below, and one row to the table of
-`tests/core/sampling/test_contract.py`.
+`[selection.sampling]` of a job file) and its pure method `draw(candidates, count, rng)`. `docs/contributing.md` has the
+steps to add one.
 
 A policy also has two class variables. `remembers` is true if it uses the clients' history, which the coordinator keeps
 only for such policies. `is_trial` is true if each client is drawn by an independent trial when the selection ends, so

@@ -1,9 +1,7 @@
 """Robust aggregation: the result stays useful even if a bounded number of updates is arbitrary.
 
 Each rule is one file and wraps any rule that ends with a mean of updates, so every server optimizer can be used with
-it; pre-aggregators mix the updates first. To add one: write one file (the paper in its docstring, a frozen options
-record), add its record to `RobustRule` or `PreAggregator` here, and one row to the table of
-`tests/support/robust_cases.py`.
+it; pre-aggregators mix the updates first. `docs/contributing.md` has the steps to add one.
 
 >>> from fedplat.aggregate import Contribution, weighted_mean
 >>> robust = Robust(rule=Median(), byzantine=1)

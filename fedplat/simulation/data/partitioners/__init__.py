@@ -1,8 +1,7 @@
 """Partitioners: they assign examples to clients, as `[simulation.partition]` of a simulation file describes.
 
-To add one: write one new file (the paper in its docstring, a frozen record with `split()`), add its record to
-`Partition` below, and one row to the table of `tests/core/simulation/test_partitioners.py`.
 Each assigns every example to at most one client, and returns the same parts for the same generator.
+`docs/contributing.md` has the steps to add one.
 """
 
 from __future__ import annotations
