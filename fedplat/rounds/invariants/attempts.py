@@ -31,7 +31,7 @@ def merged_once(attempt: StoredAttempt) -> Iterator[Violation]:
         )
 
 
-def report_has_outcome(attempt: StoredAttempt) -> Iterator[Violation]:
+def acknowledged_has_an_end(attempt: StoredAttempt) -> Iterator[Violation]:
     """Check I3: an acknowledged report is merged, has a terminal reason, or waits for the next attempt."""
     if attempt.row.is_open:
         return
@@ -136,7 +136,7 @@ def still_open(attempt: StoredAttempt) -> list[AssignmentRow]:
     return [one for one in attempt.made if attempt.carries_over and one.state in OPEN_STATES]
 
 
-def ended_attempt_has_no_busy_assignment(attempt: StoredAttempt) -> Iterator[Violation]:
+def nothing_open_in_the_ended(attempt: StoredAttempt) -> Iterator[Violation]:
     """Check I7: no client works for an attempt that commits or has ended, unless its assignment is carried over."""
     if attempt.row.phase in (AttemptPhase.SELECTING, AttemptPhase.COLLECTING) or attempt.carries_over:
         return
@@ -155,7 +155,7 @@ def overdue(attempt: StoredAttempt) -> Iterator[Violation]:
             yield Violation(attempt_location(attempt.row, one.client_id), found, f"its end within {GRACE_S:g} s")
 
 
-def has_end_time(attempt: StoredAttempt) -> Iterator[Violation]:
+def end_is_noted(attempt: StoredAttempt) -> Iterator[Violation]:
     """Check I7: an attempt has an end time exactly if it has ended."""
     if attempt.row.is_open and attempt.row.ended_unix_s is not None:
         yield Violation(attempt_location(attempt.row), f"it is {attempt.row.phase} and has an end", "no end")

@@ -76,7 +76,7 @@ ACCOUNT = (
     "Report this. If the job is private, its epsilon is larger than stated: compute it again, or do not publish models."
 )
 ADVICE: Mapping[Callable[[Any], Iterator[Violation]], str] = {
-    attempts.ended_attempt_has_no_busy_assignment: RESTART,
+    attempts.nothing_open_in_the_ended: RESTART,
     attempts.overdue: RESTART,
     jobs.one_open_attempt: RESTART,
     jobs.open_attempts_belong_to_jobs_at_work: RESTART,

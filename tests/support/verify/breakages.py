@@ -114,7 +114,7 @@ BREAKAGES: Mapping[str, tuple[Callable[..., object], str]] = {
     "another size": (files.blobs, version(1, "size_bytes = size_bytes + 1")),
     "no digest": (files.blobs, version(1, "digest = '../../etc/passwd'")),
     "a report without an end": (
-        attempts.report_has_outcome,
+        attempts.acknowledged_has_an_end,
         assignment("done", 2, 2, "state = 'MERGED'", "state = 'REPORTED'"),
     ),
     "an end without a reason": (
@@ -155,11 +155,11 @@ BREAKAGES: Mapping[str, tuple[Callable[..., object], str]] = {
         assignment("done", 1, 1, "state = 'MERGED'", "staleness = 1"),
     ),
     "training in an ended attempt": (
-        attempts.ended_attempt_has_no_busy_assignment,
+        attempts.nothing_open_in_the_ended,
         assignment("done", 1, 1, "true", "state = 'TRAINING', reason = NULL"),
     ),
     "uploading while the attempt commits": (
-        attempts.ended_attempt_has_no_busy_assignment,
+        attempts.nothing_open_in_the_ended,
         attempt("open", 1, 1, "phase = 'COMMITTING'"),
     ),
     "two open attempts": (jobs.one_open_attempt, attempt("done", 2, 1, "phase = 'COLLECTING'")),
@@ -171,8 +171,8 @@ BREAKAGES: Mapping[str, tuple[Callable[..., object], str]] = {
         jobs.open_attempts_belong_to_jobs_at_work,
         job("open", "status = 'PAUSED'"),
     ),
-    "an ended attempt without an end": (attempts.has_end_time, attempt("done", 1, 1, "ended_unix_s = NULL")),
-    "an open attempt with an end": (attempts.has_end_time, attempt("open", 1, 1, "ended_unix_s = 1.0")),
+    "an ended attempt without an end": (attempts.end_is_noted, attempt("done", 1, 1, "ended_unix_s = NULL")),
+    "an open attempt with an end": (attempts.end_is_noted, attempt("open", 1, 1, "ended_unix_s = 1.0")),
     "open after its deadline": (
         attempts.overdue,
         assignment("open", 1, 1, "state = 'TRAINING'", "deadline_unix_s = 1.0"),
