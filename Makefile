@@ -50,7 +50,7 @@ faults-page: $(STAMP) ## the same, and write the table into docs/reliability.md
 	$(BIN)/python tests/faults/run.py --write -n auto --dist worksteal -q
 
 hostile: $(STAMP) ## 100,000 malformed messages to a daemon with honest clients, on SQLite and on PostgreSQL
-	$(BIN)/python tests/hostile/storm.py
+	$(BIN)/python tests/hostile/flood.py
 
 fuzz: $(STAMP) ## a minute of mutations for every parser of untrusted bytes
 	for target in model update encoded_update codec state job_file labels message fields ticket; do \

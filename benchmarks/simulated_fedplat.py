@@ -53,7 +53,7 @@ def federation(model: str, clients: int, samples: int) -> Federation:
 def main(engine: str, model: str, clients: int, cohort: int, samples: int, rounds: int) -> None:
     """Simulate a job to its end."""
     print_event("start")
-    malloc.keep()
+    malloc.keep_freed_memory()
     job: dict[str, Any] = {
         "name": "bench",
         "population": "bench",

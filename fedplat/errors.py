@@ -8,7 +8,7 @@ FedplatError
 ├── UserCodeError     a user's function that is not found or raised an exception
 ├── LabelError        an invalid expression over client labels
 ├── DataError         data for a simulation that is missing or unsuitable
-├── JournalError      a simulation that cannot resume from its run folder
+├── ReplayError       a simulation that cannot resume from its run folder
 ├── EngineError       local training in a simulation failed, or an engine does not support the request
 ├── TrainingError     training on the server's own data failed, because of its trainer or its data
 ├── TicketError       a malformed or damaged ticket
@@ -52,7 +52,7 @@ class DataError(FedplatError):
     """Data for a simulation that is missing or unsuitable."""
 
 
-class JournalError(FedplatError):
+class ReplayError(FedplatError):
     """A simulation that cannot resume from its run folder."""
 
 

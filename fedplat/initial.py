@@ -24,7 +24,7 @@ def of_job(spec: JobSpec, folder: Path) -> Parameters:
     """Return the model that a job starts from, with the tensors that its rule adds. Raises `JobFileError`."""
     parameters = resolve(spec.model.initial, folder)
     try:
-        return build_rule(spec).counterpart.extend(parameters)
+        return build_rule(spec).requirements.extend(parameters)
     except ModelError as exc:
         raise JobFileError(f"model.initial = {spec.model.initial!r}: {exc}") from exc
 

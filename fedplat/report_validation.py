@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from fedplat import claims, codecs
-from fedplat.aggregate import Rule, l2_norm, unusable
+from fedplat.aggregate import Rule, describe_metrics_problem, l2_norm
 from fedplat.claims import MetricLimits
 from fedplat.codecs.container import Format
 from fedplat.errors import CodecError, ModelError
@@ -43,7 +43,7 @@ def validate_claims(
         return Verdict(Reason.REJECTED_WEIGHT, problem)
     if problem := claims.check_metrics(metrics, limits):
         return Verdict(Reason.REJECTED_METRICS, problem)
-    if kind is AttemptKind.TRAIN and (problem := unusable(rule, metrics)):
+    if kind is AttemptKind.TRAIN and (problem := describe_metrics_problem(rule, metrics)):
         return Verdict(Reason.REJECTED_METRICS, problem)
     if kind is AttemptKind.EVALUATE and digest:
         return Verdict(Reason.REJECTED_DIGEST, "an evaluation has no update")

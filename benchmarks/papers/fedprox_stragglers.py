@@ -90,9 +90,9 @@ def federation(seed: int) -> Federation:
     return Federation(whole.inputs, whole.targets, parts, whole.inputs[test], whole.targets[test])
 
 
-def play(file: SimulationFile, observe: Observe, keep: RunFolderOptions) -> None:
+def play(file: SimulationFile, observe: Observe, run_folder: RunFolderOptions) -> None:
     """Run a cell on that data."""
-    simulate(file, data=federation(file.simulation.seed), observe=observe, keep=keep)
+    simulate(file, data=federation(file.simulation.seed), observe=observe, run_folder=run_folder)
 
 
 def rows(logs: Sequence[Log]) -> list[tuple[Value, ...]]:

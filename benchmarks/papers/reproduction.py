@@ -107,9 +107,9 @@ def rounds_to(accuracies: Sequence[float], target: float) -> float | None:
     return None
 
 
-def play(file: SimulationFile, observe: Observe, keep: RunFolderOptions) -> None:
+def play(file: SimulationFile, observe: Observe, run_folder: RunFolderOptions) -> None:
     """Run a simulation file unchanged."""
-    simulate(file, observe=observe, keep=keep)
+    simulate(file, observe=observe, run_folder=run_folder)
 
 
 def read_log(path: Path) -> Log:
@@ -164,7 +164,7 @@ def run_cell(paper: Paper, cell: Cell, seed: int, path: Path, quick: bool) -> st
 
     about = {"paper": paper.name, "cell": cell.name, "seed": seed, "quick": quick, "settings": cell.settings}
     about |= {"machine": report.machine(), "torch": torch.__version__, "date": datetime.date.today().isoformat()}
-    keep = _kept(paper, path, quick)
+    run_folder = _kept(paper, path, quick)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
 
@@ -183,11 +183,11 @@ def run_cell(paper: Paper, cell: Cell, seed: int, path: Path, quick: bool) -> st
         write(about)
         try:
             with contextlib.suppress(Reached):
-                paper.play(cell.file(f"simulation.seed={seed}", quick=quick), observe, keep)
+                paper.play(cell.file(f"simulation.seed={seed}", quick=quick), observe, run_folder)
         except FedplatError as exc:
             return f"{cell.name}: {exc}"
         write({"done": True})
-    shutil.rmtree(keep.folder, ignore_errors=True)
+    shutil.rmtree(run_folder.folder, ignore_errors=True)
     return ""
 
 

@@ -80,7 +80,7 @@ engine = "loop"
             yield Cell(name=f"{rule}-{attack}-{before}", settings=settings, quick=("rounds=2", "evaluation.every=2"))
 
 
-def play(file: SimulationFile, observe: Observe, keep: RunFolderOptions) -> None:
+def play(file: SimulationFile, observe: Observe, run_folder: RunFolderOptions) -> None:
     """Run a cell with the engine of `workers`."""
     from workers import Workers
 
@@ -90,7 +90,7 @@ def play(file: SimulationFile, observe: Observe, keep: RunFolderOptions) -> None
     engine = Workers(data, NUM_GOOD, NUM_BAD, str(spec.config["attack"]), 0.9, seed)
     fleet = build_fleet(file.simulation.fleet, seed, engine.num_clients)
     simulation = Simulation(spec=spec, fleet=fleet, engine=engine, initial=engine.initial, seed=seed)
-    execute(file, Setup(simulation, None, "workers", 1), observe, keep)
+    execute(file, Setup(simulation, None, "workers", 1), observe, run_folder)
 
 
 def rows(logs: Sequence[Log]) -> list[tuple[Value, ...]]:

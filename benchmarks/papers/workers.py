@@ -19,7 +19,7 @@ from torch import nn
 from fedplat.model import Parameters
 from fedplat.pytorch import convert as backend
 from fedplat.simulation.data import Dataset
-from fedplat.simulation.engines.interface import LocalUpdate, Work
+from fedplat.simulation.engines.interface import ClientTask, LocalUpdate
 
 BATCH_SIZE = 32
 BATCHES_BEFORE_A_SHUFFLE = 30
@@ -82,27 +82,27 @@ class Workers:
         self._models.pop(version, None)
         self._reports.pop(version, None)
 
-    def begin(self, works: Sequence[Work]) -> None:
+    def begin(self, tasks: Sequence[ClientTask]) -> None:
         """Do nothing: all steps of a version are computed together with its first result."""
 
-    def result(self, work: Work) -> LocalUpdate:
+    def result(self, task: ClientTask) -> LocalUpdate:
         """Return the step of a worker, as its update."""
-        if work.version not in self._reports:
-            self._reports[work.version] = self._step(work.version)
-        return LocalUpdate(self._update(-self._reports[work.version][work.client]), float(BATCH_SIZE))
+        if task.version not in self._reports:
+            self._reports[task.version] = self._step(task.version)
+        return LocalUpdate(self._update(-self._reports[task.version][task.client]), float(BATCH_SIZE))
 
-    def drop(self, work: Work) -> None:
+    def drop(self, task: ClientTask) -> None:
         """Do nothing: no resources belong to a single task."""
 
-    def memories(self) -> Mapping[int, Mapping[str, Parameters]]:
+    def client_states(self) -> Mapping[int, Mapping[str, Parameters]]:
         """Return the momenta of the good workers."""
         pairs = enumerate(self._buffers)
         return {worker: {"momentum": self._update(buffer)} for worker, buffer in pairs if buffer is not None}
 
-    def remember(self, memories: Mapping[int, Mapping[str, Parameters]]) -> None:
+    def set_client_states(self, client_states: Mapping[int, Mapping[str, Parameters]]) -> None:
         """Replace the momenta."""
         self._buffers = [None] * self._num_good
-        for worker, named in memories.items():
+        for worker, named in client_states.items():
             self._buffers[worker] = torch.from_numpy(named["momentum"].to_vector().copy())
 
     def evaluate(self, model: Parameters) -> Mapping[str, float]:

@@ -25,7 +25,7 @@ from fedplat.aggregate.algebra import (
     Rule,
     State,
     Wrapper,
-    unusable,
+    describe_metrics_problem,
 )
 from fedplat.aggregate.clip import clip_by_norm
 from fedplat.aggregate.downlink import compress_step, seed_of
@@ -113,6 +113,7 @@ __all__ = [
     "clip_by_quantile",
     "column_start",
     "compress_step",
+    "describe_metrics_problem",
     "divide_by_number",
     "first_columns",
     "l2_norm",
@@ -134,7 +135,6 @@ __all__ = [
     "state_from_bytes",
     "state_schema",
     "state_to_bytes",
-    "unusable",
     "weight_by_loss",
     "weighted_mean",
 ]

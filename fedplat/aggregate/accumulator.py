@@ -188,7 +188,7 @@ class Accumulator:
         return self._with(self._rule, self._partial, shard)
 
     @property
-    def tally(self) -> PartialSummary:
+    def summary(self) -> PartialSummary:
         """The summary of the folded updates, without their sum."""
         carried = [self._carried[run].tobytes() for run in self._schema.segments if run in self._carried]
         return PartialSummary(self._partial.weight, self._partial.num_updates, self._partial.sums, carried)

@@ -133,10 +133,10 @@ class ClientRequirements:
 class Rule:
     """An aggregation rule; see the module's docstring for the functions.
 
-    `metrics` are the names of the metrics that every report must have (`unusable` checks a report). A rule with
-    `unit_weights` uses weights as absolute factors instead of fractions of their sum, so a fresh update must have
-    weight 1. A rule that is `from_latest` requires updates as differences from the version to which its step is added,
-    even if a client started from an older one (`rebase`). `counterpart` are its requirements for clients and model.
+    `metrics` are the names of the metrics that every report must have (`describe_metrics_problem` checks a report). A
+    rule with `unit_weights` uses weights as absolute factors instead of fractions of their sum, so a fresh update must
+    have weight 1. A rule that is `from_latest` requires updates as differences from the version to which its step is
+    added, even if a client started from an older one (`rebase`). `requirements` are those for clients and model.
 
     >>> rule = weighted_mean()
     >>> partial = rule.fold(rule.start(2), VectorBlocks(np.array([1.0, 3.0], np.float32)), Contribution(1.0))
@@ -157,7 +157,7 @@ class Rule:
     metrics: frozenset[str] = frozenset()
     unit_weights: bool = False
     from_latest: bool = False
-    counterpart: ClientRequirements = ClientRequirements()
+    requirements: ClientRequirements = ClientRequirements()
     gather: Callable[[Mapping[str, Blocks], Partial], Partial] | None = None
 
 
@@ -168,7 +168,7 @@ Wrapper = Callable[[Rule], Rule]
 """A function that adds behaviour to a rule."""
 
 
-def unusable(rule: Rule, metrics: Mapping[str, float]) -> str:
+def describe_metrics_problem(rule: Rule, metrics: Mapping[str, float]) -> str:
     """Return why a report's metrics are unusable for a rule, or ""."""
     for name in sorted(rule.metrics):
         if name not in metrics:

@@ -53,7 +53,7 @@ def server_feddyn(options: FedDyn) -> Wrapper:
             correction += state[_STATE]
             return mean + correction, {**below, _STATE: correction}
 
-        return dataclasses.replace(inner, init=init, apply=apply, counterpart=ClientRequirements(NAME))
+        return dataclasses.replace(inner, init=init, apply=apply, requirements=ClientRequirements(NAME))
 
     return wrap
 
@@ -65,6 +65,8 @@ def client_feddyn(alpha: float) -> LocalAlgorithm:
         return Correction(pull=alpha, drift={name: -1.0 * array for name, array in remembered.items()})
 
     def end(correction: Correction, remembered: Arrays, direction: UpdateDirection) -> LocalEnding:
-        return LocalEnding({name: alpha * moved + remembered.get(name, 0.0) for name, moved in direction.moved.items()})
+        return LocalEnding(
+            {name: alpha * moved + remembered.get(name, 0.0) for name, moved in direction.displacement.items()}
+        )
 
     return LocalAlgorithm(begin, end)

@@ -29,12 +29,12 @@ class Correction:
 
 @dataclass(frozen=True, slots=True)
 class UpdateDirection:
-    """The displacement of local training, `moved` = w₀ - w, made by steps of `learning_rate`.
+    """The result of local training, `displacement` = w₀ - w, made by steps of `learning_rate`.
 
     `steps` is the total weight of their gradients: their number, except with momentum or pull (`effective_steps`).
     """
 
-    moved: Arrays
+    displacement: Arrays
     learning_rate: float
     steps: float
 

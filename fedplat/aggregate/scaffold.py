@@ -53,8 +53,8 @@ def server_scaffold(options: Scaffold) -> Wrapper:
             step[half:] *= partial.num_updates / options.num_clients
             return step, state
 
-        counterpart = ClientRequirements(NAME, with_control, without_control, _misfit)
-        return dataclasses.replace(inner, apply=apply, blockwise=False, counterpart=counterpart)
+        requirements = ClientRequirements(NAME, with_control, without_control, _misfit)
+        return dataclasses.replace(inner, apply=apply, blockwise=False, requirements=requirements)
 
     return wrap
 
@@ -69,7 +69,7 @@ def client_scaffold() -> LocalAlgorithm:
         if not direction.steps:
             return LocalEnding()
         length = direction.learning_rate * direction.steps
-        variates = {name: moved / length - correction.drift[name] for name, moved in direction.moved.items()}
+        variates = {name: moved / length - correction.drift[name] for name, moved in direction.displacement.items()}
         changes = {CONTROL + name: after - remembered.get(name, 0.0) for name, after in variates.items()}
         return LocalEnding(variates, changes)
 

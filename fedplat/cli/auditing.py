@@ -59,14 +59,14 @@ def _run_audit(out: Output, file: SimulationFile, canaries: int, confidence: flo
     if TABLE not in file.raw:
         raise JobFileError(f"{TABLE}: missing; expected a table that describes the simulated fleet and its data")
     board = progress.ProgressEstimate(file.job.name, file.job.rounds, file.simulation.target_metric, time.monotonic)
-    tell: Callable[[str], object] = (lambda text: None) if out.as_json else out.note
+    on_progress: Callable[[str], object] = (lambda text: None) if out.as_json else out.note
     with (
         wrap_errors("the training"),
-        api.prepare(file, tell=tell) as setup,
+        api.prepare(file, on_progress=on_progress) as setup,
         progress.showing(out, board) as observe,
     ):
         return audits.run_audit(
-            file, setup, num_canaries=canaries, confidence=confidence, observe=observe, begins=board.begin
+            file, setup, num_canaries=canaries, confidence=confidence, observe=observe, on_replayed=board.begin
         )
 
 

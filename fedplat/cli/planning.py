@@ -143,7 +143,7 @@ def _run(out: Output, file: SimulationFile, name: str, data: Federation | None) 
         api.prepare(file, data) as setup,
         progress.showing(out, board) as observe,
     ):
-        last = api.execute(file, setup, observe, begins=board.begin).summary.last
+        last = api.execute(file, setup, observe, on_replayed=board.begin).summary.last
     return None if last is None else last.value
 
 

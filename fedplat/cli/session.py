@@ -19,10 +19,10 @@ import typer
 from fedplat.admin import AdminClient, profile
 from fedplat.cli.output import Output
 from fedplat.cli.patience import DEFAULT_TIMEOUT_S, Patience
-from fedplat.errors import DataError, FedplatError, JobFileError, JournalError, ProfileError, UserCodeError
+from fedplat.errors import DataError, FedplatError, JobFileError, ProfileError, ReplayError, UserCodeError
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
-_USAGE_ERRORS = (JobFileError, UserCodeError, ProfileError, DataError, JournalError)
+_USAGE_ERRORS = (JobFileError, UserCodeError, ProfileError, DataError, ReplayError)
 
 ServerOption = Annotated[
     str | None,

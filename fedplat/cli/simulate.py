@@ -69,14 +69,14 @@ def simulate(  # noqa: PLR0913 - a command's parameters are its options
             return
         default = Path("runs") / read.job.name
         folder = output or (folders.latest(default) if resume else folders.free(default))
-        keep = RunFolderOptions(folder, resume, tensorboard, checkpoint_s)
+        run_folder = RunFolderOptions(folder, resume, tensorboard, checkpoint_s)
         try:
-            run = _run(out, read, keep)
+            run = _run(out, read, run_folder)
         except KeyboardInterrupt as exc:
-            out.note(f"stopped; resume with: {_command(file, keep, chosen)}")
+            out.note(f"stopped; resume with: {_command(file, run_folder, chosen)}")
             raise typer.Exit(INTERRUPTED) from exc
-        _draw(out, run, keep.folder, plots)
-        _print(out, run, keep.folder)
+        _draw(out, run, run_folder.folder, plots)
+        _print(out, run, run_folder.folder)
 
 
 def _changes(
@@ -101,28 +101,30 @@ def read_file(file: Path, changes: list[str]) -> SimulationFile:
         raise JobFileError("\n".join(f"{file}: {line}" for line in str(exc).splitlines())) from exc
 
 
-def _command(file: Path, keep: RunFolderOptions, changes: list[str]) -> str:
+def _command(file: Path, run_folder: RunFolderOptions, changes: list[str]) -> str:
     """Return the command that resumes a run."""
-    words = ["fedplat", "simulate", str(file), "--resume", "--output", str(keep.folder)]
+    words = ["fedplat", "simulate", str(file), "--resume", "--output", str(run_folder.folder)]
     for change in changes:
         words += ["--set", change]
-    return shlex.join([*words, "--tensorboard"] if keep.tensorboard else words)
+    return shlex.join([*words, "--tensorboard"] if run_folder.tensorboard else words)
 
 
-def _run(out: Output, file: SimulationFile, keep: RunFolderOptions) -> Run:
+def _run(out: Output, file: SimulationFile, run_folder: RunFolderOptions) -> Run:
     board = progress.ProgressEstimate(file.job.name, file.job.rounds, file.simulation.target_metric, time.monotonic)
-    tell: Callable[[str], object] = (lambda text: None) if out.as_json else out.note
-    with wrap_errors("the training"), api.prepare(file, tell=tell) as setup:
+    on_progress: Callable[[str], object] = (lambda text: None) if out.as_json else out.note
+    with wrap_errors("the training"), api.prepare(file, on_progress=on_progress) as setup:
         if not out.as_json:
-            out.note(_introduction(file, setup.engine, setup.workers, setup.simulation.fleet.num_clients, keep))
+            out.note(_introduction(file, setup.engine, setup.workers, setup.simulation.fleet.num_clients, run_folder))
         with progress.showing(out, board) as observe:
-            return api.execute(file, setup, observe, keep, board.begin)
+            return api.execute(file, setup, observe, run_folder, board.begin)
 
 
-def _introduction(file: SimulationFile, engine: str, workers: int, num_clients: int, keep: RunFolderOptions) -> str:
+def _introduction(
+    file: SimulationFile, engine: str, workers: int, num_clients: int, run_folder: RunFolderOptions
+) -> str:
     how = f"engine {engine}" + (f", {workers} workers" if workers > 1 else "") if workers else "no training"
     what = f"{file.job.name}: {file.job.rounds} rounds, {num_clients:,} clients, {file.job.selection.goal} reports each"
-    return f"{what}; {how}, seed {file.simulation.seed}; {keep.folder}"
+    return f"{what}; {how}, seed {file.simulation.seed}; {run_folder.folder}"
 
 
 def _show_data(out: Output, file: SimulationFile) -> None:

@@ -170,7 +170,7 @@ def _check(spec: JobSpec) -> None:
 
 def _check_rule(spec: JobSpec, rule: aggregate.Rule) -> None:
     name = spec.aggregation.__struct_config__.tag
-    algorithm = rule.counterpart.algorithm
+    algorithm = rule.requirements.algorithm
     if spec.updates.weighting != "uniform" and (rule.unit_weights or algorithm):
         raise ValueError(f'aggregation.rule = "{name}": it needs [updates] weighting = "uniform"')
     if algorithm and spec.config.get("algorithm") != algorithm:

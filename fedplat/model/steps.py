@@ -17,7 +17,7 @@ from fedplat.model.schema import FLOATING, Schema, Segment
 from fedplat.model.values import Read, add_step, floating_runs, read_run
 
 
-class Flat(Protocol):
+class FlatModel(Protocol):
     """A model with a readable flat buffer, such as `Parameters` and `ModelFile`."""
 
     @property
@@ -35,7 +35,7 @@ def read_base_values(read: Read, run: Segment) -> Iterator[npt.NDArray[Any]]:
     return (read_run(read, run, part.start, part.stop - part.start) for part in blocks(run.count, WINDOW))
 
 
-class Placed(NamedTuple):
+class PlacedEntries(NamedTuple):
     """Entries of a flat buffer, and the byte offset at which they begin."""
 
     start: int
@@ -43,11 +43,11 @@ class Placed(NamedTuple):
 
 
 def apply_step(
-    base: Flat,
+    base: FlatModel,
     steps: Iterator[Vector],
     carried: Callable[[Read, Segment], Iterator[npt.NDArray[Any]]],
     columns: range | None = None,
-) -> Iterator[Placed]:
+) -> Iterator[PlacedEntries]:
     """Yield the flat buffer of `base` with a step added, part by part, each valid until the next is drawn.
 
     `steps` are the entries of the step for `columns` (None: all), in order, in parts of any size up to `WINDOW`, drawn
@@ -61,7 +61,7 @@ def apply_step(
             start = run.offset
             if run.dtype not in FLOATING:
                 for values in carried(read, run):
-                    yield Placed(start, values)
+                    yield PlacedEntries(start, values)
                     start += values.nbytes
                 continue
             first, stop = (entries[run].start, entries[run].stop) if run in entries else (0, 0)
@@ -70,5 +70,5 @@ def apply_step(
                     step, used = next(steps), 0
                 count = min(stop - first, step.size - used)
                 values = add_step(read_run(read, run, first, count), step[used : used + count])
-                yield Placed(start + first * values.itemsize, values)
+                yield PlacedEntries(start + first * values.itemsize, values)
                 first, used = first + count, used + count

@@ -112,12 +112,12 @@ def privatize(release: Release, noise: Noise | None) -> Wrapper:
             return _release_metrics(release, partial, _certain(noise)) if release.metrics is not None else {}
 
         rule = dataclasses.replace(inner, start=start, fold=fold, apply=apply, remember=remember, publish=publish)
-        return dataclasses.replace(rule, counterpart=_counterpart(inner.counterpart))
+        return dataclasses.replace(rule, requirements=_requirements(inner.requirements))
 
     return wrap
 
 
-def _counterpart(inner: ClientRequirements) -> ClientRequirements:
+def _requirements(inner: ClientRequirements) -> ClientRequirements:
     def misfit(schema: Schema) -> str:
         if schema.carry == "max":
             return (

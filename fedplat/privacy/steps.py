@@ -43,7 +43,7 @@ def merge_charges(charges: Iterable[StepCharge], *more: StepCharge) -> list[Step
     return [replace(kind, num_steps=count) for kind, count in counts.items() if count]
 
 
-def taken_back(charges: Iterable[StepCharge], unmade: StepCharge) -> list[StepCharge]:
+def drop_charges(charges: Iterable[StepCharge], unmade: StepCharge) -> list[StepCharge]:
     """Return the charges without steps that were not made. Raises `ValueError` if fewer were charged."""
     counts = {replace(charge, num_steps=0): charge.num_steps for charge in merge_charges(charges)}
     kind = replace(unmade, num_steps=0)

@@ -61,12 +61,12 @@ def close(job: JobState, commands: tuple[Command, ...], context: Context) -> Tra
     """
     attempt = job.open_attempt
     assert attempt is not None
-    can_refold = attempt.kind is not AttemptKind.TRAIN or influence.can_refold(job.spec)
+    keeps_updates = attempt.kind is not AttemptKind.TRAIN or influence.keeps_updates(job.spec)
     if dropped := influence.find_outliers(job, attempt):
         job = structs.replace(job, attempt=attempt.with_assignments(dropped))
-        return close_if_due(job, commands, context) if can_refold else _fail_for_outliers(job, commands, context)
+        return close_if_due(job, commands, context) if keeps_updates else _fail_for_outliers(job, commands, context)
     weighed = influence.reweigh(job, attempt)
-    if not can_refold:
+    if not keeps_updates:
         if heavy := influence.describe_too_heavy(attempt, weighed):
             text = f"the weight of an update in memory cannot be changed: {influence.join_texts(heavy)}"
             return _prepend(commands, fail_attempt(job, text, context))
@@ -205,7 +205,7 @@ def withdraw(job: JobState, revoked: Assignment, context: Context) -> Transition
     if attempt.phase is not AttemptPhase.COLLECTING:
         return Transition(job)
     job = assignments.put(job, dropped)
-    if attempt.kind is AttemptKind.TRAIN and not influence.can_refold(job.spec):
+    if attempt.kind is AttemptKind.TRAIN and not influence.keeps_updates(job.spec):
         text = f"{revoked.client_id} was revoked; an update in memory cannot be removed from the sum"
         return fail_attempt(job, text, context)
     return close_if_due(job, (), context)

@@ -122,7 +122,7 @@ class UploadStarted(AttemptEvent):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UpdateReported(AttemptEvent):
-    """A client commits an update (or an evaluation) whose bytes were received and checked.
+    """A client reports an update (or an evaluation) whose bytes were received and checked.
 
     `norm` is the L2 norm of the update as it will be folded; None for an evaluation.
     """

@@ -37,19 +37,19 @@ _TOLERANCE = 2.0
 _NAMED = 3
 
 
-def can_refold(spec: JobSpec) -> bool:
+def keeps_updates(spec: JobSpec) -> bool:
     """Return whether updates are kept until their attempt ends, so that its sum can be computed again."""
     return spec.durability == "spool" or spec.robust is not None
 
 
-def may_refold(spec: JobSpec) -> bool:
+def may_need_refold(spec: JobSpec) -> bool:
     """Return whether the claims of clients may cause the sum of an attempt to be computed again."""
-    return can_refold(spec) and _is_on(spec)
+    return keeps_updates(spec) and _is_on(spec)
 
 
 def looks_back(spec: JobSpec) -> bool:
     """Return whether a job remembers its clients' claims, because one attempt is not enough to judge its reports."""
-    return _is_on(spec) and (not can_refold(spec) or spec.selection.minimum < MIN_REPORTS_FOR_MEDIAN)
+    return _is_on(spec) and (not keeps_updates(spec) or spec.selection.minimum < MIN_REPORTS_FOR_MEDIAN)
 
 
 def remember_claim(job: JobState, reported: Assignment) -> JobState:
@@ -161,7 +161,7 @@ def limit_examples(spec: JobSpec, num_examples: Sequence[float]) -> float:
 
 def judges_each_update(spec: JobSpec, num_reports: int) -> bool:
     """Return whether the weights of `num_reports` reports depend on the reports of their attempt alone."""
-    return can_refold(spec) and (num_reports >= MIN_REPORTS_FOR_MEDIAN or not looks_back(spec))
+    return keeps_updates(spec) and (num_reports >= MIN_REPORTS_FOR_MEDIAN or not looks_back(spec))
 
 
 def _is_on(spec: JobSpec) -> bool:
@@ -170,7 +170,7 @@ def _is_on(spec: JobSpec) -> bool:
 
 def _judges_reports(spec: JobSpec) -> bool:
     """Return whether reports are judged on arrival, because at the close it is too late or reports are too few."""
-    return looks_back(spec) and (not can_refold(spec) or spec.selection.goal < MIN_REPORTS_FOR_MEDIAN)
+    return looks_back(spec) and (not keeps_updates(spec) or spec.selection.goal < MIN_REPORTS_FOR_MEDIAN)
 
 
 def _judges_alone(spec: JobSpec, reports: Sequence[float | None]) -> bool:

@@ -14,7 +14,7 @@ from fedplat.rounds.records import Attempt, JobState
 from fedplat.rounds.states import AttemptKind, JobStatus
 
 
-def trains(job: JobState, attempt: Attempt) -> bool:
+def makes_release(job: JobState, attempt: Attempt) -> bool:
     """Return whether the attempt ends with a private release."""
     return job.spec.privacy is not None and attempt.kind is AttemptKind.TRAIN
 
@@ -44,7 +44,7 @@ def closes_at(job: JobState, attempt: Attempt, now: float) -> float | None:
     not on which clients were drawn, how long they took, or whether they uploaded: it is the latest possible end of an
     upload.
     """
-    if not hides_sample(job) or not trains(job, attempt):
+    if not hides_sample(job) or not makes_release(job, attempt):
         return None
     return now + job.spec.deadlines.training_s + job.spec.deadlines.upload_s
 

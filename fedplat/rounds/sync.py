@@ -176,7 +176,7 @@ def _on_candidates(job: JobState, event: CandidatesDrawn, context: Context) -> T
     if attempt is None or not reporting.wants_clients(job, attempt):
         return Transition(job, verdict=Verdict(Reason.NOT_SELECTED))
     found, needed = len(event.client_ids), attempt.minimum if event.final else 1
-    if privacy_rules.trains(job, attempt):
+    if privacy_rules.makes_release(job, attempt):
         found, needed = privacy_rules.count_candidates(job, event)
     if reporting.fills_buffer(job, attempt):
         if not found:

@@ -112,12 +112,12 @@ def simulate(
     data: Federation | None = None,
     learner: Learner | None = None,
     observe: Observer = lambda record: None,
-    keep: RunFolderOptions | None = None,
+    run_folder: RunFolderOptions | None = None,
 ) -> Run:
     """Simulate a job.
 
     `changes` replace keys of the file. `data` and `learner` replace the file's data and model. `observe` is called with
-    each attempt that has ended. With `keep`, the run is written to a folder, from which it can be resumed. Raises
+    each attempt that has ended. With `run_folder`, the run is written to a folder, from which it can be resumed. Raises
     `JobFileError`, `DataError`, `MissingExtraError`, and what training raises.
 
     >>> run = simulate("examples/digits-iid.toml", {"rounds": 3})
@@ -127,22 +127,22 @@ def simulate(
     if not isinstance(file, SimulationFile):
         file = files.read(Path(file), changes if not isinstance(changes, Mapping) else format_changes(changes))
     with prepare(file, data, learner) as setup:
-        return execute(file, setup, observe, keep)
+        return execute(file, setup, observe, run_folder)
 
 
 def execute(
     file: SimulationFile,
     setup: Setup,
     observe: Observer,
-    keep: RunFolderOptions | None = None,
-    begins: Callable[[], object] = lambda: None,
+    run_folder: RunFolderOptions | None = None,
+    on_replayed: Callable[[], object] = lambda: None,
 ) -> Run:
     """Run a prepared simulation. A resumed run first calls `observe` with the attempts that were computed before.
 
-    `begins` is called after each of those: clocks that measure the run restart then.
+    `on_replayed` is called after each of those: clocks that measure the run restart then.
     """
     inputs = {"simulation": file.raw, "versions": versions()}
-    with open_run_folder(keep, inputs, observe, begins) as (hooks, pace):
+    with open_run_folder(run_folder, inputs, observe, on_replayed) as (hooks, pace):
         result = play(setup.simulation, hooks)
     seconds = pace.seconds()
     computed = SimulatedRun(
@@ -164,9 +164,9 @@ def execute(
         federation=setup.federation,
         privacy=cost_of(spec.privacy, mechanism, len(result.rounds)) if spec.privacy and mechanism else None,
     )
-    if keep is not None:
-        run.save(keep.folder)
-        remove_journal(keep)
+    if run_folder is not None:
+        run.save(run_folder.folder)
+        remove_journal(run_folder)
     return run
 
 

@@ -35,7 +35,7 @@ from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.device import DeviceAssignment, Load, Planner
 from fedplat.simulation.clients.event_queue import EventQueue
 from fedplat.simulation.clients.idle import IdleClients
-from fedplat.simulation.federated.interface import FederatedTraining
+from fedplat.simulation.federated.interface import TrainingModel
 from fedplat.simulation.recording.statistics import RunStatistics
 
 Trace = Callable[[Sequence[Event], float, Proposal], None]
@@ -61,7 +61,7 @@ class Driver:
         self,
         spec: JobSpec,
         fleet: Fleet,
-        training: FederatedTraining,
+        training: TrainingModel,
         statistics: RunStatistics,
         seed: int,
         trace: Trace | None = None,

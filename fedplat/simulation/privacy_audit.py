@@ -23,7 +23,7 @@ from fedplat.model import Parameters, Vector
 from fedplat.privacy.audit import Bound, bound_of
 from fedplat.privacy.cost import Cost
 from fedplat.simulation import api
-from fedplat.simulation.engines.interface import Engine, LocalUpdate, Work
+from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
 from fedplat.simulation.run_folder import Observer
 from fedplat.simulation.setup import Setup
 
@@ -87,31 +87,31 @@ class Canaries(Engine):
         self._inner.retire(version)
 
     @override
-    def begin(self, works: Sequence[Work]) -> None:
-        self._inner.begin([work for work in works if not self._is_canary(work)])
+    def begin(self, tasks: Sequence[ClientTask]) -> None:
+        self._inner.begin([task for task in tasks if not self._is_canary(task)])
 
     @override
-    def result(self, work: Work) -> LocalUpdate:
-        if not self._is_canary(work):
-            return self._inner.result(work)
+    def result(self, task: ClientTask) -> LocalUpdate:
+        if not self._is_canary(task):
+            return self._inner.result(task)
         assert self.first is not None
         update = Parameters.zeros(self.first.schema)
-        if self._included[work.client]:
-            update = update.plus((self._norm * self.direction(work.client)).astype(np.float32))
+        if self._included[task.client]:
+            update = update.plus((self._norm * self.direction(task.client)).astype(np.float32))
         return LocalUpdate(update, self._num_examples)
 
     @override
-    def drop(self, work: Work) -> None:
-        if not self._is_canary(work):
-            self._inner.drop(work)
+    def drop(self, task: ClientTask) -> None:
+        if not self._is_canary(task):
+            self._inner.drop(task)
 
     @override
-    def memories(self) -> Mapping[int, Mapping[str, Parameters]]:
-        return self._inner.memories()
+    def client_states(self) -> Mapping[int, Mapping[str, Parameters]]:
+        return self._inner.client_states()
 
     @override
-    def remember(self, memories: Mapping[int, Mapping[str, Parameters]]) -> None:
-        self._inner.remember(memories)
+    def set_client_states(self, client_states: Mapping[int, Mapping[str, Parameters]]) -> None:
+        self._inner.set_client_states(client_states)
 
     @override
     def evaluate(self, model: Parameters) -> Mapping[str, float]:
@@ -134,8 +134,8 @@ class Canaries(Engine):
         step = last.to_vector() - self.first.to_vector()
         return np.array([float(step @ self.direction(client)) for client in self._included])
 
-    def _is_canary(self, work: Work) -> bool:
-        return work.client in self._included and not work.scores
+    def _is_canary(self, task: ClientTask) -> bool:
+        return task.client in self._included and not task.scores
 
 
 def choose_canaries(num_clients: int, num_canaries: int, seed: int) -> dict[int, bool]:
@@ -145,7 +145,7 @@ def choose_canaries(num_clients: int, num_canaries: int, seed: int) -> dict[int,
     return dict(zip(clients.tolist(), (rng.random(num_canaries) < 0.5).tolist(), strict=True))
 
 
-def canaries_of(spec: JobSpec, engine: Engine, num_canaries: int, seed: int) -> tuple[Canaries, dict[int, bool]]:
+def add_canaries(spec: JobSpec, engine: Engine, num_canaries: int, seed: int) -> tuple[Canaries, dict[int, bool]]:
     """Replace some clients of an engine by canaries; returns the new engine and the canaries with their coins.
 
     `num_canaries` = 0 stands for half of the clients, at most `MAX_CANARIES`. Raises `JobFileError` for a job without
@@ -173,18 +173,18 @@ def run_audit(
     num_canaries: int = 0,
     confidence: float = 0.95,
     observe: Observer = lambda record: None,
-    begins: Callable[[], object] = lambda: None,
+    on_replayed: Callable[[], object] = lambda: None,
 ) -> Audit:
     """Run a prepared simulation with canaries, and guess their coins. Raises `JobFileError`, and what training raises.
 
-    `begins` is as in `api.execute`; `confidence` is that of the bound.
+    `on_replayed` is as in `api.execute`; `confidence` is that of the bound.
     """
     simulation = setup.simulation
     if simulation.engine is None:
         raise JobFileError("simulation.training = false: expected true, since the audit looks for canaries in a model")
-    canaries, included = canaries_of(simulation.spec, simulation.engine, num_canaries, simulation.seed)
+    canaries, included = add_canaries(simulation.spec, simulation.engine, num_canaries, simulation.seed)
     changed = dataclasses.replace(setup, simulation=dataclasses.replace(simulation, engine=canaries))
-    run = api.execute(file, changed, observe, begins=begins)
+    run = api.execute(file, changed, observe, on_replayed=on_replayed)
     assert run.privacy is not None
     assert run.model is not None
     coins = np.array(list(included.values()))

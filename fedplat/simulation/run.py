@@ -16,8 +16,8 @@ from fedplat.model import Parameters
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.driver import Driver, Trace
 from fedplat.simulation.engines.interface import Engine
-from fedplat.simulation.federated.interface import FederatedTraining, Scheduling
-from fedplat.simulation.federated.training import FederatedLearning
+from fedplat.simulation.federated.interface import NoTraining, TrainingModel
+from fedplat.simulation.federated.training import RealTraining
 from fedplat.simulation.recording.replay_log import ReplayLog
 from fedplat.simulation.recording.result import Result
 from fedplat.simulation.recording.statistics import Observer, RunStatistics, count_staleness, measure_groups
@@ -65,20 +65,20 @@ def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
     """Run a simulation to its end.
 
     Raises `JobFileError` for a job that only a server can run, `ValueError` if the parts do not fit together,
-    `JournalError` if the journal cannot be used, and what training raises.
+    `ReplayError` if the journal cannot be used, and what training raises.
     """
     spec, fleet, seed, engine = simulation.spec, simulation.fleet, simulation.seed, simulation.engine
     unsupported.check(spec)
     with contextlib.ExitStack() as stack:
-        training: FederatedTraining
-        learning: FederatedLearning | None = None
+        training: TrainingModel
+        learning: RealTraining | None = None
         if engine is None:
-            training = Scheduling(_model_bytes(simulation))
+            training = NoTraining(_model_bytes(simulation))
         else:
             if simulation.initial is None:
                 raise ValueError("a simulation with an engine needs an initial model")
             fleet = fleet.with_examples([engine.num_examples(client) for client in range(engine.num_clients)])
-            training = learning = FederatedLearning(spec, engine, _extend_initial(spec, simulation.initial), seed)
+            training = learning = RealTraining(spec, engine, _extend_initial(spec, simulation.initial), seed)
             if hooks.journal is not None:
                 journal = ReplayLog(
                     learning,
@@ -120,7 +120,7 @@ def compute_identity(simulation: Simulation, fleet: Fleet) -> str:
 def _extend_initial(spec: JobSpec, initial: Parameters) -> Parameters:
     """Return the model that a submitted job would begin with."""
     try:
-        return build_rule(spec).counterpart.extend(initial)
+        return build_rule(spec).requirements.extend(initial)
     except ModelError as exc:
         raise ValueError(f"the initial model does not fit the job's rule: {exc}") from exc
 

@@ -37,19 +37,19 @@ class RunFolderOptions:
 class Pace:
     """The number of updates that this process has merged, and the time it took; replayed attempts do not count.
 
-    Attempts up to the version `replayed` come from a journal; `begins` is called after each of them.
+    Attempts up to the version `replayed` come from a journal; `on_replayed` is called after each of them.
     """
 
-    def __init__(self, replayed: int, begins: Callable[[], object]) -> None:
+    def __init__(self, replayed: int, on_replayed: Callable[[], object]) -> None:
         self.updates = 0
-        self._replayed, self._begins = replayed, begins
+        self._replayed, self._on_replayed = replayed, on_replayed
         self._since = time.perf_counter()
 
     def add(self, record: AttemptResult) -> None:
         """Count an attempt that has ended."""
         if record.version <= self._replayed:
             self._since = time.perf_counter()
-            self._begins()
+            self._on_replayed()
         else:
             self.updates += record.counts.get("MERGED", 0)
 
@@ -74,31 +74,31 @@ class Throttle:
 
 @contextlib.contextmanager
 def open_run_folder(
-    keep: RunFolderOptions | None,
+    options: RunFolderOptions | None,
     inputs: Mapping[str, Any],
     observe: Observer,
-    on_begin: Callable[[], object] = lambda: None,
+    on_replayed: Callable[[], object] = lambda: None,
 ) -> Generator[tuple[Hooks, Pace]]:
     """Open the run folder, if there is one; yields the hooks of the run and its pace. `inputs` are recorded in it.
 
-    `on_begin` is called after each replayed attempt. Raises `DataError` if a new run would overwrite another one, or if
-    there is no run to resume or a different one.
+    `on_replayed` is called after each replayed attempt. Raises `DataError` if a new run would overwrite another one, or
+    if there is no run to resume or a different one.
     """
     with contextlib.ExitStack() as stack:
         observers: list[Observer] = []
         hooks, replayed = Hooks(), 0
-        if keep is not None:
-            (folders.resume if keep.resume else folders.begin)(keep.folder, inputs)
-            journal = keep.folder / folders.JOURNAL
+        if options is not None:
+            (folders.resume if options.resume else folders.begin)(options.folder, inputs)
+            journal = options.folder / folders.JOURNAL
             last = checkpoint.find(journal)
             replayed = 0 if last is None else last.version
-            hooks = dataclasses.replace(hooks, journal=journal, checkpoint_due=Throttle(keep.checkpoint_s))
-            observers.append(stack.enter_context(folders.Lines(keep.folder)).add)
-            if keep.tensorboard:
-                events = EventFile(keep.folder / folders.EVENTS)
+            hooks = dataclasses.replace(hooks, journal=journal, checkpoint_due=Throttle(options.checkpoint_s))
+            observers.append(stack.enter_context(folders.Lines(options.folder)).add)
+            if options.tensorboard:
+                events = EventFile(options.folder / folders.EVENTS)
                 stack.callback(events.close)
                 observers.append(events.add)
-        pace = Pace(replayed, on_begin)
+        pace = Pace(replayed, on_replayed)
         # The folder first: an attempt that `observe` receives is already in it.
         observers += [observe, pace.add]
 
@@ -109,6 +109,6 @@ def open_run_folder(
         yield dataclasses.replace(hooks, observe=notify), pace
 
 
-def remove_journal(keep: RunFolderOptions) -> None:
+def remove_journal(options: RunFolderOptions) -> None:
     """Remove the journal, which only a stopped run needs."""
-    shutil.rmtree(keep.folder / folders.JOURNAL, ignore_errors=True)
+    shutil.rmtree(options.folder / folders.JOURNAL, ignore_errors=True)

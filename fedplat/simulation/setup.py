@@ -22,7 +22,7 @@ from fedplat.simulation.scenario.file import SimulationFile
 if TYPE_CHECKING:
     from fedplat.pytorch.training import Learner
 
-Tell = Callable[[str], object]
+OnProgress = Callable[[str], object]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,15 +43,18 @@ class Setup:
 
 @contextlib.contextmanager
 def prepare(
-    file: SimulationFile, data: Federation | None = None, learner: Learner | None = None, tell: Tell = lambda text: None
+    file: SimulationFile,
+    data: Federation | None = None,
+    learner: Learner | None = None,
+    on_progress: OnProgress = lambda text: None,
 ) -> Generator[Setup]:
-    """Build all parts; the engine's processes end with the block. `tell` is called with a text before a slow step.
+    """Build all parts; the engine's processes end with the block. `on_progress` gets a text before a slow step.
 
     `data` and `learner` replace the file's data and model. Raises `JobFileError`, `DataError`, `MissingExtraError`.
     """
     unsupported.check(file.job)
     options = file.simulation
-    clients_data = data if data is not None else load_data(file, tell)
+    clients_data = data if data is not None else load_data(file, on_progress)
     num_clients = clients_data.num_clients if clients_data is not None else 0
     fleet = build_fleet(options.fleet, options.seed, num_clients, file.folder)
     if clients_data is not None:
@@ -79,14 +82,14 @@ def prepare(
         yield Setup(simulation, clients_data, options.engine, workers)
 
 
-def load_data(file: SimulationFile, tell: Tell = lambda text: None) -> Federation | None:
+def load_data(file: SimulationFile, on_progress: OnProgress = lambda text: None) -> Federation | None:
     """Load the data that the file describes, partitioned over clients; returns None if it describes no data."""
     options = file.simulation
     if options.data is None:
         if options.partition is not None:
             raise JobFileError("simulation.partition: there is no data to partition; add a table [simulation.data]")
         return None
-    tell("reading the data")
+    on_progress("reading the data")
     return federation(options.data, options.partition, seed=options.seed, folder=file.folder)
 
 
@@ -101,7 +104,7 @@ def _hold_out(file: SimulationFile, data: Federation) -> Federation:
             "training; leave the key out"
         )
     partition_seed = None if options.partition is None else options.partition.seed
-    return data.holding_out(options.held_out, options.seed if partition_seed is None else partition_seed)
+    return data.with_held_out(options.held_out, options.seed if partition_seed is None else partition_seed)
 
 
 def _open_engine(file: SimulationFile, data: Federation, learner: Learner | None) -> tuple[Engine, Parameters]:
@@ -124,7 +127,7 @@ def _open_engine(file: SimulationFile, data: Federation, learner: Learner | None
     else:
         initial_model = learner.initial(file.simulation.seed)
     try:
-        initial_model = build_rule(file.job).counterpart.extend(initial_model)
+        initial_model = build_rule(file.job).requirements.extend(initial_model)
     except ModelError as exc:
         raise JobFileError(f"model.initial = {file.job.model.initial!r}: {exc}") from exc
     if learner.personal:  # without a client's personal layers a model cannot be scored

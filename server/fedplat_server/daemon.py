@@ -45,9 +45,9 @@ from fedplat_server.records.lease import Candidate, HeldLease, Lease
 from fedplat_server.rpc import serving
 from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.rpc.routing.follower import Follower
-from fedplat_server.rpc.routing.gateway import ForwardingRoute
+from fedplat_server.rpc.routing.gateway import GatewayOptions
 from fedplat_server.rpc.routing.router import NoLeader
-from fedplat_server.rpc.services import JobRegistry, Services, is_to_begin
+from fedplat_server.rpc.services import JobRegistry, Services, has_pending_warm_start
 from fedplat_server.storage import data_dir
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.read_cache import Chunks, InlineModels
@@ -57,6 +57,7 @@ from fedplat_server.training.server_training import ServerTraining
 from fedplat_server.workers.client import WorkerPool
 
 FAREWELL_S = 0.5
+"""Time for answers just given to be delivered, and for the audit row of the stop, before connections are closed."""
 OpenStore = Callable[[str], Awaitable[Store]]
 _T = TypeVar("_T")
 
@@ -120,17 +121,17 @@ class Daemon:
         """Forward calls to the leader until this daemon is elected; return None if it is stopped before that."""
 
         async def set_serving(is_serving: bool) -> None:
-            await endpoint.health.tell(is_serving)
+            await endpoint.health.set_ready(is_serving)
             if is_serving:
                 await self._start_once(endpoint)
 
-        route = ForwardingRoute(self._config.tls, endpoint.peers.client_of, UploadMemory(self._config.limits))
-        follower = Follower(candidate.holder, endpoint.switch, set_serving, route)
+        options = GatewayOptions(self._config.tls, endpoint.peers.client_of, UploadMemory(self._config.limits))
+        follower = Follower(candidate.holder, endpoint.router, set_serving, options)
         try:
             return await self._wait_unless_stopped(election.elect(follower.follow))
         finally:
             await follower.close()
-            await endpoint.health.tell(False)
+            await endpoint.health.set_ready(False)
 
     async def _lead(self, endpoint: serving.Endpoint, election: Election, held_lease: HeldLease) -> None:
         """Run the jobs until the daemon is stopped or loses the lead."""
@@ -152,13 +153,13 @@ class Daemon:
 
     async def _start(
         self, stack: contextlib.AsyncExitStack, endpoint: serving.Endpoint, held_lease: HeldLease
-    ) -> _Parts:
+    ) -> _LeaderParts:
         store = await self._open_store(self._config.database)
         stack.push_async_callback(store.close)
         await stack.enter_async_context(_sever_if_lost(store))
         if held_lease.lease.term:
             await store.fence(held_lease.lease.term)
-        parts = await _Parts.make(self._config, store, held_lease.lease, endpoint, self._store_retry_s)
+        parts = await _LeaderParts.make(self._config, store, held_lease.lease, endpoint, self._store_retry_s)
         stack.push_async_callback(parts.close)
         parts.runner_task = asyncio.create_task(parts.services.runner.run(parts), name="runner")
         stack.push_async_callback(_cancel, parts.runner_task)
@@ -167,8 +168,8 @@ class Daemon:
         await _note(store, audit.AuditAction.SERVER_STARTED)
         await stack.enter_async_context(_accept_calls(endpoint, parts.services))
         await stack.enter_async_context(_sever_if_lost(store))
-        await endpoint.health.tell(True)
-        stack.push_async_callback(endpoint.health.tell, False)
+        await endpoint.health.set_ready(True)
+        stack.push_async_callback(endpoint.health.set_ready, False)
         watch = asyncio.create_task(endpoint.health.watch(store, parts.services.runner), name="health")
         stack.push_async_callback(_cancel, watch)
         await self._start_once(endpoint)
@@ -197,7 +198,7 @@ class Daemon:
             await _cancel(stop_task)
             await _cancel(task)
 
-    async def _drain(self, endpoint: serving.Endpoint, parts: _Parts) -> None:
+    async def _drain(self, endpoint: serving.Endpoint, parts: _LeaderParts) -> None:
         """Refuse new work, and let commits finish within the grace period."""
         grace_s, services = self._config.grace_s, parts.services
         logs.get().info("the server is stopping", grace_s=grace_s)
@@ -228,15 +229,15 @@ async def _sever_if_lost(store: Store) -> AsyncGenerator[None]:
 @contextlib.asynccontextmanager
 async def _accept_calls(endpoint: serving.Endpoint, services: Services) -> AsyncGenerator[None]:
     """Route calls to the services of this daemon; on exit, wait until no call is in progress."""
-    endpoint.switch.set_route(serving.route(services, endpoint.reads))
+    endpoint.router.set_route(serving.route(services, endpoint.reads))
     try:
         yield
     finally:
-        calls = endpoint.switch.set_route(NoLeader())
+        calls = endpoint.router.set_route(NoLeader())
         await calls.wait_until_none()
 
 
-class _Parts:
+class _LeaderParts:
     """The running parts; executes the coordinator's commands."""
 
     runner_task: asyncio.Task[None]
@@ -252,7 +253,7 @@ class _Parts:
     @classmethod
     async def make(
         cls, config: ServerConfig, store: Store, lease: Lease, endpoint: serving.Endpoint, store_retry_s: float
-    ) -> _Parts:
+    ) -> _LeaderParts:
         """Build the parts and load the jobs."""
         blobs = await asyncio.to_thread(BlobStore, config.blob_dir)
         # Blobs that the database does not reference were left by a crash.
@@ -269,7 +270,7 @@ class _Parts:
         clients = ClientDirectory(store.clients)
         bounded_audit = BoundedAudit(store.audit, config.limits.notes_per_minute, loop.time)
         training = ServerTraining(config.trainers, config.data_dir, blobs, runner.post)
-        await asyncio.to_thread(training.keep, jobs.to_begin())
+        await asyncio.to_thread(training.keep, jobs.pending_warm_starts())
         evaluation = EvaluationScheduler(
             config.evaluators,
             config.evaluation_s,
@@ -309,7 +310,7 @@ class _Parts:
             mtls_port=endpoint.mtls_port,
         )
         pool = WorkerPool.at(config.data_dir)
-        retention = RetentionTask(blobs, store, jobs.state, clients.take_seen)
+        retention = RetentionTask(blobs, store, jobs.state, clients.drain_last_seen)
         accelerators = Accelerators(pool, training)
         aggregation = Aggregation(
             blobs, spool, store.jobs.find_version, runner.post, accelerators, on_leftovers=retention.schedule_blobs
@@ -345,7 +346,7 @@ class _Parts:
 
     def on_stored(self, changes: Sequence[Change]) -> None:
         """Log stored changes, delete the data that they make obsolete, wake watchers and score new versions."""
-        self.services.spool.follow(changes)
+        self.services.spool.apply_changes(changes)
         self.services.progress.drop_ended(changes)
         for change in changes:
             job_id = change.job.job_id
@@ -361,7 +362,7 @@ class _Parts:
                 self._score(change.job, change.version)
             if change.version is not None or change.job.status in ENDED_JOBS:
                 self._retention.schedule_job(job_id)
-            if change.job.spec.warm_start is not None and not is_to_begin(change.job):
+            if change.job.spec.warm_start is not None and not has_pending_warm_start(change.job):
                 self._training.forget(job_id)
             self.services.jobs.notify_watchers(job_id)
 

@@ -16,7 +16,7 @@ from collectives import compare
 from collectives.implementations import POINT_TO_POINT, SHARED, SHARED_MEMORY
 from fedplat.pytorch.distributed.bench.records import LIBRARY, BenchReport
 from fedplat_server.errors import ConfigError
-from support.ranks.crew import Zygote
+from support.ranks.group import Zygote
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def zygote() -> Iterator[Zygote]:
 def test_every_implementation_is_right_on_any_number_of_ranks(zygote: Zygote, count: int) -> None:
     # The second size has more than one chunk of a ring, and pieces of an odd size.
     sizes = [4 * count, 4 * (2**20 + 3)] if count == 3 else [4 * count, 4000]
-    with zygote.crew(count) as crew:
-        replies = crew.call(
+    with zygote.group(count) as group:
+        replies = group.call(
             "support.ranks.on_ranks:bench", sizes=sizes, trials="collectives.implementations:make_trials"
         )
     report = msgspec.convert(replies[0]["report"], BenchReport)

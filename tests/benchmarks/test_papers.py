@@ -19,7 +19,7 @@ from workers import Workers
 from fedplat.simulation import RunFolderOptions
 from fedplat.simulation.data import sources
 from fedplat.simulation.data.sources import SourcePaths
-from fedplat.simulation.engines.interface import Work
+from fedplat.simulation.engines.interface import ClientTask
 from fedplat.simulation.recording.result import AttemptResult
 from fedplat.simulation.scenario.file import SimulationFile
 
@@ -125,7 +125,7 @@ def test_attackers_report_what_the_attack_says(mnist: Path, attack: str, monkeyp
     data = sources.Mnist().load(SourcePaths(mnist, mnist, np.random.default_rng(0)))
     engine = Workers(data, 3, 1, attack, 0.9, seed=1)
     engine.publish(0, engine.initial)
-    works = [Work(client, 0, 0) for client in range(4)]
+    works = [ClientTask(client, 0, 0) for client in range(4)]
     updates = np.array([engine.result(work).update.to_vector() for work in works])
     good, bad = updates[:3], updates[3]
     if attack == "ipm":
@@ -137,10 +137,10 @@ def test_attackers_report_what_the_attack_says(mnist: Path, attack: str, monkeyp
     else:
         assert float(bad @ good.mean(0)) < 0
     other = Workers(data, 3, 1, attack, 0.9, seed=1)
-    other.remember(engine.memories())
+    other.set_client_states(engine.client_states())
     for each in (engine, other):
         each.publish(1, engine.initial)
-    second = [each.result(Work(0, 1, 0)).update.to_vector() for each in (engine, other)]
+    second = [each.result(ClientTask(0, 1, 0)).update.to_vector() for each in (engine, other)]
     assert second[0].tobytes() == second[1].tobytes() != good[0].tobytes()
 
 
@@ -150,14 +150,14 @@ def test_a_cell_that_was_stopped_goes_on(mnist: Path, monkeypatch: pytest.Monkey
     cell = dataclasses.replace(paper.cells[0], quick=("rounds=3", "selection.goal=2"))
     whole, log = mnist / "whole.jsonl", mnist / "log.jsonl"
 
-    def stopped_after_two(file: SimulationFile, observe: Observe, keep: RunFolderOptions) -> None:
+    def stopped_after_two(file: SimulationFile, observe: Observe, run_folder: RunFolderOptions) -> None:
         def stop(record: AttemptResult) -> None:
             observe(record)
             if record.round == 2:
                 raise KeyboardInterrupt
 
-        resumed.append(keep.resume)
-        reproduction.play(file, observe if keep.resume else stop, keep)
+        resumed.append(run_folder.resume)
+        reproduction.play(file, observe if run_folder.resume else stop, run_folder)
 
     run_cell(paper, cell, 0, whole, True)
     stopping = dataclasses.replace(paper, play=stopped_after_two)

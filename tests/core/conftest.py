@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 import pytest
 
-from support.ranks.crew import Zygote
+from support.ranks.group import Zygote
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ num_clients = 10
 @pytest.mark.parametrize("rule", ["scaffold", "feddyn"])
 def test_clients_have_to_do_their_half(rule: str) -> None:
     spec = parse_job(JOB.format(rule=rule, algorithm=rule, weighting="uniform"))
-    assert build_rule(spec).counterpart.algorithm == rule
+    assert build_rule(spec).requirements.algorithm == rule
     with pytest.raises(JobFileError, match=rf'expected \[config\] algorithm = "{rule}"'):
         parse_job(JOB.format(rule=rule, algorithm="sgd", weighting="uniform"))
     with pytest.raises(JobFileError, match=rf'"{rule}": it needs \[updates\] weighting = "uniform"'):

@@ -48,7 +48,7 @@ from fedplat.errors import FedplatError
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
-from hostile import reading, storm
+from hostile import flood, reading
 from support import processes
 
 PER_PROCESS = 10
@@ -444,7 +444,7 @@ def main(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     kinds = tuple(attacker or attackers.KINDS)
-    with storm.stores(database) as found:
+    with flood.stores(database) as found:
         attack_s = minutes * 60.0
         plan = Plan(clients, kinds, attack_s, min(max(attack_s / 5.0, 15.0), 120.0), found[database])
         result = run(folder.resolve(), plan)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from faults import attack_verdict, attackers, least_squares, soak_attackers
-from hostile import frames, half_sent, storm
+from hostile import flood, frames, half_sent
 
 CLIENTS = 10
 
@@ -18,7 +18,7 @@ CLIENTS = 10
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
 def test_ten_honest_clients_lose_nothing_beside_attackers(tmp_path: Path, database: str) -> None:
-    with storm.stores(database) as found:
+    with flood.stores(database) as found:
         plan = attack_verdict.Plan(CLIENTS, tuple(attackers.KINDS), None, 3.0, found[database])
         result = soak_attackers.run(tmp_path, plan)
     assert not result["problems"], result["problems"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hostile import storm
+from hostile import flood
 from hostile.held_streams import Holder
 from support import processes
 
@@ -49,7 +49,7 @@ async def test_streams_of_a_stranger_cost_little_memory(tmp_path: Path, method: 
     with processes.server(tmp_path / "server", "--insecure") as server:
         with server.admin() as admin:
             daemon = psutil.Process(admin.status().process_id)
-        honest = storm.Honest(server, tmp_path)
+        honest = flood.Honest(server, tmp_path)
 
         async def complete_a_job() -> None:
             """Notes the daemon's memory until honest clients have completed one more job."""

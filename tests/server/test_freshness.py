@@ -113,9 +113,9 @@ def test_a_nonce_is_good_once_and_for_a_while(made: float, later: float) -> None
     mine = Challenges(KEY)
     nonce = mine.new(made, random(1))
     is_good = int((made + later) * 1000) - int(made * 1000) <= VALID_S * 1000
-    assert mine.take(nonce, made + later) == is_good
+    assert mine.redeem(nonce, made + later) == is_good
     for again in (0.0, later, VALID_S, 10 * VALID_S):
-        assert not mine.take(nonce, made + later + again)
+        assert not mine.redeem(nonce, made + later + again)
 
 
 @given(MOMENTS, st.data())
@@ -128,8 +128,8 @@ def test_no_other_bytes_are_a_nonce(moment: float, data: st.DataObject) -> None:
     shorter, longer = nonce[:place], nonce + data.draw(st.binary(min_size=1, max_size=40))
     foreign = Challenges(b"j" * 32).new(moment, random(1))
     for bad in (bytes(forged), shorter, longer, foreign, data.draw(st.binary(max_size=80))):
-        assert not mine.take(bad, moment)
-    assert mine.take(nonce, moment)  # none of these has used it up
+        assert not mine.redeem(bad, moment)
+    assert mine.redeem(nonce, moment)  # none of these has used it up
 
 
 @given(st.lists(st.tuples(st.integers(0, 19), st.floats(0.0, 100.0)), max_size=60))
@@ -138,7 +138,7 @@ def test_nonces_in_any_order_at_any_time_are_good_once_each(steps: list[tuple[in
     nonces = [mine.new(10.0 * number, random(number)) for number in range(20)]
     for number, pause in steps:
         now += pause
-        if mine.take(nonces[number], now):
+        if mine.redeem(nonces[number], now):
             assert number not in taken
             taken.add(number)
         else:
@@ -151,15 +151,15 @@ def test_used_nonces_take_bounded_memory_and_are_never_good_again(monkeypatch: p
     monkeypatch.setattr(challenges, "MAX_USED", 50)
     mine = Challenges(KEY)
     nonces = [mine.new(number / 1000, random(number)) for number in range(200)]
-    assert all(mine.take(nonce, 1.0) for nonce in nonces)
+    assert all(mine.redeem(nonce, 1.0) for nonce in nonces)
     assert len(mine._used) == 50  # pyright: ignore[reportPrivateUsage]
-    assert not any(mine.take(nonce, 1.0) for nonce in nonces)
-    assert mine.take(mine.new(1.0, random(999)), 1.0)
+    assert not any(mine.redeem(nonce, 1.0) for nonce in nonces)
+    assert mine.redeem(mine.new(1.0, random(999)), 1.0)
 
 
 def test_nonces_that_have_expired_are_forgotten() -> None:
     mine = Challenges(KEY)
     for number in range(100):
-        assert mine.take(mine.new(float(number), random(number)), float(number))
-    assert mine.take(mine.new(1000.0, random(1000)), 1000.0)
+        assert mine.redeem(mine.new(float(number), random(number)), float(number))
+    assert mine.redeem(mine.new(1000.0, random(1000)), 1000.0)
     assert len(mine._used) == 1  # pyright: ignore[reportPrivateUsage]

@@ -382,19 +382,19 @@ async def test_a_client_that_is_revoked_while_it_is_looked_up_is_not_remembered(
     store = FaultyStore(await open_store(databases.create_sqlite(tmp_path / "fedplat.sqlite")))
     await store.inner.clients.add_enrollment_token(EnrollmentToken("t", "demo", 1, 1, 0.0, 9e9), b"hash")
     await store.inner.clients.enroll(Enrollment("c", "demo", {}, "1", b"key", b"hash", "the-key"))
-    book = ClientDirectory(store.clients)
+    directory = ClientDirectory(store.clients)
     gate = Gate()
     store.after["find_clients"] = gate
-    looking_up = asyncio.create_task(book.find("c"))
+    looking_up = asyncio.create_task(directory.find("c"))
     await gate.reached.wait()
     del store.after["find_clients"]
     revoked = await store.inner.clients.revoke_client("c")
     assert revoked is not None
-    book.replace(revoked)
+    directory.replace(revoked)
     gate.open()
     await looking_up
     with pytest.raises(RefusedError, match="revoked"):
-        await book.find("c")
+        await directory.find("c")
     await store.close()
 
 

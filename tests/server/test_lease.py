@@ -51,9 +51,13 @@ def test_the_first_term_and_the_next() -> None:
 
 
 def test_the_holder_counts_a_shorter_time_from_its_question_on() -> None:
-    tenure = HeldLease.since(HELD, 100.0, TIMES)
-    assert (tenure.next_renewal(TIMES), tenure.is_over(104.9), tenure.is_over(105.0)) == (102.0, False, True)
-    assert tenure.renew(103.0, TIMES).ends_at == 108.0
+    held_lease = HeldLease.since(HELD, 100.0, TIMES)
+    assert (held_lease.next_renewal(TIMES), held_lease.is_over(104.9), held_lease.is_over(105.0)) == (
+        102.0,
+        False,
+        True,
+    )
+    assert held_lease.renew(103.0, TIMES).ends_at == 108.0
 
 
 def test_no_secret_in_a_repr() -> None:
@@ -91,9 +95,9 @@ async def unfollowed(_: Lease) -> None:
 async def test_who_cannot_renew_stops_before_the_lease_ends(database: str, answers: bool) -> None:
     leases = Away(database, answers)
     election = LeaseElection(leases, ONE, QUICK)
-    tenure = await election.elect(unfollowed)
+    held_lease = await election.elect(unfollowed)
     with pytest.raises(LeadershipLostError, match="in time"):
-        await election.keep(tenure)
+        await election.keep(held_lease)
     await election.close()
 
 
@@ -101,11 +105,11 @@ async def test_who_cannot_renew_stops_before_the_lease_ends(database: str, answe
 async def test_who_finds_another_term_stops_at_once(database: str) -> None:
     leases = await open_leases(database)
     election = LeaseElection(leases, ONE, LeaseTimes(valid_s=60.0, renew_s=0.01, margin_s=1.0, poll_s=0.01))
-    tenure = await election.elect(unfollowed)
-    await leases.release(tenure.lease)
-    assert await leases.take(TWO, "s2", 60.0)
+    held_lease = await election.elect(unfollowed)
+    await leases.release(held_lease.lease)
+    assert await leases.acquire(TWO, "s2", 60.0)
     with pytest.raises(LeadershipLostError, match="term 1 is over"):
-        await election.keep(tenure)
+        await election.keep(held_lease)
     await election.close()
 
 
@@ -113,11 +117,11 @@ async def test_a_candidate_follows_until_the_leader_resigns(database: str) -> No
     leases = await open_leases(database)
     times = LeaseTimes(valid_s=60.0, renew_s=0.01, margin_s=1.0, poll_s=0.01)
     first, second = LeaseElection(leases, ONE, times), LeaseElection(leases, TWO, times)
-    tenure = await first.elect(unfollowed)
+    held_lease = await first.elect(unfollowed)
     followed: asyncio.Queue[Lease] = asyncio.Queue()
     electing = asyncio.create_task(second.elect(followed.put))
     assert (await followed.get()).address == "one:7443"
-    await first.resign(tenure)
+    await first.resign(held_lease)
     assert (await electing).lease.term == 2
     await leases.close()
 

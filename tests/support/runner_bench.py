@@ -43,14 +43,14 @@ class Actor:
     """Answers those who wait, as the daemon does."""
 
     def __init__(self) -> None:
-        self.desk = LongPolls()
+        self.long_polls = LongPolls()
         self.changes: list[Change] = []
 
     def act(self, command: Command) -> None:
         if isinstance(command, Assign | Refuse):
-            self.desk.deliver(command)
+            self.long_polls.deliver(command)
         elif isinstance(command, Abort):
-            self.desk.stop(command)
+            self.long_polls.stop(command)
 
     def on_stored(self, changes: Sequence[Change]) -> None:
         self.changes.extend(changes)
@@ -83,7 +83,7 @@ class Bench:
 
     def wait_for_work(self, wait_s: float) -> asyncio.Task[Assign | Refuse]:
         event = ClientCheckedIn("c", "demo", trainers=frozenset({"toy"}))
-        return asyncio.create_task(wait_for_work(self.runner, self.actor.desk, event, wait_s))
+        return asyncio.create_task(wait_for_work(self.runner, self.actor.long_polls, event, wait_s))
 
 
 @asynccontextmanager

@@ -61,7 +61,7 @@ class Connection:
         return self._call(_RENEW_CERTIFICATE, request, signal, self._timeout_s)
 
     def report(self, request: fleet_pb2.ReportRequest) -> fleet_pb2.ReportResponse:
-        """Commit an update. No signal cancels it: the answer, whether it was accepted, is worth waiting for."""
+        """Report an update. No signal cancels it: the answer, whether it was accepted, is worth waiting for."""
         return self._call(_REPORT, request, StopSignal(), self._timeout_s)
 
     def fail(self, request: fleet_pb2.FailRequest, timeout_s: float) -> None:

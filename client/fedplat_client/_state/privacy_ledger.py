@@ -101,7 +101,7 @@ class PrivacyLedger:
             content = self._read()
             charges = self._of(content, dataset, job_id)
             if unmade.num_steps:
-                charges = steps.taken_back(charges, unmade)
+                charges = steps.drop_charges(charges, unmade)
                 self._write(self._with(content, dataset, job_id, charges))
             return charges
 

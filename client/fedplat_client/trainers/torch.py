@@ -106,7 +106,7 @@ class TorchTrainer:
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(f"config.batch_size = {size!r}: expected a whole number of at least 0")
         metrics = training.evaluate(
-            trainee, task.parameters, examples, size, memory=task.client_state, after_batch=task.progress
+            trainee, task.parameters, examples, size, client_state=task.client_state, after_batch=task.progress
         )
         return EvaluateResult(num_examples=len(examples), metrics=metrics)
 

@@ -64,7 +64,7 @@ class RecordedLedger:
     def settle(self, planned: StepCharge, made: int) -> Sequence[StepCharge]:
         """Refund the steps that were not made; return the charges of the whole job."""
         unmade = StepCharge(planned.noise_multiplier, planned.sampling_probability, planned.num_steps - made)
-        charges = steps.taken_back(self._charges(), unmade)
+        charges = steps.drop_charges(self._charges(), unmade)
         self._note(charges)
         return charges
 

@@ -31,7 +31,7 @@ def train(trainee: Trainee, parameters: Parameters, work: LocalTraining) -> Mapp
     """
     metrics: dict[str, float] = {}
     if work.options.measure_before:
-        metrics["loss_before"] = evaluate(trainee, parameters, work.examples, memory=work.client_state)["loss"]
+        metrics["loss_before"] = evaluate(trainee, parameters, work.examples, client_state=work.client_state)["loss"]
     trainee.load(parameters, work.client_state)
     start = _Start(trainee, parameters, work)
     with use_seed(trainee.device, work.seed):
@@ -52,14 +52,14 @@ def evaluate(
     parameters: Parameters,
     examples: Examples,
     batch_size: int = _EVALUATION_BATCH_SIZE,
-    memory: ClientState | None = None,
+    client_state: ClientState | None = None,
     after_batch: Callable[[float], object] = lambda fraction: None,
 ) -> dict[str, float]:
     """Score the job's model, with the client's personal layers, on examples, without training.
 
     `after_batch` is called with the completed fraction.
     """
-    trainee.load(parameters, memory or ClientState())
+    trainee.load(parameters, client_state or ClientState())
     order = iterate_batches(len(examples), batch_size)
     return evaluate_batches(trainee, examples, order, lambda done: after_batch(done / len(examples))).means()
 

@@ -98,7 +98,7 @@ class CohortTrainer:
     def _before(self, base: Base, work: LocalTraining) -> dict[str, float]:
         if not self._options.measure_before:
             return {}
-        metrics = evaluate(self._trainee, base.parameters, work.examples, memory=work.client_state)
+        metrics = evaluate(self._trainee, base.parameters, work.examples, client_state=work.client_state)
         return {"loss_before": metrics["loss"]}
 
     def _row(self, index: int, work: LocalTraining) -> _Row:

@@ -52,7 +52,7 @@ class FlatTrainer:
         """Return the update, in `buffer` if given, and the metrics of one client; store its client state."""
         metrics: dict[str, float] = {}
         if self._options.measure_before:
-            before = evaluate(self._trainee, base.parameters, work.examples, memory=work.client_state)
+            before = evaluate(self._trainee, base.parameters, work.examples, client_state=work.client_state)
             metrics["loss_before"] = before["loss"]
         state = self._load(base, work.client_state)
         start = ClientAlgorithmState(self.layout, self._options, base, work.client_state)

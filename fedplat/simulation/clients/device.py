@@ -23,7 +23,7 @@ from fedplat.rounds.states import AttemptKind
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.availability import Clients
 from fedplat.simulation.clients.distributions import Floats, hash_uniform, hashed_normal
-from fedplat.simulation.engines.interface import Work
+from fedplat.simulation.engines.interface import ClientTask
 from fedplat.wire import INLINE_BYTES
 
 _OUTCOME, _MOMENT, _NOISE, _STRAGGLES, _PART = range(5)
@@ -38,7 +38,7 @@ class DeviceAssignment:
 
     It reports at `report_at`, unless it fails at `fails_at` or goes offline at `gone_at` (both infinite: never).
     `begins_upload_at` is infinite if the update is part of the report. `in_time`: the report meets its deadlines.
-    `work` is the engine's task, once it has begun.
+    `client_task` is the engine's task, once it has begun.
     """
 
     client_id: str
@@ -55,7 +55,7 @@ class DeviceAssignment:
     returns_at: float
     in_time: bool
     fraction: float
-    work: Work | None = None
+    client_task: ClientTask | None = None
     is_over: bool = False
 
     @property

@@ -113,7 +113,7 @@ class Federation:
         """Return the number of held-out examples of each client."""
         return np.array([self.num_held_out(client) for client in range(self.num_clients)], np.int64)
 
-    def holding_out(self, fraction: float, seed: int) -> Federation:
+    def with_held_out(self, fraction: float, seed: int) -> Federation:
         """Return the same clients, each of which keeps a part of its examples from training, to score models on.
 
         Each client holds out at least one example and trains on at least one; they are drawn independently for each

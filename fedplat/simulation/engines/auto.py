@@ -16,7 +16,7 @@ from typing_extensions import override
 from fedplat.errors import EngineError
 from fedplat.model import Parameters
 from fedplat.simulation.engines.client_trainer import ClientTraining, Contents
-from fedplat.simulation.engines.interface import Engine, LocalUpdate, Work
+from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
 from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.engines.processes import ProcessEngine
 from fedplat.simulation.engines.vmap import VmapEngine
@@ -55,7 +55,7 @@ class AutoEngine(Engine):
         self._current, self._clock = self._untried.pop(0), clock
         self._engine = self._current.engine = self._current.make()
         self._models: dict[int, Parameters] = {}
-        self._in_progress: dict[Work, None] = {}
+        self._in_progress: dict[ClientTask, None] = {}
         self._spent = self._examples = 0.0
         self.choice = f"{first.name}, to begin with"
 
@@ -81,42 +81,42 @@ class AutoEngine(Engine):
         self._current.versions.discard(version)
 
     @override
-    def begin(self, works: Sequence[Work]) -> None:
+    def begin(self, tasks: Sequence[ClientTask]) -> None:
         """Begin tasks, with the next engine if a trial has ended."""
         if not self._in_progress:
             self._end_round()
-        self._in_progress |= dict.fromkeys(works)
+        self._in_progress |= dict.fromkeys(tasks)
         with self._time():
-            self._engine.begin(works)
+            self._engine.begin(tasks)
 
     @override
-    def result(self, work: Work) -> LocalUpdate:
+    def result(self, task: ClientTask) -> LocalUpdate:
         """Wait for a task. If `vmap` turns out not to support it, the engine before computes it."""
-        with nullcontext() if work.scores else self._time():  # engines differ in training only
+        with nullcontext() if task.scores else self._time():  # engines differ in training only
             try:
-                trained = self._engine.result(work)
+                trained = self._engine.result(task)
             except EngineError:
                 if self._current.name != "vmap" or not self._tried:
                     raise
                 self._fall_back()
-                trained = self._engine.result(work)
-        del self._in_progress[work]
-        if not work.scores:
-            self._examples += work.fraction * trained.num_examples
+                trained = self._engine.result(task)
+        del self._in_progress[task]
+        if not task.scores:
+            self._examples += task.fraction * trained.num_examples
         return trained
 
     @override
-    def drop(self, work: Work) -> None:
-        self._in_progress.pop(work, None)
-        self._engine.drop(work)
+    def drop(self, task: ClientTask) -> None:
+        self._in_progress.pop(task, None)
+        self._engine.drop(task)
 
     @override
-    def memories(self) -> Mapping[int, Contents]:
-        return self._engine.memories()
+    def client_states(self) -> Mapping[int, Contents]:
+        return self._engine.client_states()
 
     @override
-    def remember(self, memories: Mapping[int, Contents]) -> None:
-        self._engine.remember(memories)
+    def set_client_states(self, client_states: Mapping[int, Contents]) -> None:
+        self._engine.set_client_states(client_states)
 
     @override
     def evaluate(self, model: Parameters) -> Mapping[str, float]:
@@ -144,7 +144,7 @@ class AutoEngine(Engine):
         current.best = max(current.best, self._examples / max(self._spent, 1e-9))
         self._spent = self._examples = 0.0
         is_tried = current.rounds >= ROUNDS or current.seconds >= MIN_TRIAL_S
-        if not self._is_decided and is_tried and not self._engine.memories():
+        if not self._is_decided and is_tried and not self._engine.client_states():
             self._try_next()
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
-from fedplat.simulation.engines.interface import Work
+from fedplat.simulation.engines.interface import ClientTask
 
 State = TypeVar("State")
 
@@ -20,29 +20,29 @@ class ClientStates(Generic[State]):
     def __init__(self, release: Callable[[State], object] = lambda state: None) -> None:
         self._release = release
         self._now: dict[int, State] = {}
-        self._before: dict[int, tuple[Work, State | None]] = {}
+        self._before: dict[int, tuple[ClientTask, State | None]] = {}
 
-    def begin(self, work: Work) -> State | None:
+    def begin(self, task: ClientTask) -> State | None:
         """Return the state that a client begins a task with, or None. The previous task can no longer be undone."""
-        _, before = self._before.pop(work.client, (None, None))
+        _, before = self._before.pop(task.client, (None, None))
         if before is not None:
             self._release(before)
-        return self._now.get(work.client)
+        return self._now.get(task.client)
 
-    def put(self, work: Work, state: State) -> None:
+    def put(self, task: ClientTask, state: State) -> None:
         """Store the state that a task ended with; the one it began with is kept for `undo`."""
-        self._before[work.client] = work, self._now.get(work.client)
-        self._now[work.client] = state
+        self._before[task.client] = task, self._now.get(task.client)
+        self._now[task.client] = state
 
-    def undo(self, work: Work) -> None:
+    def undo(self, task: ClientTask) -> None:
         """Restore the state that a task began with, if the task is the last of its client to have stored one."""
-        last, before = self._before.get(work.client, (None, None))
-        if last != work:
+        last, before = self._before.get(task.client, (None, None))
+        if last != task:
             return
-        del self._before[work.client]
-        self._release(self._now.pop(work.client))
+        del self._before[task.client]
+        self._release(self._now.pop(task.client))
         if before is not None:
-            self._now[work.client] = before
+            self._now[task.client] = before
 
     def clear(self) -> None:
         """Release all states."""

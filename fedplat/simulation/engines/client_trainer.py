@@ -16,7 +16,7 @@ from fedplat.pytorch.vectorized.examples import PartExamples
 from fedplat.pytorch.vectorized.layout import Base, UnsuitableError
 from fedplat.pytorch.vectorized.trainer import FlatTrainer
 from fedplat.simulation.data.federation import Array, Federation
-from fedplat.simulation.engines.interface import Work
+from fedplat.simulation.engines.interface import ClientTask
 
 Contents = Mapping[str, Parameters]
 """A client state: parameters by name, as in `ClientState`."""
@@ -34,9 +34,9 @@ class LocalResult(NamedTuple):
     contents: Contents | None
 
 
-def num_examples(federation: Federation, work: Work) -> float:
+def num_examples(federation: Federation, task: ClientTask) -> float:
     """Return the number of examples that a task trains on or scores."""
-    return float((federation.num_held_out if work.scores else federation.num_examples)(work.client))
+    return float((federation.num_held_out if task.scores else federation.num_examples)(task.client))
 
 
 class ClientTraining(NamedTuple):
@@ -82,17 +82,17 @@ class ModuleTrainer:
         del self._bases[version]
 
     def answer_on(
-        self, examples: PartExamples, work: Work, contents: Contents, buffer: Bytes | None = None
+        self, examples: PartExamples, task: ClientTask, contents: Contents, buffer: Bytes | None = None
     ) -> LocalResult:
         """Train or score on a client's examples; the update is written to `buffer` if there is one.
 
         `contents` is the client state at the start.
         """
-        base, state = self._bases[work.version], ClientState(contents)
-        if work.scores:
+        base, state = self._bases[task.version], ClientState(contents)
+        if task.scores:
             return self.score_on(examples, base.parameters, state)
         with one_thread():
-            update, metrics = self._train(base, self.training_on(examples, work, state), buffer)
+            update, metrics = self._train(base, self.training_on(examples, task, state), buffer)
         return LocalResult(update, metrics, state.contents if state.changed else None)
 
     def score_on(self, examples: PartExamples, model: Parameters, state: ClientState) -> LocalResult:
@@ -104,18 +104,18 @@ class ModuleTrainer:
     ) -> dict[str, float]:
         """Score a model with a client state; returns no metrics if there are no examples."""
         with one_thread():
-            return evaluate(self.trainee, model, examples, memory=state) if len(examples) else {}
+            return evaluate(self.trainee, model, examples, client_state=state) if len(examples) else {}
 
-    def training_on(self, examples: PartExamples, work: Work, state: ClientState) -> LocalTraining:
+    def training_on(self, examples: PartExamples, task: ClientTask, state: ClientState) -> LocalTraining:
         """Return the local training of a task on a client's examples."""
         return LocalTraining(
             examples=examples,
             options=self._options,
-            seed=work.seed,
-            round_number=work.version + 1,
-            fraction=work.fraction,
+            seed=task.seed,
+            round_number=task.version + 1,
+            fraction=task.fraction,
             client_state=state,
-            noise_seed=work.seed,
+            noise_seed=task.seed,
         )
 
     def _train(
@@ -148,24 +148,24 @@ class InProcessTrainer(ModuleTrainer):
             np.arange(len(federation.test_targets)),
         )
 
-    def answer(self, work: Work, contents: Contents, buffer: Bytes | None = None) -> LocalResult:
+    def answer(self, task: ClientTask, contents: Contents, buffer: Bytes | None = None) -> LocalResult:
         """Train or score a client; the update is written to `buffer` if there is one."""
-        return self.answer_on(self._examples(work), work, contents, buffer)
+        return self.answer_on(self._examples(task), task, contents, buffer)
 
-    def score(self, work: Work, contents: Contents, model: Parameters) -> LocalResult:
+    def score(self, task: ClientTask, contents: Contents, model: Parameters) -> LocalResult:
         """Score `model`, which is the task's version, on the held-out examples of the task's client."""
-        return self.score_on(self._examples(work), model, ClientState(contents))
+        return self.score_on(self._examples(task), model, ClientState(contents))
 
     def evaluate(self, model: Parameters, start: int = 0, stop: int | None = None) -> dict[str, float]:
         """Score a model on the central test examples [start, stop); returns no metrics without examples."""
         return self.evaluate_on(PartExamples(self._test.inputs, self._test.targets, self._test.part[start:stop]), model)
 
-    def training(self, work: Work, state: ClientState) -> LocalTraining:
+    def training(self, task: ClientTask, state: ClientState) -> LocalTraining:
         """Return the local training of a task on its client's examples."""
-        return self.training_on(self._examples(work), work, state)
+        return self.training_on(self._examples(task), task, state)
 
-    def _examples(self, work: Work) -> PartExamples:
-        part = (self._held_out if work.scores else self._parts)[work.client]
+    def _examples(self, task: ClientTask) -> PartExamples:
+        part = (self._held_out if task.scores else self._parts)[task.client]
         return PartExamples(self._inputs, self._targets, part)
 
 

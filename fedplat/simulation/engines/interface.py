@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from fedplat.model import Parameters
 
 
-class Work(NamedTuple):
+class ClientTask(NamedTuple):
     """The task of one client in one assignment: local training, or scoring a version if `scores` is true.
 
     `client` is the client's index in the fleet, from 0. `version` is the model version that training starts from.
@@ -63,26 +63,26 @@ class Engine(Protocol):
         """Mark a version as unused by later tasks; those in progress still use it."""
         ...
 
-    def begin(self, works: Sequence[Work]) -> None:
+    def begin(self, tasks: Sequence[ClientTask]) -> None:
         """Begin tasks, now or when the first result is fetched; an engine may compute several together."""
         ...
 
-    def result(self, work: Work) -> LocalUpdate:
+    def result(self, task: ClientTask) -> LocalUpdate:
         """Wait for a task and return its result. Raises what the training raised."""
         ...
 
-    def drop(self, work: Work) -> None:
+    def drop(self, task: ClientTask) -> None:
         """Discard a task whose result is not needed or was not merged, and restore its client's previous state.
 
         A task is dropped at most once, before or after its result is fetched.
         """
         ...
 
-    def memories(self) -> Mapping[int, Mapping[str, Parameters]]:
+    def client_states(self) -> Mapping[int, Mapping[str, Parameters]]:
         """Return the client states by client and name; clients without a state are left out."""
         ...
 
-    def remember(self, memories: Mapping[int, Mapping[str, Parameters]]) -> None:
+    def set_client_states(self, client_states: Mapping[int, Mapping[str, Parameters]]) -> None:
         """Replace all client states when a stopped run resumes, before any task begins."""
         ...
 

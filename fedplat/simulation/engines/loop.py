@@ -9,7 +9,7 @@ from typing_extensions import override
 from fedplat.model import Parameters
 from fedplat.simulation.engines.client_states import ClientStates
 from fedplat.simulation.engines.client_trainer import ClientTraining, Contents, InProcessTrainer, num_examples
-from fedplat.simulation.engines.interface import Engine, LocalUpdate, Work
+from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
 from fedplat.simulation.engines.version_refs import Versions
 
 
@@ -21,7 +21,7 @@ class LoopEngine(Engine):
         self._trainer = InProcessTrainer(task)
         self._versions = Versions(self._trainer.retire)
         self._states = ClientStates[Contents]()
-        self._begun: set[Work] = set()
+        self._begun: set[ClientTask] = set()
 
     @property
     @override
@@ -41,38 +41,38 @@ class LoopEngine(Engine):
         self._versions.retire(version)
 
     @override
-    def begin(self, works: Sequence[Work]) -> None:
+    def begin(self, tasks: Sequence[ClientTask]) -> None:
         """Record the tasks: those that are dropped before their result is fetched are never computed."""
-        for work in works:
-            self._versions.begin(work)
-            self._begun.add(work)
+        for task in tasks:
+            self._versions.begin(task)
+            self._begun.add(task)
 
     @override
-    def result(self, work: Work) -> LocalUpdate:
+    def result(self, task: ClientTask) -> LocalUpdate:
         """Train the client, or score the version on it."""
-        self._begun.remove(work)
+        self._begun.remove(task)
         try:
-            outcome = self._trainer.answer(work, self._states.begin(work) or {})
+            outcome = self._trainer.answer(task, self._states.begin(task) or {})
         finally:
-            self._versions.end(work)
+            self._versions.end(task)
         if outcome.contents is not None:
-            self._states.put(work, outcome.contents)
-        return LocalUpdate(outcome.update, num_examples(self._federation, work), outcome.metrics)
+            self._states.put(task, outcome.contents)
+        return LocalUpdate(outcome.update, num_examples(self._federation, task), outcome.metrics)
 
     @override
-    def drop(self, work: Work) -> None:
-        if work in self._begun:
-            self._begun.remove(work)
-            self._versions.end(work)
-        self._states.undo(work)
+    def drop(self, task: ClientTask) -> None:
+        if task in self._begun:
+            self._begun.remove(task)
+            self._versions.end(task)
+        self._states.undo(task)
 
     @override
-    def memories(self) -> Mapping[int, Contents]:
+    def client_states(self) -> Mapping[int, Contents]:
         return dict(self._states)
 
     @override
-    def remember(self, memories: Mapping[int, Contents]) -> None:
-        self._states.replace(memories)
+    def set_client_states(self, client_states: Mapping[int, Contents]) -> None:
+        self._states.replace(client_states)
 
     @override
     def evaluate(self, model: Parameters) -> Mapping[str, float]:

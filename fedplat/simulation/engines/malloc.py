@@ -8,7 +8,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGE = 1 << 30
 
 
-def keep() -> None:
+def keep_freed_memory() -> None:
     """Keep freed memory for the next tensors. Does nothing if the C library is not glibc.
 
     By default, glibc maps every block of more than about 128 KiB anew, and the kernel takes longer to clear its pages

@@ -15,7 +15,7 @@ MAX_FAILURE = 1 << 14
 """The longest error text, in characters."""
 
 
-class Note(Struct, frozen=True, array_like=True):
+class StateSlot(Struct, frozen=True, array_like=True):
     """A client state in shared memory: its slot and its size in bytes."""
 
     slot: int
@@ -36,7 +36,7 @@ class TrainTask(Struct, frozen=True, tag=True, array_like=True):
     fraction: float
     base: int
     update: int
-    before: Note | None
+    before: StateSlot | None
     after: int
     scores: bool
 
@@ -55,7 +55,7 @@ class Done(Struct, frozen=True, array_like=True):
 
     number: int
     metrics: dict[str, float] = {}
-    note: Note | None = None
+    note: StateSlot | None = None
     failure: str = ""
 
 

@@ -26,8 +26,8 @@ from fedplat.simulation.engines.client_trainer import (
     InProcessTrainer,
     num_examples,
 )
-from fedplat.simulation.engines.interface import Engine, LocalUpdate, Work
-from fedplat.simulation.engines.messages import Done, Note, ScoreRequest, TrainTask
+from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
+from fedplat.simulation.engines.messages import Done, ScoreRequest, StateSlot, TrainTask
 from fedplat.simulation.engines.shared_memory import Arrays, Texts
 from fedplat.simulation.engines.version_refs import Versions
 from fedplat.simulation.engines.work_queue import WorkQueue
@@ -52,7 +52,7 @@ class ProcessEngine(Engine):
         self._started: tuple[ForkedWorkers, Shared] | None = None
         self._versions = Versions(self._forget)
         self._slots: dict[int, int] = {}
-        self._states = ClientStates[Note](self._release)
+        self._states = ClientStates[StateSlot](self._release)
         self._initial_states: Mapping[int, Contents] = {}
         self._queue = WorkQueue[tuple[TrainTask, Done]](self._versions, self.num_examples)
         self._sent: dict[int, TrainTask | ScoreRequest] = {}
@@ -79,49 +79,49 @@ class ProcessEngine(Engine):
         self._versions.retire(version)
 
     @override
-    def begin(self, works: Sequence[Work]) -> None:
-        self._queue.begin(works)
-        self._send_works()
+    def begin(self, tasks: Sequence[ClientTask]) -> None:
+        self._queue.begin(tasks)
+        self._send_tasks()
 
     @override
-    def result(self, work: Work) -> LocalUpdate:
+    def result(self, task: ClientTask) -> LocalUpdate:
         """Wait for a task. Raises `EngineError` with the worker's error text, or if a worker has died."""
-        while not self._queue.has_answer(work):
+        while not self._queue.has_answer(task):
             self._receive()
-        request, done = self._queue.fetch(work)
-        if done.failure or work.scores:
+        request, done = self._queue.fetch(task)
+        if done.failure or task.scores:
             self._discard(request)
         if done.failure:
             raise EngineError(
-                f"the {'scoring' if work.scores else 'training'} of client {work.client} failed: {done.failure}"
+                f"the {'scoring' if task.scores else 'training'} of client {task.client} failed: {done.failure}"
             )
-        if work.scores:
-            return LocalUpdate(NO_UPDATE, num_examples(self._federation, work), done.metrics)
+        if task.scores:
+            return LocalUpdate(NO_UPDATE, num_examples(self._federation, task), done.metrics)
         shared = self._shared
         if done.note is None:
             shared.notes.release(request.after)
         else:
-            self._states.put(work, done.note)
+            self._states.put(task, done.note)
         update = Parameters(shared.schema, shared.updates.lend(request.update))
-        return LocalUpdate(update, num_examples(self._federation, work), done.metrics)
+        return LocalUpdate(update, num_examples(self._federation, task), done.metrics)
 
     @override
-    def drop(self, work: Work) -> None:
-        if work not in self._queue:
-            self._states.undo(work)
-        elif answer := self._queue.drop(work):
+    def drop(self, task: ClientTask) -> None:
+        if task not in self._queue:
+            self._states.undo(task)
+        elif answer := self._queue.drop(task):
             self._discard(answer[0])
 
     @override
-    def memories(self) -> Mapping[int, Contents]:
+    def client_states(self) -> Mapping[int, Contents]:
         if self._started is None:
             return self._initial_states
         notes = self._started[1].notes
         return {client: messages.unpack_state(notes.read(note.slot, note.size)) for client, note in self._states}
 
     @override
-    def remember(self, memories: Mapping[int, Contents]) -> None:
-        self._initial_states = memories
+    def set_client_states(self, client_states: Mapping[int, Contents]) -> None:
+        self._initial_states = client_states
         if self._started is not None:
             self._place_states(self._started[1])
 
@@ -169,13 +169,13 @@ class ProcessEngine(Engine):
 
     def _place_states(self, shared: Shared) -> None:
         self._states.clear()  # first, so that their slots are free
-        notes: dict[int, Note] = {}
+        notes: dict[int, StateSlot] = {}
         for client, contents in self._initial_states.items():
             slot = shared.notes.acquire()
-            notes[client] = Note(slot, shared.notes.write(slot, messages.pack_state(contents)))
+            notes[client] = StateSlot(slot, shared.notes.write(slot, messages.pack_state(contents)))
         self._states.replace(notes)
 
-    def _release(self, note: Note) -> None:
+    def _release(self, note: StateSlot) -> None:
         self._shared.notes.release(note.slot)
 
     def _place_model(self, model: Parameters, shared: Shared) -> int:
@@ -186,22 +186,22 @@ class ProcessEngine(Engine):
     def _forget(self, version: int) -> None:
         self._shared.versions.release(self._slots.pop(version))
 
-    def _send_works(self) -> None:
+    def _send_tasks(self) -> None:
         while len(self._sent) < _WAITING * self._num_workers and (drawn := self._queue.draw()):
-            number, work = drawn
+            number, task = drawn
             shared = self._shared
             self._send(
                 TrainTask(
                     number,
-                    work.client,
-                    work.version,
-                    work.seed,
-                    work.fraction,
-                    self._slots[work.version],
+                    task.client,
+                    task.version,
+                    task.seed,
+                    task.fraction,
+                    self._slots[task.version],
                     shared.updates.acquire(),
-                    self._states.begin(work),
+                    self._states.begin(task),
                     shared.notes.acquire(),
-                    work.scores,
+                    task.scores,
                 )
             )
 
@@ -219,7 +219,7 @@ class ProcessEngine(Engine):
                 self._scored[done.number] = request, done
             elif not self._queue.put(done.number, (request, done)):
                 self._discard(request)
-        self._send_works()
+        self._send_tasks()
 
     def _discard(self, request: TrainTask) -> None:
         self._shared.updates.release(request.update)

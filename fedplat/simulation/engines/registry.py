@@ -29,7 +29,7 @@ def open_engine(name: str, task: ClientTraining, num_workers: int = 0) -> Engine
     process keep freed memory for later tensors (see `malloc`). Raises `EngineError` for a task that the engine does not
     support, and `MissingExtraError` if a package is not installed.
     """
-    malloc.keep()
+    malloc.keep_freed_memory()
     return ENGINES[name](task, num_workers)
 
 

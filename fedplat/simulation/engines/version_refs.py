@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from fedplat.simulation.engines.interface import Work
+from fedplat.simulation.engines.interface import ClientTask
 
 
 class Versions:
@@ -16,18 +16,18 @@ class Versions:
         self._in_progress: Counter[int] = Counter()
         self._retired: set[int] = set()
 
-    def begin(self, work: Work) -> None:
+    def begin(self, task: ClientTask) -> None:
         """Count a task that has begun."""
-        self._in_progress[work.version] += 1
+        self._in_progress[task.version] += 1
 
-    def end(self, work: Work) -> None:
+    def end(self, task: ClientTask) -> None:
         """Uncount a task that has its result or was dropped."""
-        self._in_progress[work.version] -= 1
-        if not self._in_progress[work.version]:
-            del self._in_progress[work.version]
-            if work.version in self._retired:
-                self._retired.remove(work.version)
-                self._forget(work.version)
+        self._in_progress[task.version] -= 1
+        if not self._in_progress[task.version]:
+            del self._in_progress[task.version]
+            if task.version in self._retired:
+                self._retired.remove(task.version)
+                self._forget(task.version)
 
     def retire(self, version: int) -> None:
         """Forget a version that no later task uses, now or when its last task ends."""

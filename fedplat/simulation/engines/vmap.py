@@ -24,7 +24,7 @@ from fedplat.simulation.engines.client_trainer import (
     num_examples,
     one_thread,
 )
-from fedplat.simulation.engines.interface import Engine, LocalUpdate, Work
+from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
 from fedplat.simulation.engines.version_refs import Versions
 
 
@@ -45,8 +45,8 @@ class VmapEngine(Engine):
         self._bases: dict[int, Base] = {}
         self._versions = Versions(self._bases.pop)
         self._states = ClientStates[Contents]()
-        self._waiting: dict[int, dict[Work, None]] = defaultdict(dict)
-        self._done: dict[Work, LocalResult] = {}
+        self._waiting: dict[int, dict[ClientTask, None]] = defaultdict(dict)
+        self._done: dict[ClientTask, LocalResult] = {}
 
     @property
     @override
@@ -72,40 +72,40 @@ class VmapEngine(Engine):
         self._versions.retire(version)
 
     @override
-    def begin(self, works: Sequence[Work]) -> None:
-        for work in works:
-            self._versions.begin(work)
-            self._waiting[work.version][work] = None
+    def begin(self, tasks: Sequence[ClientTask]) -> None:
+        for task in tasks:
+            self._versions.begin(task)
+            self._waiting[task.version][task] = None
 
     @override
-    def result(self, work: Work) -> LocalUpdate:
+    def result(self, task: ClientTask) -> LocalUpdate:
         """Train the client together with other waiting ones, or score it alone."""
-        if work.scores:
-            self._score(work)
-        elif work not in self._done:
-            self._train(work)
-        outcome = self._done.pop(work)
-        self._versions.end(work)
+        if task.scores:
+            self._score(task)
+        elif task not in self._done:
+            self._train(task)
+        outcome = self._done.pop(task)
+        self._versions.end(task)
         if outcome.contents is not None:
-            self._states.put(work, outcome.contents)
-        return LocalUpdate(outcome.update, num_examples(self._federation, work), outcome.metrics)
+            self._states.put(task, outcome.contents)
+        return LocalUpdate(outcome.update, num_examples(self._federation, task), outcome.metrics)
 
     @override
-    def drop(self, work: Work) -> None:
-        if work in self._waiting[work.version] or work in self._done:
-            self._waiting[work.version].pop(work, None)
-            self._done.pop(work, None)
-            self._versions.end(work)
+    def drop(self, task: ClientTask) -> None:
+        if task in self._waiting[task.version] or task in self._done:
+            self._waiting[task.version].pop(task, None)
+            self._done.pop(task, None)
+            self._versions.end(task)
         else:
-            self._states.undo(work)
+            self._states.undo(task)
 
     @override
-    def memories(self) -> Mapping[int, Contents]:
+    def client_states(self) -> Mapping[int, Contents]:
         return dict(self._states)
 
     @override
-    def remember(self, memories: Mapping[int, Contents]) -> None:
-        self._states.replace(memories)
+    def set_client_states(self, client_states: Mapping[int, Contents]) -> None:
+        self._states.replace(client_states)
 
     @override
     def evaluate(self, model: Parameters) -> Mapping[str, float]:
@@ -115,28 +115,28 @@ class VmapEngine(Engine):
     def close(self) -> None:
         pass
 
-    def _score(self, work: Work) -> None:
-        del self._waiting[work.version][work]
-        contents = self._states.begin(work) or {}
-        self._done[work] = self._trainer.score(work, contents, self._bases[work.version].parameters)
+    def _score(self, task: ClientTask) -> None:
+        del self._waiting[task.version][task]
+        contents = self._states.begin(task) or {}
+        self._done[task] = self._trainer.score(task, contents, self._bases[task.version].parameters)
 
-    def _train(self, work: Work) -> None:
+    def _train(self, task: ClientTask) -> None:
         """Train a task together with tasks of about its size, so that all end at about the same step."""
-        waiting = self._waiting[work.version]
-        works = sorted(
+        waiting = self._waiting[task.version]
+        tasks = sorted(
             (each for each in waiting if not each.scores),
             key=lambda each: (-each.fraction * self.num_examples(each.client), each.client),
         )
-        groups = np.array_split(np.arange(len(works)), math.ceil(len(works) / self.at_once))
-        works = next(members for group in groups if work in (members := [works[index] for index in group]))
-        states = [ClientState(self._states.begin(each)) for each in works]
-        trainings = [self._trainer.training(each, state) for each, state in zip(works, states, strict=True)]
+        groups = np.array_split(np.arange(len(tasks)), math.ceil(len(tasks) / self.at_once))
+        tasks = next(members for group in groups if task in (members := [tasks[index] for index in group]))
+        states = [ClientState(self._states.begin(each)) for each in tasks]
+        trainings = [self._trainer.training(each, state) for each, state in zip(tasks, states, strict=True)]
         try:
             with one_thread():
-                results = self._cohort_trainer.train(self._bases[work.version], trainings)
+                results = self._cohort_trainer.train(self._bases[task.version], trainings)
         except UnsuitableError as exc:
             raise _unsuitable(exc) from exc
-        for each, state, (update, metrics) in zip(works, states, results, strict=True):
+        for each, state, (update, metrics) in zip(tasks, states, results, strict=True):
             del waiting[each]
             self._done[each] = LocalResult(update, metrics, state.contents if state.changed else None)
 

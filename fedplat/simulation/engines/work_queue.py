@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from fedplat.simulation.engines.interface import Work
+from fedplat.simulation.engines.interface import ClientTask
 from fedplat.simulation.engines.version_refs import Versions
 
 Answer = TypeVar("Answer")
@@ -22,33 +22,33 @@ class WorkQueue(Generic[Answer]):
     def __init__(self, versions: Versions, num_examples: Callable[[int], float]) -> None:
         self._versions, self._num_examples = versions, num_examples
         self._count = itertools.count(1)
-        self._numbers: dict[Work, int] = {}
-        self._waiting: list[tuple[float, int, Work]] = []
+        self._numbers: dict[ClientTask, int] = {}
+        self._waiting: list[tuple[float, int, ClientTask]] = []
         self._answers: dict[int, Answer] = {}
-        self._dropped: dict[int, Work] = {}
+        self._dropped: dict[int, ClientTask] = {}
 
-    def __contains__(self, work: Work) -> bool:
+    def __contains__(self, task: ClientTask) -> bool:
         """Return whether a task was begun, and neither fetched nor dropped."""
-        return work in self._numbers
+        return task in self._numbers
 
     def new_number(self) -> int:
         """Return a number that no task has, for another kind of request to the workers."""
         return next(self._count)
 
-    def begin(self, works: Sequence[Work]) -> None:
+    def begin(self, tasks: Sequence[ClientTask]) -> None:
         """Add tasks to the queue."""
-        for work in works:
-            number = self._numbers[work] = self.new_number()
-            self._versions.begin(work)
-            length = work.fraction * self._num_examples(work.client)
-            heapq.heappush(self._waiting, (-length, number, work))
+        for task in tasks:
+            number = self._numbers[task] = self.new_number()
+            self._versions.begin(task)
+            length = task.fraction * self._num_examples(task.client)
+            heapq.heappush(self._waiting, (-length, number, task))
 
-    def draw(self) -> tuple[int, Work] | None:
+    def draw(self) -> tuple[int, ClientTask] | None:
         """Remove and return the next task with its number; None if the queue is empty."""
         while self._waiting:
-            _, number, work = heapq.heappop(self._waiting)
+            _, number, task = heapq.heappop(self._waiting)
             if number not in self._dropped:
-                return number, work
+                return number, task
             self._versions.end(self._dropped.pop(number))
         return None
 
@@ -60,20 +60,20 @@ class WorkQueue(Generic[Answer]):
         self._answers[number] = answer
         return True
 
-    def has_answer(self, work: Work) -> bool:
+    def has_answer(self, task: ClientTask) -> bool:
         """Return whether the answer to a task has arrived."""
-        return self._numbers[work] in self._answers
+        return self._numbers[task] in self._answers
 
-    def fetch(self, work: Work) -> Answer:
+    def fetch(self, task: ClientTask) -> Answer:
         """Remove a finished task and return its answer."""
-        self._versions.end(work)
-        return self._answers.pop(self._numbers.pop(work))
+        self._versions.end(task)
+        return self._answers.pop(self._numbers.pop(task))
 
-    def drop(self, work: Work) -> Answer | None:
+    def drop(self, task: ClientTask) -> Answer | None:
         """Discard a task; returns its answer if that has arrived."""
-        number = self._numbers.pop(work)
+        number = self._numbers.pop(task)
         if number not in self._answers:
-            self._dropped[number] = work
+            self._dropped[number] = task
             return None
-        self._versions.end(work)
+        self._versions.end(task)
         return self._answers.pop(number)

@@ -12,8 +12,8 @@ import torch
 from fedplat.model import Parameters, Schema
 from fedplat.simulation.engines import malloc, messages
 from fedplat.simulation.engines.client_trainer import InProcessTrainer
-from fedplat.simulation.engines.interface import Work
-from fedplat.simulation.engines.messages import Done, Note, ScoreRequest, TrainTask
+from fedplat.simulation.engines.interface import ClientTask
+from fedplat.simulation.engines.messages import Done, ScoreRequest, StateSlot, TrainTask
 from fedplat.simulation.engines.shared_memory import Arrays, Texts
 
 
@@ -44,10 +44,10 @@ class EngineWorker:
         self._load(request.version, request.base)
         notes, before, note = self._shared.notes, request.before, None
         contents = {} if before is None else messages.unpack_state(notes.read(before.slot, before.size))
-        work = Work(request.client, request.version, request.seed, request.fraction, request.scores)
-        outcome = self._trainer.answer(work, contents, self._shared.updates.array(request.update))
+        task = ClientTask(request.client, request.version, request.seed, request.fraction, request.scores)
+        outcome = self._trainer.answer(task, contents, self._shared.updates.array(request.update))
         if outcome.contents is not None:
-            note = Note(request.after, notes.write(request.after, messages.pack_state(outcome.contents)))
+            note = StateSlot(request.after, notes.write(request.after, messages.pack_state(outcome.contents)))
         return Done(request.number, dict(outcome.metrics), note)
 
     def _load(self, version: int, slot: int) -> None:
@@ -75,7 +75,7 @@ def serve(worker: EngineWorker, queue: socket.socket, answers: socket.socket, cu
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
-    malloc.keep()
+    malloc.keep_freed_memory()
     gc.freeze()  # else each collection would visit, and so copy, all objects from before the fork
     while content := queue.recv(messages.MAX_BYTES):
         request = messages.requests.decode(content)

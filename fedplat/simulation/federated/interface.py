@@ -16,7 +16,7 @@ from fedplat.simulation.clients.device import DeviceAssignment, Sizes
 Report = UpdateReported | UpdateRejected
 
 
-class FederatedTraining(Protocol):
+class TrainingModel(Protocol):
     """The models and updates of a job, as the driver uses them."""
 
     one_at_a_time: ClassVar[bool]
@@ -64,7 +64,7 @@ class FederatedTraining(Protocol):
         ...
 
 
-class Scheduling(FederatedTraining):
+class NoTraining(TrainingModel):
     """No training: clients report the fleet's numbers of examples, and versions have no model."""
 
     one_at_a_time = False

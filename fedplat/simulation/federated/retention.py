@@ -13,7 +13,7 @@ MEMORY_BYTES = 256 * 2**20
 """Bytes of updates that stay in memory."""
 
 
-class VersionRetention:
+class UpdateRetention:
     """Stores the updates of open attempts. Encoded updates are small and always stay in memory."""
 
     def __init__(self, budget: int = MEMORY_BYTES) -> None:

@@ -21,9 +21,9 @@ from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated, UpdateRejected, UpdateReported
 from fedplat.rounds.states import AttemptKind
 from fedplat.simulation.clients.device import DeviceAssignment, Sizes
-from fedplat.simulation.engines.interface import Engine, LocalUpdate, Work
-from fedplat.simulation.federated.interface import FederatedTraining, Report
-from fedplat.simulation.federated.retention import VersionRetention
+from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
+from fedplat.simulation.federated.interface import Report, TrainingModel
+from fedplat.simulation.federated.retention import UpdateRetention
 
 _TRAINING, _CODEC, _NOISE = 1, 2, 3
 
@@ -33,7 +33,7 @@ class _Update:
     """A received update, its training task, and the residual of the client's codec."""
 
     values: Values
-    work: Work
+    task: ClientTask
     residual: Vector | None
 
 
@@ -54,7 +54,7 @@ class Snapshot:
 
     `models` are the latest version and those that clients in training began with; `step` is the size of the latest
     version's encoded step, if there is one. `state` and `scalars` belong to the rule, `residuals` to the clients'
-    codecs, and `memories` are the client states.
+    codecs, and `client_states` are the client states.
     """
 
     version: int
@@ -62,11 +62,11 @@ class Snapshot:
     state: State
     scalars: Mapping[str, float]
     residuals: Mapping[int, Vector]
-    memories: Mapping[int, Mapping[str, Parameters]]
+    client_states: Mapping[int, Mapping[str, Parameters]]
     step: float | None
 
 
-class FederatedLearning(FederatedTraining):
+class RealTraining(TrainingModel):
     """The models of a job and the updates of its clients, which `engine` trains."""
 
     one_at_a_time = True
@@ -80,7 +80,7 @@ class FederatedLearning(FederatedTraining):
         self._residuals: dict[int, Vector] = {}
         self._attempts: dict[AttemptKey, _OpenAttempt] = {}
         self._received: dict[AssignmentId, _Update] = {}
-        self._retention = VersionRetention() if influence.may_refold(spec) else None
+        self._retention = UpdateRetention() if influence.may_need_refold(spec) else None
         self._users: Counter[int] = Counter()
         self._models: dict[int, Parameters] = {}
         self._version = 0
@@ -106,19 +106,19 @@ class FederatedLearning(FederatedTraining):
 
     @override
     def expect(self, tasks: Sequence[DeviceAssignment]) -> None:
-        works: list[Work] = []
+        client_tasks: list[ClientTask] = []
         for task in tasks:
-            if task.work is None:
-                task.work = self._make_work(task)
-                works.append(task.work)
-        if works:
-            self._engine.begin(works)
+            if task.client_task is None:
+                task.client_task = self._make_client_task(task)
+                client_tasks.append(task.client_task)
+        if client_tasks:
+            self._engine.begin(client_tasks)
 
     @override
     def report(self, task: DeviceAssignment) -> Report:
         self.expect([task])
-        assert task.work is not None
-        trained = self._engine.result(task.work)
+        assert task.client_task is not None
+        trained = self._engine.result(task.client_task)
         verdict = report_validation.validate_claims(self._claims_rule, task.kind, trained.num_examples, trained.metrics)
         if task.kind is AttemptKind.EVALUATE:
             return self._report_scores(task, trained, verdict)
@@ -130,16 +130,16 @@ class FederatedLearning(FederatedTraining):
         norm = report_validation.measure_norm(values.to_blocks())
         if isinstance(norm, Verdict):
             return _reject(task, norm)
-        self._received[task.id] = _Update(values, task.work, residual)
+        self._received[task.id] = _Update(values, task.client_task, residual)
         digest = f"update {task.client} {task.number}"
         return UpdateReported(task.key, task.client_id, digest, trained.num_examples, trained.metrics, size, norm)
 
     @override
     def drop(self, task: DeviceAssignment) -> None:
-        if task.work is not None:
+        if task.client_task is not None:
             self._received.pop(task.id, None)
-            self._drop(task.work)
-            task.work = None
+            self._drop(task.client_task)
+            task.client_task = None
 
     @override
     def forget(self, key: AttemptKey, client_id: str) -> None:
@@ -149,7 +149,7 @@ class FederatedLearning(FederatedTraining):
             if update is None and (update := attempt.folded.pop(name, None)) is not None:
                 self._free(update)
         if update is not None:
-            self._drop(update.work)
+            self._drop(update.task)
 
     @override
     def restart(self, command: Restart) -> None:
@@ -162,7 +162,7 @@ class FederatedLearning(FederatedTraining):
         update = self._received.pop(command.assignment, None)
         if update is None:  # dropped when the attempt closed, in the same batch
             return None
-        values, base_version = update.values, update.work.version
+        values, base_version = update.values, update.task.version
         if attempt.rule.from_latest and base_version != self._version:
             values = rebase(values, self._models[base_version], self.model)
         kept = _NOTHING if self._retention is None else self._retention.keep(update.values)
@@ -202,13 +202,13 @@ class FederatedLearning(FederatedTraining):
         if version is None or attempt.result is None:
             for update in attempt.folded.values():
                 self._free(update)
-                self._drop(update.work)
+                self._drop(update.task)
             return {}
         for update in attempt.folded.values():
             self._free(update)
-            self._release(update.work.version)
+            self._release(update.task.version)
             if update.residual is not None:
-                self._residuals[update.work.client] = update.residual
+                self._residuals[update.task.client] = update.residual
         before, self._version = self._version, version
         self.model, self._state = attempt.result
         self._scalars = attempt.accumulator.scalars
@@ -231,7 +231,7 @@ class FederatedLearning(FederatedTraining):
             state=self._state,
             scalars=self._scalars,
             residuals=dict(self._residuals),
-            memories=self._engine.memories(),
+            client_states=self._engine.client_states(),
             step=self._sizes.step,
         )
 
@@ -241,22 +241,22 @@ class FederatedLearning(FederatedTraining):
         self._state, self._scalars = snapshot.state, snapshot.scalars
         self._residuals = dict(snapshot.residuals)
         self._sizes = self._sizes._replace(step=snapshot.step)
-        self._engine.remember(snapshot.memories)
+        self._engine.set_client_states(snapshot.client_states)
         for version, model in sorted(snapshot.models.items()):
             self._publish(version, model)
         self.expect(tasks)
 
-    def _make_work(self, task: DeviceAssignment) -> Work:
+    def _make_client_task(self, task: DeviceAssignment) -> ClientTask:
         self._users[task.version] += 1
         if task.kind is AttemptKind.EVALUATE:
-            return Work(task.client, task.version, seed=0, scores=True)
+            return ClientTask(task.client, task.version, seed=0, scores=True)
         entropy = np.random.SeedSequence([self._seed, _TRAINING, task.client, task.number])
-        return Work(task.client, task.version, int(entropy.generate_state(1, np.uint64)[0]), task.fraction)
+        return ClientTask(task.client, task.version, int(entropy.generate_state(1, np.uint64)[0]), task.fraction)
 
     def _report_scores(self, task: DeviceAssignment, trained: LocalUpdate, verdict: Verdict) -> Report:
         """Return the report of an evaluation, which ends the client's task."""
         self._release(task.version)
-        task.work = None
+        task.client_task = None
         if not verdict.accepted:
             return _reject(task, verdict)
         return UpdateReported(task.key, task.client_id, "", trained.num_examples, trained.metrics)
@@ -265,9 +265,9 @@ class FederatedLearning(FederatedTraining):
         if self._retention is not None:
             self._retention.drop(update.values)
 
-    def _drop(self, work: Work) -> None:
-        self._engine.drop(work)
-        self._release(work.version)
+    def _drop(self, task: ClientTask) -> None:
+        self._engine.drop(task)
+        self._release(task.version)
 
     def _release(self, version: int) -> None:
         """Uncount a task that began with a version, and retire the version if it is not used any more."""

@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from fedplat import durable
 from fedplat.aggregate import state_from_bytes, state_to_bytes
-from fedplat.errors import JournalError, ModelError
+from fedplat.errors import ModelError, ReplayError
 from fedplat.model import Parameters
 from fedplat.simulation.federated.training import Snapshot
 
@@ -49,7 +49,7 @@ class Checkpoint(Struct, frozen=True):
 
 
 def find(folder: Path) -> Checkpoint | None:
-    """Return the last checkpoint of a folder, or None. Raises `JournalError` if it cannot be read."""
+    """Return the last checkpoint of a folder, or None. Raises `ReplayError` if it cannot be read."""
     numbered = [(int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))]
     if not numbered:
         return None
@@ -67,7 +67,7 @@ def write(folder: Path, snapshot: Snapshot, num_bytes: int) -> None:
         _RECORD: msgspec.json.encode(record),
         _STATE: state_to_bytes(snapshot.state, snapshot.scalars),
         _RESIDUALS: _to_bytes({str(client): vector for client, vector in snapshot.residuals.items()}),
-        _MEMORIES: _to_bytes(_flatten(snapshot.memories)),
+        _MEMORIES: _to_bytes(_flatten(snapshot.client_states)),
     }
     contents |= {_model_name(version): model.to_bytes() for version, model in snapshot.models.items()}
     for name, content in contents.items():
@@ -81,24 +81,24 @@ def write(folder: Path, snapshot: Snapshot, num_bytes: int) -> None:
 
 
 def read(checkpoint: Checkpoint) -> Snapshot:
-    """Read a snapshot. Raises `JournalError` if a file is missing or damaged."""
+    """Read a snapshot. Raises `ReplayError` if a file is missing or damaged."""
     folder, record = checkpoint.folder, _record(checkpoint.folder)
     try:
         state, scalars = state_from_bytes((folder / _STATE).read_bytes())
         residuals = _from_bytes((folder / _RESIDUALS).read_bytes())
-        memories = _from_bytes((folder / _MEMORIES).read_bytes())
+        client_states = _from_bytes((folder / _MEMORIES).read_bytes())
         models = {
             version: Parameters.from_bytes((folder / _model_name(version)).read_bytes()) for version in record.models
         }
     except (OSError, ModelError) as exc:
-        raise JournalError(f"{folder} cannot be used: {exc}; remove it to start again") from exc
+        raise ReplayError(f"{folder} cannot be used: {exc}; remove it to start again") from exc
     return Snapshot(
         version=record.version,
         models=models,
         state=state,
         scalars=scalars,
         residuals={int(client): vector for client, vector in residuals.items()},
-        memories=_unflatten(memories),
+        client_states=_unflatten(client_states),
         step=record.step,
     )
 
@@ -111,7 +111,7 @@ def _record(folder: Path) -> _Record:
     try:
         return msgspec.json.decode((folder / _RECORD).read_bytes(), type=_Record)
     except (OSError, msgspec.MsgspecError) as exc:
-        raise JournalError(f"{folder} cannot be used: {exc}; remove it to start again") from exc
+        raise ReplayError(f"{folder} cannot be used: {exc}; remove it to start again") from exc
 
 
 def _to_bytes(arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:

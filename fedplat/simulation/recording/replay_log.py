@@ -17,24 +17,24 @@ from typing import Any
 
 from typing_extensions import override
 
-from fedplat.errors import JournalError
+from fedplat.errors import ReplayError
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated, UpdateRejected, UpdateReported
 from fedplat.rounds.states import Reason
 from fedplat.simulation.clients.device import DeviceAssignment, Sizes
-from fedplat.simulation.federated.interface import FederatedTraining, Report
-from fedplat.simulation.federated.training import FederatedLearning
+from fedplat.simulation.federated.interface import Report, TrainingModel
+from fedplat.simulation.federated.training import RealTraining
 from fedplat.simulation.recording import checkpoint
 
-Answer = dict[str, Any]
+RecordedResult = dict[str, Any]
 ANSWERS = "answers.jsonl"
 
 
-class ReplayLog(FederatedTraining):
+class ReplayLog(TrainingModel):
     """Wraps training: replays the results in a folder, then computes further ones and writes them there.
 
-    `identity` is a text that equal simulations share. Raises `JournalError` for the folder of another simulation, or
+    `identity` is a text that equal simulations share. Raises `ReplayError` for the folder of another simulation, or
     one that cannot be read. A checkpoint is written after every `every`-th version, if `due` returns true.
     """
 
@@ -42,7 +42,7 @@ class ReplayLog(FederatedTraining):
 
     def __init__(
         self,
-        learning: FederatedLearning,
+        learning: RealTraining,
         folder: Path,
         identity: str,
         every: int = 1,
@@ -74,7 +74,7 @@ class ReplayLog(FederatedTraining):
         return self._sizes if self.is_replaying else self._learning.sizes
 
     @property
-    def learning(self) -> FederatedLearning:
+    def learning(self) -> RealTraining:
         """The wrapped training; its model is the latest one as soon as nothing is replayed any more."""
         return self._learning
 
@@ -132,17 +132,17 @@ class ReplayLog(FederatedTraining):
     @override
     def commit(self, command: Commit, job: JobState) -> AttemptAggregated | AggregationFailed:
         if self.is_replaying:
-            answer = self._take("attempt", list(command.key[1:]))
-            if "failed" in answer:
-                return AggregationFailed(command.key, answer["failed"])
-            return AttemptAggregated(command.key, ModelVersion(**answer["version"]))
+            result = self._take("attempt", list(command.key[1:]))
+            if "failed" in result:
+                return AggregationFailed(command.key, result["failed"])
+            return AttemptAggregated(command.key, ModelVersion(**result["version"]))
         outcome = self._learning.commit(command, job)
-        answer: Answer = {"attempt": list(command.key[1:])}
+        result: RecordedResult = {"attempt": list(command.key[1:])}
         if isinstance(outcome, AggregationFailed):
-            answer["failed"] = outcome.text
+            result["failed"] = outcome.text
         else:
-            answer["version"] = {name: getattr(outcome.version, name) for name in ModelVersion.__struct_fields__}
-        self._write(answer)
+            result["version"] = {name: getattr(outcome.version, name) for name in ModelVersion.__struct_fields__}
+        self._write(result)
         return outcome
 
     @override
@@ -153,14 +153,14 @@ class ReplayLog(FederatedTraining):
             if version is not None and version % self._every == 0 and self._due():
                 self._write_checkpoint()
             return scores
-        answer = self._take("settled", list(key[1:]))
-        self._sizes = self._sizes._replace(step=answer["step"])
+        result = self._take("settled", list(key[1:]))
+        self._sizes = self._sizes._replace(step=result["step"])
         if not self.is_replaying:
             assert self._checkpoint is not None
             waiting = [task for task in self._expected.values() if not task.is_over]
             self._learning.restore(checkpoint.read(self._checkpoint), waiting)
             self._expected.clear()
-        return answer["scores"]
+        return result["scores"]
 
     def _write_checkpoint(self) -> None:
         snapshot = self._learning.snapshot()
@@ -168,41 +168,41 @@ class ReplayLog(FederatedTraining):
             self._file.flush()
             checkpoint.write(self._folder, snapshot, self._file.tell())
 
-    def _write(self, answer: Answer) -> None:
-        self._file.write(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
+    def _write(self, result: RecordedResult) -> None:
+        self._file.write(json.dumps(result, separators=(",", ":")).encode() + b"\n")
 
-    def _take(self, name: str, expected: object) -> Answer:
-        answer = self._replay[self._next]
+    def _take(self, name: str, expected: object) -> RecordedResult:
+        result = self._replay[self._next]
         self._next += 1
-        if answer.get(name) != expected:
-            raise JournalError(
+        if result.get(name) != expected:
+            raise ReplayError(
                 f"{self._folder / ANSWERS}, line {self._next + 1}: expected an answer for {name} {expected}; it was "
                 "written by another version of fedplat or for other data; remove the folder to start again"
             )
-        return answer
+        return result
 
 
-def _read(path: Path, num_bytes: int, identity: str) -> list[Answer]:
-    """Return the results up to a checkpoint. Raises `JournalError`."""
+def _read(path: Path, num_bytes: int, identity: str) -> list[RecordedResult]:
+    """Return the results up to a checkpoint. Raises `ReplayError`."""
     try:
         content = path.read_bytes()[:num_bytes]
         if len(content) != num_bytes:
             raise ValueError(f"it has {len(content)} bytes; its checkpoint expects at least {num_bytes}")
-        head, *answers = [json.loads(line) for line in content.splitlines()]
+        head, *results = [json.loads(line) for line in content.splitlines()]
     except (OSError, ValueError) as exc:
-        raise JournalError(f"{path} cannot be used: {exc}; remove the folder to start again") from exc
+        raise ReplayError(f"{path} cannot be used: {exc}; remove the folder to start again") from exc
     if head != {"simulation": identity}:
-        raise JournalError(
+        raise ReplayError(
             f"{path} belongs to another simulation; resume with the same file, seed and data, or choose another folder"
         )
-    return answers
+    return results
 
 
-def _of_report(task: DeviceAssignment, report: Report) -> Answer:
-    answer: Answer = {"client": task.client}
+def _of_report(task: DeviceAssignment, report: Report) -> RecordedResult:
+    result: RecordedResult = {"client": task.client}
     if isinstance(report, UpdateRejected):
-        return answer | {"reason": report.reason.value, "text": report.text}
-    return answer | {
+        return result | {"reason": report.reason.value, "text": report.text}
+    return result | {
         "digest": report.digest,
         "examples": report.num_examples,
         "metrics": dict(report.metrics),
@@ -211,15 +211,15 @@ def _of_report(task: DeviceAssignment, report: Report) -> Answer:
     }
 
 
-def _to_report(task: DeviceAssignment, answer: Answer) -> Report:
-    if "reason" in answer:
-        return UpdateRejected(task.key, task.client_id, Reason(answer["reason"]), answer["text"])
+def _to_report(task: DeviceAssignment, result: RecordedResult) -> Report:
+    if "reason" in result:
+        return UpdateRejected(task.key, task.client_id, Reason(result["reason"]), result["text"])
     return UpdateReported(
         task.key,
         task.client_id,
-        answer["digest"],
-        answer["examples"],
-        answer["metrics"],
-        answer["bytes"],
-        answer.get("norm"),
+        result["digest"],
+        result["examples"],
+        result["metrics"],
+        result["bytes"],
+        result.get("norm"),
     )

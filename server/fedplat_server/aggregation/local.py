@@ -111,6 +111,6 @@ class _PartialSums:
         for accumulator in self._accumulators[1:]:
             with np.errstate(over="ignore", invalid="ignore"):
                 np.add(total, accumulator.total, out=total)
-        summaries: Sequence[PartialSummary] = [accumulator.tally for accumulator in self._accumulators]
+        summaries: Sequence[PartialSummary] = [accumulator.summary for accumulator in self._accumulators]
         shard = Shard(range(total.size), memory=total)
         return Accumulator.merge_partials(self.base.schema, self._rule, self._scalars, summaries, shard)

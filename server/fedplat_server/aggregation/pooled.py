@@ -99,14 +99,14 @@ class PoolAggregation(AggregationBackend):
         path = Path(drafts.model)
         if draft is None:
             with backend.store_model():
-                model = self._blobs.take(path)
+                model = self._blobs.adopt_file(path)
         else:
             model = Blob("", path.stat().st_size)
             os.replace(path, draft)
         state = None
         if drafts.state:
             with backend.store_state():
-                state = self._blobs.take(Path(drafts.state))
+                state = self._blobs.adopt_file(Path(drafts.state))
         return Aggregate(
             model=model,
             state=state,

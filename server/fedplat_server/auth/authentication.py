@@ -74,7 +74,7 @@ class Authenticator:
         Uses up the nonce before all other checks: so each nonce costs one look-up and one verification at most.
         """
         nonce = call.binary(auth.METADATA_NONCE)
-        if not self._challenges.take(nonce, _now()):
+        if not self._challenges.redeem(nonce, _now()):
             raise RefusedError(Code.CHALLENGE_EXPIRED)
         return auth.proof_payload(call.method, nonce, call.request)
 

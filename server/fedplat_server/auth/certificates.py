@@ -12,6 +12,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedplat_server.auth import ca
+from fedplat_server.auth.tls import utc_now
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
 
@@ -19,11 +20,6 @@ VALID = datetime.timedelta(hours=24)
 MAX_REQUEST_BYTES = 8192
 _URI = re.compile(r"fedplat:client:([^/]+/[0-9]{1,18})")
 _CACHE_SIZE = 10_000
-
-
-def utc_now() -> datetime.datetime:
-    """Return the wall-clock time: certificates are valid by no other clock."""
-    return datetime.datetime.now(datetime.UTC)
 
 
 class CertificateIssuer:

@@ -30,7 +30,7 @@ class Challenges:
         body = int(now * 1000).to_bytes(_TIME_BYTES, "big") + random
         return body + self._mac(body)
 
-    def take(self, nonce: bytes, now: float) -> bool:
+    def redeem(self, nonce: bytes, now: float) -> bool:
         """Use up a nonce; return whether this server issued it and it is neither expired nor used."""
         body, mac = nonce[:-_MAC_BYTES], nonce[-_MAC_BYTES:]
         if len(nonce) != _SIZE or not hmac.compare_digest(mac, self._mac(body)):

@@ -68,7 +68,7 @@ class ClientDirectory:
         """Record the current time as when the client was last seen."""
         self.last_seen_unix_s[client_id] = self._newly_seen[client_id] = time.time()
 
-    def take_seen(self) -> Mapping[str, float]:
+    def drain_last_seen(self) -> Mapping[str, float]:
         """Return the clients seen since the last call of this method, with the times (unix seconds)."""
         seen, self._newly_seen = self._newly_seen, {}
         return seen

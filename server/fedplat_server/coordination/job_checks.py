@@ -64,6 +64,6 @@ def check_initial_model(path: Path, spec: JobSpec) -> int:
         raise RefusedError(Code.INVALID_MODEL, "it has no floating-point tensor to train")
     if not parameters.is_finite():
         raise RefusedError(Code.INVALID_MODEL, "it holds NaN or infinite values")
-    if misfit := build_rule(spec).counterpart.misfit(parameters.schema):
+    if misfit := build_rule(spec).requirements.misfit(parameters.schema):
         raise RefusedError(Code.INVALID_MODEL, misfit)
     return path.stat().st_size

@@ -110,7 +110,7 @@ class LongPolls:
                     event.set()
 
     @contextlib.contextmanager
-    def working(self, key: AttemptKey, client_id: str) -> Generator[asyncio.Event]:
+    def open_heartbeat(self, key: AttemptKey, client_id: str) -> Generator[asyncio.Event]:
         """Yield an event that is set when the client has to stop its work on an attempt."""
         name, event = (key, client_id), asyncio.Event()
         self._working.setdefault(name, set()).add(event)

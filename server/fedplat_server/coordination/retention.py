@@ -50,13 +50,13 @@ class RetentionTask:
         blobs: BlobStore,
         store: Store,
         state_of: Callable[[str], JobState],
-        take_seen: Callable[[], Mapping[str, float]] = dict,
+        drain_last_seen: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`take_seen` returns the Unix times at which clients were seen since its last call."""
+        """`drain_last_seen` returns the Unix times at which clients were seen since its last call."""
         self._blobs = blobs
         self._store = store
         self._state_of = state_of
-        self._take_seen = take_seen
+        self._drain_last_seen = drain_last_seen
         self._jobs: dict[str, None] = {}
         self._leftovers: set[str] = set()
         self._limited_history: set[str] = set()
@@ -112,7 +112,7 @@ class RetentionTask:
             await self._store.retention.remove_history(keys, metrics=job.status in ENDED_JOBS)
 
     async def _note_seen(self) -> None:
-        seen = sorted(self._take_seen().items())
+        seen = sorted(self._drain_last_seen().items())
         for start in range(0, len(seen), BATCH):
             await self._store.clients.record_seen(dict(seen[start : start + BATCH]))
 

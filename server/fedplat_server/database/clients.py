@@ -50,7 +50,7 @@ class EnrollmentToken:
     expires_unix_s: float
     revoked_unix_s: float | None = None
 
-    def why_not(self, unix_s: float) -> str:
+    def describe_problem(self, unix_s: float) -> str:
         """Return why the token is unusable at `unix_s` ("revoked", "used up" or "expired"), or ""."""
         if self.revoked_unix_s is not None:
             return "revoked"
@@ -78,4 +78,4 @@ def make_token_error(token: EnrollmentToken | None, population: str, unix_s: flo
         return TokenRefusedError("", is_known=False)
     if token.population != population:
         return TokenRefusedError("it is for another population")
-    return TokenRefusedError(f"it is {token.why_not(unix_s)}")
+    return TokenRefusedError(f"it is {token.describe_problem(unix_s)}")

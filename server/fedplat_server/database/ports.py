@@ -378,7 +378,7 @@ class LeaseStore(Protocol):
         """Return the current lease."""
         ...
 
-    async def take(self, candidate: Candidate, secret: str, valid_s: float) -> Lease | None:
+    async def acquire(self, candidate: Candidate, secret: str, valid_s: float) -> Lease | None:
         """Give the lease to the candidate, in a new term; None if it is not free."""
         ...
 

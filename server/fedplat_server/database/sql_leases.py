@@ -58,7 +58,7 @@ class SqlLeases(LeaseStore):
         return await self._run(self._engine, _read)
 
     @override
-    async def take(self, candidate: Candidate, secret: str, valid_s: float) -> Lease | None:
+    async def acquire(self, candidate: Candidate, secret: str, valid_s: float) -> Lease | None:
         async def transaction(connection: AsyncConnection) -> Lease | None:
             no_holder = {"holder": "", "address": "", "term": 0, "secret": "", "renewed_unix_s": 0.0}
             first = rows.insert(connection.dialect.name, leases).values(name=NAME, expires_unix_s=0.0, **no_holder)

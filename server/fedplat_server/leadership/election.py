@@ -107,13 +107,13 @@ class LeaseElection(Election):
             await asyncio.sleep(self._times.poll_s)
 
     async def _try(self, follow: Follow) -> HeldLease | None:
-        sighting = await self._leases.read()
-        if rules.is_free(sighting, self._candidate, self._times.valid_s):
+        reading = await self._leases.read()
+        if rules.is_free(reading, self._candidate, self._times.valid_s):
             requested_at = self._clock()
-            lease = await self._leases.take(self._candidate, secrets.token_urlsafe(32), self._times.valid_s)
+            lease = await self._leases.acquire(self._candidate, secrets.token_urlsafe(32), self._times.valid_s)
             return HeldLease.since(lease, requested_at, self._times) if lease is not None else None
-        assert sighting.lease is not None  # else it would be free
-        await follow(sighting.lease)
+        assert reading.lease is not None  # else it would be free
+        await follow(reading.lease)
         return None
 
     @override

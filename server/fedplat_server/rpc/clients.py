@@ -112,5 +112,5 @@ def _enrollment(token: EnrollmentToken) -> admin_pb2.Enrollment:
         num_left=token.num_left,
         created_unix_s=token.created_unix_s,
         expires_unix_s=token.expires_unix_s,
-        state=token.why_not(time.time()) or "open",
+        state=token.describe_problem(time.time()) or "open",
     )

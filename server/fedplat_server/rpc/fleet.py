@@ -97,7 +97,7 @@ class FleetService(EnrollmentService):
         if first is None or first.header is None:
             raise RefusedError(Code.INVALID_REQUEST, "an upload must begin with a header")
         with self._services.quotas.stream(client.client_id):
-            assignment = await self._find_open(client, first.header.token)
+            assignment = await self._find_busy(client, first.header.token)
             received = await self._intake.receive_upload(assignment, first.header, messages)
         return fleet_pb2.UploadResponse(received_bytes=received)
 
@@ -106,7 +106,7 @@ class FleetService(EnrollmentService):
         self, request: fleet_pb2.QueryUploadRequest, context: Context
     ) -> fleet_pb2.QueryUploadResponse:
         client = await self._client(context)
-        assignment = await self._find_open(client, request.token)
+        assignment = await self._find_busy(client, request.token)
         digest = validation.digest(request.digest)
         received = await asyncio.to_thread(self._services.spool.count_received, assignment.id, digest)
         return fleet_pb2.QueryUploadResponse(received_bytes=received)
@@ -160,7 +160,7 @@ class FleetService(EnrollmentService):
         if assignment.is_busy:
             self._services.progress.record(assignment, progress)
             wait_s = validation.wait_s(request.wait_s, self._limits)
-            with self._services.long_polls.working(*assignment.id) as stopped, contextlib.suppress(TimeoutError):
+            with self._services.long_polls.open_heartbeat(*assignment.id) as stopped, contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stopped.wait(), wait_s)
             await self._services.clients.find(client.client_id)
             assignment = await self._find(client, request.token)
@@ -231,7 +231,7 @@ class FleetService(EnrollmentService):
             return None
         return coordinator.find(*stored.id) or stored
 
-    async def _find_open(self, client: ClientRecord, token: str) -> Assignment:
+    async def _find_busy(self, client: ClientRecord, token: str) -> Assignment:
         assignment = await self._find(client, token)
         if assignment is None:
             raise RefusedError(Code.STALE_ASSIGNMENT)

@@ -37,13 +37,13 @@ class Health:
         self._stopped = False
 
     async def start(self) -> None:
-        """Report alive, and ready if `tell(True)` was called before."""
+        """Report alive, and ready if `set_ready(True)` was called before."""
         await self.servicer.set(LIVENESS, _Status.SERVING)
-        await self.tell(self._ready or False)
+        await self.set_ready(self._ready or False)
 
     async def stop(self) -> None:
         """Report not ready from now on; stay alive."""
-        await self.tell(False)
+        await self.set_ready(False)
         self._stopped = True
 
     async def watch(self, store: Store, runner: Runner) -> None:
@@ -58,7 +58,7 @@ class Health:
                 if ping.done():
                     is_available, ping = _check_ping(ping), None
                 before = self._ready
-                await self.tell(is_available and not runner.in_doubt)
+                await self.set_ready(is_available and not runner.in_doubt)
                 if self._ready != before:
                     logs.get().info("the server is ready again" if self._ready else "the server is not ready")
                 await asyncio.sleep(CHECK_S)
@@ -66,7 +66,7 @@ class Health:
             if ping is not None:
                 ping.cancel()
 
-    async def tell(self, ready: bool) -> None:
+    async def set_ready(self, ready: bool) -> None:
         """Report ready or not ready from now on."""
         if self._stopped or ready == self._ready:
             return

@@ -62,8 +62,8 @@ class ReportIntake:
                 yield part.data
 
         async with services.memory.uploads.share(size_bytes):
-            is_open = functools.partial(self._is_busy, assignment)
-            return await streams.receive(services.spool, assignment.id, header, parts(), is_open)
+            is_busy = functools.partial(self._is_busy, assignment)
+            return await streams.receive(services.spool, assignment.id, header, parts(), is_busy)
 
     async def submit_report(self, assignment: Assignment, request: fleet_pb2.ReportRequest) -> Verdict:
         """Validate a report and submit it to the coordinator. Raises `RefusedError` if it must be sent again."""
@@ -117,7 +117,7 @@ class ReportIntake:
             return None
 
     def _is_busy(self, assignment: Assignment) -> bool:
-        """Return whether an assignment that was open before is still open."""
+        """Return whether the client of an assignment is still working on it."""
         current = self._services.runner.coordinator.find(*assignment.id)
         return current is not None and current.is_busy
 

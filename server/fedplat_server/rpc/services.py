@@ -34,7 +34,7 @@ from fedplat_server.storage.spool import Spool
 from fedplat_server.training.evaluation import EvaluationScheduler
 
 
-def is_to_begin(job: JobState) -> bool:
+def has_pending_warm_start(job: JobState) -> bool:
     """Return whether a job's warm start is still to run or running."""
     return warm_start.is_due(job) and job.status not in ENDED_JOBS
 
@@ -88,9 +88,9 @@ class JobRegistry:
         open_assignments = [assignment for state in states for assignment in state.open_assignments]
         return [assignment.id for assignment in open_assignments if assignment.kind is AttemptKind.TRAIN]
 
-    def to_begin(self) -> frozenset[str]:
+    def pending_warm_starts(self) -> frozenset[str]:
         """Return the ids of the jobs whose warm start is still to run or running."""
-        return frozenset(job_id for job_id in self._records if is_to_begin(self.state(job_id)))
+        return frozenset(job_id for job_id in self._records if has_pending_warm_start(self.state(job_id)))
 
     def notify_watchers(self, job_id: str) -> None:
         """Wake the watchers of a job."""

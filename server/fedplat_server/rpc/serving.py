@@ -128,7 +128,7 @@ def _connection_age_options(config: ServerConfig) -> tuple[tuple[str, int], ...]
 
 
 class Endpoint:
-    """The ports of this daemon, for its whole lifetime; `switch` routes their calls to the current leader.
+    """The ports of this daemon, for its whole lifetime; `router` routes their calls to the current leader.
 
     The second port, `mtls_port` (0: none), requires client certificates: gRPC for Python cannot make them optional on
     one port. `peers` reads these certificates, `issuer` signs them.
@@ -136,7 +136,7 @@ class Endpoint:
 
     def __init__(self, config: ServerConfig, utc_now: Callable[[], datetime.datetime]) -> None:
         """Bind the ports. Callers wait until `start`. Raises `ConfigError` if a port is unavailable."""
-        self.switch = Router(_SERVICES)
+        self.router = Router(_SERVICES)
         self.reads = Reads(config.limits)
         self.certificates = Certificates(config.tls) if config.tls is not None else None
         # Without --share-port, a second daemon on the port must fail, not share it.
@@ -152,7 +152,7 @@ class Endpoint:
             names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
             servicer = cast(Any, reflection).aio.ReflectionServicer(names)
             reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, collector)
-        self._server.add_generic_rpc_handlers((self.switch, _PublicServices(collector, self.reads, origins)))
+        self._server.add_generic_rpc_handlers((self.router, _PublicServices(collector, self.reads, origins)))
         self._join = lambda: None
         if config.share_port:
             self.port = self._share(config)

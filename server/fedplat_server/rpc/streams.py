@@ -90,33 +90,33 @@ async def receive(
     key: AssignmentId,
     header: fleet_pb2.UploadHeader,
     parts: AsyncIterator[durable.Bytes],
-    is_open: Callable[[], bool],
+    is_busy: Callable[[], bool],
 ) -> int:
     """Append parts to an upload until they end; return the number of bytes stored so far.
 
-    Raises `RefusedError` if the offset is wrong, or once the assignment is no longer open (`is_open`).
+    Raises `RefusedError` if the offset is wrong, or once the client no longer works on the assignment (`is_busy`).
     """
     digest = validation.digest(header.digest)
     try:
         upload = await asyncio.to_thread(spool.open, key, digest, header.size_bytes, header.offset)
         try:
-            await _write(upload, parts, is_open)
+            await _write(upload, parts, is_busy)
             if upload.received == header.size_bytes:
                 await asyncio.to_thread(upload.finish)  # drops bytes that do not match the digest: restart at 0
         finally:
             await asyncio.to_thread(upload.close)
     except UploadError as exc:
-        raise RefusedError(Code.WRONG_OFFSET if is_open() else Code.STALE_ASSIGNMENT, str(exc)) from exc
+        raise RefusedError(Code.WRONG_OFFSET if is_busy() else Code.STALE_ASSIGNMENT, str(exc)) from exc
     return upload.received
 
 
-async def _write(upload: OpenUpload, parts: AsyncIterator[durable.Bytes], is_open: Callable[[], bool]) -> None:
+async def _write(upload: OpenUpload, parts: AsyncIterator[durable.Bytes], is_busy: Callable[[], bool]) -> None:
     """Hash and store each part in a thread while the next one is being received; at most two are in memory."""
     writing: asyncio.Future[None] | None = None
     loop = asyncio.get_running_loop()
     try:
         async for data in parts:
-            if not is_open():
+            if not is_busy():
                 raise RefusedError(Code.STALE_ASSIGNMENT)
             if writing is not None:
                 await writing

@@ -168,7 +168,7 @@ class BlobStore:
             self._move_in(path, digest)
         return Blob(digest, size_bytes)
 
-    def take(self, path: Path) -> Blob:
+    def adopt_file(self, path: Path) -> Blob:
         """Hash a finished file of the same file system, and move it into the store."""
         with files.translate_os_errors(f"reading {path}"), path.open("rb", buffering=0) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,6 +1,6 @@
 """The spool: the updates that clients send, from the first byte until no attempt needs them.
 
-Only the spool deletes updates. Stored changes (`follow`) determine which ones are needed: those of open assignments,
+Only the spool deletes updates. Stored changes (`apply_changes`) determine which ones are needed: those of open assignments,
 and those that the open attempt has accepted. It refuses all others, and deletes them in the background; so a file is
 deleted after the change that makes it obsolete is stored, and a late upload does not create a new one. Without a stored
 change it removes only bytes that the client sends again or that are folded already:
@@ -13,8 +13,8 @@ change it removes only bytes that the client sends again or that are folded alre
 
 An upload may be resumed: its file grows until its bytes have the declared digest. The files of jobs with `durability =
 "spool"` are in one folder per attempt and outlive the process: an update is durable (`persist`) before its report is
-accepted. The files of jobs with `durability = "memory"` are in memory. `follow` and `close` run on the event loop; all
-other methods block, and asyncio calls them in threads, several at once.
+accepted. The files of jobs with `durability = "memory"` are in memory. `apply_changes` and `close` run on the event
+loop; all other methods block, and asyncio calls them in threads, several at once.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Spool:
         for each in needed:
             self._needed.setdefault(each.attempt, set()).add(each.client_id)
 
-    def follow(self, changes: Iterable[Change]) -> None:
+    def apply_changes(self, changes: Iterable[Change]) -> None:
         """Expect the updates that stored changes make necessary; delete those that they make obsolete."""
         obsolete: list[AssignmentId] = []
         for change in changes:

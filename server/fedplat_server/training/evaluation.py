@@ -49,7 +49,7 @@ class Failure(NamedTuple):
 def score(reference: str, path: str, rule: aggregate.Options) -> dict[str, float] | Failure:
     """Load a model, without the values that the rule keeps in it, and evaluate it. Runs in the separate process."""
     try:
-        model = rule.build().counterpart.reduce(Parameters.open(path))
+        model = rule.build().requirements.reduce(Parameters.open(path))
         metrics: Mapping[str, float] = user_code.load(reference)(model.copy())
         result = {str(name): float(value) for name, value in metrics.items()}
         if bad := [name for name, value in result.items() if not math.isfinite(value)]:

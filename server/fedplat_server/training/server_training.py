@@ -205,7 +205,7 @@ class ServerTraining:
             reply = await self._run_task(_TaskRequest("train", request, pool, log.note), TrainReply)
             if reply.error:
                 raise PoolWorkError(reply.error)
-            blob = await asyncio.to_thread(self._blobs.take, result)
+            blob = await asyncio.to_thread(self._blobs.adopt_file, result)
         logs.get().info(f"{title}: the model is trained", steps=reply.num_steps, **_metrics(reply))
         return reply, blob
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
 
-class CancelledError(Exception):
+class TaskCancelledError(Exception):
     """The task was cancelled; raised where it waits for its next message, or pauses."""
 
 
@@ -32,7 +32,7 @@ class ThreadCoroutine:
 
     def __init__(self, name: str, run: Callable[[Iterator[bytes]], bytes]) -> None:
         self._run = run
-        self._inputs: SimpleQueue[bytes | Pause | CancelledError | None] = SimpleQueue()
+        self._inputs: SimpleQueue[bytes | Pause | TaskCancelledError | None] = SimpleQueue()
         self._outcomes: SimpleQueue[Pause | bytes | BaseException] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
@@ -54,17 +54,17 @@ class ThreadCoroutine:
         return self._continue(Pause.YIELDED)
 
     def pause(self) -> None:
-        """Let other tasks run; the task's thread calls this. Raises `CancelledError` if the task was cancelled."""
+        """Let other tasks run; the task's thread calls this. Raises `TaskCancelledError` if the task was cancelled."""
         self._outcomes.put(Pause.YIELDED)
-        if isinstance(command := self._inputs.get(), CancelledError):
+        if isinstance(command := self._inputs.get(), TaskCancelledError):
             raise command
 
     def cancel(self) -> None:
-        """Raise `CancelledError` in the suspended task, and wait for its end. Raises the task's other errors."""
-        self._inputs.put(CancelledError())
+        """Raise `TaskCancelledError` in the suspended task, and wait for its end. Raises the task's other errors."""
+        self._inputs.put(TaskCancelledError())
         try:
             self._wait()
-        except CancelledError:
+        except TaskCancelledError:
             return
 
     def _continue(self, command: bytes | Pause | None) -> bytes | Pause:
@@ -89,7 +89,7 @@ class ThreadCoroutine:
         while True:
             self._outcomes.put(Pause.WAITING)
             message = self._inputs.get()
-            if isinstance(message, CancelledError):
+            if isinstance(message, TaskCancelledError):
                 raise message
             if not isinstance(message, bytes):
                 return

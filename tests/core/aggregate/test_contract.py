@@ -11,7 +11,16 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fedplat.aggregate import RULES, Contribution, Options, Partial, Rule, state_from_bytes, state_to_bytes, unusable
+from fedplat.aggregate import (
+    RULES,
+    Contribution,
+    Options,
+    Partial,
+    Rule,
+    describe_metrics_problem,
+    state_from_bytes,
+    state_to_bytes,
+)
 from fedplat.model import Vector, VectorBlocks
 from support.rule_cases import CASES, SIZE, Updates, make_options
 
@@ -228,9 +237,9 @@ def test_options_are_frozen(name: str):
 @every_rule
 def test_reports_hold_what_the_rule_needs(name: str):
     rule, [(_, contribution), *_] = make_rule(name), make_updates()
-    assert unusable(rule, contribution.metrics) == ""
+    assert describe_metrics_problem(rule, contribution.metrics) == ""
     for metric in rule.metrics:
         without = {key: value for key, value in contribution.metrics.items() if key != metric}
-        assert f"lacks the metric {metric}," in unusable(rule, without)
+        assert f"lacks the metric {metric}," in describe_metrics_problem(rule, without)
         for value in (-1.0, 1e31, float("nan")):
-            assert f"{metric} is {value};" in unusable(rule, {**contribution.metrics, metric: value})
+            assert f"{metric} is {value};" in describe_metrics_problem(rule, {**contribution.metrics, metric: value})

@@ -21,7 +21,7 @@ MODEL = Parameters.from_arrays(
     },
     carry="max",
 )
-MISFIT = Scaffold(num_clients=10).build().counterpart.misfit
+MISFIT = Scaffold(num_clients=10).build().requirements.misfit
 
 
 def test_controls_are_zeros_after_the_models_own_tensors() -> None:

@@ -42,7 +42,7 @@ def distance(rule_name: str, num_rounds: int, *, per_round: int = NUM_CLIENTS, *
     """How far from the optimum the model is after so many rounds, of all clients or of those whose turn it is."""
     config = {**CONFIG, **config}
     rule, options, trainee = rule_of(rule_name, config), LocalOptions.from_config(config), Trainee(LEARNER)
-    model = rule.counterpart.extend(backend.from_state_dict({"weight": torch.zeros(1, 3)}))
+    model = rule.requirements.extend(backend.from_state_dict({"weight": torch.zeros(1, 3)}))
     state, memories = list(first_columns(rule, model.schema.num_floating)), [ClientState() for _ in INPUTS]
     rng = np.random.default_rng(0)
     for number in range(1, num_rounds + 1):
@@ -83,7 +83,7 @@ def test_scaffold_and_feddyn_converge_to_the_optimum(rule: str, per_round: int, 
 
 def test_scaffolds_control_variates_are_the_clients_gradients_at_the_optimum() -> None:
     """So they add up to nothing: the fixed point of the paper."""
-    parameters = rule_of("scaffold", {"algorithm": "scaffold"}).counterpart.extend(
+    parameters = rule_of("scaffold", {"algorithm": "scaffold"}).requirements.extend(
         backend.from_state_dict({"weight": torch.tensor(OPTIMUM, dtype=torch.float32)})
     )
     changes = list[Any]()

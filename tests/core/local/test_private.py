@@ -147,9 +147,9 @@ def test_steps_that_were_not_made_are_taken_back() -> None:
 def test_charges_add_up_and_cannot_be_taken_back_twice() -> None:
     one, other = StepCharge(1.0, 0.1, 3), StepCharge(2.0, 0.1, 3)
     assert steps.merge_charges([one, other], one) == [StepCharge(1.0, 0.1, 6), other]
-    assert steps.taken_back([one, other], one) == [other]
+    assert steps.drop_charges([one, other], one) == [other]
     with pytest.raises(ValueError, match="4 steps cannot be subtracted"):
-        steps.taken_back([one], StepCharge(1.0, 0.1, 4))
+        steps.drop_charges([one], StepCharge(1.0, 0.1, 4))
     assert dp.epsilon([], 1e-5) == 0.0
 
 
@@ -158,7 +158,7 @@ def test_scaffold_and_feddyn_remember_noised_gradients_alone() -> None:
     memory = ClientState()
     trained(work(memory=memory, **quiet(algorithm="feddyn", alpha=0.5, dp_noise_multiplier=1e-3)))
     assert memory.get("feddyn") is not None
-    model = Scaffold(num_clients=2).build().counterpart.extend(start())
+    model = Scaffold(num_clients=2).build().requirements.extend(start())
     memory = ClientState()
     options = quiet(algorithm="scaffold", dp_noise_multiplier=1e-3)
     training, before = work(memory=memory, **options), start()

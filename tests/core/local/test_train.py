@@ -171,7 +171,8 @@ def test_personal_layers_stay_in_the_clients_memory(personal: tuple[str, ...], k
     assert note is not None
     assert note.keys() == kept
     losses = [
-        score(trainee, parameters, EXAMPLES, memory=ClientState(each))["loss"] for each in ({}, {"personal": note})
+        score(trainee, parameters, EXAMPLES, client_state=ClientState(each))["loss"]
+        for each in ({}, {"personal": note})
     ]
     assert losses[1] < losses[0]
     # The next training goes on with what is remembered; another client begins with the module's own values.

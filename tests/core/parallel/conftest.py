@@ -11,7 +11,7 @@ import torch
 
 from fedplat.pytorch.distributed import Ranks, join_group
 from support.ranks import scenarios
-from support.ranks.crew import RankError, Zygote
+from support.ranks.group import RankError, Zygote
 from support.ranks.scenarios import Arrays
 
 HERE = "support.ranks.scenarios"
@@ -31,12 +31,12 @@ def alone() -> Generator[Ranks]:
 def folder_of_two(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Path:
     """What two processes have left behind that did all scenarios, and were killed in a training."""
     folder = tmp_path_factory.mktemp("two")
-    with zygote.crew(2) as crew:
-        crew.call(f"{HERE}:do", folder=str(folder))
-        crew.begin(f"{HERE}:do_half", folder=str(folder))
+    with zygote.group(2) as group:
+        group.call(f"{HERE}:do", folder=str(folder))
+        group.begin(f"{HERE}:do_half", folder=str(folder))
         for rank in range(2):
             with pytest.raises(RankError):  # it is gone, or the other one was before it
-                crew.result(rank)
+                group.result(rank)
     return folder
 
 
@@ -44,8 +44,8 @@ def folder_of_two(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> P
 def folder_of_gpus(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Path:
     """The same of processes with a GPU each: two, or as many as there are."""
     folder = tmp_path_factory.mktemp("gpus")
-    with zygote.crew(min(2, torch.cuda.device_count()), BACKEND="nccl") as crew:
-        crew.call(f"{HERE}:do", folder=str(folder))
+    with zygote.group(min(2, torch.cuda.device_count()), BACKEND="nccl") as group:
+        group.call(f"{HERE}:do", folder=str(folder))
     return folder
 
 

@@ -168,6 +168,6 @@ def test_the_noise_of_a_tree_s_sum_is_that_of_its_open_nodes() -> None:
 
 def test_a_model_whose_integer_entries_would_be_released_is_refused() -> None:
     arrays = {"w": np.zeros(SIZE, np.float32), "steps": np.zeros(1, np.int64)}
-    misfit = ruled(FIXED).counterpart.misfit
+    misfit = ruled(FIXED).requirements.misfit
     assert misfit(Parameters.from_arrays(arrays).schema) == ""
     assert "released without noise" in misfit(Parameters.from_arrays(arrays, "max").schema)

@@ -6,10 +6,10 @@ from collections.abc import Generator
 
 import pytest
 
-from support.ranks.crew import Crew, Zygote
+from support.ranks.group import RankGroup, Zygote
 
 
 @pytest.fixture(scope="session")
-def pair(zygote: Zygote) -> Generator[Crew]:
-    with zygote.crew(2) as crew:
-        yield crew
+def pair(zygote: Zygote) -> Generator[RankGroup]:
+    with zygote.group(2) as group:
+        yield group

@@ -9,15 +9,15 @@ import pytest
 
 from fedplat.pytorch.distributed.bench import health
 from fedplat.pytorch.distributed.bench.records import FACTORS, BenchReport, Link, Measurement, bandwidths
-from support.ranks.crew import Crew, Zygote
+from support.ranks.group import RankGroup, Zygote
 
 HERE = "support.ranks.on_ranks"
 
 
 def test_the_library_is_right_and_everything_is_measured(zygote: Zygote) -> None:
     count, sizes = 3, [12, 4 * (2**20 + 3)]
-    with zygote.crew(count) as crew:
-        replies = crew.call(f"{HERE}:bench", sizes=sizes)
+    with zygote.group(count) as group:
+        replies = group.call(f"{HERE}:bench", sizes=sizes)
     report = msgspec.convert(replies[0]["report"], BenchReport)
     assert [each for each in report.measurements if not each.is_correct] == []
     assert [each.implementation for each in report.measurements] == ["library"] * 2 * len(FACTORS)
@@ -46,7 +46,7 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
     assert {bandwidths(collective, 8_000_000_000, 2.0, 4)[0] for collective in FACTORS} == {4.0}
 
 
-def test_what_was_not_done_is_not_right(pair: Crew) -> None:
+def test_what_was_not_done_is_not_right(pair: RankGroup) -> None:
     # Rank 0 of a broadcast has its result before; of a gather and a reduce, only rank 0 has one.
     assert pair.call(f"{HERE}:what_is_correct_without_doing_it") == [["broadcast"], ["gather", "reduce"]]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from fedplat.pytorch.distributed import join_group
-from support.ranks.crew import Crew, RankError, Zygote
+from support.ranks.group import RankError, RankGroup, Zygote
 
 HERE = "support.ranks.on_ranks"
 
 
-def test_what_ranks_say_to_each_other(pair: Crew) -> None:
+def test_what_ranks_say_to_each_other(pair: RankGroup) -> None:
     replies = pair.call(f"{HERE}:talk")
     assert replies == [
         {"gathered": [0, 1], "same": True, "told": "from 0", "nothing": "", "is_first": rank == 0} for rank in range(2)
@@ -19,11 +19,11 @@ def test_what_ranks_say_to_each_other(pair: Crew) -> None:
 
 @pytest.fixture(scope="module")
 def three(zygote: Zygote) -> object:
-    with zygote.crew(3) as crew:
-        yield crew
+    with zygote.group(3) as group:
+        yield group
 
 
-def test_parts_of_the_group(three: Crew) -> None:
+def test_parts_of_the_group(three: RankGroup) -> None:
     mistakes = [
         "a subgroup cannot be divided again; expected all ranks",
         "a subgroup of 0 ranks: expected 1 or more",
@@ -36,12 +36,12 @@ def test_parts_of_the_group(three: Crew) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "p2p"])
-def test_a_part_of_the_group_adds_up(three: Crew, transport: str) -> None:
+def test_a_part_of_the_group_adds_up(three: RankGroup, transport: str) -> None:
     assert three.call(f"{HERE}:add_up_in_subgroup", transport=transport) == [[6.0] * 4, [6.0] * 4, None]
 
 
 @pytest.mark.parametrize(("last", "replies"), [("a", ["a rank"] * 3), ("b", [2, 2, 0])])
-def test_a_stranger_in_the_place_of_a_rank_is_found_out(three: Crew, last: str, replies: list[object]) -> None:
+def test_a_stranger_in_the_place_of_a_rank_is_found_out(three: RankGroup, last: str, replies: list[object]) -> None:
     """Gloo takes what connects first for a rank; one that does not have the key cannot prove it."""
     told = three.call(f"{HERE}:prove", keys=["a", "a", last])
     strangers = [f"the process connected as rank {reply} does not have the ranks' key" for reply in replies]
@@ -51,11 +51,11 @@ def test_a_stranger_in_the_place_of_a_rank_is_found_out(three: Crew, last: str, 
 @pytest.mark.fault("F35")
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_is_killed_ends_the_calls_of_the_others(zygote: Zygote, victim: int) -> None:
-    with zygote.crew(3) as crew:
-        crew.begin(f"{HERE}:gather_or_die", victim=victim)
+    with zygote.group(3) as group:
+        group.begin(f"{HERE}:gather_or_die", victim=victim)
         for rank in {0, 1, 2} - {victim}:
             with pytest.raises(RankError, match="RuntimeError"):
-                crew.result(rank)
+                group.result(rank)
 
 
 @pytest.mark.fault("F35")

@@ -11,7 +11,7 @@ import pytest
 
 from fedplat.model import WINDOW
 from fedplat.pytorch.distributed import VectorLayout
-from support.ranks.crew import Crew, RankError, Zygote
+from support.ranks.group import RankError, RankGroup, Zygote
 from support.ranks.on_ranks import vector_of
 
 HERE = "support.ranks.on_ranks"
@@ -42,7 +42,7 @@ def read(path: Path) -> npt.NDArray[np.float32]:
 @pytest.mark.parametrize("transport", ["shared_memory", "p2p"])
 @pytest.mark.parametrize("case", CASES)
 def test_sums_have_the_bits_of_the_order_of_logical_ranks(
-    pair: Crew, transport: str, case: str, tmp_path: Path
+    pair: RankGroup, transport: str, case: str, tmp_path: Path
 ) -> None:
     logical, bounds = CASES[case]
     replies = pair.call(f"{HERE}:add_up", transport=transport, logical=logical, bounds=bounds, folder=str(tmp_path))
@@ -60,8 +60,8 @@ def test_sums_have_the_bits_of_the_order_of_logical_ranks(
 @pytest.mark.parametrize("transport", ["auto", "p2p"])
 def test_the_bits_do_not_depend_on_the_number_of_processes(zygote: Zygote, transport: str, tmp_path: Path) -> None:
     for count, bounds in ((1, [0, SIZE]), (3, [0, 20_000, 90_000, SIZE])):
-        with zygote.crew(count) as crew:
-            crew.call(f"{HERE}:add_up", transport=transport, logical=4, bounds=bounds, folder=str(tmp_path))
+        with zygote.group(count) as group:
+            group.call(f"{HERE}:add_up", transport=transport, logical=4, bounds=bounds, folder=str(tmp_path))
         np.testing.assert_array_equal(read(tmp_path / f"whole-second-{count - 1}"), expected(4, SIZE) * 2)
 
 
@@ -70,12 +70,12 @@ def test_the_order_matters_to_the_numbers_of_these_tests() -> None:
     assert (in_turn != expected(3, SIZE)).any()
 
 
-def test_nothing_is_left_of_shared_memory(pair: Crew) -> None:
+def test_nothing_is_left_of_shared_memory(pair: RankGroup) -> None:
     # Each rank has its own file and the other's, for as long as the vectors are there.
     assert pair.call(f"{HERE}:memory_files") == [[2, 2, 0, 0], [2, 2, 0, 0]]
 
 
-def test_all_ranks_send_when_one_has_no_memory_to_share(pair: Crew) -> None:
+def test_all_ranks_send_when_one_has_no_memory_to_share(pair: RankGroup) -> None:
     call = f"{HERE}:make_vectors_without_files"
     assert pair.call(call, transport="auto") == ["P2PVectors", "P2PVectors"]
     pair.begin(call, transport="shared_memory")
@@ -84,7 +84,7 @@ def test_all_ranks_send_when_one_has_no_memory_to_share(pair: Crew) -> None:
             pair.result(rank)
 
 
-def test_a_layout_is_for_one_number_of_processes(pair: Crew) -> None:
+def test_a_layout_is_for_one_number_of_processes(pair: RankGroup) -> None:
     pair.begin(f"{HERE}:of_another_number")
     for rank in range(2):
         with pytest.raises(RankError, match="columns for 3 processes; expected them for 2"):
@@ -94,10 +94,10 @@ def test_a_layout_is_for_one_number_of_processes(pair: Crew) -> None:
 @pytest.mark.fault("F35")
 @pytest.mark.parametrize("transport", ["shared_memory", "p2p"])
 def test_a_rank_that_is_killed_ends_the_sums_of_the_others(zygote: Zygote, transport: str) -> None:
-    with zygote.crew(2) as crew:
-        crew.begin(f"{HERE}:die_or_wait", victim=1, transport=transport)
+    with zygote.group(2) as group:
+        group.begin(f"{HERE}:die_or_wait", victim=1, transport=transport)
         with pytest.raises(RankError, match="RuntimeError"):
-            crew.result(0)
+            group.result(0)
 
 
 @pytest.mark.parametrize(

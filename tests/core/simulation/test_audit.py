@@ -14,8 +14,8 @@ from fedplat.errors import JobFileError
 from fedplat.job import calibrate
 from fedplat.model import Parameters
 from fedplat.simulation.clients import FleetOptions, build_fleet
-from fedplat.simulation.engines.interface import LocalUpdate, Work
-from fedplat.simulation.privacy_audit import Audit, canaries_of, choose_canaries, run_audit
+from fedplat.simulation.engines.interface import ClientTask, LocalUpdate
+from fedplat.simulation.privacy_audit import Audit, add_canaries, choose_canaries, run_audit
 from fedplat.simulation.run import Simulation
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.setup import Setup
@@ -68,18 +68,18 @@ class Idle:
 
     def retire(self, version: int) -> None: ...
 
-    def begin(self, works: Sequence[Work]) -> None: ...
+    def begin(self, tasks: Sequence[ClientTask]) -> None: ...
 
-    def result(self, work: Work) -> LocalUpdate:
+    def result(self, task: ClientTask) -> LocalUpdate:
         return LocalUpdate(Parameters.zeros(self.initial.schema), 10.0)
 
-    def drop(self, work: Work) -> None:
+    def drop(self, task: ClientTask) -> None:
         self.dropped += 1
 
-    def memories(self) -> Mapping[int, Mapping[str, Parameters]]:
+    def client_states(self) -> Mapping[int, Mapping[str, Parameters]]:
         return {}
 
-    def remember(self, memories: Mapping[int, Mapping[str, Parameters]]) -> None: ...
+    def set_client_states(self, client_states: Mapping[int, Mapping[str, Parameters]]) -> None: ...
 
     def evaluate(self, model: Parameters) -> Mapping[str, float]:
         return {}
@@ -142,21 +142,21 @@ def test_weights_and_adaptive_clipping_do_not_hide_the_canaries() -> None:
 def test_the_other_clients_train_as_ever() -> None:
     engine = Idle()
     spec = files.parse(job("fixed", "noise_multiplier = 1.0"), Path()).job
-    canaries, included = canaries_of(spec, engine, 50, seed=3)
+    canaries, included = add_canaries(spec, engine, 50, seed=3)
     assert len(included) == 50
     assert choose_canaries(NUM_CLIENTS, 50, 3) == included != choose_canaries(NUM_CLIENTS, 50, 4)
     canaries.publish(0, engine.initial)
     other = next(client for client in range(NUM_CLIENTS) if client not in included)
-    works = [Work(client, 0, 0) for client in (other, *included)]
-    canaries.begin(works)
-    assert canaries.result(works[0]).num_examples == 10.0
-    for work in works[1:]:
-        trained = canaries.result(work)
-        assert np.linalg.norm(trained.update.to_vector()) == pytest.approx(0.5 * included[work.client], rel=1e-5)
+    tasks = [ClientTask(client, 0, 0) for client in (other, *included)]
+    canaries.begin(tasks)
+    assert canaries.result(tasks[0]).num_examples == 10.0
+    for task in tasks[1:]:
+        trained = canaries.result(task)
+        assert np.linalg.norm(trained.update.to_vector()) == pytest.approx(0.5 * included[task.client], rel=1e-5)
         assert trained.num_examples == 1.0
         assert trained.update["steps"] == 0
-    for work in works:
-        canaries.drop(work)
+    for task in tasks:
+        canaries.drop(task)
     assert engine.dropped == 1
 
 
@@ -164,9 +164,9 @@ def test_what_cannot_be_audited_is_said() -> None:
     spec = files.parse(job("fixed", "noise_multiplier = 1.0"), Path()).job
     for count in (19, 201):
         with pytest.raises(JobFileError, match=f"{count} canaries of 200 clients: expected from 20 to 200"):
-            canaries_of(spec, Idle(), count, 0)
+            add_canaries(spec, Idle(), count, 0)
     with pytest.raises(JobFileError, match="there is no promise to check"):
-        canaries_of(
+        add_canaries(
             files.parse(job("fixed", "noise_multiplier = 1.0").partition("[privacy]")[0], Path()).job, Idle(), 0, 0
         )
 

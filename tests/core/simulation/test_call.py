@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("run")
-    return simulate(write_digits(folder), keep=RunFolderOptions(folder / "kept", tensorboard=True))
+    return simulate(write_digits(folder), run_folder=RunFolderOptions(folder / "kept", tensorboard=True))
 
 
 def test_the_docstrings_example_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_what_is_kept(run: Run) -> None:
     assert list((folder / "tensorboard").iterdir())
     assert {path.name for path in run.plot(folder)} >= {"accuracy.png", "time.png", "participation.png", "data.png"}
     with pytest.raises(DataError, match="has a run already"):
-        simulate(run.file, keep=RunFolderOptions(folder))
+        simulate(run.file, run_folder=RunFolderOptions(folder))
 
 
 def test_equal_files_give_equal_runs(run: Run) -> None:
@@ -106,10 +106,10 @@ def test_a_run_that_was_stopped_goes_on(run: Run, stop_at: int, tmp_path: Path) 
             raise StoppedError
 
     with pytest.raises(StoppedError):
-        simulate(run.file, observe=observe, keep=RunFolderOptions(tmp_path / "kept", checkpoint_s=0.0))
+        simulate(run.file, observe=observe, run_folder=RunFolderOptions(tmp_path / "kept", checkpoint_s=0.0))
     heard: list[int] = []
-    keep = RunFolderOptions(tmp_path / "kept", resume=True)
-    resumed = simulate(run.file, observe=lambda record: heard.append(record.round), keep=keep)
+    run_folder = RunFolderOptions(tmp_path / "kept", resume=True)
+    resumed = simulate(run.file, observe=lambda record: heard.append(record.round), run_folder=run_folder)
     assert resumed.model == run.model
     assert resumed.to_dict() | {"computed": 0} == run.to_dict() | {"computed": 0}
     assert heard == [record.round for record in run.result.attempts]  # those of the first process too
@@ -246,7 +246,7 @@ def test_clients_that_shall_score_keep_something_for_it(tmp_path: Path) -> None:
     own = Dataset.from_arrays(np.zeros((40, 1, 8, 8), np.float32), np.zeros(40, np.int64))
     dealt = deal(own, partitioners.Iid(clients=20), 0)
     with pytest.raises(JobFileError, match=r"simulation.held_out = 0.2: the data already defines"):
-        simulate(parse(text, tmp_path), data=dealt.holding_out(0.5, 0))
+        simulate(parse(text, tmp_path), data=dealt.with_held_out(0.5, 0))
 
 
 def test_training_needs_data(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def simulated(rule: str, initial: Parameters = ZEROS, rounds: int = 30, **config
 def test_scaffolds_variate_is_the_mean_of_those_that_the_clients_remember() -> None:
     """Only so if a client remembers what came of the updates that were merged, of all of them and of no other."""
     model, engine = simulated("scaffold", rounds=4)  # at the optimum it would be 0
-    kept = [contents["scaffold"]["weight"] for contents in engine.memories().values()]
+    kept = [contents["scaffold"]["weight"] for contents in engine.client_states().values()]
     assert len(kept) > NUM_CLIENTS / 2
     np.testing.assert_allclose(model["control/weight"], np.sum(kept, axis=0) / NUM_CLIENTS, atol=1e-5)
     assert np.abs(model["control/weight"]).max() > 1e-3
@@ -59,7 +59,7 @@ def test_scaffolds_variate_is_the_mean_of_those_that_the_clients_remember() -> N
 @pytest.mark.parametrize(("rule", "config"), [("scaffold", {}), ("feddyn", {"alpha": 0.5})])
 def test_the_model_goes_to_the_optimum_of_those_who_take_part(rule: str, config: dict[str, Any]) -> None:
     model, engine = simulated(rule, rounds=80, **config)
-    took_part = np.concatenate([np.arange(EACH) + EACH * client for client in engine.memories()])
+    took_part = np.concatenate([np.arange(EACH) + EACH * client for client in engine.client_states()])
     assert EACH * NUM_CLIENTS / 2 < len(took_part) < EACH * NUM_CLIENTS  # one is always late
     optimum = np.linalg.lstsq(INPUTS[took_part].astype("f8"), TARGETS[took_part].astype("f8"), rcond=None)[0].T
     assert np.linalg.norm(model["weight"] - optimum) < 0.1 * np.linalg.norm(optimum)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from fedplat.model import Parameters
-from fedplat.simulation.engines.interface import LocalUpdate, Work
+from fedplat.simulation.engines.interface import ClientTask, LocalUpdate
 from fedplat.simulation.federated import training
-from fedplat.simulation.federated.retention import VersionRetention
+from fedplat.simulation.federated.retention import UpdateRetention
 from fedplat.simulation.recording.result import AttemptResult, Result
 from fedplat.simulation.run import Hooks, Simulation, run
 from support.simulation.cases import BAD, job, make_fleet
@@ -134,18 +134,18 @@ def test_an_attempt_whose_updates_are_too_large_is_tried_again() -> None:
     assert (result.status, len(result.rounds)) == ("FAILED", 0)
     assert [record.phase for record in result.attempts] == ["ABANDONED"] * 2
     assert "rejected" in result.attempts[0].reason
-    assert engine.memories() == {}  # nothing was merged, so nobody remembers anything
+    assert engine.client_states() == {}  # nothing was merged, so nobody remembers anything
 
 
 class Attacked(LeastSquares):
     """Client 5 sends updates that are far too large, and client 27 claims far too many examples."""
 
-    def result(self, work: Work) -> LocalUpdate:
-        trained = super().result(work)
-        if work.client == 5:
+    def result(self, task: ClientTask) -> LocalUpdate:
+        trained = super().result(task)
+        if task.client == 5:
             huge = Parameters.from_arrays({"weight": trained.update["weight"] * np.float32(1e6)})
             return dataclasses.replace(trained, update=huge)
-        return dataclasses.replace(trained, num_examples=1e12) if work.client == 27 else trained
+        return dataclasses.replace(trained, num_examples=1e12) if task.client == 27 else trained
 
 
 @pytest.mark.fault("F43")
@@ -165,8 +165,8 @@ def test_one_client_neither_stops_nor_owns_a_simulated_job(
     assert result.participation.merged[27] > 0
     assert all(record.total_weight < 1e4 for record in result.rounds)
     assert result.rounds[-1].evaluation["distance"] < result.rounds[0].evaluation["distance"]
-    assert 5 not in engine.memories(), "what was dropped is not remembered"
-    monkeypatch.setattr(training, "VersionRetention", functools.partial(VersionRetention, budget=0))
+    assert 5 not in engine.client_states(), "what was dropped is not remembered"
+    monkeypatch.setattr(training, "UpdateRetention", functools.partial(UpdateRetention, budget=0))
     _, from_files = play()
     assert from_files.model == result.model
 
@@ -214,9 +214,9 @@ def test_reports_that_lack_what_the_rule_needs_are_rejected() -> None:
 class Poisoned(LeastSquares):
     """Two of forty clients send garbage."""
 
-    def result(self, work: Work) -> LocalUpdate:
-        trained = super().result(work)
-        if work.client not in (5, 27):  # who take part four times each
+    def result(self, task: ClientTask) -> LocalUpdate:
+        trained = super().result(task)
+        if task.client not in (5, 27):  # who take part four times each
             return trained
         return dataclasses.replace(
             trained, update=Parameters.from_arrays({"weight": np.full(NUM_WEIGHTS, 1e6, np.float32)})
@@ -260,7 +260,7 @@ def test_updates_that_grew_too_old_while_they_waited_are_forgotten() -> None:
     result = run(Simulation(spec=spec, fleet=make_fleet(40, **alike), engine=engine, initial=initial(), seed=1))
     assert result.totals.counts["DROPPED"] > 0
     assert result.staleness == {0: 4 * 5}
-    assert set(engine.published) - {4} <= {work.version for work in engine.under_way}
+    assert set(engine.published) - {4} <= {task.version for task in engine.under_way}
     assert engine.calls["dropped"] >= result.totals.counts["DROPPED"]
 
 

@@ -53,17 +53,17 @@ def test_datasets_are_checked() -> None:
 def test_clients_keep_a_part_of_their_examples_from_training() -> None:
     inputs, targets = np.zeros((6, 2), np.float32), np.arange(6)
     whole = Federation(inputs, targets, [np.array([5, 3, 1, 0]), np.array([2, 4])], inputs[:1], targets[:1])
-    kept = whole.holding_out(0.25, seed=3)
+    kept = whole.with_held_out(0.25, seed=3)
     assert [(len(part), len(out)) for part, out in zip(kept.parts, kept.held_out, strict=True)] == [(3, 1), (1, 1)]
     for before, part, out in zip(whole.parts, kept.parts, kept.held_out, strict=True):
         assert [example for example in before if example in part] == part.tolist()  # in their order
         assert sorted([*part, *out]) == sorted(before)
     assert kept.sizes_held_out().tolist() == [1, 1]
     assert whole.sizes_held_out().tolist() == [0, 0]
-    drawn = {tuple(whole.holding_out(0.25, seed).held_out[0]) for seed in range(50)}
+    drawn = {tuple(whole.with_held_out(0.25, seed).held_out[0]) for seed in range(50)}
     assert len(drawn) == 4
     with pytest.raises(DataError, match="client 1 has a single example"):
-        Federation(INPUTS, TARGETS, PARTS, INPUTS[:0], TARGETS[:0]).holding_out(0.1, 0)
+        Federation(INPUTS, TARGETS, PARTS, INPUTS[:0], TARGETS[:0]).with_held_out(0.1, 0)
 
 
 def test_the_example_of_the_docstring_runs() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedplat.errors import JournalError
+from fedplat.errors import ReplayError
 from fedplat.simulation.recording.result import AttemptResult, Result
 from fedplat.simulation.run import Hooks, Simulation, run
 from support.simulation.cases import BAD, job, make_fleet
@@ -38,11 +38,11 @@ class Fragile(LeastSquares):
 
     num_results_left = -1
 
-    def result(self, work: Any) -> Any:
+    def result(self, task: Any) -> Any:
         self.num_results_left -= 1
         if self.num_results_left == 0:
             raise StoppedError
-        return super().result(work)
+        return super().result(task)
 
 
 def play(folder: Path | None, engine: Fragile, sections: dict[str, Any], stop_at: int = 0) -> Result:
@@ -88,7 +88,7 @@ def test_a_run_that_has_ended_is_replayed_without_training(tmp_path: Path) -> No
 
 def test_the_journal_of_another_simulation_is_refused(tmp_path: Path) -> None:
     play(tmp_path, Fragile(30), {})
-    with pytest.raises(JournalError, match="belongs to another simulation; resume with the same file, seed and data"):
+    with pytest.raises(ReplayError, match="belongs to another simulation; resume with the same file, seed and data"):
         play(tmp_path, Fragile(30), {"aggregation": {"rule": "fedavgm"}})
 
 
@@ -100,12 +100,12 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     lines = content.splitlines(keepends=True)
     other = json.loads(lines[1]) | {"client": 29}
     answers.write_bytes(lines[0] + json.dumps(other, separators=(",", ":")).encode() + b"\n" + b"".join(lines[2:]))
-    with pytest.raises(JournalError, match=r"line 2: expected an answer for client|has \d+ bytes"):
+    with pytest.raises(ReplayError, match=r"line 2: expected an answer for client|has \d+ bytes"):
         play(tmp_path, Fragile(30), {})
     answers.write_bytes(content[:-5])
-    with pytest.raises(JournalError, match="remove the folder to start again"):
+    with pytest.raises(ReplayError, match="remove the folder to start again"):
         play(tmp_path, Fragile(30), {})
     answers.write_bytes(content)
     (folder / "state.bin").write_bytes(b"nonsense")
-    with pytest.raises(JournalError, match="remove it to start again"):
+    with pytest.raises(ReplayError, match="remove it to start again"):
         play(tmp_path, Fragile(30), {})

@@ -40,19 +40,19 @@ async def until_blocked(connection: AsyncConnection, table: str, task: asyncio.T
 
 async def test_the_first_one_takes_it_and_the_second_learns_where_the_leader_is(leases: LeaseStore) -> None:
     assert (await leases.read()).lease is None
-    lease = await leases.take(ONE, "secret", LONG_S)
+    lease = await leases.acquire(ONE, "secret", LONG_S)
     assert lease is not None
     assert (lease.holder, lease.address, lease.term, lease.secret) == ("d-one", "one:7443", 1, "secret")
-    assert await leases.take(TWO, "another", LONG_S) is None
-    sighting = await leases.read()
-    assert sighting.lease == lease
-    assert lease.renewed_unix_s <= sighting.now_unix_s < lease.expires_unix_s
+    assert await leases.acquire(TWO, "another", LONG_S) is None
+    reading = await leases.read()
+    assert reading.lease == lease
+    assert lease.renewed_unix_s <= reading.now_unix_s < lease.expires_unix_s
     assert lease.expires_unix_s - lease.renewed_unix_s == pytest.approx(LONG_S, abs=0.001)
 
 
 async def test_an_expired_lease_changes_hands_with_a_higher_term(leases: LeaseStore) -> None:
-    first = await leases.take(ONE, "s1", 0.0)
-    second = await leases.take(TWO, "s2", LONG_S)
+    first = await leases.acquire(ONE, "s1", 0.0)
+    second = await leases.acquire(TWO, "s2", LONG_S)
     assert first is not None
     assert second is not None
     assert (second.holder, second.term) == ("d-two", 2)
@@ -62,22 +62,22 @@ async def test_an_expired_lease_changes_hands_with_a_higher_term(leases: LeaseSt
 
 
 async def test_a_renewal_moves_the_end(leases: LeaseStore) -> None:
-    lease = await leases.take(ONE, "s1", 0.0)
+    lease = await leases.acquire(ONE, "s1", 0.0)
     assert lease is not None
     assert await leases.renew(lease, LONG_S)
     renewed = (await leases.read()).lease
     assert renewed is not None
     assert renewed.expires_unix_s > lease.expires_unix_s + LONG_S / 2
     assert (renewed.holder, renewed.term, renewed.secret) == ("d-one", 1, "s1")
-    assert await leases.take(TWO, "s2", LONG_S) is None
+    assert await leases.acquire(TWO, "s2", LONG_S) is None
 
 
 async def test_a_released_lease_is_free_at_once_and_terms_never_repeat(leases: LeaseStore) -> None:
-    lease = await leases.take(ONE, "s1", LONG_S)
+    lease = await leases.acquire(ONE, "s1", LONG_S)
     assert lease is not None
     await leases.release(lease)
     assert not await leases.renew(lease, LONG_S)
-    second = await leases.take(TWO, "s2", LONG_S)
+    second = await leases.acquire(TWO, "s2", LONG_S)
     assert second is not None
     assert second.term == 2
 
@@ -86,7 +86,7 @@ async def test_of_many_that_take_it_at_once_one_gets_it(database: str) -> None:
     several = [await open_leases(database) for _ in range(4)]
     try:
         taken = await asyncio.gather(
-            *(each.take(Candidate(f"d-{n}", "x:1"), f"s{n}", LONG_S) for n, each in enumerate(several))
+            *(each.acquire(Candidate(f"d-{n}", "x:1"), f"s{n}", LONG_S) for n, each in enumerate(several))
         )
         assert sum(lease is not None for lease in taken) == 1
     finally:
@@ -98,10 +98,10 @@ async def test_of_many_that_take_it_at_once_one_gets_it(database: str) -> None:
 async def test_a_write_of_an_older_term_is_rejected(database: str) -> None:
     leases, store = await open_leases(database), await open_store(database)
     try:
-        await leases.take(ONE, "s1", 0.0)
+        await leases.acquire(ONE, "s1", 0.0)
         await store.fence(1)
         await store.jobs.create_job(draft("j-1"), JOB_FILE, "key-1")
-        await leases.take(TWO, "s2", LONG_S)
+        await leases.acquire(TWO, "s2", LONG_S)
         with pytest.raises(LeadershipLostError, match="another daemon leads in term 2"):
             await store.jobs.create_job(draft("j-2"), JOB_FILE, "key-2")
         assert [job.state.job_id for job in await store.jobs.load_jobs()] == ["j-1"]
@@ -117,11 +117,11 @@ async def test_a_term_ends_only_after_the_writes_that_passed_its_fence(postgres:
     leases = await open_leases(postgres)
     old: SqlLeases = await open_leases(postgres)
     try:
-        lease = await leases.take(ONE, "s1", 0.0)
+        lease = await leases.acquire(ONE, "s1", 0.0)
         assert lease is not None
         async with old._engine.begin() as writing:  # pyright: ignore[reportPrivateUsage]
             await writing.run_sync(require_term, 1)
-            taking = asyncio.create_task(leases.take(TWO, "s2", LONG_S))
+            taking = asyncio.create_task(leases.acquire(TWO, "s2", LONG_S))
             await until_blocked(writing, "leases", taking)
         # Committed: whoever takes the lease sees what was written.
         taken = await taking
@@ -135,7 +135,7 @@ async def test_a_term_ends_only_after_the_writes_that_passed_its_fence(postgres:
 async def test_a_renewal_does_not_wait_for_writes_that_passed_the_fence(postgres: str) -> None:
     leases, other = await open_leases(postgres), await open_leases(postgres)
     try:
-        lease = await leases.take(ONE, "s1", LONG_S)
+        lease = await leases.acquire(ONE, "s1", LONG_S)
         assert lease is not None
         async with other._engine.begin() as writing:  # pyright: ignore[reportPrivateUsage]
             await writing.run_sync(require_term, 1)
@@ -168,7 +168,7 @@ async def test_a_severed_store_lets_go_of_a_database_that_does_not_answer(postgr
 async def test_a_database_that_is_gone_says_so(postgres: str) -> None:
     leases = await open_leases(postgres)
     try:
-        await leases.take(ONE, "s1", LONG_S)
+        await leases.acquire(ONE, "s1", LONG_S)
         others = "datname = current_database() AND pid <> pg_backend_pid()"
         await execute_sql(postgres, f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {others}")
         found = None

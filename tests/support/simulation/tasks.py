@@ -12,7 +12,7 @@ from fedplat.model import Parameters
 from fedplat.pytorch.training import Learner, LocalOptions
 from fedplat.simulation.data.federation import Federation
 from fedplat.simulation.engines.client_trainer import ClientTraining
-from fedplat.simulation.engines.interface import Engine, LocalUpdate, Work
+from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
 
 SIDE = 12
 SIZES = (23, 5, 10, 31, 1, 12)
@@ -58,13 +58,13 @@ def task(make: Callable[[], nn.Module] = two_layers, sizes: Sequence[int] = SIZE
     return ClientTraining(federation(sizes), Learner(model=make), options)
 
 
-def rounds(engine: Engine, model: Parameters, works: Sequence[Sequence[Work]]) -> list[list[LocalUpdate]]:
+def rounds(engine: Engine, model: Parameters, tasks: Sequence[Sequence[ClientTask]]) -> list[list[LocalUpdate]]:
     """Rounds of federated averaging, each with the works given; results are asked for in the order of the works."""
     found: list[list[LocalUpdate]] = []
-    for version, cohort in enumerate(works):
+    for version, cohort in enumerate(tasks):
         engine.publish(version, model)
         engine.begin(cohort)
-        trained = [engine.result(work) for work in cohort]
+        trained = [engine.result(task) for task in cohort]
         engine.retire(version)
         model = model.copy()
         for each in trained:

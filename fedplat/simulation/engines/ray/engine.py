@@ -19,7 +19,7 @@ from fedplat.model import Parameters, Schema
 from fedplat.simulation.engines import messages
 from fedplat.simulation.engines.client_states import ClientStates
 from fedplat.simulation.engines.client_trainer import NO_UPDATE, ClientTraining, Contents, ModuleTrainer, num_examples
-from fedplat.simulation.engines.interface import Engine, LocalUpdate, Work
+from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
 from fedplat.simulation.engines.ray.cluster import Cluster
 from fedplat.simulation.engines.ray.data import DataShards
 from fedplat.simulation.engines.ray.worker import Answer, RayWorker, make_piece
@@ -34,7 +34,7 @@ _START_S = 120.0
 
 class _Sent(NamedTuple):
     number: int
-    work: Work
+    task: ClientTask
     worker: int
 
 
@@ -91,43 +91,43 @@ class RayEngine(Engine):
         self._versions.retire(version)
 
     @override
-    def begin(self, works: Sequence[Work]) -> None:
-        self._queue.begin(works)
+    def begin(self, tasks: Sequence[ClientTask]) -> None:
+        self._queue.begin(tasks)
         self._send()
 
     @override
-    def result(self, work: Work) -> LocalUpdate:
+    def result(self, task: ClientTask) -> LocalUpdate:
         """Wait for a task. Raises `EngineError` with the actor's error text, or if an actor was lost."""
-        while not self._queue.has_answer(work):
+        while not self._queue.has_answer(task):
             self._receive()
-        answer = self._queue.fetch(work)
+        answer = self._queue.fetch(task)
         if answer.update is None:
             raise EngineError(
-                f"the {'scoring' if work.scores else 'training'} of client {work.client} failed: {answer.failure}"
+                f"the {'scoring' if task.scores else 'training'} of client {task.client} failed: {answer.failure}"
             )
         if answer.note is not None:
-            self._states.put(work, answer.note)
-        if work.scores:
-            return LocalUpdate(NO_UPDATE, num_examples(self._federation, work), answer.metrics)
+            self._states.put(task, answer.note)
+        if task.scores:
+            return LocalUpdate(NO_UPDATE, num_examples(self._federation, task), answer.metrics)
         assert self._schema is not None
         # A copy, because the store's memory is read-only and is freed with the cluster.
         update = Parameters(self._schema, answer.update.copy())
-        return LocalUpdate(update, num_examples(self._federation, work), answer.metrics)
+        return LocalUpdate(update, num_examples(self._federation, task), answer.metrics)
 
     @override
-    def drop(self, work: Work) -> None:
-        if work in self._queue:
-            self._queue.drop(work)
+    def drop(self, task: ClientTask) -> None:
+        if task in self._queue:
+            self._queue.drop(task)
         else:
-            self._states.undo(work)
+            self._states.undo(task)
 
     @override
-    def memories(self) -> Mapping[int, Contents]:
+    def client_states(self) -> Mapping[int, Contents]:
         return {client: messages.unpack_state(note) for client, note in self._states}
 
     @override
-    def remember(self, memories: Mapping[int, Contents]) -> None:
-        self._states.replace({client: messages.pack_state(contents) for client, contents in memories.items()})
+    def set_client_states(self, client_states: Mapping[int, Contents]) -> None:
+        self._states.replace({client: messages.pack_state(contents) for client, contents in client_states.items()})
 
     @override
     def evaluate(self, model: Parameters) -> Mapping[str, float]:
@@ -194,12 +194,12 @@ class RayEngine(Engine):
 
     def _send(self) -> None:
         while min(self._loads) < _AHEAD and (drawn := self._queue.draw()):
-            number, work = drawn
+            number, task = drawn
             worker = self._loads.index(min(self._loads))
-            piece, span = (self._held_out if work.scores else self._pieces).place(work.client)
+            piece, span = (self._held_out if task.scores else self._pieces).place(task.client)
             answer = self._actors[worker].answer
-            reference = answer.remote(work, span, self._states.begin(work), self._models[work.version], piece)
-            self._sent[reference] = _Sent(number, work, worker)
+            reference = answer.remote(task, span, self._states.begin(task), self._models[task.version], piece)
+            self._sent[reference] = _Sent(number, task, worker)
             self._loads[worker] += 1
 
     def _receive(self) -> None:
@@ -209,7 +209,7 @@ class RayEngine(Engine):
         for reference in ready:
             sent = self._sent[reference]
             first = next(each for each in self._sent.values() if each.worker == sent.worker)  # an actor works in order
-            answer = self._answer(reference, sent.worker, f"while it trained client {first.work.client}")
+            answer = self._answer(reference, sent.worker, f"while it trained client {first.task.client}")
             del self._sent[reference]
             self._loads[sent.worker] -= 1
             self._queue.put(sent.number, answer)

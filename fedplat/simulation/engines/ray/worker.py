@@ -18,7 +18,7 @@ from fedplat.pytorch.vectorized.examples import PartExamples
 from fedplat.simulation.data.federation import Array
 from fedplat.simulation.engines import malloc, messages
 from fedplat.simulation.engines.client_trainer import ModuleTrainer, to_tensor
-from fedplat.simulation.engines.interface import Work
+from fedplat.simulation.engines.interface import ClientTask
 
 Piece = tuple[Array, Array]
 """Inputs and targets, as they are stored in Ray's object store."""
@@ -44,7 +44,7 @@ class RayWorker:
     def __init__(self, path: Sequence[str]) -> None:
         sys.path += [entry for entry in path if entry not in sys.path]  # where the user's modules are
         torch.set_num_threads(1)
-        malloc.keep()
+        malloc.keep_freed_memory()
         # Arrays in the object store are read-only. Batches are copies, so nothing writes to the arrays.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
         self._loaded: set[int] = set()
@@ -55,14 +55,14 @@ class RayWorker:
         self._schema: Schema | None = None
         return f"process {os.getpid()} on {socket.gethostname()}"
 
-    def answer(self, work: Work, span: tuple[int, int], note: bytes | None, model: Model, piece: Piece) -> Answer:
+    def answer(self, task: ClientTask, span: tuple[int, int], note: bytes | None, model: Model, piece: Piece) -> Answer:
         """Train or score a client on its examples, the range `span` of `piece`."""
         try:
-            if work.version not in self._loaded:
-                self._trainer.publish(work.version, self._parameters(model))
-                self._loaded.add(work.version)
+            if task.version not in self._loaded:
+                self._trainer.publish(task.version, self._parameters(model))
+                self._loaded.add(task.version)
             contents = {} if note is None else messages.unpack_state(note)
-            outcome = self._trainer.answer_on(_examples(piece, span), work, contents)
+            outcome = self._trainer.answer_on(_examples(piece, span), task, contents)
         except Exception as exc:  # the process boundary: the engine raises it
             return _make_failure(exc)
         after = None if outcome.contents is None else messages.pack_state(outcome.contents)

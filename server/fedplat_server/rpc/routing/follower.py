@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from fedplat_server import logs
 from fedplat_server.records.lease import Lease
-from fedplat_server.rpc.routing.gateway import ForwardingRoute, Gateway
+from fedplat_server.rpc.routing.gateway import Gateway, GatewayOptions
 from fedplat_server.rpc.routing.router import NoLeader, Router
 
 
@@ -19,7 +19,7 @@ class Follower:
         name: str,
         router: Router,
         set_ready: Callable[[bool], Awaitable[None]],
-        options: ForwardingRoute,
+        options: GatewayOptions,
     ) -> None:
         self._name = name
         self._options = options

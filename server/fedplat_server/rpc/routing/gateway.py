@@ -57,7 +57,7 @@ CALLS_OF_CONNECTION = 90
 """Calls of one connection to the leader, which accepts `serving.MAX_STREAMS`; beyond them another one is opened."""
 
 
-class ForwardingRoute(NamedTuple):
+class GatewayOptions(NamedTuple):
     """The settings of a gateway.
 
     `client_of` returns the client of the certificate of a call's connection ("": none), `tls` has the files for
@@ -100,7 +100,7 @@ class Channels:
 class Gateway(Route):
     """The route to the leader."""
 
-    def __init__(self, lease: Lease, name: str, options: ForwardingRoute) -> None:
+    def __init__(self, lease: Lease, name: str, options: GatewayOptions) -> None:
         self.calls = InFlightCalls()
         self.lease = lease
         self._name = name

@@ -17,7 +17,7 @@ from fedplat_server.workers.tasks.aggregate import aggregate
 
 Note: TypeAlias = Callable[[bytes], None]
 """Sends the daemon a note before the task is done, and lets other tasks run. All ranks must call it, though only the
-note of rank 0 is sent. It raises `CancelledError` if the task was cancelled."""
+note of rank 0 is sent. It raises `TaskCancelledError` if the task was cancelled."""
 
 TaskFunction: TypeAlias = Callable[[Ranks, bytes, Iterator[bytes], Note], bytes]
 """A task: a function of the ranks, the request, the messages (ends after the last) and `Note`; returns the reply."""

@@ -191,7 +191,7 @@ class _ReportSums:
         self._next = (self._next + 1) % self._terms.layout.logical
 
     def close(self) -> Accumulator:
-        own = {logical: accumulator.tally for logical, accumulator in self._own.items()}
+        own = {logical: accumulator.summary for logical, accumulator in self._own.items()}
         summaries: dict[int, PartialSummary] = {}
         for content in self._ranks.all_gather(msgspec.msgpack.encode(own)):
             summaries |= msgspec.msgpack.decode(content, type=dict[int, PartialSummary])

@@ -52,7 +52,7 @@ def evaluate(ranks: Ranks, request: bytes, messages: Iterator[bytes], note: Note
     decoded = msgspec.msgpack.decode(request, type=EvaluateRequest)
     try:
         trainer = make_on_all_ranks(ranks, lambda: _load(decoded.trainer))
-        model = decoded.rule.build().counterpart.reduce(Parameters.open(decoded.model))
+        model = decoded.rule.build().requirements.reduce(Parameters.open(decoded.model))
         metrics = server.evaluate(ranks, trainer, model.copy())
         if bad := [name for name, value in metrics.items() if not math.isfinite(value)]:
             raise TrainingError(f"the metric {bad[0]!r} is {metrics[bad[0]]}; expected a finite number")
@@ -103,13 +103,13 @@ def _train(ranks: Ranks, request: TrainRequest, note: Note) -> TrainReply:
         traces=Path(request.traces) if request.traces else None,
         note=_ProgressReporter(group or ranks, note).step,
     )
-    counterpart = request.rule.build().counterpart
+    requirements = request.rule.build().requirements
     whole = Parameters.open(request.model)
-    model = counterpart.reduce(whole).copy()
+    model = requirements.reduce(whole).copy()
     if request.teachers is None:
         trained = server.train(ranks, trainer, model, run)
     else:
-        trained = server.distill(ranks, trainer, model, _load_teachers(request.teachers, counterpart), run)
+        trained = server.distill(ranks, trainer, model, _load_teachers(request.teachers, requirements), run)
     if trained is None:  # the job needs fewer ranks, and not this one
         return TrainReply()
     if not model.is_finite():
@@ -134,7 +134,7 @@ def _load(trainer: TrainerReference) -> server.ServerTrainer:
     return loaded
 
 
-def _load_teachers(teachers: TeacherModels, counterpart: ClientRequirements) -> Iterator[Parameters]:
+def _load_teachers(teachers: TeacherModels, requirements: ClientRequirements) -> Iterator[Parameters]:
     """Yield the clients' models."""
     base = Parameters.open(teachers.base)
     step: Vector = np.empty(base.schema.num_floating, np.float32)
@@ -143,7 +143,7 @@ def _load_teachers(teachers: TeacherModels, counterpart: ClientRequirements) -> 
         for block in container.open_update(path, base, teachers.uplink).to_blocks():
             step[start : start + block.size] = block
             start += block.size
-        yield counterpart.reduce(base.plus(step))
+        yield requirements.reduce(base.plus(step))
 
 
 def _merge(whole: Parameters, model: Parameters) -> Parameters:

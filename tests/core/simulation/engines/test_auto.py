@@ -8,12 +8,14 @@ from torch import nn
 
 from fedplat.simulation.engines.auto import ROUNDS, AutoEngine
 from fedplat.simulation.engines.client_trainer import ClientTraining
-from fedplat.simulation.engines.interface import Work
+from fedplat.simulation.engines.interface import ClientTask
 from fedplat.simulation.engines.loop import LoopEngine
 from support.simulation.layers import dropping, normed
 from support.simulation.tasks import personal, rounds, task
 
-WORKS = [[Work(client, version, 10 * version + client) for client in range(6)] for version in range(2 * ROUNDS + 2)]
+WORKS = [
+    [ClientTask(client, version, 10 * version + client) for client in range(6)] for version in range(2 * ROUNDS + 2)
+]
 
 
 class _Clock:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from fedplat.simulation.engines.interface import Work
+from fedplat.simulation.engines.interface import ClientTask
 from fedplat.simulation.engines.version_refs import Versions
 from fedplat.simulation.engines.work_queue import WorkQueue
 
 LENGTHS = {0: 10.0, 1: 30.0, 2: 20.0, 3: 30.0}
-WORKS = [Work(client, 7, 0) for client in LENGTHS]
+WORKS = [ClientTask(client, 7, 0) for client in LENGTHS]
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_the_answer_to_a_dropped_work_is_not_kept(backlog: WorkQueue[str], forgo
 
 def test_numbers_are_given_once(backlog: WorkQueue[str]) -> None:
     numbers = {backlog.new_number(), *(number for number, _ in iter(backlog.draw, None))}
-    backlog.begin([Work(0, 7, 1)])
+    backlog.begin([ClientTask(0, 7, 1)])
     found = backlog.draw()
     assert found is not None
     assert len(numbers | {found[0]}) == len(WORKS) + 2

@@ -18,14 +18,14 @@ from fedplat.model import Parameters
 from fedplat.pytorch import convert as backend
 from fedplat.pytorch.training import LocalTraining, TensorExamples, Trainee, evaluate, train
 from fedplat.simulation.engines.client_trainer import ClientTraining
-from fedplat.simulation.engines.interface import LocalUpdate, Work
+from fedplat.simulation.engines.interface import ClientTask, LocalUpdate
 from fedplat.simulation.engines.loop import LoopEngine
 from support.simulation.engines import ENGINES, MakeEngine
 from support.simulation.tasks import SIZES, lenet, logistic_regression, personal, rounds, task, two_layers
 
 ALL = range(len(SIZES))
 WORKS = [
-    [Work(client, version, 100 * version + client, 0.5 if client == 3 else 1.0) for client in ALL]
+    [ClientTask(client, version, 100 * version + client, 0.5 if client == 3 else 1.0) for client in ALL]
     for version in (0, 1, 2)
 ]
 """Three rounds of all clients, one of which has time for half of its steps."""
@@ -55,34 +55,34 @@ class Reference:
     def rounds(self, model: Parameters) -> list[list[LocalUpdate]]:
         found: list[list[LocalUpdate]] = []
         for cohort in WORKS:
-            found.append([self.train(model, work) for work in cohort])
+            found.append([self.train(model, task) for task in cohort])
             for each in found[-1]:
                 model = model.plus(each.update.to_vector() / np.float32(len(cohort)))
         return found
 
-    def train(self, model: Parameters, work: Work) -> LocalUpdate:
-        memory = self._memories.get(work.client, ClientState())
-        inputs, targets = map(torch.from_numpy, self._task.federation.examples(work.client))
+    def train(self, model: Parameters, task: ClientTask) -> LocalUpdate:
+        memory = self._memories.get(task.client, ClientState())
+        inputs, targets = map(torch.from_numpy, self._task.federation.examples(task.client))
         parameters = model.copy()
         training = LocalTraining(
             examples=TensorExamples(inputs, targets),
             options=self._task.options,
-            seed=work.seed,
-            round_number=work.version + 1,
-            fraction=work.fraction,
+            seed=task.seed,
+            round_number=task.version + 1,
+            fraction=task.fraction,
             client_state=memory,
-            noise_seed=work.seed,
+            noise_seed=task.seed,
         )
         metrics = train(self._trainee, parameters, training)
-        self._memories[work.client] = ClientState(memory.contents)
+        self._memories[task.client] = ClientState(memory.contents)
         return LocalUpdate(parameters.minus(model), len(targets), metrics)
 
-    def score(self, model: Parameters, work: Work) -> tuple[int, dict[str, float]]:
+    def score(self, model: Parameters, task: ClientTask) -> tuple[int, dict[str, float]]:
         data = self._task.federation
-        part = data.held_out[work.client]
+        part = data.held_out[task.client]
         inputs, targets = torch.from_numpy(data.inputs[part]), torch.from_numpy(data.targets[part])
-        memory = self._memories.get(work.client, ClientState())
-        return len(part), evaluate(self._trainee, model, TensorExamples(inputs, targets), memory=memory)
+        memory = self._memories.get(task.client, ClientState())
+        return len(part), evaluate(self._trainee, model, TensorExamples(inputs, targets), client_state=memory)
 
 
 def differences(left: list[list[LocalUpdate]], right: list[list[LocalUpdate]]) -> tuple[float, float]:
@@ -112,7 +112,7 @@ def test_engine_trains_as_clients_in_the_field_do(
 
 def _with_control(model: Parameters) -> Parameters:
     """With control variates that are not zero."""
-    extended = aggregate.Scaffold(num_clients=len(SIZES)).build().counterpart.extend(model)
+    extended = aggregate.Scaffold(num_clients=len(SIZES)).build().requirements.extend(model)
     for name, values in extended.items():
         if name.startswith(CONTROL):
             values += np.float32(0.01)
@@ -148,43 +148,43 @@ def test_clients_score_with_what_they_keep_from_training_and_with_their_own_laye
     engine, reference = make_engine(given), Reference(given)
     model = given.learner.initial()
     rounds(engine, model, WORKS[:1])
-    for work in WORKS[0]:
-        reference.train(model, work)
+    for each in WORKS[0]:
+        reference.train(model, each)
     engine.publish(1, model)
-    remembered = engine.memories()
-    works = [Work(client, 1, 0, scores=True) for client in ALL]
-    engine.begin(works)
-    engine.drop(works[0])
+    remembered = engine.client_states()
+    tasks = [ClientTask(client, 1, 0, scores=True) for client in ALL]
+    engine.begin(tasks)
+    engine.drop(tasks[0])
     engine.retire(1)
-    for work in works[1:]:
-        scored = engine.result(work)
-        num_examples, expected = reference.score(model, work)
-        assert scored.num_examples == num_examples == 1 + work.client % 4
+    for each in tasks[1:]:
+        scored = engine.result(each)
+        num_examples, expected = reference.score(model, each)
+        assert scored.num_examples == num_examples == 1 + each.client % 4
         assert not scored.update
         assert scored.metrics == pytest.approx(expected, rel=1e-5)
-    assert engine.memories() == remembered
+    assert engine.client_states() == remembered
 
 
 def test_what_did_not_count_is_not_remembered(make_engine: MakeEngine) -> None:
     given = personal()
     engine, model = make_engine(given), given.learner.initial()
     engine.publish(0, model)
-    first, second, third = (Work(0, 0, seed) for seed in range(3))
+    first, second, third = (ClientTask(0, 0, seed) for seed in range(3))
     engine.begin([first])
     engine.result(first)
-    before = engine.memories()
+    before = engine.client_states()
     for asked in (True, False):
         engine.begin([second])
         if asked:
             engine.result(second)
-            assert engine.memories()[0] != before[0]
+            assert engine.client_states()[0] != before[0]
         engine.drop(second)
-        assert engine.memories() == before
+        assert engine.client_states() == before
     engine.begin([third])
     expected = engine.result(third)
 
     resumed = make_engine(given)
-    resumed.remember(before)
+    resumed.set_client_states(before)
     resumed.publish(0, model)
     resumed.begin([third])
     assert resumed.result(third).update == expected.update
@@ -204,16 +204,16 @@ def test_engine_gives_the_same_bits_whenever_it_is_asked(make_engine: MakeEngine
 def test_versions_outlive_their_retirement_while_works_need_them(make_engine: MakeEngine) -> None:
     given = task()
     engine, model = make_engine(given), given.learner.initial()
-    works = [Work(client, 0, client) for client in ALL]
+    works = [ClientTask(client, 0, client) for client in ALL]
     expected = rounds(LoopEngine(given), model, [works])[0]
     engine.publish(0, model)
     engine.begin(works)
     engine.retire(0)
     engine.publish(1, model.plus(np.ones(model.schema.num_floating, np.float32)))
-    engine.begin([Work(0, 1, 7)])
+    engine.begin([ClientTask(0, 1, 7)])
     found = [engine.result(work) for work in works]
     assert differences([found], [expected])[0] < 1e-6
-    assert engine.result(Work(0, 1, 7)).update != expected[0].update
+    assert engine.result(ClientTask(0, 1, 7)).update != expected[0].update
 
 
 def test_dropped_works_leave_nothing_behind(make_engine: MakeEngine) -> None:
@@ -221,7 +221,7 @@ def test_dropped_works_leave_nothing_behind(make_engine: MakeEngine) -> None:
     engine, model = make_engine(given), given.learner.initial()
     engine.publish(0, model)
     for seed in range(20):
-        works = [Work(client, 0, seed) for client in ALL]
+        works = [ClientTask(client, 0, seed) for client in ALL]
         engine.begin(works)
         kept = engine.result(works[seed % len(works)])
         for work in works:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from fedplat.errors import EngineError
-from fedplat.simulation.engines.interface import Work
+from fedplat.simulation.engines.interface import ClientTask
 from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.engines.processes import ProcessEngine
 from support.simulation.failing_tasks import Failing, Stuck
@@ -35,7 +35,7 @@ def test_a_killed_worker_ends_the_training_with_words(engines: list[ProcessEngin
     engine = ProcessEngine(given, 2)
     engines.append(engine)
     engine.publish(0, given.learner.initial())
-    works = [Work(client, 0, 0) for client in range(4)]
+    works = [ClientTask(client, 0, 0) for client in range(4)]
     engine.begin(works)
     worker = multiprocessing.active_children()[0]
     os.kill(worker.pid or 0, signal.SIGKILL)
@@ -50,7 +50,7 @@ def test_what_training_raises_is_told_in_its_words_and_the_worker_goes_on(engine
     engine = ProcessEngine(given, 1)
     engines.append(engine)
     engine.publish(0, given.learner.initial())
-    works = [Work(0, 0, 0), Work(1, 0, 0)]
+    works = [ClientTask(0, 0, 0), ClientTask(1, 0, 0)]
     engine.begin(works)
     with pytest.raises(EngineError, match="client 0 failed: ArithmeticError: one example is not enough"):
         engine.result(works[0])
@@ -62,7 +62,7 @@ def test_updates_keep_their_values_while_somebody_has_them(engines: list[Process
     engine = ProcessEngine(given, 2)
     engines.append(engine)
     model = given.learner.initial()
-    works = [[Work(client, version, client) for client in range(6)] for version in range(5)]
+    works = [[ClientTask(client, version, client) for client in range(6)] for version in range(5)]
     found = rounds(engine, model, works)
     expected = rounds(LoopEngine(given), model, works)
     for one, other in zip(found, expected, strict=True):
@@ -73,13 +73,13 @@ PROGRAM = """
 import sys
 from support.simulation.tasks import task
 from fedplat.simulation.engines.processes import ProcessEngine
-from fedplat.simulation.engines.interface import Work
+from fedplat.simulation.engines.interface import ClientTask
 import multiprocessing
 
 given = task()
 engine = ProcessEngine(given, 2)
 engine.publish(0, given.learner.initial())
-work = Work(0, 0, 0)
+work = ClientTask(0, 0, 0)
 engine.begin([work])
 engine.result(work)
 print(*(process.pid for process in multiprocessing.active_children()), flush=True)

@@ -19,7 +19,7 @@ from torch import nn
 from fedplat.errors import EngineError, MissingExtraError
 from fedplat.pytorch.training import Learner
 from fedplat.simulation.engines.client_trainer import ClientTraining
-from fedplat.simulation.engines.interface import Work
+from fedplat.simulation.engines.interface import ClientTask
 from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.engines.ray.cluster import Cluster
 from fedplat.simulation.engines.ray.engine import RayEngine
@@ -29,7 +29,7 @@ from support.simulation.failing_tasks import Failing, Stuck
 from support.simulation.tasks import federation, personal, rounds, task
 
 MakeRay = Callable[[ClientTraining, int], RayEngine]
-WORKS = [[Work(client, version, client) for client in range(6)] for version in range(4)]
+WORKS = [[ClientTask(client, version, client) for client in range(6)] for version in range(4)]
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_lost_actor_ends_the_training_with_words(make_ray: MakeRay) -> None:
     given = task(Stuck)
     engine = make_ray(given, 1)
     engine.publish(0, given.learner.initial())
-    works = [Work(client, 0, 0) for client in range(4)]
+    works = [ClientTask(client, 0, 0) for client in range(4)]
     engine.begin(works)
     (name,) = engine._names  # pyright: ignore[reportPrivateUsage]
     pid = int(name.split()[1])
@@ -74,7 +74,7 @@ def test_what_training_raises_is_told_in_its_words_and_the_actor_goes_on(make_ra
     given = task(Failing, sizes=(1, 20))
     engine = make_ray(given, 1)
     engine.publish(0, given.learner.initial())
-    works = [Work(0, 0, 0), Work(1, 0, 0)]
+    works = [ClientTask(0, 0, 0), ClientTask(1, 0, 0)]
     engine.begin(works)
     with pytest.raises(EngineError, match="client 0 failed: ArithmeticError: one example is not enough"):
         engine.result(works[0])
@@ -156,14 +156,14 @@ import sys, psutil
 from support.simulation.tasks import task
 from fedplat.simulation.engines.ray.cluster import _State
 from fedplat.simulation.engines.ray.engine import RayEngine
-from fedplat.simulation.engines.interface import Work
+from fedplat.simulation.engines.interface import ClientTask
 
 given = task()
 engine = RayEngine(given, 1)
 print(_State.home.name)
 engine.publish(0, given.learner.initial())
-engine.begin([Work(0, 0, 0)])
-trained = engine.result(Work(0, 0, 0))
+engine.begin([ClientTask(0, 0, 0)])
+trained = engine.result(ClientTask(0, 0, 0))
 print(*(process.pid for process in psutil.Process().children(recursive=True)), flush=True)
 if sys.stdin.readline() == "close\\n":
     engine.close()

@@ -13,13 +13,13 @@ from torch import nn
 from fedplat.errors import EngineError
 from fedplat.pytorch.vectorized import vmap_gradients
 from fedplat.simulation.engines.client_trainer import ClientTraining
-from fedplat.simulation.engines.interface import Work
+from fedplat.simulation.engines.interface import ClientTask
 from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.engines.vmap import VmapEngine
 from support.simulation.layers import dropping, normed
 from support.simulation.tasks import lenet, rounds, task
 
-WORKS = [[Work(client, version, client) for client in range(6)] for version in range(2)]
+WORKS = [[ClientTask(client, version, client) for client in range(6)] for version in range(2)]
 
 
 def first_only(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ def test_both_ways_to_compute_convolutions_are_right(unfold: bool, monkeypatch: 
 def test_a_gpu_gives_the_same_weights() -> None:
     given = task(lenet, momentum=0.5)
     model = given.learner.initial()
-    works = [[Work(client, version, client) for client in range(6)] for version in range(20)]
+    works = [[ClientTask(client, version, client) for client in range(6)] for version in range(20)]
     found = rounds(VmapEngine(given, "cuda"), model, works)
     expected = rounds(LoopEngine(given), model, works)
     for one, other in zip(found[0], expected[0], strict=True):

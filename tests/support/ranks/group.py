@@ -21,7 +21,7 @@ class RankError(Exception):
     """A function of the test raised on a rank, or the rank is gone."""
 
 
-class Crew:
+class RankGroup:
     """The ranks of one group. `call` runs a function on all of them at once."""
 
     def __init__(self, connections: Sequence[socket.socket]) -> None:
@@ -71,7 +71,7 @@ class Zygote:
         other.close()
 
     @contextlib.contextmanager
-    def crew(self, count: int, **environment: str) -> Generator[Crew]:
+    def group(self, count: int, **environment: str) -> Generator[RankGroup]:
         """A group of `count` ranks; they end with the context."""
         # A port that is bound, and not listened at, is nobody else's; rank 0 may bind it once more.
         with contextlib.ExitStack() as stack:
@@ -84,7 +84,7 @@ class Zygote:
             for ours, theirs in pairs:
                 stack.enter_context(ours)
                 theirs.close()
-            yield stack.enter_context(contextlib.closing(Crew([ours for ours, _ in pairs])))
+            yield stack.enter_context(contextlib.closing(RankGroup([ours for ours, _ in pairs])))
 
     def close(self) -> None:
         self._control.close()

@@ -1,11 +1,11 @@
 """Malformed messages by the thousand against a real daemon, while honest clients work.
 
-    python tests/hostile/storm.py [--database sqlite|postgres|both] [--messages 100000] [--seed 1]
+    python tests/hostile/flood.py [--database sqlite|postgres|both] [--messages 100000] [--seed 1]
 
 Prints what was sent, how it was answered, and how the daemon's memory went. Exits with 1 if the daemon crashed, failed
 internally (status INTERNAL or UNKNOWN, or a traceback in its log), showed a traceback, or grew, if no honest job
 was completed meanwhile, or if what was stored makes an answer larger than a message. PostgreSQL is a real one, started
-for the storm; it refuses texts that SQLite takes.
+for the flood; it refuses texts that SQLite takes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ NUM_CROWD = 130
 AT_ONCE = 4
 ANSWER_S = 2.0
 WARM_UP = 0.1
-"""Share of the storm after which the daemon's memory is looked at for the first time."""
+"""Share of the flood after which the daemon's memory is looked at for the first time."""
 GROWTH_BYTES = 64 * 2**20
 """How much more memory the daemon may have at the end than after the warm-up."""
 FAILURES = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS})
@@ -90,7 +90,7 @@ max_s = 0.01
 
 @dataclasses.dataclass
 class Outcome:
-    """What a storm did."""
+    """What a flood did."""
 
     answers: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter[tuple[str, str]])
     wrong: list[str] = dataclasses.field(default_factory=list[str])
@@ -307,7 +307,7 @@ async def _storm(
 
 
 def run(folder: Path, num_messages: int, seed: int, database: str | None = None) -> Outcome:
-    """Starts everything, lets the storm pass, and looks at what is left. `database` is a URL; without one: SQLite."""
+    """Starts everything, lets the flood pass, and looks at what is left. `database` is a URL; without one: SQLite."""
     outcome, started = Outcome(), time.monotonic()
     options = () if database is None else ("--database", database)
     with processes.server(folder / "server", "--insecure", *options) as server:

@@ -1,4 +1,4 @@
-"""A small storm of malformed messages; `make hostile` makes a large one."""
+"""A small flood of malformed messages; `make hostile` makes a large one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hostile import attacks, frames, storm
+from hostile import attacks, flood, frames
 
 NUM_MESSAGES = 3000
 
@@ -17,8 +17,8 @@ NUM_MESSAGES = 3000
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
 def test_a_daemon_in_a_storm_goes_on(tmp_path: Path, database: str) -> None:
     seed = random.SystemRandom().randrange(2**32)
-    with storm.stores(database) as found:
-        outcome = storm.run(tmp_path, NUM_MESSAGES, seed, found[database])
+    with flood.stores(database) as found:
+        outcome = flood.run(tmp_path, NUM_MESSAGES, seed, found[database])
     assert not outcome.wrong, "\n".join([f"seed {seed}", *outcome.lines()])
     assert outcome.num_sent == NUM_MESSAGES
     assert outcome.num_completed > 0
@@ -32,7 +32,7 @@ def test_the_same_seed_makes_the_same_storm() -> None:
 
 
 def test_a_storm_that_did_harm_is_told() -> None:
-    outcome = storm.Outcome(num_completed=1, rss_bytes=[2**28, 2**28])
+    outcome = flood.Outcome(num_completed=1, rss_bytes=[2**28, 2**28])
     outcome.judge("all is well", is_alive=True)
     assert not outcome.wrong
     for log, is_alive, rss in (
@@ -41,7 +41,7 @@ def test_a_storm_that_did_harm_is_told() -> None:
         ("Traceback (most", True, 0),
         ("", True, 2**29),
     ):
-        bad = storm.Outcome(num_completed=1, rss_bytes=[2**28, 2**28 + rss])
+        bad = flood.Outcome(num_completed=1, rss_bytes=[2**28, 2**28 + rss])
         bad.judge(log, is_alive=is_alive)
         assert len(bad.wrong) == 1
         assert bad.wrong[0] in bad.lines()[-1]
