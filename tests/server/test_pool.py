@@ -132,6 +132,7 @@ def test_status_shows_the_pool(running: PoolProcess, tmp_path: Path, capsys: pyt
 
 
 def test_wrong_options_are_told(running: PoolProcess, tmp_path: Path) -> None:
+    asyncio.run(running.ready())  # else its folder would be free
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"ranks": -1}, "--ranks -1: expected a whole number of at least 1"),
         ({"threads": 0}, "--threads 0: expected a whole number of at least 1"),
