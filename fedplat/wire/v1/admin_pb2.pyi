@@ -166,7 +166,7 @@ class GetStatusResponse(_message.Message):
     gateway: _builtins.str
     """The daemon that forwarded this call; empty if the caller is connected to the leader."""
     insecure: _builtins.bool
-    """True if the server was started without TLS."""
+    """Whether the server was started without TLS."""
     certificate_expires_unix_s: _builtins.float
     """The expiry of the server's certificate; 0 without TLS."""
     certificate_days_left: _builtins.float
@@ -1228,7 +1228,7 @@ class ModelVersion(_message.Message):
     """When the file of the model, or of the rule's state, was removed; 0: it is kept, or the rule has no state."""
     state_removed_unix_s: _builtins.float
     has_state: _builtins.bool
-    """True if the rule's state is stored with this version."""
+    """Whether the rule's state is stored with this version."""
     @_builtins.property
     def model(self) -> _model_pb2.ModelRef: ...
     @_builtins.property

@@ -855,7 +855,7 @@ class Continue(_message.Message):
     remaining_s: _builtins.float
     """Seconds until the current deadline: of the upload if the server is receiving one, else of the training."""
     uploading: _builtins.bool
-    """True if the server is receiving an upload of the update."""
+    """Whether the server is receiving an upload of the update."""
     def __init__(
         self,
         *,
