@@ -7,7 +7,7 @@ from collections.abc import Generator
 import pytest
 from sqlalchemy.engine import make_url
 
-from fedplat_server.database import schema
+from fedplat_server.database import engine, schema
 from support import access, databases, storm
 from support.fixtures import empty_database, folder, site, weather
 
@@ -24,8 +24,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def postgres_server() -> Generator[str]:
-    """The URL of a PostgreSQL that may be used as we please."""
-    with databases.postgres_server() as url:
+    """The URL of a PostgreSQL that may be used as we please.
+
+    It ends an idle transaction of this process after minutes only: on a busy machine a test may stall for 4 seconds.
+    """
+    with pytest.MonkeyPatch.context() as patch, databases.postgres_server() as url:
+        patch.setattr(engine, "ABANDONED_S", 600)
         yield url
 
 
