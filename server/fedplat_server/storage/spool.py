@@ -2,8 +2,8 @@
 
 Only the spool deletes updates. Stored changes (`apply_changes`) determine which ones are needed: those of open
 assignments, and those that the open attempt has accepted. It refuses all others, and deletes them in the background; so
-a file is deleted after the change that makes it obsolete is stored, and a late upload does not create a new one. Without
-a stored change it removes only bytes that the client sends again or that are folded already:
+a file is deleted after the change that makes it obsolete is stored, and a late upload does not create a new one.
+Without a stored change it removes only bytes that the client sends again or that are folded already:
 
 - an update that was not reported, when an upload with another digest begins (`open`), and the content of an upload that
   is complete but does not have its declared digest (`OpenUpload.finish`);
