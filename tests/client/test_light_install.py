@@ -71,6 +71,7 @@ def prove(python: Path, fleet: FakeFleet, model: model_pb2.ModelRef, folder: Pat
     assert fleet.calls.count("Report") == 1
 
 
+@pytest.mark.slow
 def test_the_declared_dependencies_suffice(fleet: FakeFleet, model: model_pb2.ModelRef, tmp_path: Path) -> None:
     """Needs no network: the environment gets copies of the distributions that are installed here."""
     venv.create(tmp_path / "env", with_pip=False)

@@ -107,6 +107,7 @@ def test_a_cancelled_job_ends_the_training_in_all_processes(
     assert "Rank 0 stopped the training." in log.read_text()
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_leaves_no_other_one_waiting(
     server: processes.Server, folder: Path, tmp_path: Path
 ) -> None:

@@ -52,6 +52,7 @@ def test_the_readme_is_short() -> None:
     assert sum(len(text.splitlines()) for text in files_of(README).values()) <= 30
 
 
+@pytest.mark.slow
 def test_one_machine(tmp_path: Path) -> None:
     """The README's two terminals: the only change is the port, which others may use."""
     write_files(README, tmp_path)

@@ -57,6 +57,7 @@ def bombs() -> Iterator[tuple[str, bytes]]:
     yield "rubbish", bytes(range(256)) * 4
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F27")
 def test_bombs(tmp_path: Path) -> None:
     with processes.server(tmp_path / "server", "--insecure") as server, server.admin() as admin:

@@ -91,6 +91,7 @@ def bad_updates(base: Parameters) -> dict[str, tuple[bytes, str]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F22", "F23", "F24", "F25")
 async def test_encoded_updates_that_do_not_fit(site: Site, subtests: pytest.Subtests) -> None:
     base = base_model()

@@ -41,6 +41,7 @@ async def attack(attacker: RawClient, over: asyncio.Event) -> Counter[str]:
     return answers
 
 
+@pytest.mark.slow
 async def test_honest_sessions_beside_ids_that_postgresql_refuses(tmp_path: Path, postgres: str) -> None:
     """After a restart all of them are looked up in the database, in the same queries as what the strangers send."""
     (tmp_path / "data").mkdir()

@@ -70,6 +70,7 @@ def holds(found: Audit, promised: float) -> bool:
     return min(ratios) >= LOWEST and min(ratios) <= HIGHEST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("participation", "updates", "more", "weight"),
     [

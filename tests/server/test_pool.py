@@ -70,7 +70,8 @@ async def test_an_unknown_task_is_refused_and_the_ranks_go_on(running: PoolProce
 
 
 @pytest.mark.fault("F35")
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 async def test_a_killed_rank_breaks_the_task_off_and_the_group_is_formed_again(
     running: PoolProcess, victim: int
 ) -> None:

@@ -35,7 +35,10 @@ ON_GPUS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=ON_GPUS)])
+# Slow, since each start of real ranks takes seconds: test_pool.py has some in every run, and core/aggregate the same sums.
+@pytest.fixture(
+    scope="module", params=[pytest.param("gloo", marks=pytest.mark.slow), pytest.param("nccl", marks=ON_GPUS)]
+)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[PoolProcess]:
     count = torch.cuda.device_count() if request.param == "nccl" else 2
     with pool(tmp_path_factory.mktemp("ranks"), count, "--backend", request.param) as started:
@@ -74,9 +77,7 @@ async def test_two_rounds_have_the_bits_of_one_process(ranks: PoolProcess, name:
     assert not list(spool.blobs.folder.glob("*.tmp"))
 
 
-@pytest.mark.parametrize(
-    "num_ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
 async def test_by_reports_the_bits_are_those_of_so_many_ranks(
     ranks: PoolProcess, num_ranks: int, tmp_path: Path
 ) -> None:

@@ -281,6 +281,7 @@ async def test_inline_updates_count_too(folder: Path) -> None:
         assert await client.stop_reason(token) == "TRANSFER_FAILED"
 
 
+@pytest.mark.slow
 async def test_an_honest_client_meets_no_limit(site: Site) -> None:
     """A round a few milliseconds long, a hundred times, by one client."""
     job = await site.operator.start(job_file(rounds=100, goal=1))

@@ -183,6 +183,7 @@ async def test_without_clients_a_job_waits_and_says_why(site: Site) -> None:
     assert (await waiting).HasField("assignment")
 
 
+@pytest.mark.slow
 async def test_many_clients_at_once(site: Site) -> None:
     clients = await asyncio.gather(*(site.enroll() for _ in range(100)))
     calls = [client.check_in() for client in clients]

@@ -133,6 +133,7 @@ def test_a_plan_for_people() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_larger_population_takes_longer_turns() -> None:
     found = planned(TREE, "--clients", "6552")
     assert found["adjacency"] == "one client's reports replaced by zeros"

@@ -110,6 +110,7 @@ def run(text: str, num_canaries: int = NUM_CLIENTS) -> Audit:
     return run_audit(file, Setup(simulation, None, "loop", 1), num_canaries=num_canaries)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("participation", ["poisson", "fixed", "min_separation"])
 def test_with_hardly_any_noise_the_canaries_are_found(participation: str) -> None:
     found = run(job(participation, "noise_multiplier = 0.02"))

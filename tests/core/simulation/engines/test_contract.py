@@ -96,7 +96,7 @@ def differences(left: list[list[LocalUpdate]], right: list[list[LocalUpdate]]) -
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("make", [logistic_regression, two_layers, lenet])
+@pytest.mark.parametrize("make", [logistic_regression, two_layers, pytest.param(lenet, marks=pytest.mark.slow)])
 def test_engine_trains_as_clients_in_the_field_do(
     make: Callable[[], nn.Module], config: dict[str, Any], make_engine: MakeEngine
 ) -> None:
