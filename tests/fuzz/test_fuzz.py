@@ -19,6 +19,7 @@ pytestmark = pytest.mark.fault("F22", "F23")
 NUM_INPUTS = 1500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", targets.TARGETS)
 def test_targets_survive_mutations_with_little_memory(name: str) -> None:
     seed = str(random.SystemRandom().randrange(2**32))

@@ -50,6 +50,7 @@ async def test_all_ranks_do_the_same_task_and_several_can_be_open_at_once(runnin
     assert notes == [b"all ranks have answered"]
 
 
+@pytest.mark.slow
 async def test_a_cancelled_task_disturbs_no_other(running: PoolProcess) -> None:
     link = await running.ready()
     ranks = {number: process.pid for number, process in running.ranks().items()}

@@ -35,7 +35,7 @@ ON_GPUS = [
 ]
 
 
-# Slow, since each start of real ranks takes seconds: test_pool.py has some in every run, and core/aggregate the same sums.
+# Slow, since real ranks take seconds to start: test_pool.py starts some in every run of the tests.
 @pytest.fixture(
     scope="module", params=[pytest.param("gloo", marks=pytest.mark.slow), pytest.param("nccl", marks=ON_GPUS)]
 )

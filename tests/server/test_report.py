@@ -105,6 +105,7 @@ async def test_updates_that_do_not_fit(site: Site, subtests: pytest.Subtests) ->
             await expect_only_good(site, job, good, tokens[0], bad)
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F26")
 async def test_impossible_numbers_of_examples(site: Site, subtests: pytest.Subtests) -> None:
     for num_examples in (0.0, -1.0, float("nan"), float("inf"), float("-inf")):
@@ -125,6 +126,7 @@ BAD_METRICS: tuple[dict[str, float], ...] = (
 )
 
 
+@pytest.mark.slow
 async def test_bad_metrics(site: Site, subtests: pytest.Subtests) -> None:
     for metrics in BAD_METRICS:
         with subtests.test(str(metrics)[:40]):

@@ -48,6 +48,7 @@ def test_the_end_of_a_server_is_told_in_our_words_only(state: State, server: Fak
     assert line.endswith("; trying for 60 s")
 
 
+@pytest.mark.slow
 def test_no_colour_without_a_terminal(state: State, server: FakeServer):
     state.add_job("naïve ✓")
     for more in ({}, {"NO_COLOR": "1"}, {"PYTHONIOENCODING": "ascii"}):
