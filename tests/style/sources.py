@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -39,3 +39,13 @@ def area_of(path: str) -> str:
 def areas(paths: Iterable[str]) -> list[str]:
     """List the folders of files, for one test each."""
     return sorted({area_of(path) for path in paths})
+
+
+def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yield all functions and methods of a module."""
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def is_property(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether a method is read as an attribute."""
+    return any("property" in ast.unparse(decorator) for decorator in function.decorator_list)

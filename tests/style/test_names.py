@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from style.sources import modules
+from style.sources import functions, is_property, modules
 
 IRREGULAR = frozenset(
     [
@@ -88,14 +88,10 @@ REFUSED_WORDS = frozenset(
 )
 
 
-def definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef))
-
-
 def test_the_name_of_a_public_class_is_unique_over_the_distributions() -> None:
     places: defaultdict[str, list[str]] = defaultdict(list)
     for path, tree in modules().items():
-        for node in definitions(tree):
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(path)
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
@@ -105,18 +101,14 @@ def test_no_function_is_named_by_a_participle_alone() -> None:
     found = [
         f"{path}:{node.lineno}: {node.name}"
         for path, tree in modules().items()
-        for node in definitions(tree)
-        if not isinstance(node, ast.ClassDef) and is_participle(node.name.strip("_")) and not is_property(node)
+        for node in functions(tree)
+        if is_participle(node.name.strip("_")) and not is_property(node)
     ]
     assert not found, "\n".join(found)
 
 
 def is_participle(name: str) -> bool:
     return name not in VERBS and (name in IRREGULAR or (name.endswith("ed") and "_" not in name))
-
-
-def is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
 def names(node: ast.AST) -> Iterator[str]:
