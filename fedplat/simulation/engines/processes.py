@@ -30,7 +30,7 @@ from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
 from fedplat.simulation.engines.messages import Done, ScoreRequest, StateSlot, TrainTask
 from fedplat.simulation.engines.shared_memory import Arrays, Texts
 from fedplat.simulation.engines.version_refs import Versions
-from fedplat.simulation.engines.work_queue import WorkQueue
+from fedplat.simulation.engines.work_queue import WorkQueue, make_error
 from fedplat.simulation.engines.worker import EngineWorker, Shared, serve
 from fedplat.simulation.engines.worker_pool import ForkedWorkers
 
@@ -92,9 +92,7 @@ class ProcessEngine(Engine):
         if done.failure or task.scores:
             self._discard(request)
         if done.failure:
-            raise EngineError(
-                f"the {'scoring' if task.scores else 'training'} of client {task.client} failed: {done.failure}"
-            )
+            raise make_error(task, done.failure)
         if task.scores:
             return LocalUpdate(NO_UPDATE, num_examples(self._federation, task), done.metrics)
         shared = self._shared

@@ -7,10 +7,16 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+from fedplat.errors import EngineError
 from fedplat.simulation.engines.interface import ClientTask
 from fedplat.simulation.engines.version_refs import Versions
 
 Answer = TypeVar("Answer")
+
+
+def make_error(task: ClientTask, failure: str) -> EngineError:
+    """Return the error of a task that failed in a worker."""
+    return EngineError(f"the {'scoring' if task.scores else 'training'} of client {task.client} failed: {failure}")
 
 
 class WorkQueue(Generic[Answer]):

@@ -64,6 +64,11 @@ class TrainingModel(Protocol):
         ...
 
 
+def make_version_zero(sizes: Sizes) -> ModelVersion:
+    """Return the record of the initial model."""
+    return ModelVersion(version=0, round=0, attempt=0, digest="version-0", size_bytes=int(sizes.model))
+
+
 class NoTraining(TrainingModel):
     """No training: clients report the fleet's numbers of examples, and versions have no model."""
 
@@ -79,7 +84,7 @@ class NoTraining(TrainingModel):
 
     @override
     def first_version(self) -> ModelVersion:
-        return ModelVersion(version=0, round=0, attempt=0, digest="version-0", size_bytes=int(self.sizes.model))
+        return make_version_zero(self.sizes)
 
     @override
     def expect(self, tasks: Sequence[DeviceAssignment]) -> None:

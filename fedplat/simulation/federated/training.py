@@ -22,7 +22,7 @@ from fedplat.rounds.events import AggregationFailed, AttemptAggregated, UpdateRe
 from fedplat.rounds.states import AttemptKind
 from fedplat.simulation.clients.device import DeviceAssignment, Sizes
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
-from fedplat.simulation.federated.interface import Report, TrainingModel
+from fedplat.simulation.federated.interface import Report, TrainingModel, make_version_zero
 from fedplat.simulation.federated.retention import UpdateRetention
 
 _TRAINING, _CODEC, _NOISE = 1, 2, 3
@@ -102,7 +102,7 @@ class RealTraining(TrainingModel):
 
     def version_zero(self) -> ModelVersion:
         """Return the record of the initial model without making the model available to clients."""
-        return ModelVersion(version=0, round=0, attempt=0, digest="version-0", size_bytes=int(self._sizes.model))
+        return make_version_zero(self._sizes)
 
     @override
     def expect(self, tasks: Sequence[DeviceAssignment]) -> None:

@@ -24,7 +24,7 @@ from fedplat.simulation.engines.ray.cluster import Cluster
 from fedplat.simulation.engines.ray.data import DataShards
 from fedplat.simulation.engines.ray.worker import Answer, RayWorker, make_piece
 from fedplat.simulation.engines.version_refs import Versions
-from fedplat.simulation.engines.work_queue import WorkQueue
+from fedplat.simulation.engines.work_queue import WorkQueue, make_error
 
 _AHEAD = 2
 """Tasks of an actor at once: it trains one while the data of the other is transferred."""
@@ -102,9 +102,7 @@ class RayEngine(Engine):
             self._receive()
         answer = self._queue.fetch(task)
         if answer.update is None:
-            raise EngineError(
-                f"the {'scoring' if task.scores else 'training'} of client {task.client} failed: {answer.failure}"
-            )
+            raise make_error(task, answer.failure)
         if answer.note is not None:
             self._states.put(task, answer.note)
         if task.scores:
