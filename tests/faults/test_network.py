@@ -164,7 +164,7 @@ async def test_everybody_vanishes_and_comes_back(site: Site, tmp_path: Path) -> 
             return "0 of at least 2 needed clients" in shown.reason and shown.current.attempt >= 3
 
         start = asyncio.get_running_loop().time()
-        await daemons.until(waits, "the job to say that nobody is there")
+        await daemons.until(waits, "the job to report that no client is there")
         num_attempts = (await site.operator.show(job)).current.attempt
         assert num_attempts <= 3 + (asyncio.get_running_loop().time() - start) / 0.1  # back-off, no busy loop
         network.set(proxy.CLEAR)

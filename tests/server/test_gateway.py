@@ -211,7 +211,7 @@ async def test_callers_hear_unavailable_while_the_leader_is_out_of_reach(
             code, _, ours = await code_of(there.operator.show("any"))
             return (code, ours) == (grpc.StatusCode.UNAVAILABLE, "NO_LEADER")
 
-        await daemons.until(refused, "nobody who leads")
+        await daemons.until(refused, "the gateway to have no leader")
 
         async def unhealthy(there: Site = site) -> bool:
             return not await is_healthy(there)

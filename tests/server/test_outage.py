@@ -153,7 +153,7 @@ async def test_readiness_follows_the_database_and_liveness_does_not(site: Site) 
         async def noticed() -> bool:
             return await site.readiness() == away
 
-        await daemons.until(noticed, "a server that is not ready")  # nobody has asked for anything
+        await daemons.until(noticed, "a server that is not ready")  # before any client has called
         assert [await site.readiness(name) for name in names] == [away] * 3
         assert await site.readiness("liveness") == serving
         await site.back()

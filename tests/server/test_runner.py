@@ -164,7 +164,7 @@ async def test_somebody_else_in_the_database_ends_the_runner_with_advice() -> No
         assert it.task is not None
         with pytest.raises(StaleRevisionError, match="on SQLite, stop the other fedplat-server"):
             await it.task
-        with pytest.raises(StoreUnavailableError, match="the server is stopping"):  # nobody waits forever
+        with pytest.raises(StoreUnavailableError, match="the server is stopping"):  # no caller waits forever
             await it.act(JobAction.START)
         waiting.cancel()
 

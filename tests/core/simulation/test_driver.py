@@ -134,7 +134,7 @@ def test_an_attempt_whose_updates_are_too_large_is_tried_again() -> None:
     assert (result.status, len(result.rounds)) == ("FAILED", 0)
     assert [record.phase for record in result.attempts] == ["ABANDONED"] * 2
     assert "rejected" in result.attempts[0].reason
-    assert engine.client_states() == {}  # nothing was merged, so nobody remembers anything
+    assert engine.client_states() == {}  # nothing was merged, so no client stored a state
 
 
 class Attacked(LeastSquares):
