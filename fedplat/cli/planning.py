@@ -23,7 +23,7 @@ from fedplat.cli.simulate import read_file
 from fedplat.errors import JobFileError
 from fedplat.job import planning
 from fedplat.job.planning import NoiseCost, PrivacyPlan
-from fedplat.privacy import Mechanism
+from fedplat.privacy import Mechanism, losses
 from fedplat.simulation import api
 from fedplat.simulation.data import Federation
 from fedplat.simulation.recording import folder as folders
@@ -85,14 +85,17 @@ def _make_plan(out: Output, file: SimulationFile, clients: int, noise: Sequence[
 
 
 @contextlib.contextmanager
-def _processes(file: SimulationFile) -> Generator[planning.Run]:
+def _processes(file: SimulationFile) -> Generator[planning.MapFunction]:
     """Yield the `map` of a process pool for jobs with long computations, else the builtin one."""
     if file.job.privacy is None or file.job.privacy.participation != "poisson":
         yield map
         return
     ignore = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the command, which ends the pool
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context, signal.signal, ignore) as pool:
+    workers = max(1, len(os.sched_getaffinity(0)) - 1)  # this process computes, too
+    with ProcessPoolExecutor(workers, context, signal.signal, ignore) as pool:
+        for _ in range(workers):
+            pool.submit(losses.load_library)  # they start and import while this process calibrates
         try:
             yield pool.map
         except BaseException:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from msgspec import Struct, structs
 
@@ -21,7 +21,7 @@ from fedplat.job.spec import JobSpec
 from fedplat.privacy import Charge, Mechanism, Privacy, accounting
 from fedplat.privacy.accounting import epsilon, epsilon_rdp, epsilons, max_releases
 from fedplat.privacy.descriptions import describe_adjacency
-from fedplat.privacy.losses import FINE, ROUGH
+from fedplat.privacy.losses import FINE, ROUGH, Precision
 from fedplat.sampling import Poisson
 
 PARTS_OF_ROUNDS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
@@ -32,9 +32,16 @@ MAX_ROUNDS_FACTOR = 100
 CURVE_POINTS = 24
 
 Row = TypeVar("Row")
-Task = Callable[[], "CohortCost | NoiseCost"]
-Run = Callable[[Callable[[Task], "CohortCost | NoiseCost"], Sequence[Task]], Iterable["CohortCost | NoiseCost"]]
-"""A `map` function: the builtin one, or that of a process pool."""
+
+
+class MapFunction(Protocol):
+    """A `map` function: the builtin one, or that of a process pool."""
+
+    def __call__(
+        self, function: Callable[[Callable[[], Row]], Row], tasks: Sequence[Callable[[], Row]], /
+    ) -> Iterable[Row]:
+        """Return the function's result for each task, in their order."""
+        ...
 
 
 class Rounds(Struct, frozen=True, kw_only=True):
@@ -62,7 +69,8 @@ class CohortCost(Struct, frozen=True, kw_only=True):
 class NoiseCost(Struct, frozen=True, kw_only=True):
     """The cost of a noise multiplier in the job's rounds.
 
-    `max_rounds` is the number of rounds that the epsilon of the plan allows, at most a hundred times the job's.
+    `max_rounds` is the number of rounds that the epsilon of the plan allows, at most a hundred times the job's. For
+    noise that was calibrated for the job it is the number of rounds for which it was.
     """
 
     noise_multiplier: float
@@ -111,7 +119,7 @@ def plan(
     num_clients: int = 0,
     multipliers: Sequence[float] = (),
     progress: Callable[[int, int], object] = lambda done, total: None,
-    run: Run = map,
+    run: MapFunction = map,
 ) -> PrivacyPlan:
     """Return the plan of a job; `multipliers` are compared instead of some around the job's own.
 
@@ -121,15 +129,19 @@ def plan(
     Raises `JobFileError` for a job that cannot keep its privacy guarantee, and `MissingExtraError`.
     """
     options = require_privacy(spec)
+    num_clients = num_clients or _population(spec)
+    budget = options.epsilon or epsilon([Charge(_mechanism(spec), spec.rounds)], options.delta)
+    own_goal, goals = spec.selection.goal, [goal for goal in _goals(spec) if goal <= (num_clients or goal)]
+    # Other processes begin with these rows, because the calibration of the job's own noise takes seconds.
+    cohorts = iter(
+        run(_call, [partial(_cohort, spec, goal, budget, num_clients) for goal in goals if goal != own_goal])
+    )
     calibrated = calibrate(spec)
-    mechanism, found = find_mechanism(calibrated), require_privacy(calibrated)
-    assert mechanism is not None
+    mechanism, found = _mechanism(calibrated), require_privacy(calibrated)
     assert found.noise_multiplier is not None
     assert found.max_releases is not None
-    num_clients = num_clients or _population(spec)
-    budget = options.epsilon or epsilon([Charge(mechanism, spec.rounds)], options.delta)
-    chosen = multipliers or [_round_up(found.noise_multiplier * factor) for factor in FACTORS]
-    goals = [goal for goal in _goals(spec) if goal <= (num_clients or goal)]
+    own_noise, chosen = found.noise_multiplier, multipliers or _around(found.noise_multiplier)
+    noises = iter(run(_call, [partial(_noise, spec, each, budget) for each in chosen if each != own_noise]))
     counts = _counts(spec.rounds, found.max_releases)
     done, total = itertools.count(1), len(counts) + len(goals) + len(chosen)
 
@@ -138,15 +150,16 @@ def plan(
         return row
 
     progress(0, total)
-    tasks: list[tuple[Task, bool]] = [
-        *((partial(_cohort, calibrated, goal, budget, num_clients), goal == spec.selection.goal) for goal in goals),
-        *((partial(_noise, calibrated, each, budget), each == found.noise_multiplier) for each in chosen),
-    ]
-    others = iter(run(_call, [task for task, is_own in tasks if not is_own]))
     # The job's own rows share costs that are cached in this process.
     by_rounds = tuple(advance(_rounds(mechanism, options.delta, count)) for count in counts)
-    own = iter([advance(task()) for task, is_own in tasks if is_own])
-    rows = [next(own) if is_own else advance(next(others)) for _, is_own in tasks]
+    by_cohort = tuple(
+        advance(_cohort(calibrated, goal, budget, num_clients, FINE) if goal == own_goal else next(cohorts))
+        for goal in goals
+    )
+    known = found.max_releases if options.noise_multiplier is None else None
+    by_noise = tuple(
+        advance(_noise(spec, each, budget, FINE, known) if each == own_noise else next(noises)) for each in chosen
+    )
     return PrivacyPlan(
         job=spec.name,
         population=spec.population,
@@ -159,29 +172,38 @@ def plan(
         adjacency=describe_adjacency(mechanism),
         num_clients=num_clients,
         expected_reports=spec.selection.goal,
-        noise_multiplier=found.noise_multiplier,
-        deviation=found.noise_multiplier / (spec.selection.goal * options.expected_weight),
+        noise_multiplier=own_noise,
+        deviation=own_noise / (spec.selection.goal * options.expected_weight),
         by_rounds=by_rounds,
-        by_cohort=tuple(row for row in rows if isinstance(row, CohortCost)),
-        by_noise=tuple(row for row in rows if isinstance(row, NoiseCost)),
+        by_cohort=by_cohort,
+        by_noise=by_noise,
         remarks=tuple(_remarks(spec, num_clients)),
     )
 
 
-def _call(task: Task) -> CohortCost | NoiseCost:
+def _call(task: Callable[[], Row]) -> Row:
     return task()
 
 
-def _noise(calibrated: JobSpec, multiplier: float, budget: float) -> NoiseCost:
-    """Return the cost of another `privacy.noise_multiplier` of the same job."""
-    spec, options = calibrated, require_privacy(calibrated)
+def _mechanism(spec: JobSpec) -> Mechanism:
+    """Return the mechanism of a private job; if its noise is not calibrated yet, with a multiplier of 1."""
+    return find_mechanism(spec) or build_mechanism(spec, 1.0)
+
+
+def _around(multiplier: float) -> list[float]:
+    return [_round_up(multiplier * factor) for factor in FACTORS]
+
+
+def _noise(
+    spec: JobSpec, multiplier: float, budget: float, precision: Precision = ROUGH, known: int | None = None
+) -> NoiseCost:
+    """Return the cost of a `privacy.noise_multiplier` in a job; `known` are the rounds that the budget allows."""
+    options, limit = require_privacy(spec), min(MAX_ROUNDS, MAX_ROUNDS_FACTOR * spec.rounds)
     mechanism = build_mechanism(spec, options.total_multiplier(multiplier))
-    precision = FINE if multiplier == options.noise_multiplier else ROUGH
-    limit = min(MAX_ROUNDS, MAX_ROUNDS_FACTOR * spec.rounds)
     return NoiseCost(
         noise_multiplier=multiplier,
         epsilon=epsilon([Charge(mechanism, spec.rounds)], options.delta, precision),
-        max_rounds=max_releases(mechanism, budget, options.delta, limit, precision=precision),
+        max_rounds=known or max_releases(mechanism, budget, options.delta, limit, precision=precision),
         deviation=multiplier / (spec.selection.goal * options.expected_weight),
     )
 
@@ -218,9 +240,9 @@ def _goals(spec: JobSpec) -> list[int]:
     return sorted({max(1, round(factor * spec.selection.goal)) for factor in FACTORS})
 
 
-def _cohort(calibrated: JobSpec, goal: int, budget: float, num_clients: int) -> CohortCost:
-    spec, options, mechanism = calibrated, require_privacy(calibrated), find_mechanism(calibrated)
-    assert mechanism is not None
+def _cohort(spec: JobSpec, goal: int, budget: float, num_clients: int, precision: Precision = ROUGH) -> CohortCost:
+    """Return the noise that a job requires with another `selection.goal`."""
+    options, mechanism = require_privacy(spec), _mechanism(spec)
     if mechanism.kind == "poisson":
         rate = min(1.0, goal / num_clients)
         mechanism = structs.replace(
@@ -235,7 +257,6 @@ def _cohort(calibrated: JobSpec, goal: int, budget: float, num_clients: int) -> 
         if is_own and options.epsilon is None:
             multiplier = options.noise_multiplier  # the budget is the epsilon of this noise
         else:
-            precision = FINE if is_own else ROUGH
             whole = accounting.calibrate(mechanism, spec.rounds, budget, options.delta, precision).noise_multiplier
             multiplier = options.model_multiplier(whole)
     except ValueError:

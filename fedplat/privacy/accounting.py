@@ -31,10 +31,12 @@ _FLOAT_ERROR = 1e-12
 _FLOAT_ERROR_PER_RELEASE = 1e-16
 """Bound on the error of delta from Fourier transforms of 64-bit floats; 2e-17 per release was measured."""
 
-_COARSER = 16
-"""Factor by which the grid is coarser on which noise and releases are searched first."""
-_NEAR = 5e-3
-"""Distance of the coarse grid's answer from the budget, as a logarithm."""
+_COARSE_GRIDS = ((16, 5e-3), (4, 3e-4))
+"""Grids on which noise and releases are searched first.
+
+The factor by which each is coarser, and the distance of its answer from the budget, as a logarithm.
+"""
+_COARSEST = _COARSE_GRIDS[0][0]
 _SECANTS = 8
 """Number of evaluations after which a search continues by bisection."""
 
@@ -110,13 +112,13 @@ def calibrate(
     if not budget > 0.0:
         raise ValueError(f"epsilon is {budget:g}; expected a number above 0")
     loudest, quietest = -_LARGEST * _NUMBERS, -_SMALLEST * _NUMBERS
-    if quieter(loudest, _COARSER) > budget and quieter(loudest) > budget:
+    if quieter(loudest, _COARSEST) > budget and quieter(loudest) > budget:
         raise ValueError(
             f"no noise multiplier up to {_multiplier(-loudest):g} keeps {releases} releases within epsilon {budget:g} "
             f"at delta {delta:g}; allow a larger epsilon or delta, or fewer rounds"
         )
     start = bisect_left(range(loudest, quietest), -math.log(mechanism.noise_multiplier), key=scale) + loudest
-    step = _last_on_two_grids(quieter, budget, _Search((loudest, quietest), scale, start, 1.0), precision.near)
+    step = _last_on_grids(quieter, budget, _Search((loudest, quietest), scale, start, 1.0), precision.near)
     return _with_noise(mechanism, _multiplier(-step))
 
 
@@ -134,9 +136,9 @@ def max_releases(
         return _epsilon((*before, Charge(mechanism, count)), delta, precision, coarser)
 
     _check(delta)
-    if limit <= 0 or (after(1, _COARSER) > budget and after(1) > budget):
+    if limit <= 0 or (after(1, _COARSEST) > budget and after(1) > budget):
         return 0
-    return _last_on_two_grids(after, budget, _Search((1, limit), math.log, limit, 0.5), precision.near)
+    return _last_on_grids(after, budget, _Search((1, limit), math.log, limit, 0.5), precision.near)
 
 
 def _check(delta: float) -> None:
@@ -210,14 +212,19 @@ class _Search:
     slope: float
 
 
-def _last_on_two_grids(cost: Callable[[int, int], float], budget: float, search: _Search, near: float) -> int:
+def _last_on_grids(cost: Callable[[int, int], float], budget: float, search: _Search, near: float) -> int:
     """Return the last step whose cost on the finest grid is within the budget; `cost` takes a step and a coarseness.
 
-    With `near`, a step is enough whose cost is below the budget by at most `near`, as a logarithm. The coarse grid
-    finds the neighbourhood, in which the fine one needs two or three evaluations.
+    With `near`, a step is enough whose cost is below the budget by at most `near`, as a logarithm. The coarse grids
+    find the neighbourhood, in which the fine one needs two or three evaluations. They err upwards: if the last step of
+    all is within the budget on one of them, it is on the finest, too.
     """
-    step, slope = _last(lambda step: cost(step, _COARSER), budget, search, _NEAR)
-    search = dataclasses.replace(search, start=step, slope=slope)
+    end = search.bounds[1]
+    for coarser, tolerance in _COARSE_GRIDS:
+        step, slope = _last(lambda step, coarser=coarser: cost(step, coarser), budget, search, tolerance)
+        if step == end and cost(end, coarser) <= budget:
+            return end
+        search = dataclasses.replace(search, start=step, slope=slope)
     return _last(lambda step: cost(step, 1), budget * math.exp(-near / 2), search, near / 2)[0]
 
 

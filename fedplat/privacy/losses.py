@@ -36,7 +36,7 @@ class Precision(NamedTuple):
 
 
 FINE = Precision(points=50, rare=1e-3, near=0.0)
-ROUGH = Precision(points=16, rare=1e-2, near=5e-4)
+ROUGH = Precision(points=16, rare=1e-2, near=1e-3)
 """Epsilon is about 0.1 % larger on this grid, and may be smaller where overflows are counted as a part of delta."""
 
 
@@ -58,6 +58,12 @@ class Losses(Protocol):
     def get_epsilon_for_delta(self, delta: float) -> float:
         """Return the least epsilon, which may be infinite."""
         ...
+
+
+def load_library() -> None:
+    """Import what the computations require, which takes a second. Raises `MissingExtraError`."""
+    _distributions()
+    _rdp()
 
 
 def _silence(record: logging.LogRecord) -> bool:

@@ -92,6 +92,13 @@ def test_a_plan_is_what_the_accountant_says() -> None:
         assert epsilon([Charge(needed, 40)], 1e-5) == pytest.approx(found["budget"], rel=2e-3)
 
 
+def test_calibrated_noise_is_enough_for_the_jobs_own_rounds() -> None:
+    found = planned(POISSON.replace("noise_multiplier = 1.2", "epsilon = 2.0"))
+    own = next(row for row in found["by_noise"] if row["noise_multiplier"] == found["noise_multiplier"])
+    assert own["max_rounds"] == found["rounds"] == 40
+    assert own["epsilon"] <= found["budget"] == 2.0
+
+
 def test_a_plan_tells_how_far_it_is() -> None:
     told: list[tuple[int, int]] = []
     found = planning.plan(parse_job(FIXED), 3383, (), lambda done, total: told.append((done, total)))

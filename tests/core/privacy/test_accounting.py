@@ -169,6 +169,10 @@ def test_a_search_looks_at_few_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     intervals.clear()
     assert calibrate(mechanism, 70, 1.5, 1e-5) == calibrated
     assert intervals == []
+    # The coarsest grid errs upwards: what is within the budget on it needs no finer one.
+    assert max_releases(calibrated, 100.0, 1e-5, 70) == 70
+    assert intervals
+    assert min(intervals) == 16 * fine
 
 
 def test_what_no_noise_can_do_is_said() -> None:
