@@ -107,15 +107,16 @@ async def test_the_reason_arrives_though_the_daemon_still_sends_messages(
     listener: Rank0Listener, tmp_path: Path
 ) -> None:
     pool, text = WorkerPool.at(tmp_path), "too large: " + "x" * 100_000
-    async with pool.start_task("aggregate", Echo([])) as one, pool.start_task("aggregate", Echo([])) as other:
-        for _ in range(2):
+    async with pool.start_task("aggregate", Echo([])) as one:
+        first = await next_event(listener)
+        async with pool.start_task("aggregate", Echo([])) as other:
             await next_event(listener)
-        listener.finish(0, protocol.TaskRefusal("no room", out_of_memory=True))
-        await asyncio.to_thread(listener.refuse_all, protocol.TaskRefusal(text))
-        with pytest.raises(PoolMemoryError, match="no room"):
-            await send_until_refused(one)
-        with pytest.raises(PoolWorkError, match=r"too large: x+$"):
-            await other.result(Echo)
+            listener.finish(first.task, protocol.TaskRefusal("no room", out_of_memory=True))
+            await asyncio.to_thread(listener.refuse_all, protocol.TaskRefusal(text))
+            with pytest.raises(PoolMemoryError, match="no room"):
+                await send_until_refused(one)
+            with pytest.raises(PoolWorkError, match=r"too large: x+$"):
+                await other.result(Echo)
 
 
 @pytest.mark.slow
