@@ -29,7 +29,7 @@ every_paper = pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.n
 
 @pytest.fixture
 def mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with something of the shape of MNIST: ten pictures with some noise."""
+    """A folder with data in the shape of MNIST: ten pictures with some noise."""
     rng = np.random.default_rng(0)
     pictures = rng.integers(0, 255, (10, 28, 28))
     arrays: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.uint8]]] = {}
@@ -131,7 +131,7 @@ def test_attackers_report_what_the_attack_says(mnist: Path, attack: str, monkeyp
     if attack == "ipm":
         np.testing.assert_allclose(bad, -0.1 * good.mean(0), atol=1e-6)
     elif attack == "alie":
-        # 4 workers: 2 supporters are needed, and 1 of 3 good ones may be beyond.
+        # 4 workers: 2 supporters are needed, and 1 of 3 good ones may be out of range.
         z = statistics.NormalDist().inv_cdf(1 / 3)
         np.testing.assert_allclose(bad, good.mean(0) + z * good.std(0, ddof=1), atol=1e-5)
     else:

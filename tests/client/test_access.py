@@ -1,4 +1,4 @@
-"""How a client is let in, and what it says when it is not."""
+"""How a client gains access, and what it logs or prints when access is refused."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_who_is_fenced_or_revoked_ends_wherever_it_hears_of_it(
 ) -> None:
     fleet.assign(model)
     fleet.failures[call] = [planned]
-    if call != "OpenSession":  # it is so at every later call, too
+    if call != "OpenSession":  # every later call gets the same answer
         fleet.failures["CheckIn"] += [] if call == "CheckIn" else [grpc.StatusCode.UNAVAILABLE, planned]
     client = make_client()
     client.add_trainer("digits", fail if call == "Fail" else add_nothing)
@@ -103,7 +103,7 @@ def test_a_lost_session_is_replaced_without_a_word(
     call: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Whatever call finds out: the task is done, and nobody has to read of it."""
+    """Whichever call finds that the session is lost, the task is done and nothing is logged."""
     fleet.assign(model)
     fleet.failures[call] = [LOST]
     client = make_client()
@@ -119,7 +119,7 @@ def test_a_lost_session_is_replaced_without_a_word(
 def test_a_client_that_is_started_again_goes_on_as_who_it_was(
     fleet: FakeFleet, model: model_pb2.ModelRef, run: Callable[..., Result]
 ) -> None:
-    """With its ticket or without."""
+    """Both with and without its ticket."""
     ticket = ("--ticket", fleet.ticket.to_text())
     for given in (ticket, ticket, ()):
         fleet.assign(model)
@@ -172,7 +172,7 @@ def test_a_client_that_is_not_enrolled_needs_a_ticket(fleet: FakeFleet, run: Cal
 def test_a_server_that_is_not_the_tickets_is_named(
     fleet: FakeFleet, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is waited for, as its operator may mend that; until then the log says what is wrong."""
+    """The client waits, since an operator may repair the server; until then the log names the problem."""
     ticket = msgspec.structs.replace(fleet.ticket, tls=True)
     options = ClientOptions(wait=lambda _, seconds: seconds > 0)  # stops at the first failure
     client = Client.from_ticket(ticket.to_text(), data_dir=tmp_path / "new", options=options)

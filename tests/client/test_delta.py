@@ -1,4 +1,4 @@
-"""How a client gets a version that is near one that it has; against a scripted server on a real socket."""
+"""How a client gets a version that is close to one that it has, from a scripted server on a real socket."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def first_model(carry: Carry = "keep") -> Parameters:
 
 
 def next_version(base: Parameters, options: codecs.Options = EDEN, seed: int = 1) -> tuple[Parameters, bytes]:
-    """As the server makes it, and the file of its delta."""
+    """The next version, made as the server makes it, and the file of its delta."""
     payloads: list[bytes] = []
     rule = compress_step(options.build(), seed_of("job", 1), payloads.append)(weighted_mean())
     accumulator, rng = Accumulator(base.schema, rule), np.random.default_rng(seed)
@@ -112,7 +112,7 @@ def run(client: Client, num_tasks: int = 2, between: Callable[[], None] = lambda
 
 @pytest.fixture
 def folder(fleet: FakeFleet, tmp_path: Path) -> Path:
-    """Where a client of `make_client` keeps models."""
+    """The folder in which a client of `make_client` keeps models."""
     return DataDirectory(tmp_path / "data", fleet.address, "demo").models
 
 
@@ -193,12 +193,12 @@ def test_a_delta_of_no_use_costs_a_download_at_most(
 
 
 def other_payload(versions: Versions) -> bytes:
-    """Well-formed, and leads elsewhere."""
+    """A well-formed delta to another version."""
     return next_version(versions.first, seed=2)[1]
 
 
 def cut(versions: Versions) -> bytes:
-    """Breaks when most of the model is written."""
+    """A delta that ends when most of the model is written."""
     return versions.content[:-100]
 
 
@@ -220,7 +220,7 @@ def test_a_delta_that_leads_elsewhere_is_not_believed(
     assert run(make_client()) == [versions.first, versions.second]
     assert versions.downloaded == [first.digest, delta.digest, second.digest]
     assert "The delta cannot be used" in caplog.text
-    assert len([*folder.iterdir()]) == 2, "nothing of the delta is left"
+    assert len([*folder.iterdir()]) == 2, "files of the delta are left"
 
 
 def test_a_delta_with_other_bytes_than_announced_is_not_used(
@@ -243,7 +243,7 @@ def test_a_cache_without_room_for_both_takes_the_whole_model(
 
 
 def test_the_base_stays_while_others_are_evicted(versions: Versions, make_client: MakeClient, folder: Path) -> None:
-    """There is room for the two and the delta exactly, and something else in the cache."""
+    """The cache has room for exactly the two models and the delta, and contains another file."""
     stale = folder / f"{'a' * 64}.safetensors"
     stale.parent.mkdir(parents=True)
     stale.write_bytes(b"x" * 1000)

@@ -52,7 +52,7 @@ def test_the_servers_stop_reaches_the_trainer_and_the_client_goes_on(
     client.run(max_tasks=2)
     assert caught[0].reason == "SURPLUS"
     assert caught[0].text == "no longer needed"
-    assert "Fail" not in fleet.calls  # the server knows
+    assert "Fail" not in fleet.calls  # the server already knows
     assert [request.token for request in fleet.requests["Report"]] == ["token-2"]
 
 
@@ -191,7 +191,7 @@ def test_a_deadline_cancels_even_when_the_server_is_out_of_reach(
     with caplog.at_level("WARNING"):
         client.run(max_tasks=1)
     assert "the deadline of the assignment has passed" in caplog.text
-    assert not {"Upload", "Report", "Fail"} & set(fleet.calls)  # the server has dropped it before
+    assert not {"Upload", "Report", "Fail"} & set(fleet.calls)  # the server has already dropped it
 
 
 @pytest.mark.usefixtures("interruptible")

@@ -33,20 +33,20 @@ def delta(round_: int) -> np.ndarray:
 
 
 def trained(task: Task) -> TrainResult:
-    """Tenfold integers, whose sums are exact."""
+    """Returns a change of integers, whose sums are exact."""
     change = {"weight": np.round(1000 * delta(task.round)), "steps": np.array(7)}
     return TrainResult(delta=change, num_examples=1)
 
 
 class Fleet:
-    """A job of a client, round by round."""
+    """One client's work for jobs, round by round."""
 
     def __init__(self, fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, base: Parameters) -> None:
         self.fleet, self._make, self.model, self.base = fleet, make_client, model, base
         self.options, self.asked = TOPK, list[str]()
 
     def work(self, round_: int, job_id: str = "job-1", **options: object) -> np.ndarray:
-        """One assignment of a client that is started anew; what was sent of the vector."""
+        """Runs one assignment in a new client; returns the part of the vector that it sent."""
         before = len(self.fleet.requests["Report"])
         fields = {"job_id": job_id, "uplink": options_to_text(self.options), "token": f"token of {round_}"}
         self.fleet.assign(self.model, round=round_, **fields)
@@ -87,11 +87,11 @@ def test_what_is_left_out_of_merged_updates_is_sent_later(job: Fleet) -> None:
 
 
 def test_what_is_left_out_of_an_update_that_was_not_merged_is_forgotten(job: Fleet) -> None:
-    """The training of an abandoned attempt is done again: else its remains would count twice."""
+    """An abandoned attempt is trained again, so keeping its remainder would count it twice."""
     left = job.change(1) - job.work(1)
     second = job.work(2)
     np.testing.assert_array_equal(second, largest(job.change(2) + left))
-    job.fleet.receipts = [ABANDONED]  # the answer to the question after the second
+    job.fleet.receipts = [ABANDONED]  # the answer to the question about the second update
     np.testing.assert_array_equal(job.work(3), largest(job.change(3) + left))
     assert job.asked == ["token of 2"]
 
@@ -101,7 +101,7 @@ def test_late_and_refused_updates_leave_the_residual_as_it_was(job: Fleet, reaso
     refusal = fleet_pb2.ReportResponse(refusal=fleet_pb2.Refusal(reason=reason, text="no"))
     left = job.change(1) - job.work(1)
     merged = fleet_pb2.ReportResponse(receipt=fleet_pb2.Receipt())
-    job.fleet.receipts = [merged, refusal, refusal]  # what became of the first; the second; the same again
+    job.fleet.receipts = [merged, refusal, refusal]  # the end of the first; of the second; of the second again
     job.work(2)
     np.testing.assert_array_equal(job.work(3), largest(job.change(3) + left))
 
@@ -116,7 +116,7 @@ def test_another_job_codec_or_schema_begins_anew(job: Fleet) -> None:
     left = job.change(1) - job.work(1)
     np.testing.assert_array_equal(job.work(2, job_id="../another"), largest(job.change(2)))
     assert job.asked == []
-    np.testing.assert_array_equal(job.work(3), largest(job.change(3) + left))  # the first job goes on
+    np.testing.assert_array_equal(job.work(3), largest(job.change(3) + left))  # the first job continues
     job.options = codecs.TopK(fraction=0.1, values="fp32", zstd=True)
     np.testing.assert_array_equal(job.work(4), largest(job.change(4)))
     assert job.asked == []
@@ -173,7 +173,7 @@ def test_the_jobs_of_longest_ago_go_first(tmp_path: Path) -> None:
 
 
 def test_a_crash_at_any_moment_leaves_one_of_two_residuals(tmp_path: Path) -> None:
-    """Before the server has answered both are there; afterwards the one that it decided for."""
+    """Until the server answers, both exist; afterwards only the one that matches its answer."""
     one, two = np.full(3, 1, "f4"), np.full(3, 2, "f4")
     for answer in (True, False):
         residuals = Residuals(tmp_path / str(answer), 2**20)
@@ -186,7 +186,7 @@ def test_a_crash_at_any_moment_leaves_one_of_two_residuals(tmp_path: Path) -> No
 
         with pytest.raises(KeyboardInterrupt):
             residuals.load("job", "f", 3, died)
-        for _ in range(2):  # said once, it is not asked again
+        for _ in range(2):  # after its first answer the server is not asked again
             kept = residuals.load("job", "f", 3, lambda sent, answer=answer: answer and sent.token == "t2")
             np.testing.assert_array_equal(kept, two if answer else one)
 

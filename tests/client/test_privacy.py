@@ -1,4 +1,4 @@
-"""Example-level privacy at a client: what its owner allows, and the ledger, which nothing takes back."""
+"""Example-level privacy at a client: its owner's limit, and the ledger, whose charges are final."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CONFIG: dict[str, Any] = {
 }
 LIMIT = PrivacyLimit(max_epsilon=100.0, delta=1e-5)
 PER_TASK = StepCharge(1.0, 0.25, 8)
-"""What a training with this configuration costs on twenty examples."""
+"""The cost of a training with this configuration on twenty examples."""
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ def opacus_epsilon(num_steps: int) -> float:
 
 
 class Fleet:
-    """Assignments over a socket, each worked on by a client that is started anew."""
+    """Assignments over a socket, each for a new client."""
 
     def __init__(self, fleet: FakeFleet, make_client: MakeClient) -> None:
         self.fake, self._make = fleet, make_client
@@ -97,7 +97,7 @@ class Fleet:
 
     @property
     def epsilons(self) -> list[float]:
-        """Those that were reported, each report once."""
+        """The epsilons that were reported, once for each report."""
         reports = {report.token: report.metrics["epsilon"] for report in self.fake.requests["Report"] if report.metrics}
         return list(reports.values())
 
@@ -155,7 +155,7 @@ def test_the_limit_is_one_for_all_jobs_and_each_job_hears_of_its_own(fleet_of: F
 
 
 def test_a_late_joiner_is_private_from_its_first_step(tmp_path: Path) -> None:
-    """Examples of zeros: without noise the weights of the inputs would stay where they are."""
+    """All examples are zeros: without noise the weights of the inputs would not change."""
     ledger = PrivacyLedger(tmp_path / "privacy.json")
     charged = list[list[StepCharge]]()
 
@@ -175,7 +175,7 @@ def test_a_late_joiner_is_private_from_its_first_step(tmp_path: Path) -> None:
 
 
 def test_a_crash_counts_the_whole_training(tmp_path: Path) -> None:
-    """What is on the disk while the second step is made."""
+    """The test reads the ledger's file during the second step."""
     path, reads = tmp_path / "privacy.json", [0]
 
     class Dying(Dataset[Any]):

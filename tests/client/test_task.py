@@ -1,4 +1,4 @@
-"""Tasks and results, as trainers meet them."""
+"""Tasks and results, as trainers use them."""
 
 from __future__ import annotations
 

@@ -322,7 +322,7 @@ def test_any_label_may_appear_in_where():
 
 
 def outcome_of(text: str) -> JobSpec | list[str]:
-    """The job, or the lines that say why there is none."""
+    """The job, or the lines of the error."""
     try:
         return parse_job(text)
     except JobFileError as exc:

@@ -1,4 +1,4 @@
-"""How a job file says how updates are compressed."""
+"""The settings of a job file for the compression of updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a job says that updates are weighted and bounded."""
+"""The settings of a job file for the weights and bounds of updates."""
 
 from __future__ import annotations
 

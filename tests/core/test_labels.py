@@ -59,7 +59,7 @@ PHONE = {"region": "eu", "memory_mb": "8192", "os": "android-14", "battery": "0.
         ("not (region == 'eu' and wifi == 'no')", True),
         ("region == 'us' and wifi == 'yes' or battery > 0.5", True),
         ("region == 'us' and (wifi == 'yes' or battery > 0.5)", False),
-        # A label that the client lacks, or that is no number
+        # A label that the client lacks, or that is not a number
         ("gpu == 'yes'", False),
         ("gpu != 'yes'", False),
         ("gpu in ['yes']", False),

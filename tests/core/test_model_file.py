@@ -85,7 +85,7 @@ def test_every_dtype_is_the_librarys():
 
 
 def test_a_foreign_order_is_laid_out_in_ours():
-    # uint8 first: the float32 is neither in canonical place nor aligned.
+    # uint8 first: the float32 is neither in its canonical place nor aligned.
     header = {"byte": entry([3], 0, 3, "U8"), "w": entry([2], 3, 11)}
     body = bytes([1, 2, 3]) + np.array([5, 6], np.float32).tobytes()
     parameters = Parameters.from_bytes(file_of(header, body))

@@ -17,7 +17,7 @@ MODULES = frozenset(
         *("yaml", "ruamel", "copyreg", "code", "codeop", "ray"),
     }
 )
-"""Modules whose business is to make objects or code from bytes."""
+"""Modules that exist to make objects or code from bytes."""
 FUNCTIONS = frozenset({"eval", "exec", "compile", "__import__", "execfile"})
 """Built-in functions that run text."""
 CALLS = frozenset(
@@ -66,7 +66,7 @@ ALLOWED = {
     "np.load": {"fedplat/simulation/data/sources/paths.py": "arrays of the researcher's own file, without pickle"},
     "np.savez": {"benchmarks/peers/nvflare_app/noop_nvflare.py": "writes what a peer would write, and never reads it"},
 }
-"""What runs code or unpickles on purpose, where, and why it is nobody else's."""
+"""Calls that run code or unpickle on purpose: where they are, and why no foreign input reaches them."""
 
 
 def sources() -> list[Path]:
@@ -74,7 +74,7 @@ def sources() -> list[Path]:
 
 
 def dotted(node: ast.expr) -> str:
-    """`a.b.c` of an expression that is a name, else nothing."""
+    """`a.b.c` for an expression that is a name, otherwise an empty text."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (before := dotted(node.value)):
@@ -101,7 +101,7 @@ def of_call(node: ast.Call) -> Generator[str]:
 
 
 def dangers(text: str) -> Generator[tuple[str, int]]:
-    """Everything in a source text that could run what somebody sent, with its line."""
+    """Everything in a source text that could run foreign input, with its line."""
     for node in ast.walk(ast.parse(text)):
         for module in imported(node):
             if module.partition(".")[0] in MODULES or module in CALLS:

@@ -11,7 +11,7 @@ from fedplat.wire import pieces
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 
 HEADER = fleet_pb2.UploadRequest(header=fleet_pb2.UploadHeader(token="t")).SerializeToString()
-# Bytes as protobuf might have written them, and as nobody should.
+# Bytes as protobuf could write them, and as no writer should.
 HEADS = st.sampled_from([b"\x0a", b"\x12", b"\x1a", b""])
 MESSAGES = st.builds(b"".join, st.tuples(HEADS, st.binary(max_size=11), st.binary(max_size=300)))
 

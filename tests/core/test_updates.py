@@ -1,4 +1,4 @@
-"""The file of an encoded update: it is read back as it was written, and nothing else is."""
+"""The file of an encoded update: it is read back as it was written, and any other file is refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_file_is_read_back_as_the_codec_decodes_it(options: codecs.Options, ca
     codec = options.build()
     payload = b"".join(codec.encode(update.to_blocks(), np.random.default_rng(2)))
     expected = [block.copy() for block in codec.decode(payload, update.schema.num_floating)]
-    for _ in range(2):  # as often as wanted
+    for _ in range(2):  # blocks can be read repeatedly
         np.testing.assert_array_equal(np.concatenate([b.copy() for b in decoded.to_blocks()]), np.concatenate(expected))
     carried = len(content) - len(format.prefix) - len(payload)
     assert carried == (5 * 8 + 2 if carry == "max" else 0)

@@ -1,4 +1,4 @@
-"""Reading a model's values in blocks: what comes is the same as when it is converted at once."""
+"""Reading a model's values in blocks gives the same values as a conversion of the whole model."""
 
 from __future__ import annotations
 

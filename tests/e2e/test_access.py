@@ -1,4 +1,4 @@
-"""Clients of the SDK against a real server: tickets of no use, another server than the ticket's, a restart."""
+"""Clients of the SDK against a real server: unusable tickets, a server other than the ticket's, a restart."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _tickets_of_no_use(admin: AdminClient, server: processes.Server, used: Ticke
 
 
 def _another_server(server: processes.Server, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The certificate is not of the authority that the ticket names: nothing is said to whoever that is."""
+    """The certificate is not from the authority that the ticket names: the client sends that server nothing."""
     stranger = ca.certificate_pem(ca.Authority.new(utc_now()).certificate).decode()
     ticket = msgspec.structs.replace(Ticket.from_text(server.ticket("demo")), ca=stranger)
     caplog.clear()

@@ -1,4 +1,4 @@
-"""Example-level privacy with a real daemon: a client at its owner's limit says so, and the job goes on."""
+"""Example-level privacy with a real daemon: a client reports its owner's limit, and the job continues."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def write(name: str) -> str:
 
 
 class Crowd:
-    """Clients in threads. Each adds its own number to every weight, and remembers what it was given to do."""
+    """Clients in threads. Each adds its own number to every weight, and records its tasks."""
 
     def __init__(self, ticket: str, folder: Path) -> None:
         self._ticket = ticket
@@ -92,7 +92,7 @@ def test_forty_clients_and_two_jobs(tmp_path: Path) -> None:
 
 
 def check_rounds(attempts: object, job: str, crowd: Crowd) -> None:
-    """Every client that trained reported, and every report was merged: nobody was late, lost or surplus."""
+    """Every client that trained reported, and every report was merged: no client was late, lost or surplus."""
     rounds: list[admin_pb2.Round] = list(attempts)  # type: ignore[call-overload]
     committed = [attempt for attempt in rounds if attempt.phase == admin_pb2.ATTEMPT_PHASE_COMMITTED]
     assert [attempt.round for attempt in committed] == list(range(1, ROUNDS + 1))

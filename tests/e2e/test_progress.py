@@ -32,7 +32,7 @@ JOB = write_job(
 
 
 class Trainings:
-    """Two that say how far they are, and wait."""
+    """Two trainings that report their progress, and wait."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
@@ -52,7 +52,7 @@ class Trainings:
 
 
 def is_known(admin: AdminClient, job: str) -> bool:
-    """Both clients' heartbeats have come since the server was started."""
+    """Whether both clients' heartbeats have arrived since the server was started."""
     progress = admin.show_job(job).current.progress
     if progress.num_known < 2:
         return False
@@ -64,7 +64,7 @@ def is_known(admin: AdminClient, job: str) -> bool:
 
 
 def move_deadlines(server: processes.Server, seconds: float) -> None:
-    """Kills the server, and starts it again after a while by its own wall clock."""
+    """Kills the server, moves its deadlines as a change of its wall clock would, and starts it again."""
     server.kill()
     with contextlib.closing(sqlite3.connect(server.folder / "fedplat.sqlite")) as connection, connection:
         connection.execute("UPDATE assignments SET deadline_unix_s = deadline_unix_s + ?", (seconds,))

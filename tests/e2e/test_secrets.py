@@ -31,12 +31,12 @@ from support import processes
 from support.jobs import write_job
 
 JOB = write_job("short", trainer="train")
-NOBODY = "fedplat_op_" + "Zq3" * 14 + "x"
-"""What somebody takes for a token."""
+UNKNOWN_TOKEN = "fedplat_op_" + "Zq3" * 14 + "x"
+"""A text in the form of a token."""
 
 
 def forms(secret: bytes) -> set[str]:
-    """How a program might write some bytes."""
+    """The forms in which a program might write some bytes."""
     found = {secret.hex(), secret.hex().upper(), repr(secret)[2:-1], str(list(secret))[1:-1]}
     for shift in range(3):  # base64 of a text in which the secret begins anywhere
         coded = base64.b64encode(bytes(shift) + secret)
@@ -48,7 +48,7 @@ def forms(secret: bytes) -> set[str]:
 
 
 class Secrets:
-    """What must be nowhere, and where."""
+    """The secrets that must not appear in any text, in all their forms."""
 
     def __init__(self) -> None:
         self._forms: dict[str, str] = {}
@@ -57,7 +57,7 @@ class Secrets:
         assert secrets, what
         for secret in secrets:
             data = secret.encode() if isinstance(secret, str) else secret
-            assert len(data) >= 16, f"{what} is too short to be looked for"
+            assert len(data) >= 16, f"{what} is too short to search for"
             self._forms |= dict.fromkeys(forms(data), what)
 
     def add_key(self, path: Path) -> None:
@@ -78,7 +78,7 @@ class Secrets:
 
 
 class Site:
-    """A server, and all that anybody was told at it."""
+    """A server, and everything that it and the commands have printed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -88,14 +88,14 @@ class Site:
         self._clients: list[subprocess.Popen[str]] = []
 
     def run(self, *command: str, status: int = 0, environment: Mapping[str, str] | None = None) -> tuple[str, str]:
-        """A command to its end, in this process: stdout and stderr, which are not yet among what was said."""
+        """Runs a command in this process; returns stdout and stderr, without adding them to `said`."""
         app = {"fedplat": operator.app, "fedplat-server": commands.app}[command[0]]
         done = CliRunner().invoke(app, list(command[1:]), env=environment)
         assert done.exit_code == status, done.output
         return done.stdout, done.stderr
 
     def told(self, *command: str, status: int = 0, environment: Mapping[str, str] | None = None) -> str:
-        """The same for a command that has nothing secret to tell."""
+        """The same for a command that prints no secrets; adds its output to `said`."""
         out, err = self.run(*command, status=status, environment=environment)
         self.said.append(out + err)
         return out + err
@@ -117,14 +117,14 @@ class Site:
         return client
 
     def end_all(self) -> None:
-        """After a failure some clients are left."""
+        """Ends the clients that are left after a failure."""
         for client in self._clients:
             if client.poll() is None:
                 client.kill()
                 client.communicate()
 
     def end(self, client: subprocess.Popen[str], status: int) -> str:
-        """Waits for a client; its last line."""
+        """Waits for a client; returns its last line."""
         out, _ = client.communicate(timeout=processes.PATIENCE_S)
         self.said.append(out)
         assert client.returncode == status, out
@@ -151,7 +151,7 @@ def lines_of(path: Path) -> list[bytes]:
 @pytest.mark.slow
 @pytest.mark.fault("F30")
 def test_no_secret_reaches_a_log(site: Site) -> None:
-    """From the first start to the rotation of the authority, everything at its most talkative."""
+    """From the first start to the rotation of the authority, with the most verbose logs everywhere."""
     data, secrets = site.folder / "server", site.secrets
     where = ("--data-dir", str(data))
     with processes.server(data, "--log-level", "DEBUG", "--json-log") as server, server.admin() as admin:
@@ -183,7 +183,7 @@ def test_no_secret_reaches_a_log(site: Site) -> None:
 
 
 def _tickets(site: Site, mine: dict[str, str], where: Sequence[str]) -> Ticket:
-    """Makes what is secret: of what these commands print, only the one line that is meant to be secret is."""
+    """Makes secrets; each command prints at most one secret line, the one that is meant to be secret."""
     create = ("fedplat", "enrollment", "create", "--population", "demo")
     out, err = site.run(*create, environment=mine)
     ticket = Ticket.from_text(out)
@@ -212,11 +212,11 @@ def _work(admin: processes.AdminClient, server: processes.Server) -> None:
 
 
 def _refused_logins(site: Site, mine: dict[str, str]) -> None:
-    """A viewer who wants more, a token of nobody, something that is no token."""
+    """A viewer without the role that a call needs, an unknown token, and a text that is not a token."""
     viewer = {**mine, "FEDPLAT_PROFILE": str(site.folder / "ben.toml")}
     text = site.told("fedplat", "client", "revoke", "c-1", status=1, environment=viewer)
     assert "operator ben has the role viewer" in text
-    for given in (NOBODY, NOBODY + "-and-a-mistake"):
+    for given in (UNKNOWN_TOKEN, UNKNOWN_TOKEN + "-and-a-mistake"):
         site.secrets.add("a wrong token", given)
         assert "needs an operator's token" in site.told(
             "fedplat", "status", status=1, environment={**mine, "FEDPLAT_TOKEN": given}
@@ -237,12 +237,12 @@ def _check(site: Site) -> None:
     assert kinds == set()
     everything = "\n".join(site.said)
     for event in ("the server is ready", "an operator's call was refused", "the audit log ends here"):
-        assert json.dumps({"event": event})[1:-1] in everything, f"the log is not what it was: {event}"
+        assert json.dumps({"event": event})[1:-1] in everything, f"the log does not contain: {event}"
     for line in ("The client is enrolled.", "The task started.", "The task is done and reported.", "fenced"):
-        assert line in everything, f"the log is not what it was: {line}"
+        assert line in everything, f"the log does not contain: {line}"
     stored = list((site.folder / "server").glob("fedplat.sqlite*"))
     assert stored
-    for path in stored:  # the database keeps hashes
+    for path in stored:  # the database keeps only hashes
         assert site.secrets.found_in(path.read_bytes().decode("latin-1")) == set()
 
 

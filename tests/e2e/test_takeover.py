@@ -33,7 +33,7 @@ from support.jobs import write_job
 pytestmark = pytest.mark.slow
 
 BOUND_S = 60.0
-"""After 6.5 s on a machine that has nothing else to do; how much more a busy one needs says nothing of the daemon."""
+"""It takes 6.5 s on an idle machine; that a busy one needs more is not the daemon's fault."""
 ROUNDS = 3
 JOB = write_job(
     "survivor",
@@ -107,7 +107,7 @@ def two(folder: Path, database: str) -> Generator[tuple[Daemon, Daemon]]:
 
 
 def lease(database: str) -> dict[str, Any]:
-    """The row of the lease, with the moment on the database's clock."""
+    """The row of the lease, with the current time on the database's clock."""
 
     async def read() -> dict[str, Any]:
         connection = await asyncpg.connect(database)
@@ -134,7 +134,7 @@ def status(daemon: Daemon) -> admin_pb2.GetStatusResponse | None:
 
 
 def until_leads(daemon: Daemon, database: str, term: int) -> float:
-    """Returns when a daemon leads in this term: how long nobody had done so before, on the database's clock."""
+    """Waits until a daemon leads in this term; returns for how long there was no leader, on the database's clock."""
     before = lease(database)
     last_sign_of_life = before["renewed_unix_s"]
     while before["term"] < term:
@@ -182,7 +182,7 @@ def test_another_daemon_leads_and_nothing_is_lost(tmp_path: Path, database: str,
                 go_on.set()
                 if number == signal.SIGKILL:
                     leader.end()
-                    leader.start()  # the same line again: a gateway now, for the client that knows no other
+                    leader.start()  # the same command: a gateway now, for the client that knows only this one
                 else:
                     leader.send(signal.SIGCONT)
                 sequences: list[int] = []

@@ -2,7 +2,7 @@
 
     python tests/faults/attackers.py --target FILE --folder FOLDER --kind KIND [--kind KIND ...] [--few]
 
-The program enrolls what clients it needs, prints `ready`, and begins at a line on its standard input. It ends at
+The program enrolls the clients it needs, prints `ready`, and begins at a line on its standard input. It ends at
 SIGTERM, or with `--few` after so many calls of each kind as a test can afford, and leaves FOLDER/KIND.json: how many
 calls were made and how they were answered.
 """
@@ -39,7 +39,7 @@ from hostile import attacks, half_sent
 from support.raw_client import CHALLENGE, RawClient, digest_of, reason_name
 
 MISFITS = "misfits"
-"""A population of its own, whose job has a model so large that an update may have 8 MiB."""
+"""A separate population, whose job has a model so large that an update may have 8 MiB."""
 ANSWER_S = 20.0
 
 
@@ -73,12 +73,12 @@ class Attack:
         return not self.stop.is_set() and (self.max_calls is None or self.num_calls < self.max_calls)
 
     async def begins(self) -> None:
-        """Is ready, and waits for the others."""
+        """Reports that it is ready, and waits for the start."""
         self.ready.set()
         await self.begin.wait()
 
     async def pause(self, seconds: float) -> None:
-        """Waits, but not longer than to the end."""
+        """Waits for some seconds, or until the end."""
         with_end = asyncio.ensure_future(self.stop.wait())
         await asyncio.wait([with_end], timeout=seconds)
         with_end.cancel()
@@ -107,12 +107,12 @@ class Attack:
                 task = asyncio.create_task(_awaited(make()))
                 running.add(task)
                 task.add_done_callback(running.discard)
-            num_begun += max(due, 0)  # what found no room is not made up for: the rate is a bound
+            num_begun += max(due, 0)  # calls that found no room are not made up for: the rate is a bound
             await self.pause(0.05)
         await asyncio.gather(*running)
 
     async def member(self, ticket: str) -> RawClient:
-        """Becomes a client with a session; tries again while the server has no room for strangers."""
+        """Becomes a client with a session; tries again while the server has no room for unknown callers."""
         read, client = Ticket.from_text(ticket), RawClient(self.channel, Ed25519PrivateKey.generate())
         while not self.stop.is_set():
             try:
@@ -146,7 +146,7 @@ async def half_messages(attack: Attack) -> None:
 
 
 async def challenges(attack: Attack) -> None:
-    """A flood of GetChallenge from the clients' own address: a burst first, then what would refill."""
+    """A flood of GetChallenge from the clients' own address: a burst first, then at the rate of the refill."""
     client = RawClient(attack.channel, Ed25519PrivateKey.generate())
     await attack.begins()
     for _ in range(100):  # 6,000 calls: what one address has by default
@@ -156,7 +156,7 @@ async def challenges(attack: Attack) -> None:
 
 
 async def odd_ids(attack: Attack) -> None:
-    """OpenSession with ids that hold a NUL, or are none."""
+    """OpenSession with ids that contain a NUL or are invalid."""
     client = RawClient(attack.channel, Ed25519PrivateKey.generate())
     await attack.begins()
 
@@ -182,7 +182,7 @@ class Delivery:
 
 
 async def _work(attack: Attack, make: Callable[[int, Parameters], Delivery]) -> None:
-    """Works for the honest clients' job, and reports what `make` makes of its number and the base model."""
+    """Works for the honest clients' job, and reports what `make` returns for a number and the base model."""
     client = await attack.member(attack.target.ticket)
     await attack.begins()
     while attack.goes_on():
@@ -235,17 +235,17 @@ async def huge_values(attack: Attack) -> None:
 
 
 async def huge_weights(attack: Attack) -> None:
-    """The opposite of the true model, which 1e18 examples are said to show."""
+    """The opposite of the true model, with a claim of 1e18 examples."""
     await _work(attack, lambda _, base: Delivery(_step(base, -least_squares.TRUE), 1e18))
 
 
 async def tiny_weights(attack: Attack) -> None:
-    """The opposite of the true model, of 1e-50 examples."""
+    """The opposite of the true model, with a claim of 1e-50 examples."""
     await _work(attack, lambda _, base: Delivery(_step(base, -least_squares.TRUE), 1e-50))
 
 
 async def unknown_keys(attack: Attack) -> None:
-    """Updates whose header is an unknown key: a megabyte, or what fits into an honest client's report."""
+    """Updates whose header is an unknown key: a megabyte, or as much as an honest client's report."""
 
     def make(number: int, base: Parameters) -> Delivery:
         entry = {
@@ -283,7 +283,7 @@ async def new_labels(attack: Attack) -> None:
 
 
 async def fencing(attack: Attack) -> None:
-    """Opens sessions again and again, and calls in the session before."""
+    """Opens sessions again and again, and calls in the previous session."""
     client = await attack.member(attack.target.ticket)
     await attack.begins()
 
@@ -296,7 +296,7 @@ async def fencing(attack: Attack) -> None:
 
 
 async def viewer(attack: Attack) -> None:
-    """An operator of the lowest role: costly reading, and calls that the role may not make."""
+    """An operator with the lowest role: expensive reads, and calls that the role may not make."""
     clients, operators = admin_pb2_grpc.ClientsStub(attack.channel), admin_pb2_grpc.OperatorsStub(attack.channel)
     privacy = admin_pb2_grpc.PrivacyStub(attack.channel)
     given: Any = {
@@ -339,7 +339,7 @@ async def misfits(attack: Attack) -> None:
 
 
 async def watches(attack: Attack) -> None:
-    """Streams of Health/Watch without a credential, a thousand over ten connections; new ones for those that ended."""
+    """Streams of Health/Watch without a credential, a thousand over ten connections; ended ones are replaced."""
     options = (("grpc.use_local_subchannel_pool", 1),)
     channels = [aio.insecure_channel(attack.target.address, options=options) for _ in range(10)]
     await attack.begins()
@@ -366,7 +366,7 @@ async def watches(attack: Attack) -> None:
 
 
 async def wrong_tokens(attack: Attack) -> None:
-    """Operators' calls with tokens that are none."""
+    """Operators' calls with unknown tokens."""
     jobs = admin_pb2_grpc.JobsStub(attack.channel)
     await attack.begins()
 
@@ -396,7 +396,7 @@ KINDS: dict[str, tuple[Kind, int]] = {
 }
 """Each attacker, and how many calls it makes with `--few`."""
 WORKERS = ("huge values", "huge weights", "tiny weights", "unknown keys", "new metrics")
-"""Those that take part in the honest clients' rounds."""
+"""The attackers that take part in the honest clients' rounds."""
 
 
 async def run(target: Target, folder: Path, kinds: list[str], few: bool) -> None:

@@ -8,7 +8,7 @@ async with proxy.running("127.0.0.1:7443") as network:
     network.cut()  # all connections, now
 ```
 
-A network that is gone loses nothing of a TCP connection that outlives it: what was sent is sent again. So a
+A TCP connection that outlives an outage of the network loses nothing: what was lost is sent again. So a
 blackhole here holds bytes (and new connections) back until the weather clears; it does not drop them from the middle
 of a stream. `in_thread` is the same proxy for tests without an event loop.
 """
@@ -27,10 +27,10 @@ from typing import Any, TypeAlias, TypeVar
 CHUNK_BYTES = 1 << 16
 _QUEUE_CHUNKS = 64
 Held = TypeVar("Held")
-_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close without a farewell
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close by a reset
 
 _Chunk: TypeAlias = tuple[float, bytes]
-"""When the bytes may leave, and the bytes; none at the end of the stream."""
+"""The time at which the bytes may leave, and the bytes; no bytes at the end of the stream."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Weather:
 CLEAR = Weather()
 BLACKHOLE = Weather(Way(held=True), Way(held=True))
 ONLY_TO_SERVER = Weather(to_client=Way(held=True))
-"""A one-way partition: the server hears the client, the client does not hear the server."""
+"""A one-way partition: the server receives from the client, the client receives nothing."""
 ONLY_TO_CLIENT = Weather(to_server=Way(held=True))
 
 
@@ -69,7 +69,7 @@ class Link:
         self._writers: list[asyncio.StreamWriter] = []
 
     def set(self, weather: Weather) -> None:
-        """Changes the weather of this connection, also for bytes that are held back already."""
+        """Changes the weather of this connection, also for bytes that are already held back."""
         self.weather = weather
         self._changed.set()
 
@@ -88,7 +88,7 @@ class Link:
 
     def adopt(self, writer: asyncio.StreamWriter) -> None:
         """Takes over one end of the connection, to be closed with it."""
-        writer.transport.set_write_buffer_limits(0)  # what is drained has left
+        writer.transport.set_write_buffer_limits(0)  # drained bytes have left
         self._writers.append(writer)
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class Link:
         ]
         try:
             await asyncio.gather(*ways)
-        except (OSError, EOFError):  # one side is gone: so is the other
+        except (OSError, EOFError):  # one side is gone, so the other is cut
             self.cut()
         finally:
             await _end(*ways)
@@ -155,7 +155,7 @@ class Link:
                 count = min(count, way.cut_after - self.passed[name])
                 if count <= 0:
                     self.cut()
-                    await asyncio.Event().wait()  # until the cut ends this
+                    await asyncio.Event().wait()  # until the cut cancels this task
             if way.bytes_per_s is not None:
                 count = min(count, max(int(way.bytes_per_s / 20), 1))
             writer.write(rest[:count])
@@ -186,18 +186,18 @@ class Proxy:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def set(self, weather: Weather) -> None:
-        """Changes the weather of all connections that there are and that will come."""
+        """Changes the weather of all present and future connections."""
         self._weather = weather
         for link in self.links:
             link.set(weather)
 
     def cut(self) -> None:
-        """Resets every connection that there is."""
+        """Resets every open connection."""
         for link in self.links:
             link.cut()
 
     def retarget(self, target: str) -> None:
-        """Leads later connections elsewhere: a server that was started again on another port."""
+        """Sends later connections to another address, such as that of a server that was restarted on another port."""
         self.target = target
 
     async def open(self) -> asyncio.Server:
@@ -248,19 +248,19 @@ class Remote:
 
     @property
     def num_accepted(self) -> int:
-        """How many connections there were."""
+        """The number of connections so far."""
         return self._proxy.num_accepted
 
     def set(self, weather: Weather) -> None:
-        """Changes the weather of all connections that there are and that will come."""
+        """Changes the weather of all present and future connections."""
         self._loop.call_soon_threadsafe(self._proxy.set, weather)
 
     def cut(self) -> None:
-        """Resets every connection that there is."""
+        """Resets every open connection."""
         self._loop.call_soon_threadsafe(self._proxy.cut)
 
     def retarget(self, target: str) -> None:
-        """Leads later connections elsewhere."""
+        """Sends later connections to another address."""
         self._loop.call_soon_threadsafe(self._proxy.retarget, target)
 
 

@@ -3,7 +3,7 @@
     python tests/faults/soak_fleet.py --ticket-file FILE --folder FOLDER --first 0 --count 10 --fault-rate 0.1 --seed 1
 
 Each client is a whole `fedplat_client.Client`. With the probability `--fault-rate` a training takes longer than the
-deadline allows, fails, or its report is sent twice. Whoever starts this process kills it when it likes.
+deadline allows, fails, or its report is sent twice. The process that starts this one may kill it at any time.
 """
 
 from __future__ import annotations

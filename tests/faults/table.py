@@ -1,6 +1,6 @@
 """The fault table: its rows, which tests prove each of them, and how that is shown.
 
-A test names the rows that it proves: `@pytest.mark.fault("F12")`. `tests/conftest.py` refuses names that are no rows
+A test names the rows that it proves: `@pytest.mark.fault("F12")`. `tests/conftest.py` refuses names of unknown rows
 and puts them into the test's reports; `Tally` collects these, also from pytest's worker processes.
 """
 
@@ -39,7 +39,7 @@ NUMBERS = frozenset(row.number for row in ROWS)
 
 
 def note_rows(items: Iterable[pytest.Item]) -> None:
-    """Puts the rows that tests name into their reports. Raises `pytest.UsageError` for what is no row."""
+    """Puts the rows that tests name into their reports. Raises `pytest.UsageError` for unknown rows."""
     for item in items:
         numbers = [str(number) for mark in item.iter_markers("fault") for number in mark.args]
         if unknown := set(numbers) - NUMBERS:
@@ -50,7 +50,7 @@ def note_rows(items: Iterable[pytest.Item]) -> None:
 
 @dataclasses.dataclass
 class Proof:
-    """What is known of a row after its tests have run."""
+    """A row, with the results of its tests."""
 
     row: Row
     passed: int = 0
@@ -70,12 +70,12 @@ class Proof:
 
     @property
     def is_excused(self) -> bool:
-        """Whether there can be no test yet."""
+        """Whether the row has no test because it cannot have one yet."""
         return bool(self.row.not_built) and not self.num_tests
 
     @property
     def status(self) -> str:
-        """The row's last word."""
+        """The row's result, in words."""
         if self.is_excused:
             return f"not built yet: {self.row.not_built}"
         if not self.num_tests:
@@ -85,7 +85,7 @@ class Proof:
 
 
 class Tally:
-    """A plugin of pytest that counts, for each row, what became of its tests."""
+    """A plugin of pytest that counts the results of each row's tests."""
 
     def __init__(self) -> None:
         self.proofs = {row.number: Proof(row) for row in ROWS}
@@ -93,7 +93,7 @@ class Tally:
         self._outcomes: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Hears of each phase of each test."""
+        """Records a phase of a test; counts the test after its last phase."""
         numbers = dict(report.user_properties).get(PROPERTY)
         if numbers is None:
             return
@@ -111,12 +111,12 @@ class Tally:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every row is proven, or cannot be yet."""
+        """Whether every row is proven or excused."""
         return all(proof.is_proven or proof.is_excused for proof in self.proofs.values())
 
 
 def lines(proofs: Iterable[Proof]) -> list[str]:
-    """The table for a terminal: without the long sentences, which are in the page."""
+    """The table for a terminal, without the long sentences of the page."""
     shown = [f"{'row':4} {'tests':>5} {'seconds':>8}  {'fault':60.60}  result"]
     for proof in proofs:
         row = proof.row

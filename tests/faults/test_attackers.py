@@ -1,4 +1,4 @@
-"""Attackers of each kind make a few calls beside ten honest clients; `make soak-attackers` goes on for minutes."""
+"""Attackers of each kind make a few calls beside ten honest clients; `make soak-attackers` runs for minutes."""
 
 from __future__ import annotations
 

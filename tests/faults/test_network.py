@@ -70,7 +70,7 @@ async def happens(event: threading.Event) -> None:
 
 @contextlib.asynccontextmanager
 async def behind_a_proxy(site: Site, client: RawClient, network: proxy.Proxy) -> AsyncGenerator[RawClient]:
-    """The same client, over the network."""
+    """The same client, through the proxy."""
     options = (("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 100))
     async with aio.insecure_channel(network.address, options=options) as channel:
         yield client.over(channel)
@@ -78,7 +78,7 @@ async def behind_a_proxy(site: Site, client: RawClient, network: proxy.Proxy) ->
 
 @pytest.mark.fault("F14")
 async def test_an_upload_that_is_cut_again_and_again_arrives(site: Site, tmp_path: Path) -> None:
-    """1.2 MB, and no connection carries more than 500 kB."""
+    """The upload has 1.2 MB, and no connection carries more than 500 kB."""
     async with proxy.running(site.address) as network:
         network.set(proxy.Weather(to_server=proxy.Way(cut_after=500_000)))
         device = Device(network.address, await site.operator.ticket(), tmp_path / "client", call_timeout_s=30.0)
@@ -110,7 +110,7 @@ async def test_a_report_that_arrives_after_the_deadline_is_late(site: Site) -> N
 
 @pytest.mark.fault("F19", "F12")
 async def test_a_client_that_hears_nothing_reports_until_it_does(site: Site, tmp_path: Path) -> None:
-    """The server hears every report, the client none of the receipts: it counts once."""
+    """The server receives every report, and the client no receipt: the update counts once."""
     job = await site.operator.start(job_file(goal=1))
     async with proxy.running(site.address) as network:
         device = Device(network.address, await site.operator.ticket(), tmp_path / "client")
@@ -120,7 +120,7 @@ async def test_a_client_that_hears_nothing_reports_until_it_does(site: Site, tmp
             device.go_on.set()
             await site.operator.until(job, "job", "COMPLETED")
             network.set(proxy.CLEAR)
-            await site.waiting(1)  # it has its receipt, and asks for more
+            await site.waiting(1)  # it has its receipt, and asks for more work
     assert device.num_trained == 1
     assert (await site.operator.versions(job))[-1].num_updates == 1
 
@@ -145,7 +145,7 @@ async def test_a_client_that_is_not_heard_times_out_and_works_again_later(site: 
 @pytest.mark.slow
 @pytest.mark.fault("F15", "F33")
 async def test_everybody_vanishes_and_comes_back(site: Site, tmp_path: Path) -> None:
-    """Attempts are abandoned, the job says why it waits and does not spin, and the clients' return mends it."""
+    """Attempts are abandoned; the job gives a reason and backs off; it continues when the clients return."""
     more = "[deadlines]\ntraining_s = 4.0\nselection_s = 0.2\nheartbeat_s = 0.1\n[retry]\nbase_s = 0.2\nmax_s = 0.4"
     job = await site.operator.start(job_file(goal=2, more=more))
     async with proxy.running(site.address) as network, contextlib.AsyncExitStack() as stack:
@@ -176,9 +176,9 @@ async def test_everybody_vanishes_and_comes_back(site: Site, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.fault("F32")
 async def test_a_thousand_clients_come_back_at_once(site: Site) -> None:
-    """Their connections are reset in one moment, and they check in again in the next one: all wait soon after."""
+    """All connections are reset at once, and all clients check in again at once: soon all of them wait."""
     count, num_channels = 1000, 20
-    turns = asyncio.Semaphore(50)  # the operator's connection takes so many tickets at a time
+    turns = asyncio.Semaphore(50)  # the operator's connection handles this many tickets at a time
 
     async def enroll() -> RawClient:
         async with turns:

@@ -1,4 +1,4 @@
-"""The proxy itself: what a network does to an echo."""
+"""The proxy itself, between a client and an echo server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONTENT = bytes(range(256)) * 4000  # about 1 MB
 
 
 class Echo:
-    """A server that says what it hears, and notes it."""
+    """A server that sends back what it receives, and records it."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -56,7 +56,7 @@ async def exchange(address: str, content: bytes) -> bytes:
     async def send() -> None:
         writer.write(content)
         await writer.drain()
-        with contextlib.suppress(OSError):  # cut meanwhile: the reader says so
+        with contextlib.suppress(OSError):  # the connection was cut meanwhile, which the reader sees
             writer.write_eof()
 
     try:
@@ -125,7 +125,7 @@ async def test_a_blackhole_holds_bytes_back_and_loses_none() -> None:
         network.set(proxy.BLACKHOLE)
         writer.write(b"two")
         reading = asyncio.create_task(reader.readexactly(3))
-        other_reader, other = await dial(network.address)  # a new connection gets nowhere either
+        other_reader, other = await dial(network.address)  # a new connection is held back, too
         other.write(b"new")
         done, _ = await asyncio.wait([reading], timeout=0.05)
         assert not done

@@ -1,4 +1,4 @@
-"""The fault table: its rows are real, its tests are counted, and nothing is skipped in silence."""
+"""The fault table: marks name existing rows, tests are counted, and no row is skipped in silence."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Fuzzes one target in this process, whose memory and patience are limited.
+"""Fuzzes one target in this process, with limits on memory and time.
 
     python tests/fuzz/run.py TARGET [--seconds 60 | --count 2000] [--seed 1] [--atheris]
 
-Without `--atheris` inputs are mutations of the seeds; with it they are led by coverage (install atheris by hand, it is
-no dependency). An input that raises another error than fedplat's own, takes longer than `HANG_S`, or wants more memory
-than `MEMORY_BYTES`, ends the process with 1 and is written to `tests/fuzz/found/TARGET-SHA1`; mend the code, and move
-the file to `tests/fuzz/corpus/TARGET/`, from where every later run begins.
+Without `--atheris` inputs are mutations of the seeds; with it coverage guides them (install atheris by hand; it is
+not a dependency). An input that raises another error than fedplat's own, takes longer than `HANG_S`, or wants more
+memory than `MEMORY_BYTES`, ends the process with 1 and is written to `tests/fuzz/found/TARGET-SHA1`; fix the code, and
+move the file to `tests/fuzz/corpus/TARGET/`, with which every later run begins.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-if "--atheris" in sys.argv:  # it sees what is imported under its eyes
+if "--atheris" in sys.argv:  # it instruments what is imported within its context
     with importlib.import_module("atheris").instrument_imports(include=["fedplat", "fedplat_server"]):
         from fuzz import targets
 else:
@@ -37,18 +37,18 @@ from hostile import attacks
 FOUND = Path(__file__).resolve().parent / "found"
 HANG_S = 10.0
 MEMORY_BYTES = 512 * 2**20
-"""What the process may allocate beyond what it has when the first input comes."""
+"""How much the process may allocate on top of what it has before the first input."""
 
 
 def limit_memory() -> None:
-    """Makes an allocation fail that nobody should have tried."""
+    """Makes an allocation fail that no correct code would try."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def too_long(_: int, __: FrameType | None) -> None:
-    """What the timer does."""
+    """Handles the signal of the timer."""
     raise TimeoutError(f"an input took more than {HANG_S:g} s")
 
 
@@ -70,7 +70,7 @@ def guarded(name: str, data: bytes) -> None:
 
 
 def mutate(name: str, seconds: float, count: int, seed: int) -> int:
-    """Feeds the seeds and mutations of them; how many inputs there were."""
+    """Feeds the seeds and mutations of them; returns the number of inputs."""
     rng, seeds = random.Random(seed), targets.seeds(name)
     end, number = time.monotonic() + seconds, 0
     for data in seeds:

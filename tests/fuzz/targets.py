@@ -1,4 +1,4 @@
-"""Everything that reads bytes of strangers: one function each, which raises nothing but fedplat's own errors."""
+"""Everything that reads foreign bytes: one function each, which raises only fedplat's own errors."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def update(data: bytes) -> None:
 
 
 def encoded_update(data: bytes) -> None:
-    """An encoded update that a client sends, against its base version: of each codec that it may be for."""
+    """An encoded update that a client sends, against its base version, read with each codec."""
     base, path = Path(_FOLDER.name) / "carrying", Path(_FOLDER.name) / "encoded"
     if not base.exists():
         base.write_bytes(CARRYING.to_bytes())
@@ -92,7 +92,7 @@ def state(data: bytes) -> None:
 
 
 def codec(data: bytes) -> None:
-    """A compressed vector; the first byte says by which codec, the next two how long."""
+    """A compressed vector; the first byte selects the codec, the next two give the length."""
     head = data[:3].ljust(3, b"\0")
     vector = CODECS[head[0] % len(CODECS)].decode(data[3:], int.from_bytes(head[1:], "little"))
     assert sum(block.size for block in vector if np.isfinite(block).all()) == vector.size
@@ -138,7 +138,7 @@ def fields(data: bytes) -> None:
 
 
 def ticket(data: bytes) -> None:
-    """A ticket, as somebody pastes it."""
+    """A ticket, as a user pastes it."""
     read = Ticket.from_text(_text(data))
     assert Ticket.from_text(read.to_text()) == read
     assert repr(read).isprintable()
@@ -151,7 +151,7 @@ TARGETS: Mapping[str, Target] = {
 
 
 def seeds(name: str) -> list[bytes]:
-    """What mutation begins with: good inputs, and those that were kept because they once did harm."""
+    """The inputs that mutation begins with: good ones, and those that were kept because they once did harm."""
     kept = sorted((Path(__file__).parent / "corpus" / name).glob("*"))
     return [*(path.read_bytes() for path in kept), *_GOOD[name]()]
 

@@ -1,4 +1,4 @@
-"""Whatever bytes come: our own errors, bounded memory, no hang. `make fuzz` goes on for longer."""
+"""Any bytes cause only our own errors, bounded memory, and no hang. `make fuzz` runs for longer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_INPUTS = 1500
 def test_targets_survive_mutations_with_little_memory(name: str) -> None:
     seed = str(random.SystemRandom().randrange(2**32))
     command = [sys.executable, str(Path(run.__file__)), name, "--count", str(NUM_INPUTS), "--seed", seed]
-    # Each thread of a numeric library has an arena of its own, which counts as memory.
+    # Each thread of a numeric library has its own arena, which counts as memory.
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=150)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
@@ -49,7 +49,7 @@ def _mutation(seed: bytes, rng: random.Random) -> bytes:
 
 
 def test_good_inputs_are_good() -> None:
-    """Else mutation would begin with rubbish."""
+    """Otherwise mutation would begin with rubbish."""
     for name in ("model", "update", "encoded_update", "codec", "state", "job_file", "labels", "ticket"):
         targets.TARGETS[name](targets.seeds(name)[0])
 

@@ -27,7 +27,7 @@ GOLDEN = {path.stem: path.read_bytes() for path in sorted(make_golden.FOLDER.glo
 MODEL = Parameters.from_arrays({"weight": np.arange(6, dtype=np.float32).reshape(2, 3), "bias": np.ones(2, "f4")})
 HUGE = (2**31 - 1, 2**32 - 1, 2**60, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 WIDE = "\U00020000"
-"""A letter of four bytes in UTF-8: limits that count characters let four times the bytes through."""
+"""A character of four bytes in UTF-8: limits that count characters let four times the bytes through."""
 ODD_TEXTS = (
     *("\0", "c-0123456789abcde\0", "j-0123\0456789ab", "c-" + "g" * 16, "C-0123456789ABCDEF", " ", "\x1b[2J\x07"),
     *("\u202e\ufeff", "%s%n", "' OR 1=1 --", "../../pki/ca.key", WIDE * 63, WIDE * 1000, "x" * 100_000),
@@ -62,7 +62,7 @@ def _methods() -> list[Method]:
 
 
 def _places(message: Message) -> list[Callable[[random.Random], None]]:
-    """What puts something odd into each field of a message that has room for it: text, a number, an entry."""
+    """Functions that each put an odd text, number or entry into one field of a message."""
     found: list[Callable[[random.Random], None]] = []
     for field in message.DESCRIPTOR.fields:
         if field.message_type is None:
@@ -88,7 +88,7 @@ def _put(message: Message, name: str, odd: Sequence[Any], rng: random.Random) ->
     value = rng.choice(odd)
     try:
         setattr(message, name, value)
-    except (AttributeError, TypeError):  # a list: gRPC's messages take no assignment to it
+    except (AttributeError, TypeError):  # a list: messages do not allow an assignment to it
         getattr(message, name).append(value)
 
 
@@ -106,7 +106,7 @@ WITH_FIELDS = [method for method in METHODS if _places(method.type())]
 
 @dataclasses.dataclass(frozen=True)
 class Attack:
-    """What is sent to a method; several messages to those that take a stream."""
+    """The messages for a method: several if it takes a stream."""
 
     kind: str
     method: Method
@@ -124,7 +124,7 @@ def draw(rng: random.Random) -> Attack:
 
 
 def mutated(rng: random.Random, data: bytes) -> bytes:
-    """The data with a few small damages."""
+    """The data with a few small errors."""
     content = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         place = rng.randint(0, len(content))
@@ -147,7 +147,7 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
 
 
 def bad_file(rng: random.Random) -> bytes:
-    """A safetensors file that is none, or not quite the one that it should be."""
+    """A safetensors file that is invalid, or differs from the expected one."""
     good = MODEL.to_bytes()
     match rng.randrange(9):
         case 0:
@@ -172,7 +172,7 @@ def bad_file(rng: random.Random) -> bytes:
 
 
 def odd_report(rng: random.Random) -> tuple[bytes, float, dict[str, float]]:
-    """An update of the right form, its number of examples and its metrics: one of the three is odd, or two."""
+    """An update of the right form, its number of examples and its metrics; each of the three may be odd."""
     update = MODEL.copy()
     update["weight"][rng.randrange(2), rng.randrange(3)] = rng.choice(VALUES)
     content = rng.choice((MODEL, update)).to_bytes()
@@ -190,7 +190,7 @@ _METRICS: list[Callable[[random.Random], dict[str, float]]] = [
 
 
 def _long(rng: random.Random) -> str:
-    """A name that is too long, of characters that fill a log or steer a terminal."""
+    """A name that is too long, of characters that fill a log or control a terminal."""
     return rng.choice(("x", WIDE, "\x1b[2J", "\0")) * rng.choice((1001, 20_000, 100_000))
 
 
@@ -215,7 +215,7 @@ def _odd_field(rng: random.Random, method: Method) -> bytes:
 
 
 def _declared(rng: random.Random, method: Method) -> bytes:
-    """Well-formed, with sizes, offsets and numbers that nobody can mean."""
+    """A well-formed message with impossible sizes, offsets and numbers."""
     digest, huge = str(make_golden.VALUES["digest"]), rng.choice(HUGE)
     number = rng.choice([float("nan"), float("inf"), -1.0, 1e308, -0.0])
     header = fleet_pb2.UploadHeader(token="x", digest=digest, size_bytes=huge, offset=rng.choice(HUGE))
@@ -235,7 +235,7 @@ def _declared(rng: random.Random, method: Method) -> bytes:
 
 
 def wide_labels(rng: random.Random) -> dict[str, str]:
-    """As many and as long labels as a limit of characters lets through."""
+    """As many labels as the limits allow, each as long as a limit on characters allows."""
     return {f"{WIDE * 55}_{rng.randrange(10**6):06}_{n}"[:63]: WIDE * 200 for n in range(64)}
 
 

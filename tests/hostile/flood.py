@@ -2,7 +2,7 @@
 
     python tests/hostile/flood.py [--database sqlite|postgres|both] [--messages 100000] [--seed 1]
 
-Prints what was sent, how it was answered, and how the daemon's memory went. Exits with 1 if the daemon crashed, failed
+Prints what was sent, how it was answered, and the daemon's memory over time. Exits with 1 if the daemon crashed, failed
 internally (status INTERNAL or UNKNOWN, or a traceback in its log), showed a traceback, or grew, if no honest job
 was completed meanwhile, or if what was stored makes an answer larger than a message. PostgreSQL is a real one, started
 for the flood; it refuses texts that SQLite takes.
@@ -54,7 +54,7 @@ NUM_CROWD = 130
 AT_ONCE = 4
 ANSWER_S = 2.0
 WARM_UP = 0.1
-"""Share of the flood after which the daemon's memory is looked at for the first time."""
+"""Share of the flood after which the daemon's memory is first measured."""
 GROWTH_BYTES = 64 * 2**20
 """How much more memory the daemon may have at the end than after the warm-up."""
 FAILURES = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS})
@@ -90,7 +90,7 @@ max_s = 0.01
 
 @dataclasses.dataclass
 class Outcome:
-    """What a flood did."""
+    """The results of a flood."""
 
     answers: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter[tuple[str, str]])
     wrong: list[str] = dataclasses.field(default_factory=list[str])
@@ -105,7 +105,7 @@ class Outcome:
         self.answers[(kind, answer)] += 1
 
     def judge(self, log: str, *, is_alive: bool) -> None:
-        """Looks at what is left when it is over."""
+        """Checks the daemon, its log and its memory after the flood."""
         if not is_alive:
             self.wrong.append("the daemon is gone")
         for sign in ("Traceback", "a call failed", "could not be aggregated"):
@@ -118,7 +118,7 @@ class Outcome:
             self.wrong.append("no honest job was completed")
 
     def lines(self) -> list[str]:
-        """A report for people."""
+        """The results as lines of text."""
         kinds: Counter[str] = Counter()
         for (kind, _), count in self.answers.items():
             kinds[kind] += count
@@ -132,7 +132,7 @@ class Outcome:
 
 
 class Attacker:
-    """Somebody with a connection, and with or without an identity."""
+    """A caller with a connection, with or without an identity."""
 
     def __init__(self, address: str, operator_token: str, seed: int, outcome: Outcome) -> None:
         self._address = address
@@ -197,13 +197,13 @@ class Attacker:
         return "OK"
 
     async def _proof(self, path: str, request: bytes) -> Any:
-        """A nonce of the server's, and a signature over it: without the one nothing is looked up."""
+        """A nonce from the server, and a signature over it; without a nonce the server looks nothing up."""
         nonce = (await self._fleet.GetChallenge(CHALLENGE, timeout=ANSWER_S)).nonce
         signature = self._client.key.sign(auth.proof_payload(path, nonce, request))
         return (auth.METADATA_NONCE, nonce), (auth.METADATA_SIGNATURE, signature)
 
     async def _report(self, content: bytes, num_examples: float, metrics: dict[str, float]) -> str:
-        """An update that no training makes, for an assignment that is real."""
+        """Reports an update that no training makes, for a real assignment."""
         check_in = fleet_pb2.CheckInRequest(
             protocol_version=wire.PROTOCOL_VERSION, trainers=["toy"], wait_s=ANSWER_S / 4
         )
@@ -225,7 +225,7 @@ class Attacker:
 
 
 class Honest:
-    """Clients that mean well, and an operator who gives them one job after the other."""
+    """Honest clients, and an operator who gives them one job after the other."""
 
     def __init__(self, server: processes.Server, folder: Path) -> None:
         self._server = server
@@ -246,7 +246,7 @@ class Honest:
 
     @contextlib.contextmanager
     def at_work(self) -> Generator[None]:
-        """Works until the end of the block, and to the end of the job that is under way then."""
+        """Works until the end of the block, and to the end of the job that runs then."""
         operator = threading.Thread(target=self._operate)
         with at_work(self._clients):
             operator.start()
@@ -272,14 +272,14 @@ async def crowd(server: processes.Server) -> None:
         for number in range(NUM_CROWD):
             client = RawClient(channel, Ed25519PrivateKey.generate())
             key = f"one of a crowd: {number}"
-            with contextlib.suppress(aio.AioRpcError):  # such labels may well be refused
+            with contextlib.suppress(aio.AioRpcError):  # the server may refuse such labels
                 await client.enroll(
                     population="crowd", idempotency_key=key, token=token, labels=attacks.wide_labels(rng)
                 )
 
 
 def submit(admin: AdminClient, text: str) -> str:
-    """Starts a job; its id."""
+    """Starts a job; returns its id."""
     return submission.submit(admin, submission.Submission(text, parse_job(text), attacks.MODEL)).job_id
 
 
@@ -307,14 +307,14 @@ async def _storm(
 
 
 def run(folder: Path, num_messages: int, seed: int, database: str | None = None) -> Outcome:
-    """Starts everything, lets the flood pass, and looks at what is left. `database` is a URL; without one: SQLite."""
+    """Starts everything, runs the flood, and checks the results. `database` is a URL; without one: SQLite."""
     outcome, started = Outcome(), time.monotonic()
     options = () if database is None else ("--database", database)
     with processes.server(folder / "server", "--insecure", *options) as server:
         with server.admin() as admin:
             process = psutil.Process(admin.status().process_id)
             baits = [submit(admin, BAIT.format(number=number)) for number in range(NUM_BAITS)]
-            # An operator of their own: a daemon limits the calls of each operator, and honest ones have theirs.
+            # The attackers have their own operator: a daemon limits the calls of each, and honest ones need theirs.
             token = admin.add_operator("hostile", "admin").token
         honest = Honest(server, folder)
         with honest.at_work():
@@ -332,7 +332,7 @@ def run(folder: Path, num_messages: int, seed: int, database: str | None = None)
 
 @contextlib.contextmanager
 def stores(kind: str) -> Generator[dict[str, str | None]]:
-    """The databases that are meant by `sqlite`, `postgres` or `both`: each one's name, and its URL if it needs one."""
+    """The databases for `sqlite`, `postgres` or `both`: each one's name, and its URL if it needs one."""
     with contextlib.ExitStack() as stack:
         found: dict[str, str | None] = {}
         if kind != "postgres":
@@ -348,7 +348,7 @@ def main(
     seed: Annotated[int, typer.Option(help="What the messages are drawn from.")] = 1,
     database: Annotated[Literal["sqlite", "postgres", "both"], typer.Option(help="Databases of the daemon.")] = "both",
 ) -> None:
-    """Send malformed messages to a daemon, and see whether it minds."""
+    """Send malformed messages to a daemon, and check that it survives."""
     failed = False
     with stores(database) as found:
         for name, url in found.items():

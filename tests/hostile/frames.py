@@ -1,4 +1,4 @@
-"""Broken HTTP/2 over raw sockets: what a gRPC server hears from everybody who finds its port."""
+"""Broken HTTP/2 over raw sockets: what a gRPC server receives from anyone who finds its port."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDO
 BOMB = gzip.compress(bytes(32 * 2**20), 9)
 """32 MiB in about 32 KiB: less than a window, more than the largest message."""
 ANSWER_S = 0.05
-"""How long an answer is listened for; the server may close, answer or say nothing."""
+"""How long to wait for an answer; the server may close the connection, answer or send nothing."""
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes, length: int | None = None) -> bytes:
-    """A frame of RFC 9113, section 4.1; `length` may lie."""
+    """A frame of RFC 9113, section 4.1; `length` may be wrong."""
     size = len(payload) if length is None else length
     return struct.pack(">I", size)[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
 
@@ -59,7 +59,7 @@ def call(path: str, more: dict[str, bytes] | None = None) -> bytes:
 
 
 def message(content: bytes, *, compressed: int = 0, length: int | None = None) -> bytes:
-    """A gRPC message; `length` may lie."""
+    """A gRPC message; `length` may be wrong."""
     return bytes([compressed]) + struct.pack(">I", len(content) if length is None else length) + content
 
 
@@ -104,7 +104,7 @@ def _in_frames(content: bytes, size: int = 16_384) -> bytes:
 
 
 async def send(address: str, content: bytes) -> None:
-    """Sends the bytes over a connection of their own, and hears what the server has to say, if it says it soon."""
+    """Sends the bytes over a new connection, and reads the server's answer if it comes soon."""
     reader, writer = await asyncio.open_connection(*split(address))
     with contextlib.suppress(OSError, TimeoutError):
         writer.write(content)

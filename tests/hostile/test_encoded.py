@@ -36,7 +36,7 @@ JOB = write_job(
 
 
 def frames(content: bytes, *, says_size: bool = True, count: int = 1) -> bytes:
-    """Zstd frames as the codec writes them: behind their length."""
+    """Zstd frames as the codec writes them: each after its length."""
     compressor = zstandard.ZstdCompressor(level=1, write_content_size=says_size)
     frame = compressor.compress(content)
     return (struct.pack("<I", len(frame)) + frame) * count

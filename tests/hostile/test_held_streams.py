@@ -1,4 +1,4 @@
-"""Thousands of streams that never end, opened without a credential, cost little memory and stop nobody else."""
+"""Thousands of streams that never end, opened without a credential, cost little memory and stop no other client."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 NUM_CONNECTIONS, NUM_STREAMS = 10, 1000
 MESSAGE_BYTES = 2**17
 MOST_BYTES = 50 * 10**6
-"""What one anonymous host may cost the daemon."""
+"""How much memory one anonymous host may cost the daemon."""
 ELSEWHERE = "127.0.0.2"
 """The attacker's address; all of 127.0.0.0/8 is this host's."""
 
@@ -42,7 +42,7 @@ async def attacking(holders: list[Holder], address: str) -> AsyncGenerator[None]
 )
 @pytest.mark.fault("F38")
 async def test_streams_of_a_stranger_cost_little_memory(tmp_path: Path, method: str, acknowledges: bool) -> None:
-    """With `acknowledges`, the attacker obeys the server's settings; HTTP/2 gives him larger windows until he does."""
+    """With `acknowledges`, the attacker accepts the server's settings; until then HTTP/2 gives it larger windows."""
     path = f"/fedplat.wire.v1.{method}"
     holders = [Holder(path, NUM_STREAMS, MESSAGE_BYTES, acknowledges=acknowledges) for _ in range(NUM_CONNECTIONS)]
     rss: list[int] = []
@@ -52,7 +52,7 @@ async def test_streams_of_a_stranger_cost_little_memory(tmp_path: Path, method: 
         honest = flood.Honest(server, tmp_path)
 
         async def complete_a_job() -> None:
-            """Notes the daemon's memory until honest clients have completed one more job."""
+            """Records the daemon's memory until honest clients have completed one more job."""
             before = honest.num_completed
             for _ in range(int(processes.PATIENCE_S / 0.05)):
                 rss.append(daemon.memory_info().rss)

@@ -25,7 +25,7 @@ one operator may have open."""
 
 
 class Blocked:
-    """Accounting that begins, and goes on when the test says so."""
+    """Accounting that begins, and continues when the test allows it."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -58,7 +58,7 @@ def show(operator: Operator) -> asyncio.Task[admin_pb2.ShowPrivacyResponse]:
 
 @pytest.mark.fault("F49")
 async def test_uploads_and_reports_do_not_wait_for_accounting(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many operators' calls are in the middle of their arithmetic; a whole round of another job goes on."""
+    """A whole round of another job completes while many operators' calls are in the middle of their arithmetic."""
     await site.operator.create(private())
     blocked = Blocked(accounting.epsilon_rdp)
     monkeypatch.setattr(accounting, "epsilon_rdp", blocked)
@@ -71,7 +71,7 @@ async def test_uploads_and_reports_do_not_wait_for_accounting(site: Site, monkey
             response = await client.deliver(work.token, update_of(initial_model(), number))
             assert response.HasField("receipt")
         await site.operator.until(job, "job", "COMPLETED")
-        assert not any(call.done() for call in shown), "the accounting was to be under way all this time"
+        assert not any(call.done() for call in shown), "the accounting ended before the round"
     finally:
         blocked.may_go_on.set()
     answers = await asyncio.gather(*shown)
@@ -99,7 +99,7 @@ async def test_concurrent_calls_compute_each_cost_once(site: Site, monkeypatch: 
     planned = {charges for _, charges, _ in computed if charges}
     assert len(planned) == 3
     assert set(computed.values()) == {1}, computed
-    assert sum(computed.values()) == 2 * (3 + 1), "each plan by both methods, and those that have released nothing"
+    assert sum(computed.values()) == 2 * (3 + 1), "expected each plan, and the case without releases, by both methods"
 
 
 def test_what_is_remembered_is_bounded() -> None:

@@ -70,7 +70,7 @@ def test_an_address_is_the_same_from_every_port_and_ipv6_is_counted_by_64_bits(
         ("ipv4:10.0.0.1:4", ["2001:db8::7"], "ipv6:2001:db8::7"),
         ("ipv4:10.0.0.1:4", ["1.1.1.1", "192.0.2.7"], "ipv4:192.0.2.7"),  # the first one is the caller's own claim
         ("ipv4:10.0.0.1:4", ["192.0.2.7", "10.0.0.2", "fd00::3"], "ipv4:192.0.2.7"),  # three proxies in a row
-        ("ipv4:192.0.2.9:4", ["192.0.2.7"], "ipv4:192.0.2.9"),  # a stranger is not believed
+        ("ipv4:192.0.2.9:4", ["192.0.2.7"], "ipv4:192.0.2.9"),  # an untrusted peer is not believed
         ("ipv4:10.0.0.1:4", [], "ipv4:10.0.0.1"),
         ("ipv4:10.0.0.1:4", ["rubbish"], "ipv4:10.0.0.1"),
         ("ipv4:10.0.0.1:4", ["192.0.2.7", "unknown"], "ipv4:10.0.0.1"),
@@ -95,7 +95,7 @@ class Context:
 
 
 def test_a_call_by_a_proxy_and_a_gateway_comes_from_its_caller() -> None:
-    """The gateway passes on what the proxy says, and the proxy's own address."""
+    """The gateway passes on the proxy's header and the proxy's own address."""
     given = [("x-forwarded-for", "1.1.1.1, 192.0.2.7")]
     passed_on = forwarding.add_to_metadata(given, "secret", ForwardedCall("d-1", "", "ipv4:10.0.0.1:4"))
     assert Origins(["10.0.0.0/8"], "secret").of(cast(Any, Context(passed_on))).address == "ipv4:192.0.2.7"
@@ -112,7 +112,7 @@ def test_networks_that_cannot_be_trusted(text: str) -> None:
 
 
 async def failing(thief: RawClient) -> str:
-    """Asks for a session of somebody else, with a signature that does not prove it."""
+    """Asks for a session of another client, with a signature by the wrong key."""
     return await code_of(thief.open_session())
 
 

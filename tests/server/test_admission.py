@@ -1,4 +1,4 @@
-"""Who may send a message at all: decided before it is received, few strangers at a time, each for a few seconds."""
+"""Who may send a message, decided before it is received: few unknown callers at a time, each for a few seconds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UPDATE = update_of(initial_model(), 0).to_bytes()
 
 
 class Silent:
-    """Calls that are open and have sent nothing: the server waits for a message of each."""
+    """Open calls that have sent nothing: the server waits for a message from each."""
 
     def __init__(self, channel: aio.Channel) -> None:
         self._channel = channel
@@ -73,7 +73,7 @@ async def refusal_of(call: Any) -> tuple[grpc.StatusCode, str, str]:
 @pytest.mark.calm("counts calls")
 @pytest.mark.fault("F38")
 async def test_without_a_credential_no_message_is_received(site: Site) -> None:
-    """None of these calls ever sends one, and each is answered."""
+    """None of these calls ever sends a message, and each is answered."""
     client = await site.enroll()
     unknown = [(key, "x" if key == "fedplat-session" else value) for key, value in client.signed("CheckIn", None)]
     bearer = (("authorization", "Bearer fedplat_op_" + "y" * 43),)
@@ -88,7 +88,7 @@ async def test_without_a_credential_no_message_is_received(site: Site) -> None:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Reads]:
-    """The reads of the daemons that are started."""
+    """The `Reads` of each daemon that is started."""
     found: list[Reads] = []
 
     def make(limits: Limits) -> Reads:
@@ -101,7 +101,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Reads]:
 
 @contextlib.asynccontextmanager
 async def another_connection(site: Site) -> AsyncGenerator[Any]:
-    """A stub whose calls share a connection with no others."""
+    """A stub with its own connection."""
     assert site.open_channel is not None
     async with site.open_channel() as channel:
         yield fleet_pb2_grpc.FleetStub(channel)
@@ -125,8 +125,8 @@ async def test_strangers_have_few_reads_at_a_time_and_clients_go_on(folder: Path
             status, code, window = await refusal_of(other.GetChallenge(CHALLENGE))
             assert (status, code) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
             assert window == "1 10"
-            await client.refusal()  # one with a session goes on
-            await site.status()  # and so does an operator
+            await client.refusal()  # a client with a session is served
+            await site.status()  # and so is an operator
 
         async def free() -> bool:
             return not reads.num_newcomers
@@ -206,7 +206,7 @@ async def test_a_message_that_does_not_come_in_time_is_given_up(folder: Path) ->
     async with daemons.running(folder, limits=limits) as site:
         client = await site.enroll()
         for name, value in {"newcomer_read_s": 0.2, "idle_s": 0.2, "min_bytes_per_s": 2.0**30}.items():
-            force_setattr(limits, name, value)  # from now on, when no message comes at all
+            force_setattr(limits, name, value)  # from now on, when no messages arrive
         async with silent(site) as calls:
             for method, metadata in (
                 (FLEET + "GetChallenge", ()),
@@ -259,7 +259,7 @@ async def test_watches_of_one_network_are_counted(folder: Path) -> None:
 @pytest.mark.calm("looks at the state of a connection")
 @pytest.mark.fault("F38")
 async def test_connections_that_end_of_age_cost_no_round(folder: Path) -> None:
-    """The connection is replaced again and again, and each poll and each report comes through."""
+    """The connection is replaced again and again, and each poll and each report succeeds."""
     async with daemons.running(folder, limits=Limits(max_wait_s=5.0), connection_age_s=0.3) as site:
         num_replaced = 0
 

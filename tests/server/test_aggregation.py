@@ -1,4 +1,4 @@
-"""Aggregation when something goes wrong: the coordinator always hears how an attempt ended."""
+"""Aggregation when something goes wrong: the coordinator always learns how an attempt ended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UPDATE = update_of(initial_model(), 0).to_bytes()
 
 
 class Bench:
-    """An aggregation with one job, and what it posts."""
+    """An aggregation with one job, and the outcomes that it posts."""
 
     def __init__(self, folder: Path) -> None:
         self.blobs = BlobStore(folder / "blobs")
@@ -40,7 +40,7 @@ class Bench:
         self.job = JobState("j", parse_job(job_file(goal=1)), version)
 
     async def _find_version(self, job_id: str, version: int) -> ModelVersion | None:
-        raise AssertionError("nobody asks for older versions")
+        raise AssertionError("no test asks for older versions")
 
     def receive(self, client_id: str, content: bytes = UPDATE, key: AttemptKey = KEY) -> Fold:
         assignment = AssignmentId(key, client_id)

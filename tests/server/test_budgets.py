@@ -102,7 +102,7 @@ async def test_jobs_share_the_budget_of_their_population(site: Site) -> None:
     )
     await site.operator.create(private(rounds=4))
     await refused(site.operator.create(private(rounds=1)))
-    await cancel(site, first.job_id)  # which has released nothing
+    await cancel(site, first.job_id)  # it has released nothing
     await site.operator.create(private(rounds=6))
     (population,) = (await show(site)).populations
     assert population.committed.releases == 10
@@ -170,7 +170,7 @@ async def test_two_creations_at_once_do_not_share_what_is_left(site: Site) -> No
 async def test_what_changes_while_it_is_looked_at_is_looked_at_again(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job without noise comes while a budget is computed, and the budget while such a job is."""
+    """A job without noise arrives while a budget is computed, and a budget while such a job is created."""
     real = budgets.why_too_small
     loop = asyncio.get_running_loop()
 

@@ -1,4 +1,4 @@
-"""Jobs with a buffer over the wire: who is stale, what that counts for, and what a restart keeps."""
+"""Jobs with a buffer over the wire: which updates are stale, their weights, and what a restart keeps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def clean(site: Site) -> None:
 
 
 async def moved(client: RawClient, site: Site) -> RawClient:
-    """The same client, talking to another server."""
+    """The same client, connected to another server."""
     there = client.over(site.channel)
     await there.open_session()
     return there
@@ -70,7 +70,7 @@ async def test_a_slow_client_is_merged_into_a_later_version(site: Site) -> None:
 
 
 async def test_fedasync_moves_towards_the_clients_model(site: Site) -> None:
-    """Xie et al. 2019, Algorithm 1: a stale update is the way from the latest version to the client's model."""
+    """Xie et al. 2019, Algorithm 1: a stale update is the step from the latest version to the client's model."""
     more = '[aggregation]\nrule = "fedasync"\nmixing = 0.5\n[updates]\nweighting = "uniform"\n'
     job, (quick, slow), work = await begun(site, text(concurrency=2, goal=1, more=more), 2)
     x, deltas = initial_model().to_vector(), [update_of(initial_model(), seed) for seed in range(2)]
@@ -99,7 +99,7 @@ async def test_who_is_too_far_behind_hears_it_at_once(site: Site) -> None:
 
 
 async def test_a_restarted_client_gets_the_version_that_it_began_with(site: Site) -> None:
-    """The latest is another one by then; the old one can still be downloaded, and an update of it is accepted."""
+    """There is a newer version by then; the old one can still be downloaded, and an update of it is accepted."""
     job, (a, b, slow), work = await begun(site, text())
     for client, one in ((a, work[0]), (b, work[1])):
         await client.deliver(one.token, update_of(initial_model(), 1))
@@ -200,7 +200,7 @@ async def test_clients_train_on_while_a_version_is_evaluated(site: Site) -> None
 
 
 async def test_encoded_steps_are_offered_from_the_version_before_only(site: Site) -> None:
-    """A client that begins two versions late gets the whole model, and the delta of its own version beside it."""
+    """A client that begins two versions late gets the whole model, and the delta of its own version."""
     rng = np.random.default_rng(0)
     base = Parameters.from_arrays({"weight": rng.normal(size=(200, 100)).astype("f4")})
     more = FEDBUFF + '[compression]\ndownlink = {codec = "eden"}\n'

@@ -1,4 +1,4 @@
-"""The long poll: who gets work, who is refused and why, and which call hears of it."""
+"""The long poll: who gets work, who is refused and why, and which call gets the answer."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ async def test_what_a_client_says_of_itself_is_bounded(site: Site) -> None:
 async def saved_while_waiting(
     site: Site, client: RawClient
 ) -> tuple[Gate, aio.UnaryUnaryCall[object, fleet_pb2.CheckInResponse]]:
-    """A check-in whose assignment is being stored, and is held up there."""
+    """A check-in whose assignment is held up while it is stored."""
     gate = Gate()
     waiting = client.check_in()
     await site.waiting(1)

@@ -1,4 +1,4 @@
-"""`fedplat-server init`, `operator` and `certificates`: what they make, what they keep, what they say."""
+"""`fedplat-server init`, `operator` and `certificates`: what they make, what they keep, what they print."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def audit_of(data: Path) -> list[AuditRow]:
 
 
 def is_complete(data: Path) -> None:
-    """What a server needs to start, and the admin to use it, is there and fits together."""
+    """The files that a server needs to start, and the admin to use it, exist and fit together."""
     load(pki_folder.PkiFolder.of(data).files, utc_now())
     token = profile.load(data / "admin.toml").token
     found = with_store(database_url(data, None), lambda store: store.operators.find_operator(hash_token(token)))
@@ -74,7 +74,7 @@ def is_complete(data: Path) -> None:
 
 
 def line_of(result: tuple[int, str, str], status: int) -> str:
-    """The one line of a command that fails."""
+    """The one line that a failing command prints."""
     code, out, err = result
     assert (code, out, err.count("\n")) == (status, "", 1), result
     assert err.startswith("fedplat-server: ")
@@ -242,7 +242,7 @@ def test_wrong_arguments_for_operators(run: Run, data: Path, arguments: list[str
 
 
 def test_an_operator_whose_profile_cannot_be_written_is_not_made(run: Run, data: Path, tmp_path: Path) -> None:
-    """Else nobody would know its token, and its name were taken."""
+    """Otherwise its name would be taken, and its token lost."""
     run("init")
     (tmp_path / "file").write_text("")
     where = str(tmp_path / "file" / "ben.toml")

@@ -1,4 +1,4 @@
-"""Crash points: a process ends where its environment says, by SIGKILL, and nowhere else."""
+"""Crash points: a process ends by SIGKILL at the point that its environment names, and at no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The disk is full: callers are told when to come back, nothing is torn, and all goes on once there is room."""
+"""The disk is full: callers are told when to come back, nothing is torn, and work continues once there is room."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UPDATE = update_of(MODEL, 0)
 
 
 async def is_full(call: object) -> None:
-    """The call is refused for want of room, with a retry window."""
+    """The call is refused because storage is full, with a retry window."""
     with pytest.raises(aio.AioRpcError) as caught:
         await call  # pyright: ignore[reportGeneralTypeIssues]
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, caught.value.details()
@@ -43,7 +43,7 @@ async def num_full(site: Site) -> int:
 
 
 class Disk:
-    """Has room for everything, or for so many bytes more."""
+    """A disk with room for everything, or for `room` more bytes."""
 
     def __init__(self) -> None:
         self.room: int | None = None
@@ -99,7 +99,7 @@ async def test_a_model_that_finds_no_room_is_no_model(site: Site, disk: Disk) ->
 async def test_a_version_that_finds_no_room_is_tried_again(
     site: Site, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The update has room; the new model has none."""
+    """There is room for the update, but not for the new model."""
     job, client, token = await working(site, initial_model())
     update = update_of(initial_model(), 0)
     await client.upload(token, update.to_bytes())
@@ -118,7 +118,7 @@ async def test_a_version_that_finds_no_room_is_tried_again(
 
 @contextlib.contextmanager
 def small_disk(folder: Path, megabytes: int) -> Generator[None]:
-    """A real file system that is soon full."""
+    """A small, but real, file system."""
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(folder)], capture_output=True, check=False
     )
@@ -131,7 +131,7 @@ def small_disk(folder: Path, megabytes: int) -> Generator[None]:
 
 
 def fill(folder: Path) -> Path:
-    """Takes all the room that there is."""
+    """Fills the disk; returns the file that does so."""
     path = folder / "filler"
     with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         for size in (2**20, 4096, 1):
@@ -164,6 +164,6 @@ async def test_a_real_disk(tmp_path: Path, empty_database: Path) -> None:
 
 
 async def _enrol_many(site: Site) -> None:
-    """The database may have some room in files that it has already."""
+    """Enrolls many clients, since the database may have some room left in its files."""
     for _ in range(1000):
         await site.enroll()

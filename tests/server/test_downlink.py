@@ -1,4 +1,4 @@
-"""Versions that are encoded steps, against the real server: who is told of the delta, who gets it, what it leads to."""
+"""Versions that are encoded steps, against the real server: which clients get the delta, and what it decodes to."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def base_model(size: int = 30_000) -> Parameters:
 
 
 async def second_round(site: Site, base: Parameters, text: str) -> tuple[list[RawClient], list[fleet_pb2.Assignment]]:
-    """The assignments after a round; clients know no codec."""
+    """The assignments after a round of clients that know no codec."""
     await site.operator.start(text, base)
     clients = await site.fleet(2)
     for client, work in zip(clients, await site.assign(clients), strict=True):
-        assert not work.HasField("delta")  # nothing leads to the initial model
+        assert not work.HasField("delta")  # the initial model has no delta
         await client.deliver(work.token, update_of(base, 1).to_bytes())
     return clients, list(await asyncio.gather(*(client.assignment() for client in clients)))
 

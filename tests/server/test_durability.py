@@ -32,7 +32,7 @@ MEMORY = 'durability = "memory"\n'
 
 
 async def moved(client: RawClient, site: Site) -> RawClient:
-    """The same client, talking to another server."""
+    """The same client, connected to another server."""
     there = client.over(site.channel)
     await there.open_session()
     return there
@@ -46,7 +46,7 @@ async def begun(site: Site, text: str, num_clients: int) -> tuple[str, list[RawC
 
 @pytest.mark.fault("F2", "F12", "F14", "F15")
 async def test_a_round_goes_on_in_the_middle(folder: Path) -> None:
-    """One has reported, one is uploading, one was restarted itself; and the model is what its updates give (I10)."""
+    """One client has reported, one uploads, one was restarted; the model is what its updates give (I10)."""
     text = job_file(goal=3, more='[aggregation]\nrule = "fedavgm"\nmomentum = 0.5\n')
     updates = [update_of(initial_model(), seed) for seed in range(3)]
     contents = [update.to_bytes() for update in updates]

@@ -1,4 +1,4 @@
-"""Evaluators are foreign code: whatever one does, rounds go on and the daemon stops when it shall."""
+"""Evaluators are foreign code: whatever one does, rounds continue, and the daemon stops when it is told to."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def scored(name: str, rounds: int) -> str:
 
 
 def gone(process_id: int) -> None:
-    """Returns when the process has ended."""
+    """Waits until the process has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(process_id).wait(daemons.PATIENCE_S)
 
@@ -165,7 +165,7 @@ async def test_one_that_died_costs_one_score_only(folder: Path, file: Path) -> N
 async def test_one_that_hangs_is_ended_after_its_time(
     folder: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the one that hangs is short of time: the other may start its process as slowly as it likes."""
+    """Only the evaluator that hangs has a short timeout: the other may start its process slowly."""
 
     async def run(process: Any, reference: str, path: Path, rule: Any, timeout_s: float) -> Any:
         return await really_run(process, reference, path, rule, 0.5 if reference.endswith(":hangs") else timeout_s)
@@ -228,7 +228,7 @@ async def test_a_score_waits_for_a_database_that_is_away(
 
 
 def test_the_process_ends_when_the_daemon_is_killed(tmp_path: Path) -> None:
-    """The pool's own processes would wait for work forever."""
+    """The processes of a standard pool would wait for work forever."""
     script = tmp_path / "daemon.py"
     script.write_text(
         "import asyncio, sys\n"

@@ -1,4 +1,4 @@
-"""What tells a fresh call from a repeated one: the window of counters, and nonces."""
+"""What distinguishes a fresh call from a repeated one: the window of counters, and nonces."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ANY = st.integers(-5, auth.MAX_COUNTER)
 @example([SIZE, 0, 1, SIZE + 1, 1, 2, 2])
 @example([5, auth.MAX_COUNTER, 5])
 def test_each_counter_is_accepted_once_and_none_that_is_too_old(numbers: list[int]) -> None:
-    """Against a model that remembers everything."""
+    """Compared with a model that remembers everything."""
     now, seen = ReplayWindow(), {0}
     for number in numbers:
         good = number not in seen and number > max(seen) - SIZE and number >= 0
@@ -73,7 +73,7 @@ def test_a_refused_number_changes_nothing() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 40)), max_size=80))
 def test_sessions_that_are_remembered_have_a_bound(steps: list[tuple[bool, int, int]]) -> None:
-    """Also for one client: nobody makes the server forget the sessions of others by opening many."""
+    """Each client has a bound, too, so that it cannot evict others' sessions by opening many."""
     sessions, opened = Sessions(max_sessions=10), list[tuple[str, str]]()
     for is_opening, client, which in steps:
         if is_opening or not opened:
@@ -129,7 +129,7 @@ def test_no_other_bytes_are_a_nonce(moment: float, data: st.DataObject) -> None:
     foreign = Challenges(b"j" * 32).new(moment, random(1))
     for bad in (bytes(forged), shorter, longer, foreign, data.draw(st.binary(max_size=80))):
         assert not mine.redeem(bad, moment)
-    assert mine.redeem(nonce, moment)  # none of these has used it up
+    assert mine.redeem(nonce, moment)  # none of the bad nonces has used it up
 
 
 @given(st.lists(st.tuples(st.integers(0, 19), st.floats(0.0, 100.0)), max_size=60))
@@ -146,7 +146,7 @@ def test_nonces_in_any_order_at_any_time_are_good_once_each(steps: list[tuple[in
 
 
 def test_used_nonces_take_bounded_memory_and_are_never_good_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When too many are used at once, the oldest are refused rather than believed twice."""
+    """When too many are used at once, the oldest are refused rather than accepted twice."""
     assert MAX_USED >= 10_000
     monkeypatch.setattr(challenges, "MAX_USED", 50)
     mine = Challenges(KEY)

@@ -85,7 +85,7 @@ async def test_the_status_says_who_leads_and_who_passed_the_call_on(leader: Site
 
 
 async def test_refusals_arrive_as_the_leader_made_them(leader: Site, gateway: Site) -> None:
-    nobody = [RawClient(site.channel, private_key("nobody")) for site in (leader, gateway)]
+    clients = [RawClient(site.channel, private_key("nobody")) for site in (leader, gateway)]
     calls: tuple[Callable[[Site, RawClient], Awaitable[object]], ...] = (
         lambda site, _: site.operator.show("no-such-job"),
         lambda site, _: site.operator.export("no-such-job"),
@@ -95,7 +95,7 @@ async def test_refusals_arrive_as_the_leader_made_them(leader: Site, gateway: Si
         lambda _, client: client.download("0" * 64),
     )
     for call in calls:
-        direct, passed_on = await code_of(call(leader, nobody[0])), await code_of(call(gateway, nobody[1]))
+        direct, passed_on = await code_of(call(leader, clients[0])), await code_of(call(gateway, clients[1]))
         assert passed_on == direct
         assert direct[2]
 
@@ -107,7 +107,7 @@ async def test_cancellation_and_deadlines_reach_the_leader(leader: Site, gateway
     waiting.cancel()
     await leader.waiting(0)
     request = fleet_pb2.CheckInRequest(protocol_version=wire.PROTOCOL_VERSION, trainers=["toy"], wait_s=60.0)
-    for timeout_s in (0.5, 5.0, 50.0):  # the first that a call needs no longer for to get there
+    for timeout_s in (0.5, 5.0, 50.0):  # until a call reaches the leader within its timeout
         late = other.stub.CheckIn(request, metadata=other.signed("CheckIn", request), timeout=timeout_s)
         arriving = asyncio.ensure_future(leader.waiting(1))
         ending = asyncio.ensure_future(code_of(late))
@@ -167,7 +167,7 @@ async def test_a_leader_that_is_stopped_lets_the_other_lead_at_once(tmp_path: Pa
             assert (await code_of(heartbeat))[0] is grpc.StatusCode.UNAVAILABLE
             assert (await code_of(to_the_end(watching)))[0] is grpc.StatusCode.UNAVAILABLE
             await leading(second, 2)
-            await client.open_session()  # the new leader does not know that of the old one
+            await client.open_session()  # the new leader does not know the old leader's session
             after = await client.assignment()
             assert (await client.deliver(after.token, update_of(initial_model(), 1))).HasField("receipt")
             await second.operator.until(job, "job", "COMPLETED")
@@ -182,7 +182,7 @@ async def to_the_end(stream: aio.UnaryStreamCall[Any, Any]) -> None:
 
 @pytest.mark.fault("F20")
 async def test_a_leader_whose_term_is_over_becomes_a_gateway(leader: Site, gateway: Site, postgres: str) -> None:
-    """Somebody takes its lease: what it writes is rejected, its callers are told, and it follows the other one."""
+    """The leader loses its lease: its writes are rejected, its callers are told, and it follows the new leader."""
     job = await leader.operator.start(job_file(goal=1))
     client = await leader.enroll()
     token = (await client.assignment()).token

@@ -1,4 +1,4 @@
-"""Calls for one key each become calls for many."""
+"""Calls for one key each are combined into calls for many keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.daemons import Gate
 
 
 class Asked:
-    """Answers with the length of a key, and knows none that begins with an x."""
+    """Answers with the length of a key, and knows no key that begins with an x."""
 
     def __init__(self) -> None:
         self.calls: list[list[str]] = []
@@ -75,7 +75,7 @@ async def test_everybody_hears_of_a_failure_and_the_next_call_is_made() -> None:
 
 
 class Picky:
-    """Refuses every call that names the key `bad`, as a database does that cannot take it."""
+    """Refuses every call that names the key `bad`, as a database does that cannot store it."""
 
     def __init__(self) -> None:
         self.calls: list[list[str]] = []

@@ -1,4 +1,4 @@
-"""Who may call: tickets, keys and sessions, and what becomes of those that are not valid."""
+"""Who may call: tickets, keys and sessions, and how invalid ones are refused."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def test_a_replayed_call_is_refused(site: Site) -> None:
     await client.stub.CheckIn(request, metadata=metadata)
     for _ in range(2):
         assert await refused(client.stub.CheckIn(request, metadata=metadata)) == (S.UNAUTHENTICATED, "REPLAYED")
-    await client.refusal()  # the session goes on
+    await client.refusal()  # the session is still open
 
 
 @pytest.mark.fault("F21")
@@ -186,7 +186,7 @@ async def test_nonces_that_are_not_the_servers_prove_nothing(site: Site) -> None
         assert await opening(client, metadata) == (S.UNAUTHENTICATED, "CHALLENGE_EXPIRED")
     metadata = client.proven("Enroll", client.opening(), nonce)  # for another method
     assert await opening(client, metadata) == (S.UNAUTHENTICATED, "BAD_SIGNATURE")
-    assert await opening(client, metadata) == (S.UNAUTHENTICATED, "CHALLENGE_EXPIRED")  # used up by that
+    assert await opening(client, metadata) == (S.UNAUTHENTICATED, "CHALLENGE_EXPIRED")  # the call before has used it up
     client.client_id = "c-nobody"
     nonce = (await client.stub.GetChallenge(CHALLENGE)).nonce
     assert await opening(client, client.proven("OpenSession", client.opening(), nonce)) == (
@@ -236,7 +236,7 @@ async def test_enrollments_that_are_refused(site: Site) -> None:
         with pytest.raises(aio.AioRpcError, match=said) as caught:
             await enrolling(newcomer(site), ticket, **fields)
         assert caught.value.code() is S.INVALID_ARGUMENT
-    await enrolling(newcomer(site), ticket)  # none of these has used it up
+    await enrolling(newcomer(site), ticket)  # none of these calls has used it up
 
 
 async def test_a_key_must_be_proven_to_enroll(site: Site) -> None:
@@ -322,7 +322,7 @@ async def test_revocation_works_at_the_next_request_whatever_it_is(site: Site) -
 
 
 async def test_a_leaked_ticket_is_revoked_with_its_clients(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More clients than a transaction, and more than a call, revokes; those of another ticket stay."""
+    """More clients than one transaction, and one call, can revoke; those of another ticket stay."""
     monkeypatch.setattr(revocation, "BATCH", 2)
     monkeypatch.setattr(revocation, "MAX_REVOKED", 4)
     honest = await site.enroll()

@@ -1,4 +1,4 @@
-"""Who leads: the rules, how a daemon notices that it leads no more, and networks that fall apart."""
+"""Who leads: the rules, how a daemon notices that it no longer leads, and network partitions."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ HELD = Lease("d-one", "one:7443", 4, "secret", renewed_unix_s=1000.0, expires_un
         (1000.0, TWO, False),
         (1005.9, TWO, False),
         (1006.0, TWO, True),
-        (1000.0, ONE, True),  # its own, of which it knows nothing any more
+        (1000.0, ONE, True),  # its own lease, which it has forgotten
         (999.0, TWO, False),  # clocks are set back a little all the time
-        (993.9, TWO, True),  # set back by more than a lease is long, and nobody has renewed since
+        (993.9, TWO, True),  # set back by more than a lease's time, and no daemon has renewed since
         (1000.0 + 86_400.0, TWO, True),
     ],
 )
@@ -74,7 +74,7 @@ QUICK = LeaseTimes(valid_s=0.3, renew_s=0.05, margin_s=0.1, poll_s=0.01)
 
 
 class Away(SqlLeases):
-    """Leases in a database that does not answer renewals: at once, or never."""
+    """Leases in a database in which renewals fail at once, or never return."""
 
     def __init__(self, database: str, answers: bool) -> None:
         super().__init__(create_engine(async_url(database)))
@@ -87,7 +87,7 @@ class Away(SqlLeases):
 
 
 async def unfollowed(_: Lease) -> None:
-    raise AssertionError("nobody else leads")
+    raise AssertionError("no other daemon leads")
 
 
 @pytest.mark.fault("F19")
@@ -137,7 +137,7 @@ def behind(database: str) -> str:
 
 
 def through(database: str, address: str) -> str:
-    """The URL of the same database, reached by a proxy."""
+    """The URL of the same database, through a proxy."""
     host, port = proxy.split(address)
     url = make_url(database).difference_update_query(["host"]).set(host=host, port=port)
     return url.render_as_string(hide_password=False)
@@ -151,9 +151,9 @@ def through(database: str, address: str) -> str:
 async def test_a_leader_that_is_cut_off_from_the_database_stops_leading(
     tmp_path: Path, postgres: str, weather: proxy.Weather
 ) -> None:
-    """The other one leads; nothing that the old one still wrote counts, and it becomes a gateway when it is back.
+    """The new daemon leads; nothing that the old one still wrote counts, and it becomes a gateway when it is back.
 
-    The old one has ten seconds for a renewal, which is long enough on a busy machine, and the other one a minute.
+    The old daemon has ten seconds for a renewal, which is long enough on a busy machine, and the new one a minute.
     """
     short = LeaseTimes(valid_s=12.0, renew_s=0.2, margin_s=2.0, poll_s=0.05)
     long = LeaseTimes(valid_s=60.0, renew_s=0.2, margin_s=2.0, poll_s=0.05)
@@ -173,7 +173,7 @@ async def test_a_leader_that_is_cut_off_from_the_database_stops_leading(
         assert (await late)[0] is grpc.StatusCode.UNAVAILABLE
         code, _, ours = await code_of(old.operator.show(job))
         assert (code, ours) == (grpc.StatusCode.UNAVAILABLE, "NO_LEADER")
-        await client.open_session()  # the new leader does not know that of the old one
+        await client.open_session()  # the new leader does not know the old leader's session
         answer = await client.report_inline(token, update)
         if not answer.HasField("receipt"):  # the attempt was lost with its leader; there is another one
             token = (await client.assignment()).token

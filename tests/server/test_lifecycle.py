@@ -1,4 +1,4 @@
-"""A job's life as operators steer it, and what clients that work for it hear."""
+"""A job's life as operators control it, and what the clients that work for it are told."""
 
 from __future__ import annotations
 

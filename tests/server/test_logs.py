@@ -1,4 +1,4 @@
-"""The log never stops the daemon, and never tells a secret."""
+"""The log never stops the daemon, and never contains a secret."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_reader_that_sleeps_costs_lines_and_nothing_else() -> None:
         sink = Sink(writing, max_lines=10)
         text = "x" * 10_000 + "\n"
         for _ in range(100):
-            assert sink.write(text) == len(text)  # a pipe takes 64 KiB; this must return all the same
+            assert sink.write(text) == len(text)  # a pipe takes 64 KiB; this must still return
         sink.finish(0.01)
         received: list[bytes] = []
 

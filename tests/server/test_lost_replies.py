@@ -1,4 +1,4 @@
-"""The database commits, and the runner does not hear of it."""
+"""The database commits, but the runner does not learn of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.runner_bench import PATIENCE_S, Bench, bench, settle
 
 
 class LostReplies:
-    """The database commits the next saves and says that it is away; what became of them it tells when `open`."""
+    """The database commits the next saves but seems to be away; it reveals their outcome when `open` is set."""
 
     def __init__(self, it: Bench, count: int = 1) -> None:
         self.open, self.asked, self.left = asyncio.Event(), asyncio.Event(), count
@@ -47,7 +47,7 @@ async def test_our_own_commit_is_found_and_applied_once() -> None:
         assert record.state.revision == it.runner.coordinator.jobs["toy"].revision
         assert it.runner.coordinator.jobs["toy"].status is JobStatus.RUNNING
         assert [change.job.job_id for change in it.actor.changes] == ["toy"] * len(it.actor.changes)
-        await it.act(JobAction.START, "toy")  # asked again by the operator who heard "try again": done already
+        await it.act(JobAction.START, "toy")  # repeated by the operator, who was told to try again: already done
         assert isinstance(await it.wait_for_work(PATIENCE_S), Assign)
         rows = [
             record.row.to_state
@@ -99,7 +99,7 @@ async def test_while_in_doubt_callers_hear_it_at_once_and_own_events_wait() -> N
         assert it.runner.coordinator.jobs["toy"].status is JobStatus.RUNNING
         lost.open.set()
         await it.back()
-        await it.act(JobAction.START)  # done already; the events before it are stored first
+        await it.act(JobAction.START)  # already done; the events before it are stored first
         assert it.runner.coordinator.jobs["toy"].status is JobStatus.CANCELLED
         assert it.runner.coordinator.jobs["other"].status is JobStatus.RUNNING
         assert not it.runner.coordinator.room.clients
@@ -148,10 +148,10 @@ async def test_a_deadline_that_strikes_while_in_doubt_is_handled_afterwards() ->
             await it.act(JobAction.START)
         await lost.asked.wait()
         it.clock.ahead_s = 10_000.0
-        it.runner.post(TimerFired("toy"))  # nobody came: the selection is over
+        it.runner.post(TimerFired("toy"))  # no client came: the selection is over
         lost.open.set()
         await it.back()
-        await it.act(JobAction.START)  # done already; the events before it are stored first
+        await it.act(JobAction.START)  # already done; the events before it are stored first
         assert it.runner.coordinator.jobs["toy"].failures == 1
 
 

@@ -57,7 +57,7 @@ async def test_the_certificate_says_who_calls(place: Place) -> None:
 
 
 async def test_a_client_cannot_act_as_another_one(place: Place) -> None:
-    """Whatever it says: the other's session, signed with the other's key, or that a gateway knows it better."""
+    """Neither the other client's session and key help, nor a header that claims to come from a gateway."""
     await place.site.operator.start(job_file(goal=1))
     victim, other = await place.site.fleet(2)
     token = (await victim.assignment()).token
@@ -80,8 +80,8 @@ async def test_strangers_certificates_are_refused(place: Place) -> None:
     server: Shown = place.pki.files.key.read_bytes(), place.pki.files.certificate.read_bytes()
     for shown in (None, signed_by(stranger, client.client_id), server):
         assert await refused(place.certified(client, shown).check_in(0.0)) == (S.UNAVAILABLE, "")
-    nobody = place.certified(client, signed_by(place.pki.authority(), "c-nobody"))
-    assert await refused(nobody.check_in(0.0)) == (S.UNAUTHENTICATED, "CLIENT_UNKNOWN")
+    unknown = place.certified(client, signed_by(place.pki.authority(), "c-nobody"))
+    assert await refused(unknown.check_in(0.0)) == (S.UNAUTHENTICATED, "CLIENT_UNKNOWN")
 
 
 async def test_on_the_other_port_a_certificate_proves_nothing(place: Place) -> None:
@@ -140,7 +140,7 @@ async def test_a_new_session_fences_the_certificates_of_older_ones(place: Place)
 
 @pytest.mark.fault("F30")
 async def test_an_sdk_whose_identity_runs_elsewhere_ends(place: Place, tmp_path: Path) -> None:
-    """The copy takes the assignment over in the middle of the training."""
+    """The copy takes over the assignment in the middle of the training."""
 
     def train(task: Task) -> TrainResult:
         shutil.copytree(tmp_path / "client", tmp_path / "copy")
@@ -238,7 +238,7 @@ async def test_the_sdk_gets_another_certificate_when_tls_refuses_the_one_it_has(
     place: Place, clock: Clock, tmp_path: Path
 ) -> None:
     job = await place.site.operator.start(job_file(goal=1))
-    clock.ahead_s = -2 * 86_400.0  # whatever is issued has expired
+    clock.ahead_s = -2 * 86_400.0  # every issued certificate has already expired
 
     def wait(stop: StopSignal, delay_s: float) -> bool:
         clock.ahead_s = 0.0

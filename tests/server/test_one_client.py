@@ -1,4 +1,4 @@
-"""One client among honest ones, over real sockets: it neither stops a job nor owns its model, and it is named."""
+"""One attacker among honest clients, over real sockets: it neither stops a job nor sets its model, and is named."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def attack(
     answer = await clients[0].deliver(work[0].token, attacker, num_examples)
     for client, one in zip(clients[1:-1], work[1:-1], strict=True):
         assert (await client.deliver(one.token, filled(0.1), honest)).HasField("receipt")
-    await clients[-1].deliver(work[-1].token, filled(0.1), honest)  # closes the attempt, and may hear that it failed
+    await clients[-1].deliver(work[-1].token, filled(0.1), honest)  # closes the attempt, and may be told that it failed
     return answer
 
 
@@ -50,7 +50,7 @@ def event_of(events: Sequence[admin_pb2.JobEvent], client: RawClient, state: str
 @pytest.mark.fault("F43")
 @pytest.mark.parametrize("value", [3e38, 3e30])
 async def test_an_update_that_no_sum_holds_is_refused_with_its_norm(site: Site, value: float) -> None:
-    """PoC 01a and 28: with 331edda the first abandons each attempt, and the second is committed."""
+    """PoC 01a and 28: at commit 331edda the first abandons each attempt, and the second is committed."""
     job = await site.operator.start(TEN)
     clients = await site.fleet(10)
     answer = await attack(site, clients, filled(value, one_entry=True), 100.0)
@@ -68,7 +68,7 @@ async def test_an_outlier_is_dropped_by_name_and_the_model_is_that_of_the_others
     job = await site.operator.start(TEN.replace("rounds = 2", "rounds = 1"))
     clients = await site.fleet(10)
     answer = await attack(site, clients, filled(-1e15), 100.0)
-    assert answer.HasField("receipt"), "it came first, and nothing was known of the others"
+    assert answer.HasField("receipt"), "the first report must be accepted, since there is nothing to compare it with"
     await site.operator.until(job, "version", "1")
     np.testing.assert_allclose(await step(site, job, 1), 0.1, atol=1e-6)
     dropped = event_of(await site.operator.events(job), clients[0], "REJECTED")
@@ -98,7 +98,7 @@ async def test_a_job_in_memory_loses_one_attempt_to_an_outlier_and_no_more(site:
 
 @pytest.mark.fault("F44")
 async def test_a_client_that_claims_far_too_much_makes_little_of_the_model(site: Site) -> None:
-    """PoC 01b: with 331edda the model becomes -0.999."""
+    """PoC 01b: at commit 331edda the model becomes -0.999."""
     job = await site.operator.start(TEN)
     clients = await site.fleet(10)
     await attack(site, clients, filled(-1.0), 1e15)
@@ -113,7 +113,7 @@ async def test_a_client_that_claims_far_too_much_makes_little_of_the_model(site:
 @pytest.mark.fault("F44")
 @pytest.mark.parametrize("num_examples", [1e-50, 1e18, float("nan"), 0.0])
 async def test_a_number_of_examples_that_no_quotient_holds_is_refused(site: Site, num_examples: float) -> None:
-    """PoC 17: with 331edda 1e-50 alone in an attempt is 0 / 0."""
+    """PoC 17: at commit 331edda 1e-50 alone in an attempt is 0 / 0."""
     await site.operator.start(job_file(goal=1))
     (client,) = await site.fleet(1)
     (work,) = await site.assign([client])
@@ -124,7 +124,7 @@ async def test_a_number_of_examples_that_no_quotient_holds_is_refused(site: Site
 
 @pytest.mark.fault("F45")
 async def test_the_report_of_a_client_that_is_revoked_is_not_merged(site: Site) -> None:
-    """PoC 09a: with 331edda the model is (666 + 0) / 2 = 333."""
+    """PoC 09a: at commit 331edda the model is (666 + 0) / 2 = 333."""
     job = await site.operator.start(
         job_file(goal=3, over_selection=4 / 3, min_fraction=0.5, more="[updates]\noutlier_factor = 0\n")
     )

@@ -1,4 +1,4 @@
-"""Who may call what: every method, every role, every way to be nobody."""
+"""Who may call what: every method, every role, every kind of invalid credential."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LIST_JOBS, GET_STATUS = "/fedplat.wire.v1.Jobs/ListJobs", "/fedplat.wire.v1.Oper
 
 
 def call(site: Site, method: str, *metadata: tuple[str, str]) -> Any:
-    """A call of any method (`/service/name`), as bytes; what comes back is its first response."""
+    """A call of any method (`/service/name`) with raw bytes; it returns the first response."""
     made = site.channel.stream_stream(method)(iter([b""]), metadata=metadata)
     return anext(aiter(made))
 
@@ -114,7 +114,7 @@ async def test_each_role_may_call_what_needs_it_and_nothing_more(site: Site, rol
         needed = NEEDED_ROLES[method]
         made = site.channel.stream_stream(method)(iter([b""]), metadata=(bearer(token),))
         if role.includes(needed):
-            # It passes the gate: what comes then is the handler's business.
+            # The role is accepted; what follows is up to the handler.
             result = (await asyncio.gather(anext(aiter(made), None), return_exceptions=True))[0]
             code = result.code() if isinstance(result, aio.AioRpcError) else None
             assert code not in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED), method
@@ -206,7 +206,7 @@ async def test_operators_that_cannot_be_made(
 
 async def test_the_last_admin_stays(site: Site) -> None:
     request = admin_pb2.RemoveOperatorRequest(name=ADMIN_NAME)
-    await token_of(site, Role.ADMIN, expires_unix_s=1.0)  # one whose token is not good any more does not count
+    await token_of(site, Role.ADMIN, expires_unix_s=1.0)  # an admin whose token has expired does not count
     assert (await refusal(site.operator.operators.RemoveOperator(request)))[0] is grpc.StatusCode.FAILED_PRECONDITION
     other = await token_of(site, Role.ADMIN)
     await site.operator.operators.RemoveOperator(request)
@@ -238,7 +238,7 @@ async def test_of_two_admins_who_remove_each_other_one_stays(tmp_path: Path, any
 
 
 async def test_who_guesses_is_held_up_and_fills_no_log(folder: Path) -> None:
-    """The delay is longer than the test: those who are over the limit are refused at once, the others wait."""
+    """The delay is longer than the test: calls over the limit are refused at once, the others wait."""
     async with daemons.running(folder, limits=Limits(refusal_delay_s=3600.0)) as site:
         stub = admin_pb2_grpc.JobsStub(site.channel)
         guesses = [stub.ListJobs(admin_pb2.ListJobsRequest()) for _ in range(operator_access.MAX_PENDING + 1)]
@@ -272,7 +272,7 @@ async def test_a_role_that_is_too_low_is_held_up_noted_and_counted(folder: Path)
             [asyncio.ensure_future(refusal(one)) for one in tries], return_when=asyncio.FIRST_COMPLETED
         )
         assert [task.result()[0] for task in done] == [grpc.StatusCode.RESOURCE_EXHAUSTED]
-        await viewer.jobs.ListJobs(admin_pb2.ListJobsRequest())  # what the role may do goes on
+        await viewer.jobs.ListJobs(admin_pb2.ListJobsRequest())  # calls that the role may make are still answered
         await site.operator.operators.AddOperator(admin_pb2.AddOperatorRequest(name="ben", role="viewer"))
 
         async def rows() -> list[audit.AuditRow]:
@@ -293,7 +293,7 @@ async def test_a_role_that_is_too_low_is_held_up_noted_and_counted(folder: Path)
 
 @pytest.mark.fault("F42")
 async def test_refused_calls_from_many_addresses_make_few_rows(folder: Path) -> None:
-    """Each call comes from another address, as a trusted proxy tells."""
+    """Each call comes from another address, according to a trusted proxy."""
     limits = Limits(refusal_delay_s=0.0, notes_per_minute=7.0)
     async with daemons.running(folder, limits=limits, trusted_proxies=("127.0.0.1",)) as site:
         for number in range(300):
@@ -311,7 +311,7 @@ async def test_refused_calls_from_many_addresses_make_few_rows(folder: Path) -> 
     noted = [row for row in rows if row.action == audit.AuditAction.LOGIN_REFUSED]
     left_out = [json.loads(row.details)["num_rows"] for row in rows if row.action == audit.AuditAction.NOT_NOTED]
     assert 7 <= len(noted) <= 9  # a few more come with time
-    assert len(noted) + sum(left_out) == 301  # every network is there, or counted
+    assert len(noted) + sum(left_out) == 301  # every network has a row or is counted in one
     assert len(left_out) <= 3
 
 

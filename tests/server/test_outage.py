@@ -1,4 +1,4 @@
-"""The database goes away and comes back: callers are told, nothing is half done, and everything goes on."""
+"""The database goes away and comes back: callers are told, nothing is half done, and everything continues."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def test_check_ins_during_an_outage_leave_no_ghost_in_the_room(site: Site)
     await client.refusal(labels={"region": "eu"}, trainers=("other",))
     site.store.outage = True
     await unavailable(client.check_in(labels={"region": "eu"}))
-    await unavailable(client.check_in(labels={"region": "us"}))  # has to be stored before anything else
+    await unavailable(client.check_in(labels={"region": "us"}))  # changed labels have to be stored first
     await site.back()
     await site.waiting(0)
     assert (await client.assignment()).attempt == 1

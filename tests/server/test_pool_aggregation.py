@@ -1,4 +1,4 @@
-"""Aggregation on ranks: the bits are those of one process, also when ranks die; and errors are told as in one."""
+"""Aggregation on ranks: the bits and the errors are those of one process, also when ranks die."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ON_GPUS = [
 ]
 
 
-# Slow, since real ranks take seconds to start: test_pool.py starts some in every run of the tests.
+# Slow, since real ranks take seconds to start; test_pool.py starts some in every run of the tests.
 @pytest.fixture(
     scope="module", params=[pytest.param("gloo", marks=pytest.mark.slow), pytest.param("nccl", marks=ON_GPUS)]
 )
@@ -46,7 +46,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def drafted(model: str) -> Callable[..., CloseAttempt]:
-    """Has the ranks write into something else than a file that the daemon has made."""
+    """Makes the ranks write to another path than that of the daemon's file."""
 
     def drafts(*_: object) -> CloseAttempt:
         return CloseAttempt(model, "", "")
@@ -55,7 +55,7 @@ def drafted(model: str) -> Callable[..., CloseAttempt]:
 
 
 def kill_one(ranks: PoolProcess) -> None:
-    """The last rank, by SIGKILL."""
+    """Kills the last rank with SIGKILL."""
     running = ranks.ranks()
     running[max(running)].send_signal(signal.SIGKILL)
 
@@ -81,7 +81,7 @@ async def test_two_rounds_have_the_bits_of_one_process(ranks: PoolProcess, name:
 async def test_by_reports_the_bits_are_those_of_so_many_ranks(
     ranks: PoolProcess, num_ranks: int, tmp_path: Path
 ) -> None:
-    """As close to one process as rounding; and without a pool, or on two processes, the same bits."""
+    """The model equals that of one process up to rounding; its bits are the same with and without a pool."""
     reports = f'[pool]\nranks = {num_ranks}\nsplit = "reports"\n'
     link, spool = await ranks.ready(), Spool(tmp_path, FEDADAM + CLIPPED + reports)
     one = structs.replace(spool.inputs(), spec=parse_job(job_file(more=FEDADAM + CLIPPED)))
@@ -138,7 +138,7 @@ async def test_a_result_that_is_not_finite_and_one_that_there_is_not_are_told(
     del robust.updates[2:]
     with pytest.raises(ModelError, match="needs at least 3"):
         await on_pool(robust, robust.inputs(), link)
-    assert {number: process.pid for number, process in ranks.ranks().items()} == before, "nobody died of it"
+    assert {number: process.pid for number, process in ranks.ranks().items()} == before, "a rank has died"
     assert not list(spool.blobs.folder.glob("*.tmp"))
 
 
@@ -146,7 +146,7 @@ async def test_a_result_that_is_not_finite_and_one_that_there_is_not_are_told(
 async def test_a_full_disk_is_told_as_in_one_process(
     ranks: PoolProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The daemon makes the room, and a rank that finds none all the same says so."""
+    """The daemon reserves the space; a rank that finds the disk full nevertheless reports it."""
     link, spool = await ranks.ready(), Spool(tmp_path, BY_COLUMNS)
     full = "/dev/full"
     with monkeypatch.context() as patched:
@@ -175,8 +175,8 @@ async def test_an_attempt_that_is_cancelled_frees_the_ranks(ranks: PoolProcess, 
 @pytest.mark.parametrize("split", ["columns", "reports"])
 async def test_without_a_pool_the_daemon_does_it(tmp_path: Path, split: str) -> None:
     spool = Spool(tmp_path, FEDADAM + f'[pool]\nranks = 2\nsplit = "{split}"\n')
-    inputs, nobody = spool.inputs(), WorkerPool.at(tmp_path)
-    assert await spool.done(WithFallback(inputs, spool.blobs, nobody)) == await spool.done(
+    inputs, no_pool = spool.inputs(), WorkerPool.at(tmp_path)
+    assert await spool.done(WithFallback(inputs, spool.blobs, no_pool)) == await spool.done(
         LocalAggregation(inputs, spool.blobs)
     )
 
@@ -185,14 +185,14 @@ async def test_without_a_pool_the_daemon_does_it(tmp_path: Path, split: str) -> 
 async def test_a_rank_killed_while_it_writes_the_version(
     ranks: PoolProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pool is not back in time, and the daemon does all of it."""
+    """The pool is not back in time, so the daemon aggregates everything."""
     link, spool = await ranks.ready(), Spool(tmp_path, JOBS["private"] + BY_COLUMNS)
     pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)  # whoever opens it waits for a reader
+    os.mkfifo(pipe)  # opening it for writing waits for a reader
     monkeypatch.setattr(PoolAggregation, "_make_drafts", drafted(str(pipe)))
     inputs = spool.inputs()
     committing = asyncio.create_task(spool.done(WithFallback(inputs, spool.blobs, link, patience_s=0.0)))
-    with await asyncio.to_thread(pipe.open, "rb"):  # a rank has come to it
+    with await asyncio.to_thread(pipe.open, "rb"):  # a rank has opened it
         kill_one(ranks)
         assert await committing == await spool.done(LocalAggregation(inputs, spool.blobs))
 
@@ -203,7 +203,7 @@ async def test_a_rank_killed_while_it_writes_the_version(
 async def test_the_daemon_s_versions_have_the_same_digests(
     ranks: PoolProcess, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the second round a rank is killed between two reports; the pool is back in time, and does it all again."""
+    """In the second round a rank is killed between two reports; the pool is back in time, and starts again."""
     made, committed = list[str](), PoolAggregation.commit
 
     async def commit(folding: PoolAggregation, draft: Path | None = None) -> Aggregate:
@@ -212,7 +212,7 @@ async def test_the_daemon_s_versions_have_the_same_digests(
         return aggregate
 
     monkeypatch.setattr(PoolAggregation, "commit", commit)
-    monkeypatch.setattr(pooled, "PATIENCE_S", 3600.0)  # the pool comes back, however slow the machine is
+    monkeypatch.setattr(pooled, "PATIENCE_S", 3600.0)  # long enough for the pool on any machine
     await ranks.ready()
     (site.folder / "pool.sock").symlink_to(ranks.folder / "pool.sock")
     clients = await site.fleet(2)

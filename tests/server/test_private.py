@@ -24,9 +24,9 @@ from support.jobs import job_file
 CLIP = 2.0
 GOAL = 4
 LITTLE = 1e-3
-"""A noise multiplier for tests that look for what is below the noise."""
+"""A noise multiplier for tests that look at the values under the noise."""
 BOUND = 9.0
-"""No normal number of the noise is beyond it."""
+"""No sample of the noise is larger, in standard deviations."""
 SIZE = 9
 
 
@@ -57,7 +57,7 @@ def clipped(update: Parameters) -> np.ndarray[Any, Any]:
 
 
 def noise_of(model: Parameters, updates: list[tuple[Parameters, float]], noise: float = LITTLE) -> float:
-    """The largest noise in a model, in units of its standard deviation, if it is of these updates and weights."""
+    """The largest noise in a model of these updates and weights, in units of its standard deviation."""
     total = sum((clipped(one) * weight for one, weight in updates), np.zeros(SIZE))
     rest = (model.to_vector().astype(float) - base().to_vector()) * GOAL - total
     return float(np.abs(rest).max()) / (noise * CLIP)
@@ -72,7 +72,7 @@ async def ledger(site: Site, job: str) -> list[LedgerRow]:
 
 
 async def reopened(site: Site, clients: list[RawClient]) -> list[RawClient]:
-    """The same clients with a daemon that was started again."""
+    """The same clients, with new sessions at a restarted daemon."""
     again = [client.over(site.channel) for client in clients]
     for client in again:
         await client.open_session()
@@ -81,7 +81,7 @@ async def reopened(site: Site, clients: list[RawClient]) -> list[RawClient]:
 
 @pytest.mark.fault("F16")
 async def test_an_attempt_commits_at_its_deadline_over_a_constant(folder: Path) -> None:
-    """One client of four is lost, and one late: the sum is smaller, and the divisor the same."""
+    """One client of four fails, and one is late: the sum is smaller, and the divisor is the same."""
     sent = [(update(0, 0.5), 0.3), (update(1, 50.0), 1.0)]
     async with daemons.running(folder) as site:
         job, clients = await start(site, private()), await site.fleet(GOAL)
@@ -117,7 +117,7 @@ async def test_noise_alone_is_a_release(site: Site) -> None:
 
 @pytest.mark.fault("F12", "F24")
 async def test_zeros_nonsense_and_duplicates(site: Site) -> None:
-    """NaN is refused, zeros and integers are no matter, and what is reported twice counts once."""
+    """NaN is refused, zeros and integers are harmless, and a repeated report counts once."""
     job, clients = await start(site, private()), await site.fleet(GOAL)
     work = await site.assign(clients)
     zeros, other = Parameters.zeros(base().schema), update(3, 1.0)
@@ -207,11 +207,11 @@ def poisson(rate: float) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [1e-9, 1.0])
 async def test_when_a_version_comes_does_not_tell_who_was_drawn(site: Site, rate: float) -> None:
-    """All report at once, or nobody was drawn: it comes no earlier than with one that takes all its time."""
+    """If all clients report at once, or none was drawn, the version comes no earlier than after the whole time."""
     clients = await site.fleet(GOAL)
     job, begun = await start(site, poisson(rate)), time.monotonic()
     work = [asyncio.create_task(client.assignment()) for client in clients]
-    num_received = 0  # on a slow machine a report may come too late, which has nothing to do with the version's time
+    num_received = 0  # on a slow machine a report may come too late, which does not change the version's time
     if rate == 1.0:
         for client, one in zip(clients, await asyncio.gather(*work), strict=True):
             answer = await client.report_inline(one.token, update(1, 1.0).to_bytes())

@@ -37,7 +37,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def only_line(done: subprocess.CompletedProcess[str], status: int) -> str:
-    """The one line that a command that fails prints."""
+    """The one line that a failing command prints."""
     assert done.returncode == status, done
     assert done.stdout == ""
     lines = [line for line in done.stderr.splitlines() if line]
@@ -53,7 +53,7 @@ class Process:
         self.lines: list[dict[str, object]] = []
 
     def until_ready(self) -> str:
-        """Reads the log until the server is ready; its address. Then somebody else has to read it."""
+        """Reads the log until the server is ready; returns its address. The rest of the log is left to the caller."""
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(json.loads(line))
@@ -208,7 +208,7 @@ def test_a_log_that_nobody_reads_stops_no_round(folder: Path) -> None:
 
 @pytest.mark.fault("F36")
 def test_sigterm_while_it_starts(folder: Path) -> None:
-    """A database that accepts connections and says nothing."""
+    """The database accepts connections and sends nothing."""
     pytest.importorskip("asyncpg")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"postgresql://user:a-secret-word@127.0.0.1:{silent.getsockname()[1]}/x"
@@ -316,7 +316,7 @@ def test_a_data_folder_that_cannot_be_made(
 
 @pytest.mark.slow
 def test_a_data_folder_that_cannot_be_written_to(folder: Path) -> None:
-    (folder / "lock").mkdir()  # root may write everywhere, but not to a folder
+    (folder / "lock").mkdir()  # even root cannot write to a folder
     assert "cannot be written to" in only_line(command("run", "--insecure", "--data-dir", str(folder)), 2)
 
 

@@ -1,4 +1,4 @@
-"""What one caller may use up: the arithmetic, and what a client hears that wants more."""
+"""What one caller may use up: the arithmetic, and the refusals for a client that wants more."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def test_a_bucket_gives_no_more_than_its_rate(per_minute: float, gaps: list[floa
         bucket, wait_s = rate_limits.take(bucket, now, per_minute)
         taken += wait_s == 0.0
         assert 0.0 <= bucket.tokens <= per_minute
-        if wait_s:  # and it is right about when there is one
+        if wait_s:  # and after that time there is a token
             assert rate_limits.take(bucket, now + wait_s * 1.001 + 1e-6, per_minute)[1] == 0.0
         if backwards:
-            bucket, _ = rate_limits.take(bucket, now - 5.0, per_minute)  # a clock that jumps gives nothing
+            bucket, _ = rate_limits.take(bucket, now - 5.0, per_minute)  # a clock that is set back gives no tokens
     assert taken <= per_minute + now * per_minute / 60.0 + 1e-6
 
 
@@ -100,7 +100,7 @@ def test_bytes_are_counted_for_each_attempt() -> None:
     spent.upload("c", KEY._replace(number=2), 1000, most)
 
 
-# --- what a client hears ---
+# --- what a client is told ---
 
 
 async def working(site: Site) -> tuple[str, RawClient, str]:
@@ -123,7 +123,7 @@ async def test_too_many_requests_of_one_client_harm_no_other(folder: Path) -> No
 @pytest.mark.calm("counts requests, and what failed counts too")
 async def test_strangers_are_limited_by_their_address(folder: Path) -> None:
     async with daemons.running(folder, limits=Limits(anonymous_per_minute=6.0, challenges_per_minute=1.0)) as site:
-        # Whoever proves to be a client pays nothing in the end: any number of them may share an address.
+        # A caller that proves to be a client is not charged in the end: any number of them may share an address.
         client, *_ = await site.fleet(5)
         thief = RawClient(site.channel, private_key("a thief"))
         for _ in range(6):
@@ -133,7 +133,7 @@ async def test_strangers_are_limited_by_their_address(folder: Path) -> None:
             status, code, window = await refusal_of(call)
             assert (status, code) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
             assert window[1] > window[0] > 0.0
-        await client.refusal()  # a client at the same address goes on
+        await client.refusal()  # a client at the same address is still served
 
 
 @pytest.mark.calm("counts requests, and what failed counts too")
@@ -168,7 +168,7 @@ async def test_labels_that_change_with_each_check_in_are_stored_once_a_minute(
         assert await stored() == "0"
         job = await site.operator.start(job_file(goal=1, where="n == '51'"))
         await site.operator.until(job, "attempt", "SELECTING")
-        assert (await restless.assignment(labels={"n": "51"})).job_id == job  # what is put off is selected by
+        assert (await restless.assignment(labels={"n": "51"})).job_id == job  # selected by labels not yet stored
         assert await stored() == "0"
         now += 60.0
         await restless.check_in(0.0, labels={"n": "52"})
@@ -178,11 +178,11 @@ async def test_labels_that_change_with_each_check_in_are_stored_once_a_minute(
 @pytest.mark.calm("streams by hand, and does not ask again")
 @pytest.mark.fault("F17")
 async def test_a_byte_a_second_is_too_slow_and_harms_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each message comes in time; all of them together bring next to nothing."""
+    """Each message comes in time, but all of them together carry almost nothing."""
     begun = asyncio.Event()
 
     def enforce(messages: Any, limits: Limits) -> Any:
-        """Only the first stream has to hurry: the other one may be slow, if the machine is."""
+        """Only the first stream has to be fast: the other one may be slow on a slow machine."""
         first, hurry = not begun.is_set(), Limits(idle_s=2.0, min_bytes_per_s=100.0)
         begun.set()
         return really_enforce(messages, hurry if first else limits)
@@ -216,7 +216,7 @@ async def test_a_byte_a_second_is_too_slow_and_harms_no_other(folder: Path, monk
         assert window[1] > 0.0
         have = await slow.query(tokens[0], digest_of(UPDATE))
         assert 0 < have < len(UPDATE)
-        await slow.upload(tokens[0], UPDATE, offset=have)  # in time now, from where it was
+        await slow.upload(tokens[0], UPDATE, offset=have)  # fast enough now, from its offset
         assert (await slow.report(tokens[0], digest_of(UPDATE))).HasField("receipt")
         await site.operator.until(job, "job", "COMPLETED")
 
@@ -244,7 +244,7 @@ async def test_streams_of_one_client_are_counted(folder: Path) -> None:
             return False
 
         await daemons.until(full, "the limit of streams")
-        assert (await client.heartbeat(token, 0.0)).HasField("proceed")  # other calls go on
+        assert (await client.heartbeat(token, 0.0)).HasField("proceed")  # other calls are still answered
         over.set()
         for call in held:
             call.cancel()
@@ -283,7 +283,7 @@ async def test_inline_updates_count_too(folder: Path) -> None:
 
 @pytest.mark.slow
 async def test_an_honest_client_meets_no_limit(site: Site) -> None:
-    """A round a few milliseconds long, a hundred times, by one client."""
+    """One client takes part in a hundred rounds of a few milliseconds each."""
     job = await site.operator.start(job_file(rounds=100, goal=1))
     client = await site.enroll()
     for _ in range(100):

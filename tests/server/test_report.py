@@ -1,4 +1,4 @@
-"""Reports: accepted once, repeated safely, refused for a reason that is told and kept, and never merged then."""
+"""Reports: accepted once, repeated safely, or refused for a reason that is reported and kept, and not merged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def with_value(value: float) -> bytes:
 
 
 def with_padded_header() -> bytes:
-    """The same tensors under a header that is legal, and not byte for byte that of the base version."""
+    """The same tensors after a header that is valid, but not byte for byte that of the base version."""
     content = UPDATE.to_bytes()
     size = int.from_bytes(content[:8], "little")
     return (size + 8).to_bytes(8, "little") + content[8 : 8 + size] + b" " * 8 + content[8 + size :]
@@ -67,7 +67,7 @@ async def pair(site: Site, **options: object) -> tuple[str, list[RawClient], lis
 async def expect_only_good(
     site: Site, job: str, good: RawClient, token: str, bad: RawClient, metrics: Mapping[str, float] | None = None
 ) -> None:
-    """The good client's update is the whole of the next version; the other's end is on record."""
+    """The next version has only the good client's update; the end of the other's assignment is recorded."""
     await good.deliver(token, UPDATE, metrics=metrics)
     await site.operator.until(job, "job", "COMPLETED")
     expected = initial_model().to_vector() + UPDATE.to_vector()
@@ -255,7 +255,7 @@ async def test_every_heartbeat_hears_of_the_end_also_after_another_was_cut(site:
 
 
 def validate_slowly(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
-    """Updates are validated from the second event on; the first one tells that one is about to be."""
+    """Makes a validation set the first event, and wait for the second one."""
     checking, go_on = threading.Event(), threading.Event()
     check = report_validation.validate_file
 
@@ -272,7 +272,7 @@ def validate_slowly(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, t
 async def test_an_update_whose_assignment_ends_while_it_is_validated_is_deleted(
     site: Site, monkeypatch: pytest.MonkeyPatch, durability: str
 ) -> None:
-    """The answer to its report is the reason of the end."""
+    """The answer to its report is the reason for the end."""
     checking, go_on = validate_slowly(monkeypatch)
     job = await site.operator.start(f'durability = "{durability}"\n' + job_file(goal=1))
     client = await site.enroll()
@@ -319,7 +319,7 @@ async def test_small_updates_travel_with_their_report(site: Site) -> None:
     assert await one.report_inline(tokens[0], UPDATE.to_bytes(), num_examples=3.0) == first
     other = await one.report_inline(tokens[0], OTHER.to_bytes())
     assert reason_name(other.refusal.reason) == "REJECTED_CONFLICT"
-    await two.upload(tokens[1], OTHER.to_bytes(), end=100)  # broke off
+    await two.upload(tokens[1], OTHER.to_bytes(), end=100)  # an upload that breaks off
     assert (await two.report_inline(tokens[1], OTHER.to_bytes())).HasField("receipt")
     await site.operator.until(job, "job", "COMPLETED")
     total = UPDATE.to_vector() * np.float32(3.0) + OTHER.to_vector()
@@ -343,7 +343,7 @@ async def test_small_updates_that_do_not_fit(site: Site) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await bad.report_inline(tokens[1], bytes(2**20))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    for client, token in zip((good, bad), tokens, strict=True):  # it has to upload such a one
+    for client, token in zip((good, bad), tokens, strict=True):  # such an update has to be uploaded
         assert (await client.deliver(token, UPDATE)).HasField("receipt")
     await site.operator.until(job, "job", "COMPLETED")
 
@@ -359,7 +359,7 @@ async def test_the_same_small_update_at_the_same_time_counts_once(site: Site) ->
             try:
                 return await client.report_inline(token, UPDATE.to_bytes())
             except grpc.aio.AioRpcError as exc:
-                if exc.code() is not grpc.StatusCode.ABORTED:  # then a client tries again
+                if exc.code() is not grpc.StatusCode.ABORTED:  # after ABORTED a client tries again
                     raise
 
     answers = await asyncio.gather(*(report() for _ in range(8)))

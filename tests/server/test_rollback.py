@@ -1,4 +1,4 @@
-"""Rollbacks over the real server: the job goes on from an older version, and everything tells of it."""
+"""Rollbacks over the real server: the job continues from an older version, and all reports show it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def findings(folder: Path) -> list[Any]:
 
 
 async def test_a_job_whose_model_was_destroyed_goes_on_from_the_initial_one(folder: Path) -> None:
-    """The audit's attack 28: after round 1 the model's first entry is 3e20, which no honest update can mend."""
+    """The audit's attack 28: after round 1 the model's first entry is 3e20, which no honest update can undo."""
     async with daemons.running(folder) as site:
         job, clients = await site.operator.start(job_file(rounds=3), ZERO), await site.fleet(2)
         await play(site, clients, job, 1, 3e20, 0.0)
@@ -97,9 +97,9 @@ async def test_what_cannot_be_rolled_back_is_refused_in_words(site: Site) -> Non
 
 
 async def test_a_tree_of_noise_goes_on_over_a_rollback(folder: Path) -> None:
-    """The noise of all steps together is that of the tree's nodes, each in it once, as if there were no rollback.
+    """All steps together have the noise of the tree's nodes, each once, as if there were no rollback.
 
-    The seeds are read while they are there, as the test's own business. Nothing is charged for the rollback.
+    Nothing is charged for the rollback.
     """
     train, update = trees.train, trees.update
     async with daemons.running(folder) as site:
@@ -126,7 +126,7 @@ async def test_a_tree_of_noise_goes_on_over_a_rollback(folder: Path) -> None:
         steps = [models[1] - models[0], models[2] - models[1], models[4] - models[3]]
         noise = [step - update(round_).to_vector() for round_, step in enumerate(steps, start=1)]
         deviation = NOISE * CLIP
-        # Rounds 1 and 2 are one node; round 3 is another: the sum of steps has the noise of two, and of three none.
+        # Rounds 1 and 2 are one node, and round 3 is another: the sum of all steps has the noise of two nodes.
         assert np.std(noise[0] + noise[1]) == pytest.approx(deviation, rel=0.05)
         assert np.std(noise[2]) == pytest.approx(deviation, rel=0.05)
         assert np.std(sum(noise)) == pytest.approx(deviation * np.sqrt(2), rel=0.05)

@@ -1,4 +1,4 @@
-"""Whole rounds over the wire, whose outcome a few lines of NumPy say beforehand."""
+"""Whole rounds over the wire, whose results a few lines of NumPy predict."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ async def test_without_clients_a_job_waits_and_says_why(site: Site) -> None:
     more = "[deadlines]\nselection_s = 0.05\n[retry]\nbase_s = 0.05\nmax_s = 3600"
     job = await site.operator.start(job_file(goal=2, more=more))
     one = await site.enroll()
-    waiting = one.check_in()  # one is not enough
+    waiting = one.check_in()  # one client is not enough
     await site.operator.until(job, "attempt", "ABANDONED")
 
     async def explained() -> bool:

@@ -37,7 +37,7 @@ async def test_a_refusal_for_an_earlier_call_does_not_reach_a_later_one() -> Non
         await gates[1].reached.wait()
         acts.append(asyncio.create_task(it.act(JobAction.PAUSE)))
         await settle()
-        gates[1].open()  # next: pause; the first call's time is over, and its leaving waits
+        gates[1].open()  # next: pause; the first call's time is over, and its `leave` waits
         await gates[2].reached.wait()
         await settle()
         acts.append(asyncio.create_task(it.act(JobAction.RESUME)))
@@ -110,7 +110,7 @@ async def test_own_events_are_tried_until_they_are_stored() -> None:
             failed.set()
 
         it.store.before["save"] = fail_twice
-        it.runner.post(TimerFired("toy"))  # nobody came: the selection is over
+        it.runner.post(TimerFired("toy"))  # no client came: the selection is over
         await failed.wait()
         assert tries == 3
 
@@ -170,7 +170,7 @@ async def test_somebody_else_in_the_database_ends_the_runner_with_advice() -> No
 
 
 async def test_a_memory_that_the_database_contradicts_ends_the_runner() -> None:
-    """Nothing else would mend it: it is read back when the next daemon leads."""
+    """Only a restart repairs it: the memory is read back when the next daemon leads."""
     async with bench() as it:
 
         async def refuse() -> None:

@@ -1,4 +1,4 @@
-"""What lies in the folder where a server was started does not run in the processes that it starts."""
+"""Modules in the folder where a server was started do not run in the processes that it starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLANTED = ("torch", "multiprocessing", "msgspec")
 
 @pytest.fixture
 def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, in which somebody has put modules; a file appears there if one of them runs."""
+    """The current folder, with planted modules; a file appears there if one of them runs."""
     folder = tmp_path / "here"
     folder.mkdir()
     for name in PLANTED:

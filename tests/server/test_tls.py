@@ -1,4 +1,4 @@
-"""TLS with real handshakes: what is refused and in which words, and certificates that change under a running server."""
+"""TLS with real handshakes: refusals and their messages, and certificates that change under a running server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def folder_pki(folder: Path) -> PkiFolder:
 
 
 def sign(made: PkiFolder, *, days: float = 10.0, hosts: tuple[str, ...] = ("localhost",)) -> None:
-    """Gives the server another certificate of its authority, which expires then."""
+    """Gives the server another certificate of its authority, which expires in `days` days."""
     key = pki.new_key()
     now = utc_now() - 30 * DAY
     certificate = made.authority().for_server(hosts, key.public_key(), now, (30 + days) * DAY)
@@ -53,7 +53,7 @@ def running(folder: Path, made: PkiFolder, **options: Any) -> Any:
     return daemons.running(folder, tls=made.files, **options)
 
 
-# --- what is said of connections that cannot be --------------------------------------------------------------------
+# --- the messages for connections that fail ------------------------------------------------------------------------
 
 
 def said(profile: Profile) -> str:
@@ -87,7 +87,7 @@ async def test_each_misunderstanding_is_named(folder: Path, folder_pki: PkiFolde
 
 
 async def test_an_expired_certificate_is_named(folder: Path, folder_pki: PkiFolder, monkeypatch: Any) -> None:
-    """The server's clock is behind: else it would not take such a certificate."""
+    """The server's clock is behind, since otherwise it would refuse such a certificate."""
     sign(folder_pki, days=-1)
     real = tls.utc_now
     monkeypatch.setattr(tls.Certificates.__init__, "__defaults__", (lambda: real() - 2 * DAY,))
@@ -122,7 +122,7 @@ async def test_the_status_tells_the_days_that_are_left(folder: Path, folder_pki:
 
 @pytest.mark.fault("F31")
 async def test_certificate_and_authority_change_in_the_middle_of_a_round(folder: Path, folder_pki: PkiFolder) -> None:
-    """One client stays connected, another comes with each new certificate; no attempt and no report is lost."""
+    """One client stays connected, another connects with each new certificate; no attempt or report is lost."""
     old_ca = folder_pki.ca.read_bytes()
 
     def renew(now: datetime.datetime) -> None:
@@ -135,10 +135,10 @@ async def test_certificate_and_authority_change_in_the_middle_of_a_round(folder:
         for round_, change in enumerate((renew, folder_pki.rotate, folder_pki.finish_rotation), 1):
             mine, other = await site.assign([first, second])
             change(utc_now())
-            # The stranger's handshake is the first one with the new files; it knows the authorities of now.
+            # The new connection's handshake is the first one with the new files; it knows the current authorities.
             served.append(folder_pki.files.certificate.read_bytes())
             fresh = second.over(site.connect(folder_pki.ca.read_bytes()))
-            if round_ < 3:  # who knows only the old authority is still welcome until the old one is forgotten
+            if round_ < 3:  # a client that knows only the old authority can connect until that is removed
                 await second.over(site.connect(old_ca)).query(other.token, "0" * 64)
             base = daemons.initial_model()
             await fresh.deliver(other.token, daemons.update_of(base, 1))

@@ -102,7 +102,7 @@ async def test_streams_that_do_not_begin_with_a_header(site: Site) -> None:
         assert (await refused(call))[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 
-@pytest.mark.calm  # whoever asks again, because the reply was lost, hears that the assignment is over
+@pytest.mark.calm  # a retry after a lost reply is told that the assignment is over
 @pytest.mark.fault("F22")
 async def test_more_bytes_than_announced_or_allowed(site: Site) -> None:
     client, token = await working(site)

@@ -1,4 +1,4 @@
-"""What a reader of the data folder learns of a private job whose noise is that of a tree: nothing, once it has ended.
+"""What a reader of the data folder learns about a private job with tree noise: nothing, once it has ended.
 
 The attack is that of the audit, number 24: seeds of nodes are read from whatever file has some, and their noise is
 taken away from each published step. What is left is compared with what the client sent.
@@ -23,7 +23,7 @@ from support.trees import CLIP, NOISE, ROUNDS, SIZE, seeds, train, update, words
 
 
 def unmasked(folder: Path, models: list[Parameters]) -> list[float]:
-    """For each published step the best correlation with the update in it that any sum of known noise gives."""
+    """For each published step, the best correlation with its update after removing any sum of known noise."""
     known = [Noise(seed).normal("node", 0, SIZE) for seed in seeds(folder)]
     best: list[float] = []
     for round_, (before, after) in enumerate(itertools.pairwise(models), start=1):
@@ -49,7 +49,7 @@ async def test_no_seed_is_left_when_a_job_has_ended(folder: Path) -> None:
         async def no_seed() -> bool:
             return not seeds(folder)
 
-        with contextlib.suppress(AssertionError):  # the figures below say more
+        with contextlib.suppress(AssertionError):  # the correlations below show more
             await daemons.until(no_seed, "the seeds to be gone")
         found = unmasked(folder, models)
         print("correlations:", *(f"{each:+.6f}" for each in found))
@@ -63,7 +63,7 @@ async def test_no_seed_is_left_when_a_job_has_ended(folder: Path) -> None:
 
 @pytest.mark.fault("F48")
 async def test_seeds_of_covered_nodes_are_gone_after_each_commit(folder: Path) -> None:
-    """While the job goes on there are those of the open nodes; a restart goes on from them."""
+    """While the job runs, only the seeds of open nodes are kept; a restart continues from them."""
     covered: list[list[float]] = []
     job = ""
     for round_ in range(1, ROUNDS + 1):

@@ -27,13 +27,13 @@ LONG_STEP = job_file("interrupted", goal=1, more=RANKS + learning("server_step",
 
 
 async def warmed(site: Site, name: str, more: str = "", **options: object) -> str:
-    """The digest of what a warm start makes of the initial model."""
+    """The digest of the version that a warm start makes of the initial model."""
     job = await site.operator.start(job_file(name, more=RANKS + learning("warm_start", **options) + more))
     return await warm_version(site, job)
 
 
 async def warm_version(site: Site, job: str) -> str:
-    """The digest of version 1; the job wants no clients then."""
+    """The digest of version 1; the job is cancelled before it needs clients."""
     await site.operator.until(job, "attempt", "COMMITTED")
     await site.operator.jobs.CancelJob(admin_pb2.JobRequest(job=job))
     return (await site.operator.versions(job))[1].model.digest
@@ -79,7 +79,7 @@ async def checkpointed(site: Site, job: str) -> None:
 
 
 async def stopped_by_an_operator(site: Site) -> None:
-    """A pause ends the work, which goes on from its checkpoint; a cancellation ends it for good."""
+    """A pause stops the work, which later continues from its checkpoint; a cancellation ends it permanently."""
     table = learning("warm_start", epochs=1_000_000, checkpoint_every=5)
     job = await site.operator.start(job_file("long", more=RANKS + table))
     await checkpointed(site, job)
@@ -94,7 +94,7 @@ async def stopped_by_an_operator(site: Site) -> None:
 
 
 async def failures(site: Site) -> None:
-    """Whatever a trainer does, the daemon says what it was in one line."""
+    """Whatever goes wrong in a trainer, the daemon reports it in one line."""
     said = await failure(site, "absent")
     assert said.startswith("the warm start failed 1 times; last failure: the trainer cannot be used on rank 0: ")
     assert said.endswith("FileNotFoundError: public.bin is not here")
@@ -118,10 +118,10 @@ async def stepped(site: Site, more: str = "", initial: Parameters | None = None,
 
 
 async def server_steps(site: Site) -> None:
-    """They change what the trainer sees of the model, at the end of some rounds; each time with the same bits."""
+    """Server steps change what the trainer sees of the model, after some rounds, and always to the same bits."""
     bare = await stepped(site, steps=1, learning_rate=1e-30)
     taught = await stepped(site, steps=5)
-    assert taught[1] == bare[1], "there is none in round 1"
+    assert taught[1] == bare[1], "round 1 must not have a server step"
     assert taught[2] != bare[2]
     assert taught[2] == (await stepped(site, steps=5))[2]
     private = '[updates]\nweighting = "uniform"\n'
@@ -129,11 +129,11 @@ async def server_steps(site: Site) -> None:
     model = with_control(initial_model())
     bare, taught = [await stepped(site, scaffold, model, steps=5, learning_rate=rate) for rate in (1e-30, 0.1)]
     changed = [name for name in model if not np.array_equal(bare[2][name], taught[2][name])]
-    assert changed == ["weight", "bias"], "its control variates stay"
+    assert changed == ["weight", "bias"], "the control variates must not change"
 
 
 async def interrupted(folder: Path, registered: dict[str, str], digest: str) -> None:
-    """A daemon that ends within a server step leaves no half-done version; the next one comes to the same bits."""
+    """A daemon that ends within a server step leaves no half-done version; the next daemon gets the same bits."""
     async with daemons.running(folder, trainers=registered, grace_s=0.0) as site:
         job = await site.operator.start(LONG_STEP)
         (assignment,) = await site.assign(clients := await site.fleet(1))
@@ -146,7 +146,7 @@ async def interrupted(folder: Path, registered: dict[str, str], digest: str) -> 
 
 
 async def distillation(site: Site) -> None:
-    """The model comes nearer to what its clients' models say together."""
+    """The model comes closer to the mean output of its clients' models."""
     bare = await stepped(site, steps=1, learning_rate=1e-30, method="distill")
     taught = await stepped(site, steps=40, method="distill")
     assert taught[1] == bare[1]
@@ -154,7 +154,7 @@ async def distillation(site: Site) -> None:
     inputs = np.random.default_rng(0).normal(size=(64, 3))
     said = np.mean([logits(teacher, inputs) for teacher in teachers], axis=0)
     before, after = (divergence(said, logits(model, inputs)) for model in (bare[2], taught[2]))
-    # The mean of linear models is the linear model of the means, so that there is next to nothing to learn.
+    # The mean of linear models is the linear model of the means, so there is almost nothing to learn.
     assert after <= before + 1e-6 < 1e-5
 
 
@@ -171,7 +171,7 @@ def divergence(teacher: npt.NDArray[np.float64], student: npt.NDArray[np.float64
 @pytest.mark.fault("F35")
 @pytest.mark.calm
 async def test_on_the_pool_and_on_a_rank_of_the_daemons_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # bits are compared: on equal hardware
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # bits are compared, so the hardware has to be the same
     registered = trainers(folder)
     table = RANKS + learning("warm_start", epochs=20, checkpoint_every=3)
     async with contextlib.AsyncExitStack() as stack:

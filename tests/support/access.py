@@ -1,4 +1,4 @@
-"""How tests get in: an operator that every daemon of the tests knows, and channels with and without TLS."""
+"""Access for tests: an operator that every daemon of the tests knows, and channels with and without TLS."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedplat_server.records.operators import OperatorRecord, Role, hash_token
 
 Stub = TypeVar("Stub")
 ADMIN_TOKEN = "fedplat_op_" + "x" * 43
-"""Of an operator with the role admin."""
+"""The token of an operator with the role admin."""
 ADMIN_METADATA = (("authorization", f"Bearer {ADMIN_TOKEN}"),)
 SERVICES = list(admin_pb2.DESCRIPTOR.services_by_name.values())
 """The services for operators."""
@@ -80,6 +80,6 @@ def channel(port: int, files: TlsFiles | None, options: Sequence[tuple[str, Any]
 
 
 def secure_channel(port: int, ca: bytes) -> aio.Channel:
-    """A channel that shares its connection with nobody."""
+    """A channel with its own connection."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     return aio.secure_channel(f"localhost:{port}", grpc.ssl_channel_credentials(ca), options=options)

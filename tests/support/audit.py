@@ -1,6 +1,6 @@
 """Measures what releases promise: the daemon's aggregation, run many times with one client's report and without it.
 
-Nothing is taken from the code that makes the promise. Of the differences between releases with the client and without
+Nothing of the code that makes the promise is used. Of the differences between releases with the client and without
 it, the mean is what the client changes, and the spread is the noise; their ratio is the noise multiplier.
 """
 
@@ -37,11 +37,11 @@ CLIP = 0.5
 SENT = {"zeros": 0.0, "the norm": 1.0, "against the others": -1.0, "far too much": 1e6}
 """What the one client sends, in multiples of the norm along the first entry."""
 OTHERS = {"a": 3.0, "b": 10.0, "c": 25.0, "d": 40.0, "e": 50.0, "f": 800.0}
-"""How many examples the others have. All push the first entry up, so that a release can tell whom it is divided by."""
+"""How many examples the others have. All push the first entry up, so that a divisor that depends on reports shows."""
 _SPOOL = AttemptKey("spool", 0, 0)
 Values = npt.NDArray[np.float64]
 Reports = tuple[str, ...]
-"""Whose reports are merged in an attempt; of all others nothing came, or it came too late, or it was rejected."""
+"""The clients whose reports are merged in an attempt; all other reports were missing, late or rejected."""
 
 
 def base_model() -> Parameters:
@@ -84,7 +84,7 @@ class Daemon:
         self.spec = spec
         self.blobs = BlobStore(folder / "blobs")
         self.spool = Spool(folder / "uploads")
-        self.aggregation = Aggregation(self.blobs, self.spool, self._find_version, self._hear)
+        self.aggregation = Aggregation(self.blobs, self.spool, self._find_version, self._on_ended)
         content = base_model().to_bytes()
         self.first = ModelVersion(0, 0, 0, self.blobs.put_chunks([content]).digest, len(content))
         self._jobs = (f"job-{number}" for number in itertools.count())
@@ -109,7 +109,7 @@ class Daemon:
         return path
 
     async def attempt(self, job: JobState, reports: Reports) -> AttemptAggregated | AggregationFailed:
-        """What becomes of a job's next round."""
+        """The outcome of a job's next round."""
         key = AttemptKey(job.job_id, job.round + 1, 1)
         self._ended[key] = asyncio.get_running_loop().create_future()
         for name in reports:
@@ -119,14 +119,14 @@ class Daemon:
         return await asyncio.wait_for(self._ended[key], 60.0)
 
     async def releases(self, rounds: Sequence[Reports]) -> list[Values]:
-        """What a new job releases in so many rounds: model entries, and the logarithm of its clip norm if it adapts."""
+        """What a new job releases in each round: model entries, and the logarithm of its clip norm if it adapts."""
         job, released = JobState(next(self._jobs), self.spec, self.first), list[Values]()
         for reports in rounds:
             ended = await self.attempt(job, reports)
             assert isinstance(ended, AttemptAggregated), ended
             job = structs.replace(job, latest=ended.version, round=job.round + 1)
             model = Parameters.open(self.blobs.path(ended.version.digest))
-            assert model["steps"].tolist() == [7, 8, 9]  # whatever counters the clients sent
+            assert model["steps"].tolist() == [7, 8, 9]  # whatever the clients' counters were
             released.append(np.append(entries(model), self._log_clip_norm(ended.version)))
         return released
 
@@ -136,11 +136,11 @@ class Daemon:
         size = base_model().schema.num_floating
         return [math.log(read_scalars(self.blobs.path(version.state_digest), build_rule(self.spec), size)[CLIP_NORM])]
 
-    def _hear(self, ended: AttemptAggregated | AggregationFailed) -> None:
+    def _on_ended(self, ended: AttemptAggregated | AggregationFailed) -> None:
         self._ended.pop(ended.key).set_result(ended)
 
     async def _find_version(self, job_id: str, version: int) -> ModelVersion | None:
-        raise AssertionError("nobody asks for older versions")
+        raise AssertionError("no test asks for older versions")
 
 
 @asynccontextmanager
@@ -155,10 +155,10 @@ async def daemon(folder: Path, spec: JobSpec) -> AsyncGenerator[Daemon]:
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """What was measured. Entries are those of all rounds' nodes, one after the other; see `nodes_of`.
+    """The measurements. Entries are those of all rounds' nodes, one after the other; see `nodes_of`.
 
     `moved` [senders][entries] is what the client changes by what it sends; `deviations` [entries] is the noise, pooled
-    over entries that have the same.
+    over entries that have the same noise.
     """
 
     moved: dict[str, Values]
@@ -173,14 +173,14 @@ class Audit:
 
 
 def drop_outs(num_runs: int) -> list[Reports]:
-    """Whose reports are merged in each run, from nobody's to everybody's."""
+    """The clients whose reports are merged in each run, from few to nearly all."""
     rng = np.random.default_rng(6)
     shares = rng.choice([0.0, 0.3, 0.6, 0.95], num_runs)
     return [tuple(name for name in OTHERS if rng.random() < share) for share in shares]
 
 
 async def audit(running: Daemon, patterns: Sequence[Reports], num_rounds: int = 1) -> Audit:
-    """Runs jobs of so many rounds. In each run its others report, in all rounds; the one client does in the first."""
+    """Runs jobs of `num_rounds` rounds. In each run the others report in all rounds, the one client in the first."""
 
     async def run(others: Reports) -> list[Values]:
         cohorts = [others, *((*others, sender) for sender in SENT)]
@@ -189,7 +189,7 @@ async def audit(running: Daemon, patterns: Sequence[Reports], num_rounds: int = 
 
     found = np.array([await run(others) for others in patterns])  # [runs, cohorts, entries]
     moved = (found[:, 1:] - found[:, :1]).mean(axis=0)
-    # Who reports is the same in all cohorts of a run, and what the client sends in all runs: the rest is noise.
+    # All cohorts of a run have the same others, and all runs the same updates of the client: the rest is noise.
     rest = found - found.mean(axis=0, keepdims=True) - found.mean(axis=1, keepdims=True) + found.mean(axis=(0, 1))
     freedom = (1.0 - 1.0 / len(patterns)) * (1.0 - 1.0 / (1 + len(SENT)))
     noise = rest.reshape(-1, rest.shape[-1]) / math.sqrt(freedom)

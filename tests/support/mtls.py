@@ -37,7 +37,7 @@ Shown = tuple[bytes, bytes]
 
 
 class Clock:
-    """The wall's, and how far a test has moved it."""
+    """The wall clock, and how far a test has moved it."""
 
     def __init__(self) -> None:
         self.ahead_s = 0.0
@@ -51,7 +51,7 @@ def nothing(method: str, request: Message | None) -> Metadata:
 
 
 class Certified(RawClient):
-    """A client that lets its connection say who it is; `says` is what it puts into its calls all the same."""
+    """A client that is identified by its connection; `says` returns the metadata that it still sends with its calls."""
 
     says: Callable[[str, Message | None], Metadata] = staticmethod(nothing)
 
@@ -67,7 +67,7 @@ class Place:
     pki: PkiFolder
 
     def channel(self, shown: Shown | None, port: int | None = None) -> aio.Channel:
-        """A connection of its own."""
+        """A channel with its own connection."""
         credentials = grpc.ssl_channel_credentials(self.pki.ca.read_bytes(), *(shown or ()))
         options = [("grpc.use_local_subchannel_pool", 1)]
         at = f"localhost:{port or self.site.daemon.mtls_port}"
@@ -119,7 +119,7 @@ async def refused(call: Any) -> tuple[grpc.StatusCode, str]:
 
 
 def signed_by(authority: Authority, client_id: str, since: datetime.timedelta = 0 * DAY) -> Shown:
-    """A certificate of this authority for a client in its first session, one day from `since` ago on."""
+    """A certificate of this authority for a client in its first session, for one day that began `since` ago."""
     key = pki.new_key()
     made = authority.for_client(f"{client_id}/1", key.public_key(), utc_now() - since, DAY)
     return key_pem(key), certificate_pem(made)

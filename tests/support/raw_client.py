@@ -1,4 +1,4 @@
-"""A client made of raw stubs: it says what a test wants said, and signs it."""
+"""A client made of raw stubs: it sends and signs whatever a test wants."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ FLEET = "/fedplat.wire.v1.Fleet/"
 
 
 Response = TypeVar("Response")
-is_stormy: Callable[[], bool] = bool  # no
+is_stormy: Callable[[], bool] = bool  # False
 """Whether the store of the server fails now and then: see `daemons.STORM`."""
 
 
 async def again(call: Callable[[], Awaitable[Response]]) -> Response:
-    """Calls until the store does not fail, and until the answer was heard."""
+    """Calls until the store does not fail, and until an answer arrives."""
     unheard: aio.AioRpcError | None = None
     while True:
         try:
             return await call()
-        except aio.UsageError:  # the channel was closed meanwhile: there was no answer to be heard, the server was gone
+        except aio.UsageError:  # the channel was closed meanwhile: the server was gone, and no answer came
             if unheard is None:
                 raise
             raise unheard from None
@@ -48,7 +48,7 @@ async def again(call: Callable[[], Awaitable[Response]]) -> Response:
 
 
 def is_unheard(error: aio.AioRpcError) -> bool:
-    """Whether asyncio's gRPC put its own failure to send in the place of a status that had come (grpc issue 36066).
+    """Whether asyncio's gRPC replaced a status that had arrived by its own failure to send (grpc issue 36066).
 
     A server that ends a stream early does so while the client still writes. The SDK's clients do not suffer from it:
     they use the other Python API.
@@ -97,7 +97,7 @@ CHALLENGE = fleet_pb2.GetChallengeRequest(protocol_version=wire.PROTOCOL_VERSION
 
 
 class RawClient(Signing):
-    """What a client says, call by call, with nothing in between but its signature."""
+    """A client that makes the calls that a test asks for, and only adds its signature."""
 
     def __init__(self, channel: aio.Channel, key: Ed25519PrivateKey) -> None:
         super().__init__(key)
@@ -174,7 +174,7 @@ class RawClient(Signing):
     def upload(
         self, token: str, content: bytes, offset: int = 0, end: int | None = None, **header: Any
     ) -> asyncio.Future[fleet_pb2.UploadResponse]:
-        """Sends `content[offset:end]` in small parts, under a header that promises all of it."""
+        """Sends `content[offset:end]` in small parts, after a header that announces all of it."""
         fields: dict[str, Any] = {
             "token": token,
             "digest": digest_of(content),
@@ -237,7 +237,7 @@ class RawClient(Signing):
         return self._begin(lambda: self.stub.Heartbeat(request, metadata=self.signed("Heartbeat", request)))
 
     async def stop_reason(self, token: str, wait_s: float = PATIENCE_S) -> str:
-        """Waits to be told to stop; the reason."""
+        """Waits to be told to stop; returns the reason."""
         response = await self.heartbeat(token, wait_s)
         assert response.HasField("stop"), response
         return reason_name(response.stop.reason)

@@ -1,4 +1,4 @@
-"""Another user of the host, who takes what a pool's processes leave within reach; `multiprocessing` starts it."""
+"""Another user of the host, who reads what a pool's processes leave accessible; `multiprocessing` starts it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pry(ports: list[int], paths: list[str], parent: Connection) -> None:
 
 
 def _store(port: int) -> Any:
-    """A client of the key-value store that listens at a port, if one does; others would be waited for in vain."""
+    """A client of the key-value store at a port, if there is one; a client of another service would time out."""
     if _spoken(port, _VALIDATE + _PING) == _PONG:
         return TCPStore("127.0.0.1", port, is_master=False, timeout=_PATIENCE)
     return None
@@ -65,7 +65,7 @@ def _read(store: Any, planted: set[str]) -> list[bytes]:
 
 
 def _spoken(port: int, words: bytes) -> bytes:
-    """What a port says to one that connects."""
+    """The answer of a port to these bytes."""
     with contextlib.suppress(OSError), socket.socket() as connection:
         connection.settimeout(3.0)
         connection.connect(("127.0.0.1", port))

@@ -70,14 +70,14 @@ def test_equal_to_the_papers_formula(name: str, attack: str) -> None:
 @every_rule
 @pytest.mark.parametrize("attack", ["huge", "largest"])
 def test_byzantine_updates_of_any_size_do_not_move_the_result_out_of_the_honest_range(name: str, attack: str) -> None:
-    """In every entry; where the rule promises a distance only, within what the paper proves."""
+    """Checks the range of every entry; for a rule that only promises a distance, checks the paper's bound."""
     updates, step = cohort(attack), run(Robust(CASES[name].rule, F), cohort(attack)).astype(np.float64)
     honest = np.delete(updates, [3, 7], axis=0).astype(np.float64)
     centre = honest.mean(axis=0)
-    if name == "geometric-median":  # 2 (n - f) / (n - 2f) of the largest distance of an honest one
+    if name == "geometric-median":  # 2 (n - f) / (n - 2f) times the largest distance of an honest update
         bound = 2 * (NUM_UPDATES - F) / (NUM_UPDATES - 2 * F) * distances(honest, centre).max()
         assert np.linalg.norm(step - centre) <= bound
-    elif name == "centered-clipping":  # 3 iterations by 5 at most
+    elif name == "centered-clipping":  # 3 iterations of at most 5 each
         assert np.linalg.norm(step) <= 15 + 1e-3
     elif name == "fltrust":
         assert np.linalg.norm(step) <= np.linalg.norm(updates[[0, 5]].mean(axis=0)) * (1 + 1e-6)
@@ -183,7 +183,7 @@ def test_server_optimizers_and_clipping_go_with_it(name: str) -> None:
     following = AdaptiveClip(initial_norm=0.1, learning_rate=1.0).build()(Robust(rule, F).build(0)(weighted_mean()))
     partial = gathered(following, updates)
     assert np.linalg.norm(partial.total) <= 0.1 * (1 + 1e-6)
-    assert following.remember(partial)["clip_norm"] == pytest.approx(0.1 * np.exp(0.5))  # none was within it
+    assert following.remember(partial)["clip_norm"] == pytest.approx(0.1 * np.exp(0.5))  # no update was within the norm
 
 
 @every_rule
@@ -193,7 +193,7 @@ def test_updates_of_one_model_without_floating_entries(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["median", "krum", "centered-clipping"])
 def test_an_accumulator_gathers_from_files_what_it_gathers_in_memory(name: str, tmp_path: Path) -> None:
-    """Two rounds, with what the rule remembers in a file; the counters of carried entries as well."""
+    """Two rounds, with the rule's state in a file; carried entries (counters) are covered, too."""
     rule = Robust(CASES[name].rule, F).build(1)(FedAdam().build())
     base = Parameters.from_arrays({"w": np.zeros(WINDOW + 5, np.float32), "steps": np.zeros(2, np.int64)}, "max")
     size, base_file = base.schema.num_floating, tmp_path / "base"

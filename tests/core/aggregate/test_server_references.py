@@ -1,7 +1,7 @@
 """Server rules beside Flower's strategies, on the same updates (`make references` writes them again).
 
-Where Flower differs from the paper, the difference is what the test says it is: its adaptive optimizers begin with a
-second moment of 0 (Algorithm 2 of Reddi et al. wants at least τ²), and its FedAdam has a bias correction. Its adaptive
+Where Flower differs from the paper, the test states the difference: its adaptive optimizers begin with a
+second moment of 0 (Algorithm 2 of Reddi et al. needs at least τ²), and its FedAdam has a bias correction. Its adaptive
 clipping counts the updates that were clipped, where Algorithm 1 of Andrew et al. counts those that were not: when all
 are too long its norm shrinks.
 """
@@ -38,7 +38,7 @@ def always(rule: Rule) -> Callable[[int], Rule]:
 
 
 def flowers_adam(round_number: int) -> Rule:
-    """With the bias correction of Kingma and Ba for step t + 1, where rounds are counted from 1."""
+    """FedAdam with the bias correction of Kingma and Ba for step t + 1, where rounds are counted from 1."""
     steps = round_number + 1
     correction = np.sqrt(1 - BETAS["beta2"] ** steps) / (1 - BETAS["beta1"] ** steps)
     return rule_of("fedadam", **{**ADAPTIVE, "learning_rate": ADAPTIVE["learning_rate"] * float(correction)}, **BETAS)
@@ -60,7 +60,7 @@ OURS: dict[str, Callable[[int], Rule]] = {
 
 
 def flowers_norm(rule: Rule, partial: Partial) -> Mapping[str, float]:
-    """With the fraction of updates that were clipped, in place of the others."""
+    """The next norm, computed from the fraction of clipped updates instead of unclipped ones."""
     scalars = rule.remember(partial)
     if "clip_norm" not in scalars:
         return scalars
@@ -69,7 +69,7 @@ def flowers_norm(rule: Rule, partial: Partial) -> Mapping[str, float]:
 
 
 def ours(name: str, second_moment: float | None) -> Iterator[Vector]:
-    """Our model after each round; each rule goes on from its own models, as the peer's does."""
+    """Our model after each round; each rule continues from its own models, as the peer's does."""
     model, size = BASE, BASE.size
     state: State = dict(OURS[name](1).init(size))
     if second_moment is not None and "second_moment" in state:

@@ -201,7 +201,7 @@ def test_an_export_replaces_a_file_in_one_step(state: State, client: AdminClient
     state.add_version(b"new")
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"before")
-    with path.open("rb") as reader:  # whoever has the old file open keeps the old file
+    with path.open("rb") as reader:  # a reader of the old file keeps the old file
         client.export_model("digits", None, path)
         assert reader.read() == b"before"
     assert path.read_bytes() == b"new"
@@ -242,7 +242,7 @@ def test_an_export_to_nowhere_is_an_os_error(state: State, client: AdminClient, 
 
 
 def test_a_connection_that_breaks_at_once_is_not_taken_for_an_answer(server: FakeServer) -> None:
-    """What a server that is started again may look like."""
+    """A server that is restarting may look like this."""
     with proxy.in_thread(server.address) as network, AdminClient(Profile(network.address, insecure=True)) as admin:
         network.set(proxy.Weather(to_client=proxy.Way(cut_after=60)))
         mending = threading.Timer(0.3, network.set, [proxy.CLEAR])

@@ -189,7 +189,7 @@ def test_model_export(run: Run, state: State, tmp_path: Path):
 
 @pytest.mark.usefixtures("job")
 def test_an_exported_model_is_for_its_owner_only(run: Run, tmp_path: Path):
-    """Also where a file that others may read was there before, and whatever the umask."""
+    """Even if it replaces a file that others can read, under a permissive umask."""
     path = tmp_path / "m.safetensors"
     path.write_bytes(b"an older one")
     path.chmod(0o644)

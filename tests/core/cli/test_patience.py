@@ -44,7 +44,7 @@ def job_file(tmp_path: Path) -> Path:
 
 
 class Clock:
-    """Time that passes only while somebody pauses."""
+    """A clock that advances only during pauses."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -61,7 +61,7 @@ def patient(clock: Clock, told: list[str], timeout_s: float = 60.0) -> Patience:
 
 @pytest.mark.fault("F50")
 def test_a_job_is_submitted_to_a_server_that_comes_later(state: State, closed_port: str, job_file: Path) -> None:
-    """The command as a process; its port opens once it has said that it waits."""
+    """Runs the command as a process; the server's port opens after the command has reported that it waits."""
     state.ends_started_jobs = True
     late = FakeServer(State())  # only for the environment that a command needs
     late.stop()
@@ -162,9 +162,9 @@ def test_the_time_is_bounded_and_the_pauses_grow(closed_port: str) -> None:
     )
     assert sum(clock.pauses) == pytest.approx(20.0)
     longest = [0.25, 0.5, 1.0, 2.0, 4.0, *[5.0] * len(clock.pauses)]
-    bounds = list(zip(clock.pauses, longest, strict=False))[:-1]  # the last one ends with the time
+    bounds = list(zip(clock.pauses, longest, strict=False))[:-1]  # the last pause is cut off by the timeout
     assert all(each / 2 <= pause <= each for pause, each in bounds)
-    assert len({pause / each for pause, each in bounds}) > 1, "random"
+    assert len({pause / each for pause, each in bounds}) > 1, "the pauses are not random"
     assert told == [f"waiting for {closed_port}: Connection refused; trying for 20 s"]
 
 
@@ -209,7 +209,7 @@ def test_any_command_of_a_script_can_wait_for_the_server(state: State, closed_po
 
 
 class NameService:
-    """A DNS server on a port of its own, which knows a name when it is told to. Answers A questions only."""
+    """A DNS server on its own port, which knows a name once it is told to. It answers only A queries."""
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -245,7 +245,7 @@ class NameService:
 
 @pytest.mark.fault("F50")
 def test_a_name_that_is_not_known_yet(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gRPC's own resolver asks a name service, which learns the name while the command waits: as in `compose up`."""
+    """gRPC's own resolver asks a DNS server, which learns the name while the command waits, as in `compose up`."""
     told: list[str] = []
     with NameService() as names:
 

@@ -1,4 +1,4 @@
-"""Profiles, what stands in for them, and the commands about operators."""
+"""Profiles, the settings that replace them, and the commands about operators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PEM = "-----BEGIN CERTIFICATE-----\nabc\n-----END CERTIFICATE-----"
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Runs the command with nothing but the environment that is given."""
+    """Runs the command with only the given environment."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
     def run(*arguments: str, **environment: str) -> Result:

@@ -1,4 +1,4 @@
-"""What each codec promises of its own: no bias, its paper's error, what is sent, and what is refused."""
+"""What each codec promises: no bias, its paper's error, the bytes that it sends, and what it refuses."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_any_finite_vector_comes_back_finite(vector: Vector, options: Any) -> No
 )
 @pytest.mark.parametrize("shape", ["normal", "few large ones", "sparse"])
 def test_the_mean_over_seeds_is_the_vector(options: Any, shape: str) -> None:
-    """Each entry's mean error is 0 within the spread that the mean of so many draws has."""
+    """Each entry's mean error is 0, within the standard error of this many draws."""
     size, num_seeds = 1500, 400
     vector = normal(size)
     if shape == "few large ones":
@@ -69,14 +69,14 @@ def test_the_mean_over_seeds_is_the_vector(options: Any, shape: str) -> None:
     codec: Codec = options.build()
     errors = np.stack([round_trip(codec, vector, seed) - vector for seed in range(num_seeds)]).astype(np.float64)
     means, variances = errors.mean(axis=0), errors.var(axis=0)
-    # An entry next to a level hardly ever leaves it: its own spread is not known from so few draws.
+    # An entry close to a level rarely leaves it, so this many draws do not give its own variance.
     assert (np.abs(means) < 5 * np.sqrt((variances + variances.mean()) / num_seeds)).all()
     assert np.square(means).sum() * num_seeds / variances.sum() < 1.25
 
 
 @pytest.mark.parametrize(("bits", "expected"), [(1, 0.5708), (2, 0.1331), (3, 0.0358), (4, 0.0096)])
 def test_edens_error_is_that_of_the_paper(bits: Any, expected: float) -> None:
-    """Vargaftik et al. 2022; the vectors are as different as updates are."""
+    """Vargaftik et al. 2022; the vectors vary as updates do."""
     rng = np.random.default_rng(bits)
     for vector in (
         rng.normal(0, 1, 4 * BLOCK),
@@ -90,7 +90,7 @@ def test_edens_error_is_that_of_the_paper(bits: Any, expected: float) -> None:
 
 
 def test_edens_scale_is_right_for_every_rotation() -> None:
-    """⟨x, decoded⟩ = ‖x‖² (the paper's Section 3), whatever the vector looks like."""
+    """⟨x, decoded⟩ = ‖x‖² (the paper's Section 3), for any vector."""
     for vector in (normal(1000), np.eye(1, 1000, 3, dtype=np.float32)[0], np.ones(16, np.float32)):
         for seed in range(5):
             result = round_trip(Eden(bits=1).build(), vector, seed)
@@ -99,7 +99,7 @@ def test_edens_scale_is_right_for_every_rotation() -> None:
 
 @pytest.mark.parametrize("bits", CENTROIDS)
 def test_centroids_are_those_of_lloyd_and_max(bits: int) -> None:
-    """Each is the mean of a normal distribution between the boundaries around it."""
+    """Each centroid is the mean of a normal distribution between the boundaries around it."""
     centroids = CENTROIDS[bits].astype(np.float64)
     bounds = np.array([-np.inf, *((centroids[1:] + centroids[:-1]) / 2), np.inf])
     means = -np.diff(stats.norm.pdf(bounds)) / np.diff(stats.norm.cdf(bounds))
@@ -155,7 +155,7 @@ def test_the_largest_entries_are_sent(vector: Vector, fraction: float) -> None:
     result = round_trip(TopK(fraction=fraction, values="fp32").build(), vector)
     kept = math.ceil(fraction * vector.size)
     expected = np.zeros_like(vector)
-    order = np.argsort(-np.abs(vector), kind="stable")[:kept]  # of equal ones, the first
+    order = np.argsort(-np.abs(vector), kind="stable")[:kept]  # of equal entries, the first
     expected[order] = vector[order]
     assert np.array_equal(result, expected)
 
@@ -194,7 +194,7 @@ def test_hostile_indices_are_refused() -> None:
 
 @pytest.mark.parametrize("options", [TopK(fraction=0.05), TopK(fraction=0.05, zstd=True), Eden(bits=1)], ids=str)
 def test_error_feedback_loses_nothing(options: Any) -> None:
-    """Stich et al. 2018: the sum of what was sent is the sum of what was to be sent, less the residual."""
+    """Stich et al. 2018: the sum of the sent vectors is the sum of the input vectors, less the residual."""
     size, rng = BLOCK + 100, np.random.default_rng(1)
     feedback = with_error_feedback(codec := options.build())
     residual = feedback.init(size)
@@ -280,7 +280,7 @@ def test_values_out_of_range_are_refused(record: Any, value: dict[str, Any]) -> 
 
 
 def test_the_signs_of_a_rotation_come_from_the_seed_alone() -> None:
-    """Philox as its paper defines it: whoever reads a payload, anywhere, has these 128 bits."""
+    """Philox as its paper defines it: every reader of a payload, on any platform, computes these 128 bits."""
     first, second = (int(draw) for draw in np.random.Philox(key=0x0706050403020100).random_raw(2))
     assert (first, second) == (0x39D98F77E2F5E929, 0x153BAD64A826FDA2)
     payload = bytes(range(8)) + struct.pack("<f", 0.25) + bytes([0b10110001, 0b01101110])

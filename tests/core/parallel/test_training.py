@@ -37,7 +37,7 @@ def test_two_logical_ranks_give_the_same_bits_on_one_process_and_on_two(
 
 
 def plain_losses(model: Parameters, work: TrainingRun, step_size: int) -> tuple[nn.Module, list[float]]:
-    """A loop as anybody would write it: SGD on all examples of a step at once."""
+    """A straightforward loop: SGD on all examples of a step at once."""
     module = scenarios.mlp()
     load_into(module, model)
     optimizer = torch.optim.SGD(module.parameters(), lr=work.options.learning_rate, momentum=work.options.momentum)

@@ -1,4 +1,4 @@
-"""The wrapper that makes releases: beside NumPy, with drop-outs, uneven weights, and clients that send anything."""
+"""The wrapper that makes releases: against NumPy, with drop-outs, uneven weights, and arbitrary updates."""
 
 from __future__ import annotations
 

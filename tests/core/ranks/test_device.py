@@ -1,4 +1,4 @@
-"""Sums in an accelerator's memory: the bits of NumPy's, and on when there is no room for them."""
+"""Sums in an accelerator's memory: NumPy's bits, also when the memory is full."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_somebody_else_may_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def _failing(monkeypatch: pytest.MonkeyPatch, after: int) -> Generator[None]:
-    """The device has no memory left after so many windows."""
+    """Lets the device run out of memory after `after` windows."""
     copy, left = torch.Tensor.copy_, [after]
 
     def copied(self: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:

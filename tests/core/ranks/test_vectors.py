@@ -1,4 +1,4 @@
-"""Sums of logical ranks' vectors: the bits of NumPy's, whoever adds them up and however they travel."""
+"""Sums of logical ranks' vectors: the bits of NumPy's, whichever rank adds them and however they are sent."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_order_matters_to_the_numbers_of_these_tests() -> None:
 
 
 def test_nothing_is_left_of_shared_memory(pair: RankGroup) -> None:
-    # Each rank has its own file and the other's, for as long as the vectors are there.
+    # Each rank has its own file and the other's, as long as the vectors exist.
     assert pair.call(f"{HERE}:memory_files") == [[2, 2, 0, 0], [2, 2, 0, 0]]
 
 

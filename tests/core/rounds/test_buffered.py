@@ -1,4 +1,4 @@
-"""Jobs with a buffer: clients work all the time, and versions are made of their reports as they come."""
+"""Jobs with a buffer: clients work all the time, and versions are made of their reports as they arrive."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_report_during_the_commit_belongs_to_the_next_buffer() -> None:
     assert commands_of(proposal, Fold) == [fold]
     assert staleness(driver) == {"c3": 1}
     assert driver.job.latest.num_updates == 2
-    assert driver.verdict(UpdateReported(FIRST, "c3", "of-c3", 10.0)).accepted  # its receipt again
+    assert driver.verdict(UpdateReported(FIRST, "c3", "of-c3", 10.0)).accepted  # it gets its receipt again
     assert driver.verdict(UpdateReported(FIRST, "c3", "other", 10.0)).reason is Reason.REJECTED_CONFLICT
 
 
@@ -178,7 +178,7 @@ def test_who_reported_during_the_commit_is_not_drawn_before_its_update_is_merged
 
 
 def bounded(**sections: Any) -> Driver:
-    """Three at work; when two have reported, the third is one version behind."""
+    """Four clients at work; when two have reported, the others are one version behind."""
     return buffered(4, concurrency=4, mode={"max_staleness": 1}, **sections)
 
 

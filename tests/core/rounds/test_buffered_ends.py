@@ -12,7 +12,7 @@ from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus, Reason
 from support.rounds.buffers import FIRST, SECOND, buffered, carried, play, staleness
 from support.rounds.driver import Driver, aborted, commands_of, make_client
 
-# --- nobody is there ---
+# --- too few clients ---
 
 
 def test_a_buffer_that_nobody_fills_is_committed_if_it_has_enough() -> None:
@@ -114,7 +114,7 @@ def test_a_version_that_cannot_be_made_costs_all_that_there_is() -> None:
 
 
 def evaluating() -> Driver:
-    """Version 1 is being scored while c2 and c3 train on."""
+    """Version 1 is being evaluated while c2 and c3 still train."""
     section = {"clients": {"evaluator": "digits-eval", "goal": 1, "timeout_s": 20.0}}
     driver = buffered(4, concurrency=4, evaluation=section)
     driver.report("c0", "c1")
@@ -140,7 +140,7 @@ def test_deadlines_strike_while_others_evaluate() -> None:
     driver.wait(19.0)
     driver.upload("c2")
     assert driver.timers == {"j": 20.0}
-    driver.wait(1.0)  # the evaluation has failed, and training goes on
+    driver.wait(1.0)  # the evaluation has failed, and training continues
     assert (driver.key, driver.states()) == (SECOND, {"c2": "UPLOADING", "c3": "TRAINING"})
     driver.wait(30.0)
     assert driver.reasons() == {"c2": "UPLOAD_TIMEOUT", "c3": ""}

@@ -1,4 +1,4 @@
-"""The map of assignments that shares what did not change."""
+"""The persistent map of assignments, whose versions share what did not change."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_what_is_absent_is_absent() -> None:
 
 
 def test_a_step_costs_much_less_than_the_cohort() -> None:
-    """Over n changes of n assignments, n^1.5 copies rather than n^2."""
+    """n changes of n assignments make n^1.5 copies rather than n^2."""
     size = 2500
     cohort = PersistentMap({f"c{i}": 0 for i in range(size)})
     copied = 0

@@ -34,8 +34,8 @@ def test_a_client_that_lost_its_assignment_gets_it_again() -> None:
     assert (again.client_id, again.key, again.base_version) == ("c0", driver.key, 0)
     assert again.token != first
     assert (again.training_timeout_s, again.upload_timeout_s) == (60.0, 30.0)
-    assert driver.attempt.assignments["c0"].token_hash == again.token.encode()  # the old one is fenced
-    assert proposal.changes[0].history == ()  # nothing that people would call a change
+    assert driver.attempt.assignments["c0"].token_hash == again.token.encode()  # the old token is fenced
+    assert proposal.changes[0].history == ()  # no change that people would look for
     assert "c0" not in driver.coordinator.room.clients
     (late,) = driver.wait(60)
     assert aborted(late) == {"c0": "TRAIN_TIMEOUT", "c1": "TRAIN_TIMEOUT"}
@@ -71,7 +71,7 @@ def test_a_check_in_in_the_batch_that_ends_the_assignment_waits_for_new_work() -
 
 
 def test_a_check_in_in_the_batch_that_assigned_is_answered_once() -> None:
-    """Else one client would wait and work at once, and be given to a second job."""
+    """Otherwise one client would wait and work at the same time, and a second job could draw it."""
     driver = two_jobs()
     driver.check_in("c0")
     for job_id in ("a", "b"):
@@ -94,7 +94,7 @@ def test_two_check_ins_of_a_busy_client_are_answered_once() -> None:
 
 
 def test_a_client_that_leaves_and_comes_back_in_one_batch_waits() -> None:
-    """Its refusal would be heard by the new call, while the room still counted on the client."""
+    """A refusal would reach the new call, while the room still counted the client."""
     driver = Driver().start()
     driver.check_in("c0")
     proposal = driver.do(ClientLeft("c0"), make_client("c0"))
@@ -144,7 +144,7 @@ def test_the_waiting_room_is_bounded() -> None:
     (refusal,) = commands_of(driver.check_in("c2"), Refuse)
     assert refusal.reason is Reason.OVERLOADED
     assert refusal.retry.min_s > 0
-    assert driver.check_in("c1").commands == []  # it waits already
+    assert driver.check_in("c1").commands == []  # it is already waiting
     proposal = driver.do(make_client("c2"), ClientLeft("c0"), make_client("c2"))
     assert [c.client_id for c in commands_of(proposal, Refuse)] == ["c0"]
     assert list(driver.coordinator.room.clients) == ["c1", "c2"]
@@ -159,7 +159,7 @@ def test_verdicts_stand_in_the_order_of_their_events() -> None:
     driver.check_in("w")
     proposal = driver.do(
         UpdateReported(key, "c0", "d", 1.0),
-        make_client("c1"),  # has its work again
+        make_client("c1"),  # gets its work again
         OperatorCommand("j", JobAction.START),
         make_client("c0"),  # has reported: waits
         OperatorCommand("x", JobAction.START),
@@ -229,7 +229,7 @@ def test_a_lost_batch_forgets_who_came_and_remembers_who_left() -> None:
     driver.check_in("w")
     lost = (
         UpdateReported(key, "c0", "d", 1.0),
-        make_client("c0"),  # would wait now, and still be busy if that were not taken back
+        make_client("c0"),  # waits now; it is busy again when the batch is undone
         ClientLeft("w"),
         make_client("n"),
     )

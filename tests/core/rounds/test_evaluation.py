@@ -42,7 +42,7 @@ def test_a_committed_model_is_evaluated_by_clients() -> None:
     assert names(proposal) == []  # nothing to fold, nothing to commit
     row = driver.ledger.attempts[key]
     assert (row.phase, row.metrics) == (AttemptPhase.COMMITTED, {"accuracy": 0.5})
-    assert driver.job.durations == durations  # how long evaluations take says nothing of training
+    assert driver.job.durations == durations  # the durations of evaluations are not those of training
     assert (driver.job.round, driver.job.latest.version) == (1, 1)
     assert driver.key == ("j", 2, 1)
 

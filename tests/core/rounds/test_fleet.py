@@ -1,4 +1,4 @@
-"""Whole jobs with a bad fleet and a bad database; the same seed gives the same story; and large rounds."""
+"""Whole jobs with an unreliable fleet and database, repeatable by their seed; and large rounds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_jobs_complete_with_a_bad_fleet_and_a_bad_database(seed: int) -> None:
         assert [v.version for v in ledger.versions[job.job_id]] == list(range(5))
     ended = Counter(str(row.state) for cohort in ledger.cohorts.values() for row in cohort.values())
     assert not {"TRAINING", "UPLOADING", "REPORTED"} & set(ended)
-    assert {"MERGED", "LATE", "FAILED"} <= set(ended)  # the fleet was bad indeed
+    assert {"MERGED", "LATE", "FAILED"} <= set(ended)  # the fleet was unreliable
     assert any(row.phase is AttemptPhase.ABANDONED for row in ledger.attempts.values())
 
 
@@ -97,7 +97,7 @@ def test_the_work_of_a_round_grows_with_the_cohort_not_with_its_square(monkeypat
     clients = [make_client(f"c{i}", labels={"region": "eu"}) for i in range(num_waiting)]
     for some in batches(clients, batch):
         run.do(*some)
-    assert run.work["labels looked at"] == 0  # nobody wants them yet
+    assert run.work["labels looked at"] == 0  # no job needs them yet
     run.do(OperatorCommand("j", JobAction.START))
     assert run.work["labels looked at"] == num_waiting
     assert run.work[Assign.__name__] == goal
@@ -113,7 +113,7 @@ def test_the_work_of_a_round_grows_with_the_cohort_not_with_its_square(monkeypat
     assert (run.work[Fold.__name__], run.work[Commit.__name__]) == (goal, 1)
     assert run.work["labels looked at"] == num_waiting
     assert run.work["rows"] == 4 * goal  # assigned, uploading, reported, merged
-    # Both a copy per step of the whole cohort, and one row per step and client, would be 8 million.
+    # A copy of the whole cohort per step, or one row per step and client, would make 8 million.
     assert run.work["assignments copied"] < 3 * 2 * goal**1.5
     assert run.work["timers"] <= 2 * (2 + num_waiting / batch)
 
@@ -137,5 +137,5 @@ def test_no_round_looks_at_those_again_who_wait_through_it(monkeypatch: pytest.M
         run.do(*map(make_client, attempt.assignments))
         run.do(make_aggregated(run.coordinator.jobs["j"]))
     assert run.coordinator.jobs["j"].status is JobStatus.COMPLETED
-    # Once when it comes, and once each time that it comes back.
+    # Once at each client's first check-in, and once each time that it returns.
     assert run.work["labels looked at"] <= num_waiting + goal * num_rounds

@@ -31,7 +31,7 @@ def folded(proposal: Proposal) -> list[str]:
 
 
 def weights(proposal: Proposal) -> dict[str, float]:
-    """What the folds of a proposal count for; after a restart only what is folded anew."""
+    """The weights of a proposal's folds; after a restart, of those that are folded again."""
     return {command.assignment.client_id: command.contribution.weight for command in commands_of(proposal, Fold)}
 
 
@@ -39,7 +39,7 @@ def weights(proposal: Proposal) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("norms", "factor", "dropped"),
     [
-        ((1.0, 2.0, 3.0, 3e3), 1000.0, ()),  # 1,500 times the median, 2; the reference says which
+        ((1.0, 2.0, 3.0, 3e3), 1000.0, ()),  # 1,500 times the median, 2; the reference finds it
         ((1.0, 2.0, 3.0, 2001.0), 1000.0, (3,)),
         ((2001.0, 1.0, 2.0, 3.0), 1000.0, (0,)),
         ((1.0, 1.0, 11.0, 12.0), 10.0, (2, 3)),
@@ -96,7 +96,7 @@ def test_without_the_outlier_the_attempt_waits_for_others_as_if_it_had_failed() 
     assert driver.states()["c0"] == "REJECTED"
     last = report(driver, "c3")
     assert driver.attempt.phase is AttemptPhase.COMMITTING
-    assert folded(last) == ["c3", "c1", "c2", "c3"], "the last report, and then all anew"
+    assert folded(last) == ["c3", "c1", "c2", "c3"], "expected the last report, and then all reports again"
     driver.commit()
     assert driver.job.round == 1
 
@@ -131,7 +131,7 @@ def test_a_weight_counts_a_multiple_of_the_median_at_most(claims: tuple[float, .
     expected = np.minimum(claimed, factor * lower_median(claimed.tolist())) if factor else claimed
     assert [each.weight for each in driver.attempt.reported] == expected.tolist()
     assert ("Restart" in names(last)) == (expected != claimed).any()
-    assert [each.num_examples for each in driver.attempt.reported] == list(claims), "the claim stays as it is"
+    assert [each.num_examples for each in driver.attempt.reported] == list(claims), "the claims must stay as they are"
 
 
 @pytest.mark.fault("F44")
@@ -155,7 +155,7 @@ def test_metrics_are_weighed_by_what_counts_and_so_are_those_of_evaluations() ->
     assert play(reports) == pytest.approx(expected)
 
 
-# --- where an attempt cannot judge alone ---
+# --- attempts with too few reports to judge by themselves ---
 
 
 @pytest.mark.fault("F43")
@@ -231,7 +231,7 @@ def test_a_buffer_of_one_refuses_an_outlier_by_the_latest_reports() -> None:
 
 def test_one_client_has_one_voice_and_most_of_them_may_move_the_measure() -> None:
     driver = fedasync()
-    for _ in range(30):  # one that always comes again
+    for _ in range(30):  # a client that always returns
         assert not report(driver, "c4", 1e9).verdicts[0].accepted
         driver.check_in("c4")
     refused = [not report(driver, f"c{i}", 1e9).verdicts[0].accepted for i in (0, 1)]

@@ -1,4 +1,4 @@
-"""How often a client takes part in all: the limit, whatever came of its assignments, and what is said of it."""
+"""The limit on the rounds that a client takes part in: what counts, and what clients and operators learn of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.rounds.private_jobs import private
 
 
 def limited(most: int, num_clients: int, rounds: int = 50, rest: int = 0, **selection: Any) -> Driver:
-    """A running job of a fleet that waits, whose clients take part in so many rounds at most."""
+    """A running job with a waiting fleet, whose clients take part in `most` rounds at most."""
     kind = "min_separation" if rest else "fixed"
     options = {"min_separation": rest, "min_fraction": 1.0, **selection}
     return private(kind, options, rounds=rounds, privacy={"max_participations": most}).start(num_clients)
@@ -62,7 +62,7 @@ def test_an_assignment_counts_whatever_came_of_it() -> None:
 
 
 def test_attempts_at_one_round_count_once() -> None:
-    """Else a fleet that is just large enough could never try again; one of them is released at most."""
+    """Otherwise a fleet that is just large enough could never try again; at most one of the attempts is released."""
     driver = limited(1, 2)
     driver.operate(JobAction.PAUSE)
     driver.operate(JobAction.RESUME)
@@ -75,7 +75,7 @@ def test_attempts_at_one_round_count_once() -> None:
 
 
 def test_whoever_was_in_an_abandoned_attempt_only_is_counted_all_the_same() -> None:
-    """It might be told apart; but what over-counts costs use, and never what was promised."""
+    """Such a client could be left out; but counting too much only costs utility, never the guarantee."""
     driver = limited(1, 2)
     driver.operate(JobAction.PAUSE)
     driver.check_in("d0", "d1")
@@ -89,7 +89,7 @@ def test_whoever_was_in_an_abandoned_attempt_only_is_counted_all_the_same() -> N
 def test_a_restart_forgets_nobody() -> None:
     driver = limited(2, 2, rounds=9)
     driver.play_round()
-    driver.check_in("d0", "d1")  # c0 and c1 have had one of two
+    driver.check_in("d0", "d1")  # c0 and c1 have used one of two rounds
     driver.play_round()
     for number in range(3):
         driver.check_in(f"e{number}", f"f{number}")
@@ -156,7 +156,7 @@ def test_an_attempt_that_finds_too_few_says_why_and_after_some_the_job_is_paused
 
 
 def test_a_job_goes_on_trying_while_others_may_come() -> None:
-    """Too few would be there without the limit, too: it is night."""
+    """Too few clients would be there even without the limit, for example at night."""
     driver = limited(1, 2, rounds=3)
     driver.play_round()
     driver.check_in("c0")
@@ -173,7 +173,7 @@ def test_in_a_pool_they_stand_apart_from_those_that_rest() -> None:
     pool = EligibleClients(lambda _: True, memory, key(3, 2))
     for name in "abcd":
         pool.enter(make_client(name))
-    # Of those in round 3's first attempt all may try again; d had its share in round 2.
+    # All clients of round 3's first attempt may try again; d used up its limit in round 2.
     assert (names(pool), pool.num_resting, pool.num_spent) == ({"a", "b", "c"}, 0, 1)
     pool.advance_to(key(4))
     assert (names(pool), pool.num_resting, pool.num_spent) == ({"c"}, 1, 2)
@@ -236,7 +236,7 @@ def left_over(driver: Driver) -> str:
 
 @pytest.mark.parametrize("num_more", [0, 300])
 def test_who_waits_learns_nothing_of_a_sample_that_the_promise_rests_on(num_more: int) -> None:
-    """One or nearly all were drawn, they are at work or have gone, the round is over or not: it hears the same."""
+    """The refusal is the same for small and large samples, for clients at work or gone, during a round and after it."""
     heard: set[Any] = set()
     for rate in (0.05, 0.5, 0.95):
         driver = hidden(rate)
@@ -258,7 +258,7 @@ def test_who_waits_learns_nothing_of_a_sample_that_the_promise_rests_on(num_more
 
 
 def test_nobody_is_sent_away_by_a_draw() -> None:
-    """Who was not drawn hears nothing, and goes on waiting as long as it would have."""
+    """A client that was not drawn gets no answer, and waits as long as it would have otherwise."""
     driver = hidden(0.5)
     waiting = set(driver.coordinator.room.clients)
     assert waiting == {f"c{i}" for i in range(40)} - set(driver.attempt.assignments)

@@ -84,7 +84,7 @@ FLEET: dict[str, ClientCheckedIn] = {
 }
 WARM_START = WarmStart(trainer="digits", batch_size=8, learning_rate=0.1)
 FRESH = {f"fresh{i}": make_client(f"fresh{i}", labels={"region": "eu"}) for i in range(40)}
-"""Come when a job starves because everybody else has to rest."""
+"""These check in when a job starves because all other clients have to rest."""
 POLICIES: tuple[dict[str, Any], ...] = (
     {},
     {"min_separation": 1},
@@ -104,7 +104,7 @@ STEPS = st.tuples(
 
 
 def make_event(driver: Driver, step: Step) -> Event:
-    """An event as it may come from the world as it is before the batch: so it may be out of date in it."""
+    """An event that fits the state before the batch, so it may be out of date within the batch."""
     what, job_id, client_id, variant = step
     job = driver.coordinator.jobs[job_id]
     key = driver.coordinator.assignment_of(client_id)
@@ -129,7 +129,7 @@ def make_event(driver: Driver, step: Step) -> Event:
 
 
 class Schedules(RuleBasedStateMachine):
-    """The driver checks the invariants; this only invents what happens."""
+    """The driver checks the invariants; this class only makes up the events."""
 
     jobs: Mapping[str, JobSpec] = JOBS
 
@@ -153,7 +153,7 @@ class Schedules(RuleBasedStateMachine):
         jobs: list[JobState] = []
         for (job_id, spec), options in zip(self.jobs.items(), policies, strict=True):
             if spec.buffered is not None and "close" in options:
-                options = {}  # these are for whole cohorts
+                options = {}  # these options are for whole cohorts
             selection = structs.replace(spec.selection, **options)
             durability = "memory" if job_id in in_memory else "spool"
             changed = structs.replace(spec, selection=selection, durability=durability)
@@ -173,7 +173,7 @@ class Schedules(RuleBasedStateMachine):
         events = [make_event(self.driver, step) for step in steps]
         self.driver.do(*events, stored=stored)
         if not stored:
-            self.driver.do(*events)  # "nothing has happened, the events may be proposed again"
+            self.driver.do(*events)  # a rejected batch changes nothing, so its events may be proposed again
 
     @rule(client_ids=st.sets(st.sampled_from(sorted(FLEET)), min_size=1, max_size=6))
     def many_check_in(self, client_ids: set[str]) -> None:
@@ -209,21 +209,21 @@ class Schedules(RuleBasedStateMachine):
             check_restart(self.driver.coordinator.jobs[job_id], attempt, self.driver.now)
 
     def teardown(self) -> None:
-        """Whatever has happened: when the fleet behaves from now on, every job ends."""
+        """Whatever happened before, every job ends when the fleet behaves from now on."""
         if hasattr(self, "driver"):
             finish(self.driver)
 
 
 class BufferedSchedules(Schedules):
-    """The same with jobs that fill buffers."""
+    """The same schedules with jobs that fill buffers."""
 
     jobs = BUFFERED
 
 
 def check_restart(job: JobState, before: Attempt | None, now: float) -> None:
-    """What was open before the crash is open again, unless time was over; nobody has got more time than a new one."""
+    """Open work is open again unless its time was over; no deadline is later than that of a new assignment."""
     after = job.attempt
-    if before is None or after is None or after.key != before.key:  # too few had reported; the next one is open
+    if before is None or after is None or after.key != before.key:  # too few had reported: the next attempt is open
         return
     if before.kind is AttemptKind.WARM_START:
         assert after == structs.replace(before, opened_at=0.0, selection_ends_at=0.0)
@@ -238,7 +238,7 @@ def check_restart(job: JobState, before: Attempt | None, now: float) -> None:
 
 
 def finish(driver: Driver) -> None:
-    """Lets operators resume what is paused, and a good fleet do its work."""
+    """Resumes paused jobs, and lets a reliable fleet work until all jobs end."""
     for job in list(driver.coordinator.jobs.values()):
         action = {JobStatus.DRAFT: JobAction.START, JobStatus.PAUSED: JobAction.RESUME}.get(job.status)
         if action is not None:
@@ -263,13 +263,13 @@ def finish(driver: Driver) -> None:
 
 
 def reports(driver: Driver, job_id: str) -> Sequence[UpdateReported]:
-    """What the clients that work for a job would say."""
+    """The reports of the clients that work for a job."""
     working = [each for crew in driver.coordinator.jobs[job_id].assignment_sets for each in crew.busy]
     return [UpdateReported(each.key, each.client_id, f"of-{each.client_id}", 2.0, norm=0.5) for each in working]
 
 
 def aggregations(driver: Driver, job_id: str) -> Sequence[AttemptAggregated]:
-    """What the aggregation of a job would say."""
+    """The outcome of a job's aggregation, if one is due."""
     job = driver.coordinator.jobs[job_id]
     committing = job.open_attempt is not None and job.open_attempt.phase is AttemptPhase.COMMITTING
     return [make_aggregated(job)] if committing else []

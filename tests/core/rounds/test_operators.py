@@ -136,7 +136,7 @@ def test_a_pause_during_back_off_stops_the_clock(paused_s: float) -> None:
     driver = backing_off()
     driver.operate(PAUSE)
     assert driver.wait(paused_s) == []
-    driver.operate(RESUME)  # an operator who resumes has mended what was wrong
+    driver.operate(RESUME)  # an operator who resumes has fixed the problem
     assert (driver.key, driver.attempt.phase) == (("j", 1, 2), AttemptPhase.SELECTING)
     assert (driver.job.failures, driver.job.resume_at) == (0, None)
 

@@ -1,4 +1,4 @@
-"""The pool of clients that may be drawn, beside a plain dictionary, and who of them rests."""
+"""The pool of clients that may be drawn, compared with a plain set, and which of them rest."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_known_are_found_whether_they_or_the_waiting_are_fewer(num_known: in
 
 
 def test_whoever_took_part_in_the_attempt_itself_rests() -> None:
-    """An attempt may draw more than once; another attempt at its round may draw them, and the next rounds may not."""
+    """An attempt that draws again must not draw it; another attempt at the round may, and the next rounds may not."""
     memory = ParticipationHistory(min_separation=1)
     memory.record(took_part("a", 1, 1))
     pool = EligibleClients(lambda _: True, memory, key(1, 1))

@@ -46,7 +46,7 @@ def test_an_attempt_that_drew_nobody_is_a_release_all_the_same() -> None:
     assert driver.job.round == 1
 
 
-# What the clients of an attempt do, those that were drawn, and how long an attempt takes in any case.
+# How long every attempt takes, and what its drawn clients may do meanwhile.
 WHOLE_S = 130.0
 BEHAVIOURS: dict[str, Callable[[Driver, list[str]], None]] = {
     "all report at once": lambda driver, drawn: note(driver.report(*drawn)),
@@ -59,7 +59,7 @@ BEHAVIOURS: dict[str, Callable[[Driver, list[str]], None]] = {
 
 
 def note(_: object) -> None:
-    """What is proposed does not matter."""
+    """Ignores a proposal."""
 
 
 def slow(driver: Driver, last: str, others: list[str], after_s: float, upload: float = 0.0) -> None:
@@ -77,7 +77,7 @@ def test_a_version_comes_at_one_moment_whoever_was_drawn_and_whatever_they_do(be
     assert drawn == ["c0", "c1", "c2", "c3"]
     BEHAVIOURS[behaviour](driver, drawn)
     if behaviour == "the server dies at once":
-        begun = driver.now  # its clock is another one
+        begun = driver.now  # the new server has another clock
     assert driver.attempt.phase is AttemptPhase.COLLECTING
     driver.wait(begun + WHOLE_S - driver.now - 1e-6)
     assert driver.attempt.phase is AttemptPhase.COLLECTING
@@ -87,7 +87,7 @@ def test_a_version_comes_at_one_moment_whoever_was_drawn_and_whatever_they_do(be
 
 @pytest.mark.parametrize("rate", [1e-9, 1.0])
 def test_after_a_crash_an_attempt_has_its_whole_time_whoever_was_drawn(rate: float) -> None:
-    """How much was left is known only of an attempt that drew clients, so it must not decide."""
+    """Only an attempt that drew clients knows its remaining time, so that time must not matter."""
     driver = poisson(rate, 4).start(4)
     assert bool(driver.attempt.assignments) == (rate == 1.0)
     driver.wait(70.0)
@@ -100,7 +100,7 @@ def test_after_a_crash_an_attempt_has_its_whole_time_whoever_was_drawn(rate: flo
 
 
 def test_gaps_between_versions_do_not_tell_who_was_drawn() -> None:
-    """One client takes longer than the others: whoever sees versions come cannot guess the rounds that have it."""
+    """One client takes longer than the others: an observer of the versions cannot guess which rounds have it."""
     driver = poisson(0.5, 6, rounds=40, deadlines={"training_s": 60.0, "upload_s": 30.0}).start(6)
     gaps, has_slow = list[float](), list[bool]()
     for _ in range(40):
@@ -120,7 +120,7 @@ def test_gaps_between_versions_do_not_tell_who_was_drawn() -> None:
 
 
 def test_nobody_is_drawn_before_enough_wait() -> None:
-    """Who waits is no secret; how many of them were drawn is."""
+    """The number of waiting clients is public; how many of them were drawn is secret."""
     driver = poisson(1.0, 3).start(2)
     driver.wait(61.0)
     assert driver.job.round == 0

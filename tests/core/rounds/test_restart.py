@@ -1,4 +1,4 @@
-"""The server is killed and started again: with a spool attempts go on, in memory they are tried again."""
+"""The server is killed and started again: with a spool attempts continue, in memory they are tried again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def selecting(**sections: Any) -> Driver:
 
 
 def with_reports(**sections: Any) -> Driver:
-    """Two of four have reported, the later one first by name; one uploads, one trains."""
+    """Two of four clients have reported, in reverse order of their names; one uploads, one trains."""
     driver = collecting(4, goal=4, **sections)
     driver.wait(10.0)
     driver.report("c3")

@@ -1,4 +1,4 @@
-"""A rollback: the older version becomes a new one, and rounds go on from it."""
+"""A rollback: the older version becomes a new one, and rounds continue from it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_state_that_is_not_kept_is_begun_anew() -> None:
 
 
 def test_a_private_job_goes_on_with_its_latest_state() -> None:
-    """To step back in a tree of noise would use the noise of its nodes twice."""
+    """A step back in a tree of noise would use the noise of its nodes twice."""
     privacy = {"participation": "fixed", "delta": 1e-6, "noise_multiplier": 1.0}
     updates = {"clip_norm": 1.0, "weighting": "uniform"}
     driver = after_two_rounds(privacy=privacy, updates=updates, selection={"close": "deadline"})
@@ -148,7 +148,7 @@ def test_an_operator_is_told_what_is_possible(phase: Callable[[], Driver], text:
 
 
 def test_whoever_works_for_a_buffer_stops() -> None:
-    """What carried clients train began with a model that is not wanted any more."""
+    """Carried clients train from a model that is no longer wanted."""
     driver = buffered(3, concurrency=3, goal=1)
     driver.report("c0")
     driver.commit()

@@ -1,4 +1,4 @@
-"""Who is selected: samples, labels, several jobs, refusals; and when they come back."""
+"""Which clients are selected: samples, labels, several jobs, refusals; and when refused clients come back."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_only_clients_that_know_the_codec_are_drawn_to_train() -> None:
     driver.do(old, make_client("none"), make_client("one", codecs=knows))
     assert sorted(assigned(driver.do(make_client("two", codecs=knows)))) == ["one", "two"]
     driver.finish("j")
-    assert driver.attempt.kind is AttemptKind.EVALUATE  # for which nothing is encoded
+    assert driver.attempt.kind is AttemptKind.EVALUATE  # evaluations need no encoding
     assert set(driver.attempt.assignments) <= {"old", "none"}
 
 
@@ -153,7 +153,7 @@ def test_an_evaluator_without_a_trainer_is_eligible() -> None:
 
 
 def test_a_small_population_is_not_steered_by_a_large_one() -> None:
-    """Four clients that a job needs must not be sent away for an hour because others are many."""
+    """Four clients that a job needs must not be sent away for an hour because another population is large."""
     driver = Driver(
         make_job("small", make_spec(4, population="small")),
         make_job("large", make_spec(4, selection={"over_selection": 1.0})),
@@ -168,7 +168,7 @@ def test_a_small_population_is_not_steered_by_a_large_one() -> None:
 
 
 def test_a_job_that_waits_for_a_pool_sends_nobody_away_for_long() -> None:
-    """Else some always rest while the others wait, and the pool is never whole."""
+    """Otherwise some clients are always away while the others wait, and the pool is never complete."""
     driver = Driver(make_job(spec=make_spec(4, selection={"wait_for": 900}))).start(800)
     assert driver.leave("c0").retry == pacing.busy_window(799, 900, 100.0) == RetryWindow(0.0, 0.5)
 

@@ -17,7 +17,7 @@ from support.rounds.driver import EVALUATOR, Driver, assigned, commands_of, make
 
 
 def separated(rest: int, num_clients: int, goal: int = 2, rounds: int = 50, **selection: Any) -> Driver:
-    """A running job of a fleet that waits, whose clients rest for so many rounds."""
+    """A running job with a waiting fleet, whose clients rest for `rest` rounds."""
     spec = make_spec(goal, rounds, selection={"min_separation": rest} | selection)
     return Driver(make_job(spec=spec)).start(num_clients)
 
@@ -40,7 +40,7 @@ def test_a_client_rests_and_is_drawn_again(rest: int, num_clients: int) -> None:
 
 
 def test_the_same_round_may_try_again_with_those_whose_attempt_came_to_nothing() -> None:
-    """Else a fleet that is just large enough could never try again."""
+    """Otherwise a fleet that is just large enough could never try again."""
     driver = separated(1, 4)
     first = set(driver.attempt.assignments)
     driver.give_up(*first)
@@ -161,7 +161,7 @@ def test_evaluations_ask_nobody_to_rest() -> None:
     assert driver.key.round == 2
     assert assigned(driver.check_in("c0", "c1", "d0", "d1")) == ["d0", "d1"]
     driver.play_round()
-    # It has evaluated since, and rests from training all the same.
+    # It has evaluated since, and still rests from training.
     assert driver.leave_after_check_in("d0").retry == RetryWindow(0.0, 0.5)  # it may evaluate at any time
 
 

@@ -54,7 +54,7 @@ def test_the_goal_closes_the_attempt_and_the_rest_is_surplus() -> None:
     driver.commit()
     found = driver.ledger.attempts[key]
     assert (found.phase, found.ended_at) == (AttemptPhase.COMMITTED, driver.now)
-    assert driver.coordinator.find(key, "c0") is None  # the next attempt is the last one now
+    assert driver.coordinator.find(key, "c0") is None  # the next attempt is now the job's last one
 
 
 # --- deadlines ---
@@ -146,7 +146,7 @@ def test_an_adaptive_deadline_is_a_percentile_of_what_assignments_took(percentil
     assert [c.training_timeout_s for c in commands_of(proposal, Assign)] == [expected] * 4
     driver.wait(expected)
     assert driver.counts() == {"LATE": 4}
-    # Nobody made it in the time that was learned: the next attempt gets all the time there is.
+    # No client finished within the learned time: the next attempt gets the whole time.
     driver.check_in("a", "b", "c", "d")
     (proposal,) = driver.wait(1)
     assert [c.training_timeout_s for c in commands_of(proposal, Assign)] == [100.0] * 4
@@ -199,7 +199,7 @@ def test_the_first_report_stands() -> None:
     assert driver.job.revision == revision
     assert driver.attempt.assignments["c0"].num_examples == 5
     driver.report("c1")
-    assert driver.verdict(event).accepted  # while it commits
+    assert driver.verdict(event).accepted  # also during the commit
     assert driver.verdict(dataclasses.replace(event, digest="two")) == Verdict(Reason.REJECTED_CONFLICT)
 
 
@@ -289,7 +289,7 @@ def test_back_off_grows_within_its_jitter_up_to_its_cap() -> None:
         ceiling = min(2.0 * 2 ** (failures - 1), 9.0)
         assert ceiling / 2 <= waits[-1] <= ceiling
         driver.check_in("c0", "c1")
-        assert driver.attempt.phase is AttemptPhase.ABANDONED  # they wait for it
+        assert driver.attempt.phase is AttemptPhase.ABANDONED  # the clients wait for the retry
         driver.wait(waits[-1])
         assert (driver.key.number, driver.attempt.phase) == (failures + 1, AttemptPhase.COLLECTING)
     assert len(set(waits)) == len(waits)

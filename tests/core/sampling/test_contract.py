@@ -31,7 +31,7 @@ def make(name: str) -> Policy:
 
 
 def some(total: int) -> Waiting:
-    """Clients of all kinds: with and without labels, known, broken, and new; some say nonsense of themselves."""
+    """Clients of all kinds: with and without labels, known, broken, and new; some report nonsense."""
     sizes = ("1", "30", "1e300", "-4", "0", "nan", "inf", "many", "")
     labels = [
         ({"region": f"r{i % 3}"} if i % 5 else {}) | ({"size": sizes[i % len(sizes)]} if i % 7 else {})

@@ -1,4 +1,4 @@
-"""One call: a file, or records, to all the numbers of a run."""
+"""One call turns a file, or records, into all results of a run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_all_numbers_of_a_run(run: Run) -> None:
 
 
 def test_the_schema_of_the_results_is_stable(run: Run) -> None:
-    """Whoever reads results.json relies on these; another format has another number."""
+    """Readers of results.json rely on these keys; another format has another number."""
     found = json.loads(run.to_json())
     assert found["format"] == 1
     assert set(found) == {
@@ -112,7 +112,7 @@ def test_a_run_that_was_stopped_goes_on(run: Run, stop_at: int, tmp_path: Path) 
     resumed = simulate(run.file, observe=lambda record: heard.append(record.round), run_folder=run_folder)
     assert resumed.model == run.model
     assert resumed.to_dict() | {"computed": 0} == run.to_dict() | {"computed": 0}
-    assert heard == [record.round for record in run.result.attempts]  # those of the first process too
+    assert heard == [record.round for record in run.result.attempts]  # including those of the first process
     merged = [record.counts["MERGED"] for record in run.result.attempts if record.version > stop_at]
     assert resumed.computed.updates == sum(merged)
 
@@ -190,7 +190,7 @@ def test_what_is_missing_is_said(remove: str, words: str, tmp_path: Path) -> Non
 
 
 def test_clients_score_what_they_keep_from_training(tmp_path: Path) -> None:
-    """All of them together: so their mean is the score on all that they keep."""
+    """All clients score, so their mean is the score on everything that they keep."""
     everybody = '[evaluation]\nevery = 2\n[evaluation.clients]\nevaluator = "digits"\ngoal = 20\nmin_fraction = 1.0\n'
     text = DIGITS.replace("[simulation]", everybody + "[simulation]\nheld_out = 0.25").replace("fails = 0.05", "")
     run = simulate(parse(text, tmp_path))
@@ -221,7 +221,7 @@ def test_clients_score_what_they_keep_from_training(tmp_path: Path) -> None:
 
 
 def test_a_model_with_personal_layers_is_scored_by_clients_alone(tmp_path: Path) -> None:
-    """Clients of two classes, whose own last layers know which: so they are right more often (FedPer's claim)."""
+    """Each client has two classes, which its own last layer learns, so it is right more often (FedPer's claim)."""
     evaluated = '[evaluation]\nevery = 4\n[evaluation.clients]\nevaluator = "digits"\ngoal = 20\n'
     text = DIGITS.replace("[simulation]", evaluated + "[simulation]\nheld_out = 0.25").replace("fails = 0.05", "")
     text = (

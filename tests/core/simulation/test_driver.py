@@ -19,11 +19,11 @@ from support.simulation.cases import BAD, job, make_fleet
 from support.simulation.least_squares import NUM_WEIGHTS, LeastSquares, initial
 
 EXACT = {"outlier_factor": 0.0, "max_weight_factor": 0.0}
-"""Nothing but the rule bounds what one client does."""
+"""Only the rule limits the influence of one client."""
 
 
 class Alike(LeastSquares):
-    """Clients that have equally much to do, and so report at the same moment."""
+    """Clients that have the same amount of work, and so report at the same moment."""
 
     def num_examples(self, client: int) -> int:
         return 5
@@ -165,7 +165,7 @@ def test_one_client_neither_stops_nor_owns_a_simulated_job(
     assert result.participation.merged[27] > 0
     assert all(record.total_weight < 1e4 for record in result.rounds)
     assert result.rounds[-1].evaluation["distance"] < result.rounds[0].evaluation["distance"]
-    assert 5 not in engine.client_states(), "what was dropped is not remembered"
+    assert 5 not in engine.client_states(), "the client of a dropped update must not keep a state"
     monkeypatch.setattr(training, "UpdateRetention", functools.partial(UpdateRetention, budget=0))
     _, from_files = play()
     assert from_files.model == result.model
@@ -198,7 +198,7 @@ def test_partial_work_counts_if_the_job_says_so() -> None:
 
 
 def test_what_a_rule_remembers_goes_from_round_to_round() -> None:
-    """A bound that stayed at its first value would let the model move by 6 x 0.001 only."""
+    """A bound that stayed at its first value would let the model move only by 6 x 0.001."""
     clip = {"initial_norm": 0.001, "learning_rate": 10.0}
     result = learn(LeastSquares(40), updates={"adaptive_clip": clip})
     assert result.model is not None
@@ -216,7 +216,7 @@ class Poisoned(LeastSquares):
 
     def result(self, task: ClientTask) -> LocalUpdate:
         trained = super().result(task)
-        if task.client not in (5, 27):  # who take part four times each
+        if task.client not in (5, 27):  # these clients take part four times each
             return trained
         return dataclasses.replace(
             trained, update=Parameters.from_arrays({"weight": np.full(NUM_WEIGHTS, 1e6, np.float32)})
@@ -297,7 +297,7 @@ def test_a_private_job_learns_though_everything_that_is_released_has_noise(parti
     assert results[0].status == "COMPLETED"
     assert all(record.metrics == {} for record in results[0].attempts)
     assert results[0].rounds[-1].evaluation["distance"] < results[0].rounds[0].evaluation["distance"] / 2
-    assert results[0].model == results[1].model  # of the same seed
+    assert results[0].model == results[1].model  # both have the same seed
     noisier = learn(LeastSquares(40), privacy={**options, "noise_multiplier": 50.0}, **settings)
     assert noisier.rounds[-1].evaluation["distance"] > 10 * results[0].rounds[-1].evaluation["distance"]
 

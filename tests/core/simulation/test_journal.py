@@ -1,4 +1,4 @@
-"""A simulation that was stopped goes on, and ends with the same bits."""
+"""A stopped simulation resumes, and ends with the same bits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StoppedError(Exception):
 
 
 class Fragile(LeastSquares):
-    """An engine that dies after some more results."""
+    """An engine that stops after `num_results_left` more results."""
 
     num_results_left = -1
 
@@ -46,7 +46,7 @@ class Fragile(LeastSquares):
 
 
 def play(folder: Path | None, engine: Fragile, sections: dict[str, Any], stop_at: int = 0) -> Result:
-    """Runs a small simulation, or stops in the middle of the round after `stop_at`."""
+    """Runs a small simulation, or stops it in the middle of the round after version `stop_at`."""
 
     def observe(record: AttemptResult) -> None:
         if record.version == stop_at:

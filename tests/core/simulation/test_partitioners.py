@@ -36,7 +36,7 @@ CASES: Mapping[str, tuple[Partition, int, bool]] = {
     "fedprox": (partitioners.FedProx(clients=100, base=3), 100, False),  # rounding leaves examples over
     "natural": (partitioners.Natural(), 40, True),
 }
-"""A partition, how many clients it makes, and whether every example is somebody's."""
+"""A partition, the number of clients that it makes, and whether every example belongs to a client."""
 
 
 def label_counts(federation: Federation) -> np.ndarray:
@@ -109,7 +109,7 @@ def test_a_smaller_alpha_skews_labels_more() -> None:
 def test_dirichlet_draws_again_until_everyone_has_enough() -> None:
     sizes = deal(dataset(), partitioners.Dirichlet(clients=30, alpha=0.5, min_examples=60), 0).sizes()
     assert sizes.min() >= 60
-    # Nobody gets more of another class once the fair share (200) is reached, so nobody has that and a whole class more.
+    # A client that has its fair share (200) gets no further class, so each has less than that plus one whole class.
     assert sizes.max() < 200 + 600
     assert len(set(sizes)) > 10
 

@@ -97,7 +97,7 @@ def test_event_files_need_tensorboard(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_lines_are_attempts(tmp_path: Path) -> None:
-    for _ in range(2):  # a run that goes on writes them anew
+    for _ in range(2):  # a resumed run writes them again
         with folder.Lines(tmp_path) as lines:
             lines.add(attempt(1, {"loss": float("nan")}))
             lines.add(attempt(2, {"loss": 1.0}, staleness={2: 1}))

@@ -1,4 +1,4 @@
-"""Sources of data: what they read, and what they say when it is not there."""
+"""Sources of data: what they read, and their errors when it is missing."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_shakespeares_speakers_are_clients(folder: Path) -> None:
     inputs, targets = found.examples(0)
     np.testing.assert_array_equal(inputs, [said[:10], said[1:11]])
     np.testing.assert_array_equal(targets, said[10:12])
-    # Held out is what shares no character with what is trained on: from 64 + 10 on.
+    # The held-out part shares no character with the training part: it begins at 64 + 10.
     assert len(found.test_inputs) == 86 - 74
     assert "".join(text.CHARACTERS[code] for code in found.test_inputs[0]) == "to die tha"
     with pytest.raises(DataError, match="no speaker in"):

@@ -1,7 +1,7 @@
-"""The server dies at every crash point there is; nothing is lost, and the models are the same bit for bit.
+"""The server dies at every crash point; nothing is lost, and the models are the same bit for bit.
 
-The points come from the source text: a new one is tested without being remembered. `ELSEWHERE` names those that a
-plain training does not come to, and the scenario that does; a run that does not die where it should is a failure.
+The points come from the source text, so a new one is tested automatically. `ELSEWHERE` maps those that a plain
+training does not reach to a scenario that does; a run that does not die where it should is a failure.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ async def world(zygote: Nursery, folder: Path, database: str) -> World:
 
 
 def in_sqlite(zygote: Nursery, folder: Path) -> World:
-    """For what does not depend on the database."""
+    """A world on SQLite, for tests that do not depend on the database."""
     database = f"sqlite:///{folder / 'fedplat.sqlite'}"
     return World(zygote, Order(folder, database, folder.parent / "server.log"))
 
 
 async def check(world: World, *, kept: bool = True) -> None:
-    """Everything that must hold after a training, however often the server died; `kept`: with every receipt."""
+    """Everything that must hold after a training with any number of crashes; `kept`: all receipts were merged."""
     order = world.order
     report = await verify(order.database, order.data_dir)
     assert (report.findings, report.notes) == ([], [])
@@ -51,7 +51,7 @@ async def check(world: World, *, kept: bool = True) -> None:
     recompute.check_versions(world, result, order.data_dir)
     recompute.check_receipts(world, result, kept=kept)
     left = [path for path in (order.data_dir / "uploads").rglob("*") if path.is_file()]
-    assert left == [], "updates that nobody needs any more"
+    assert left == [], "updates are left that are not needed"
 
 
 # --- every point, the first time that it is reached ----------------------------------------------------------
@@ -70,7 +70,7 @@ async def scored(world: World, point: str) -> None:
 
 
 async def restarted(world: World, point: str) -> None:
-    """It dies in a round first, and then again when it starts: there is a model that no job has."""
+    """The server dies in a round, and again when it starts; one stored model belongs to no job."""
 
     async def leave_something_and_die(world: World) -> None:
         await world.ask(lambda site: site.operator.upload(initial_model()))
@@ -87,7 +87,7 @@ async def in_memory(world: World, point: str) -> None:
 
 
 async def with_deltas(world: World, point: str) -> None:
-    """Each version is the one before and an encoded step, which is a file of its own."""
+    """Each version is the previous one plus an encoded step, which has its own file."""
     await scenario.train(world, scenario.job_text(more=DOWNLINK), [point])
     assert world.statuses == [KILLED, 0]
 
@@ -104,7 +104,7 @@ BEFORE_THERE_IS_A_SERVER = ["schema.upgrade.before", "schema.upgrade.uncommitted
 
 
 RETENTION = [point for point in POINTS if point.startswith("retention.")]
-"""These are in test_retention.py: what is not kept cannot be recomputed."""
+"""These are in test_retention.py: versions that are not kept cannot be recomputed."""
 
 
 @pytest.mark.parametrize("point", [one for one in POINTS if one not in BEFORE_THERE_IS_A_SERVER + RETENTION])
@@ -138,7 +138,7 @@ def test_no_point_is_listed_that_is_not_there() -> None:
 
 # --- every transaction of a training -------------------------------------------------------------------------
 
-# With one client nothing happens at once, so the saves of a training are always the same: 1 the job starts, 2 the
+# With one client nothing is concurrent, so the saves of a training are always the same: 1 the job starts, 2 the
 # client is selected, 3 it begins to upload, 4 it has reported, 5 the version is committed and the client selected
 # again, 6 and 7 as 3 and 4, 8 the last version is committed.
 SELECTING, COLLECTING, COMMITTING = (1, 2), (3, 4, 6, 7), (5, 8)
@@ -213,7 +213,7 @@ async def test_killed_again_when_it_starts(world: World, point: str) -> None:
 
 @pytest.mark.fault("F2")
 async def test_killed_in_the_middle_of_a_round(world: World) -> None:
-    """The round goes on: no attempt is lost, and the models are what their updates give, bit for bit (I10)."""
+    """The round continues: no attempt is lost, and the models are what their updates give, bit for bit (I10)."""
     await scenario.train(world, scenario.job_text(), [""], scenario.kill_in_the_second_round)
     assert world.statuses == [KILLED, 0]
     await check(world)
@@ -224,7 +224,7 @@ async def test_killed_in_the_middle_of_a_round(world: World) -> None:
 @pytest.mark.fault("F2")
 @pytest.mark.parametrize("name", codecs.CODECS)
 async def test_killed_in_the_middle_of_a_round_of_encoded_updates(zygote: Nursery, folder: Path, name: str) -> None:
-    """They are folded again from the spool, as they were encoded; and the step is encoded to the same bytes."""
+    """Encoded updates are folded again from the spool; and the step is encoded to the same bytes."""
     world = in_sqlite(zygote, folder)
     text = scenario.job_text(more=f'[compression]\nuplink = {{codec = "{name}"}}\ndownlink = {{codec = "{name}"}}\n')
     await scenario.train(world, text, [""], scenario.kill_in_the_second_round)
@@ -235,7 +235,7 @@ async def test_killed_in_the_middle_of_a_round_of_encoded_updates(zygote: Nurser
 @pytest.mark.fault("F2")
 @pytest.mark.parametrize("rule", ['{name = "krum"}', '{name = "centered-clipping", radius = 1}'])
 async def test_killed_in_the_middle_of_a_round_with_a_robust_rule(zygote: Nursery, folder: Path, rule: str) -> None:
-    """All updates are gathered from the spool; what the rule remembers and what it draws is the same as ever."""
+    """All updates are read again from the spool; the rule's state and its draws are as without a crash."""
     world, before = in_sqlite(zygote, folder), '[{name = "bucketing", size = 1}, {name = "nearest"}]'
     text = scenario.job_text(more=f"{DOWNLINK}[robust]\nbyzantine = 0\nrule = {rule}\nbefore = {before}\n")
     await scenario.train(world, text, [""], scenario.kill_in_the_second_round)
@@ -251,7 +251,7 @@ AFTER_THE_CLOSE = ["commit.model.before", "commit.model.after", "commit.state.af
 async def test_killed_between_the_close_and_the_commit_of_what_an_outlier_has_left(
     zygote: Nursery, folder: Path, point: str
 ) -> None:
-    """The update with the largest norm is dropped in every round; the others count for the median at most."""
+    """The update with the largest norm is dropped in every round; the others' weights are at most the median."""
     world = in_sqlite(zygote, folder)
     bounds = "[updates]\noutlier_factor = 1.0\nmax_weight_factor = 1.0\n"
     text = scenario.job_text(more=bounds).replace("min_fraction = 1.0", "min_fraction = 0.5")
@@ -272,7 +272,7 @@ async def test_killed_between_the_close_and_the_commit_of_what_an_outlier_has_le
 
 @pytest.mark.fault("F2")
 async def test_killed_beside_a_half_full_buffer(world: World) -> None:
-    """Who works goes on, over the crash and over versions; the models are what stale updates give, bit for bit."""
+    """Assignments outlive the crash and new versions; the models are what stale updates give, bit for bit."""
     text = scenario.buffered_text()
     await scenario.train(world, text, [""], scenario.kill_beside_a_half_full_buffer, num_clients=4)
     assert world.statuses == [KILLED, 0]

@@ -1,4 +1,4 @@
-"""What every store does, driven by what a real coordinator decides; `save` itself is in test_contract_save.py."""
+"""The contract of every store, driven by a real coordinator's decisions; `save` is in test_contract_save.py."""
 
 from __future__ import annotations
 

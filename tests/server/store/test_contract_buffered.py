@@ -1,4 +1,4 @@
-"""What every store keeps of a job with a buffer: who belongs to which attempt, and how stale each update was."""
+"""What every store keeps for a job with a buffer: the attempt of each client, and the staleness of each update."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BUFFERED = JOB_FILE.replace("rounds = 3", "rounds = 9") + '[mode]\nkind = "buffe
 
 
 async def begun(store: Store, job_file: str = BUFFERED) -> Driver:
-    """Six clients at work; `driver` compares after every step what it would get back."""
+    """Six clients at work; the driver compares its state with the stored one after every step."""
     driver = Driver(store)
     await driver.create("one", job_file)
     await driver.check_in(*"abcdef")

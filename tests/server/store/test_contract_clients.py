@@ -1,4 +1,4 @@
-"""What every store does of enrollment tokens and clients."""
+"""The contract of every store for enrollment tokens and clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedplat_server.errors import EnrollmentConflictError, StoreError, TokenRefu
 from fedplat_server.records.audit import AuditAction, AuditEntry
 
 FAR = 9e9
-"""A moment that never comes; the stores' clock of the tests begins at 1,000,000."""
+"""A moment that never comes; the clock of the tests' stores begins at 1,000,000."""
 
 
 def token(name: str = "t", **changes: Any) -> EnrollmentToken:

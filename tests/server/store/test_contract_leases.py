@@ -1,4 +1,4 @@
-"""The lease on every kind of database, and the fence that it is for."""
+"""The lease on every kind of database, and the fence that relies on it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ async def leases(database: str) -> AsyncGenerator[LeaseStore]:
 
 
 async def until_blocked(connection: AsyncConnection, table: str, task: asyncio.Task[Any]) -> None:
-    """Returns when a statement on a table waits for a lock."""
+    """Waits until a statement on a table waits for a lock."""
     here = "wait_event_type = 'Lock' AND datname = current_database()"
     query = text(f"SELECT count(*) FROM pg_stat_activity WHERE {here} AND query LIKE '%{table}%'")
     while not (await connection.execute(query)).scalar_one():
         assert not task.done()
-        await connection.execute(text("SELECT pg_stat_clear_snapshot()"))  # else a transaction sees what it saw
+        await connection.execute(text("SELECT pg_stat_clear_snapshot()"))  # otherwise it sees old statistics
 
 
 async def test_the_first_one_takes_it_and_the_second_learns_where_the_leader_is(leases: LeaseStore) -> None:
@@ -123,7 +123,7 @@ async def test_a_term_ends_only_after_the_writes_that_passed_its_fence(postgres:
             await writing.run_sync(require_term, 1)
             taking = asyncio.create_task(leases.acquire(TWO, "s2", LONG_S))
             await until_blocked(writing, "leases", taking)
-        # Committed: whoever takes the lease sees what was written.
+        # Committed: the next holder of the lease sees what was written.
         taken = await taking
         assert taken is not None
         assert taken.term == 2
@@ -147,7 +147,7 @@ async def test_a_renewal_does_not_wait_for_writes_that_passed_the_fence(postgres
 
 @pytest.mark.fault("F19")
 async def test_a_severed_store_lets_go_of_a_database_that_does_not_answer(postgres: str) -> None:
-    """The row of the job is locked by somebody who never lets go: as good as a network that swallows everything."""
+    """Another connection locks the row of the job and never releases it, like a network that drops everything."""
     store, blocker = await open_store(postgres), await open_leases(postgres)
     try:
         await store.jobs.create_job(draft("j-1"), JOB_FILE, "key-1")

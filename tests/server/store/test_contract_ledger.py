@@ -1,4 +1,4 @@
-"""What every store does with the releases of private jobs and the budgets of populations."""
+"""The contract of every store for the releases of private jobs and the budgets of populations."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def start(driver: Driver) -> None:
 
 
 async def until_closed(driver: Driver) -> Change:
-    """The change that commits a version, which is not saved yet."""
+    """The change that commits a version, before it is saved."""
     await driver.check_in("a", "b")
     key, cohort = driver.cohort("one")
     await driver.send(*(UpdateReported(key, name, digest_of(key, name), 1.0) for name in cohort))
@@ -104,7 +104,7 @@ async def test_a_commit_that_is_repeated_is_charged_once(store: Store) -> None:
 
 
 async def test_a_version_without_its_row_is_refused(store: Store) -> None:
-    """Whatever the one who saves has in mind of the job: what the job is was settled when it was created."""
+    """The store does not trust the caller's copy of the job: its privacy was fixed when it was created."""
     driver = Driver(store)
     await start(driver)
     change = await until_closed(driver)

@@ -68,7 +68,7 @@ async def test_deadlines_come_back_on_the_clock_of_the_new_process(timed: Store,
 
 @pytest.mark.fault("F18")
 async def test_a_wall_clock_that_jumps_is_noticed_by_nobody_but_a_restart(timed: Store, wall: WallClock) -> None:
-    """A running server keeps its own clock: what is saved after a jump is as far away as ever."""
+    """A running server keeps its own clock: a deadline that is saved after a jump is as far away as before."""
     driver = await collecting(timed)
     key, _ = driver.cohort("one")
     wall.unix_s += 86_400.0
@@ -114,7 +114,7 @@ async def test_a_save_that_was_refused_leaves_no_name(store: Store) -> None:
 
 @pytest.mark.fault("F10")
 async def test_asking_for_the_last_save_waits_for_one_that_is_under_way(database: str) -> None:
-    """Its server may have lost the connection while the database was about to commit."""
+    """The server may have lost its connection while the database was about to commit."""
     store, engine = await open_store(database), create_engine(async_url(database))
     await Driver(store).create("one")
     async with engine.execution_options(**{WRITES: True}).begin() as connection:

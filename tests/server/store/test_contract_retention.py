@@ -1,4 +1,4 @@
-"""What every store does to give up old files and history: rows stay, and what is needed is left alone."""
+"""The contract of every store for giving up old files and history: rows stay, and so does what is needed."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ async def test_the_first_the_latest_and_what_clients_work_with_are_kept(store: S
     await driver.finish_attempt("one", "a")
     await driver.finish_attempt("one", "evaluator-")
     await driver.finish_attempt("one", "b")
-    await driver.check_in(*(f"c{number}" for number in range(9)))  # somebody works with version 2, the latest
+    await driver.check_in(*(f"c{number}" for number in range(9)))  # clients work with version 2, the latest
     everything = RetainedVersions(models_from=100, states_from=0)
     assert shown(await store.retention.list_removable("one", everything)) == [(1, True, False)]
 
 
 async def test_what_has_become_the_latest_meanwhile_is_kept(store: Store) -> None:
-    """A rollback comes between the look and the deed: the bytes belong to the new version, too."""
+    """A rollback comes between the listing and the removal: the bytes belong to the new version, too."""
     driver = Driver(store)
     await driver.create("one", TEXT)
     for name in ("a", "evaluator-", "b", "evaluator2-"):
@@ -97,13 +97,13 @@ async def test_a_rollback_to_files_that_were_given_up_is_refused(store: Store) -
 
 
 async def test_shared_bytes_stay_as_long_as_a_version_names_them(store: Store) -> None:
-    """A job that begins with a version of another one."""
+    """Another job begins with a version of the first one."""
     await ended(store)
     state = draft("two", JOB_FILE)
     same = structs.replace(state.latest, digest=digest_of("one", 1))
     await store.jobs.create_job(structs.replace(state, latest=same), JOB_FILE, "the second job")
     found = await store.retention.list_removable("one", RetainedVersions(models_from=2))
-    gone = await store.retention.mark_removed("one", [*found, *found])  # said twice, it is the same
+    gone = await store.retention.mark_removed("one", [*found, *found])  # a repetition changes nothing
     assert gone == {digest_of("one", "delta", 1)}
     assert await store.jobs.find_populations(digest_of("one", 1)) == {"demo"}
 

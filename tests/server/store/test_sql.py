@@ -1,4 +1,4 @@
-"""What only databases do: concurrency, failures, and lasting through them."""
+"""What only databases do: concurrency, failures, and surviving them."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ async def test_two_that_save_the_same_jobs_in_other_orders(database: str) -> Non
                 one.jobs.save(here.changes, NOW), two.jobs.save(there.changes, NOW), return_exceptions=True
             )
             assert sum(result is None for result in results) == 1
-            driver.coordinator.accept(here)  # both say the same
+            driver.coordinator.accept(here)  # both proposals are equal
         await driver.check()
 
 
 async def test_a_cancelled_save_happens_or_not(store: SqlStore, database: str) -> None:
-    """And whatever happens, the store goes on."""
+    """In both cases the store continues to work."""
     driver = Driver(store)
     await driver.create("one")
     for turns in range(40):
@@ -119,7 +119,7 @@ async def test_a_cancelled_save_happens_or_not(store: SqlStore, database: str) -
 
 
 async def test_history_is_numbered_in_the_order_in_which_it_appears(database: str) -> None:
-    """A reader that goes on after the last number it saw misses nothing, though several write."""
+    """A reader that continues after the last number it saw misses nothing, although there are several writers."""
     async with opened(database) as one, opened(database) as two:
         driver = Driver(one, check=False)
         await driver.create("one")
@@ -199,7 +199,7 @@ async def test_a_nul_in_a_clients_text_is_replaced(store: SqlStore) -> None:
 
 @pytest.mark.fault("F46", "F47")
 async def test_what_was_stored_too_large_is_read_shortened(store: SqlStore, database: str) -> None:
-    """Rows of earlier versions, which kept what a client wrote: 9 MiB of text, and as much of metrics."""
+    """Rows of earlier versions, which kept a client's text in full: 9 MiB of text, and as much of metrics."""
     driver = Driver(store, check=False)
     await driver.create("one")
     await driver.check_in(*"abcde")
@@ -244,7 +244,7 @@ async def test_an_old_job_file_that_this_version_cannot_read_is_named(store: Sql
 
 
 def _fails(times: int, what: str) -> list[str]:
-    """PostgreSQL: the first few inserts into history fail. A sequence counts on through rollbacks."""
+    """PostgreSQL: the first few inserts into history fail. A sequence keeps counting over rollbacks."""
     return [
         "CREATE SEQUENCE tries",
         f"""CREATE FUNCTION fail() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN

@@ -1,4 +1,4 @@
-"""`verify` is quiet about a healthy database, and finds each invariant broken that somebody breaks in it."""
+"""`verify` finds nothing in a healthy database, and finds each invariant that a test breaks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_check_is_tried() -> None:
 @pytest.mark.parametrize("name", BREAKAGES)
 async def test_what_is_broken_in_the_database_is_found(place: Place, name: str) -> None:
     check, statement = BREAKAGES[name]
-    if place.database.startswith("postgresql"):  # which would not let some of it happen
+    if place.database.startswith("postgresql"):  # its constraint would refuse some of the changes
         place.execute("ALTER TABLE assignments DROP CONSTRAINT fk_assignments_attempts")
     place.execute(statement)
     report = await verify(place.database, place.folder, live=True)
@@ -43,7 +43,7 @@ async def test_what_is_broken_in_the_database_is_found(place: Place, name: str) 
 
 
 async def test_what_is_overdue_is_broken_beside_a_daemon_only(place: Place) -> None:
-    """At rest it waits for the next start; a clock that differs a little, or a busy daemon, is no finding."""
+    """Without a daemon it waits for the next start; a small clock difference, or a busy daemon, is not a finding."""
     place.execute(assignment("open", 1, 1, "state = 'TRAINING'", f"deadline_unix_s = {time.time() - 30.0}"))
     assert (await verify(place.database, place.folder, live=True)).findings == []
     place.execute(assignment("open", 1, 1, "state = 'TRAINING'", f"deadline_unix_s = {time.time() - 3600.0}"))
@@ -65,7 +65,7 @@ async def test_a_long_audit_log_is_read_in_parts(place: Place, monkeypatch: pyte
 
 
 async def test_beside_a_running_daemon(place: Place) -> None:
-    """Every look in the middle of rounds sees a consistent database."""
+    """Every check in the middle of rounds sees a consistent database."""
     async with daemons.running(place.folder, database=place.database) as site:
         job = await site.operator.start(job_file("busy", rounds=5, goal=1))
         client = await site.enroll()

@@ -1,4 +1,4 @@
-"""`verify` finds files that are damaged or gone, and notes those that nobody needs."""
+"""`verify` finds files that are damaged or missing, and notes those that are not needed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_what_is_broken_in_the_blobs_is_found(
     do(path)
     report = await verify(place.database, place.folder)
     if which == "state_digest" and said == "bytes in":
-        said = "has the digest"  # nothing says how large it should be
+        said = "has the digest"  # its expected size is not stored
     (finding,) = report.findings
     assert (finding.invariant, finding.place) == ("I2", Location(place.jobs["done"], version=1))
     assert said in finding.found

@@ -1,4 +1,4 @@
-"""`verify` sees who took part too often, in a database in which somebody has written by hand."""
+"""`verify` finds clients that took part too often, in a database that was changed by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOO_OFTEN = [(None, "it took part in 4 rounds")]
 
 
 async def found(database: Path) -> list[Finding]:
-    """What is said of clients; that there are no models is said, too."""
+    """The findings about clients, without those about the missing models."""
     return [one for one in (await verify(str(database), database.parent)).findings if one.invariant == "limits"]
 
 

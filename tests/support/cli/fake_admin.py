@@ -42,24 +42,24 @@ class State:
     leader: dict[str, Any] = field(default_factory=dict[str, Any])
     watched_after: list[int] = field(default_factory=list[int])
     progress_every_s: list[float] = field(default_factory=list[float])
-    """What each watch wanted."""
+    """The interval that each watch asked for."""
     operators: list[admin_pb2.Operator] = field(default_factory=list[admin_pb2.Operator])
     privacy: admin_pb2.ShowPrivacyResponse = field(default_factory=admin_pb2.ShowPrivacyResponse)
     budgets: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     audit: list[admin_pb2.AuditEvent] = field(default_factory=list[admin_pb2.AuditEvent])
     tokens: list[str] = field(default_factory=list[str])
-    """What each call had as its authorization."""
+    """The authorization of each call."""
     refusal: tuple[grpc.StatusCode, str] | None = None
     refusal_code: str = ""
     """Sent along with a refusal, as the real server does."""
     damage: str = ""
     """Of an export: "bytes", "short", "long", "empty"; of an upload: "digest"."""
     lost_answers: set[str] = field(default_factory=set[str])
-    """Methods that do their work once more, and whose answer is lost then: the connection broke."""
+    """Methods whose next call does its work, but loses its answer because the connection breaks."""
     refuses_start: bool = False
     insecure: bool = False
     ends_started_jobs: bool = False
-    """A started job is COMPLETED as soon as somebody watches it."""
+    """A started job is COMPLETED as soon as it is watched."""
     stop_watch_after: int = 0
     """Ends each watch after so many events, if it is not 0."""
     left: threading.Event = field(default_factory=threading.Event)
@@ -361,7 +361,7 @@ class FakePrivacy(_Service, admin_pb2_grpc.PrivacyServicer):
 
 
 def _page(rows: Iterable[Row], request: Any) -> tuple[list[Row], str]:
-    """A page of few rows, whatever is asked for, and the token of the next."""
+    """A page of few rows, whatever size is asked for, and the token of the next."""
     found, start = list(rows), int(request.page_token or 0)
     end = start + min(request.page_size or ROWS_OF_A_PAGE, ROWS_OF_A_PAGE)
     return found[start:end], str(end) if end < len(found) else ""

@@ -60,7 +60,7 @@ def _answer(number: int, **fields: object) -> None:
 
 
 def _child(order: dict[str, Any]) -> None:
-    """Never returns."""
+    """Runs an order in the child process; never returns."""
     status = 1
     try:
         os.dup2(os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
@@ -103,7 +103,7 @@ async def _serve(order: dict[str, Any]) -> None:
 
 
 async def _bury_the_leader(database: str) -> None:
-    """The daemon before this one is dead, as only its test can know: nobody has to wait until its lease ends."""
+    """Releases the lease of the previous daemon, which is dead, so that the next one need not wait for its end."""
     leases = await open_leases(database)
     try:
         if (lease := (await leases.read()).lease) is not None:

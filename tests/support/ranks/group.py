@@ -28,7 +28,7 @@ class RankGroup:
         self._streams = [connection.makefile("rwb", buffering=0) for connection in connections]
 
     def begin(self, call: str, **arguments: object) -> None:
-        """Lets every rank begin with `module:function`, which gets its `Ranks` and the arguments."""
+        """Makes every rank call `module:function` with its `Ranks` and the arguments."""
         for stream in self._streams:
             with contextlib.suppress(BrokenPipeError):  # a rank that is gone
                 stream.write(json.dumps({"call": call, "arguments": arguments}).encode() + b"\n")
@@ -73,7 +73,7 @@ class Zygote:
     @contextlib.contextmanager
     def group(self, count: int, **environment: str) -> Generator[RankGroup]:
         """A group of `count` ranks; they end with the context."""
-        # A port that is bound, and not listened at, is nobody else's; rank 0 may bind it once more.
+        # A port that is bound, but not listened at, is reserved; rank 0 may bind it again.
         with contextlib.ExitStack() as stack:
             port = stack.enter_context(socket.socket())
             port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

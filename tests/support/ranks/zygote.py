@@ -1,4 +1,4 @@
-"""A process that has imported PyTorch once, and forks ranks: a group of them is there in a moment."""
+"""A process that has imported PyTorch once, and forks ranks, so that a group of them starts quickly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedplat.pytorch.distributed import Backend, join_group
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the ranks
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # this process does not wait for the ranks
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 65536, 64)
         if not message:
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def serve(connection: socket.socket) -> None:
-    """Does what the test asks of this rank, until it hangs up."""
+    """Runs the calls of the test on this rank, until the test closes the connection."""
     with (
         connection.makefile("rwb", buffering=0) as stream,
         join_group(cast(Backend, os.environ.get("BACKEND", "gloo"))) as ranks,

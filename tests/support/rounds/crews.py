@@ -1,4 +1,4 @@
-"""What must hold of the clients that work for an attempt, or that a job carries."""
+"""What must hold for the assignments of an attempt, and for those that a job carries over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus
 
 
 def check_crew(crew: AssignmentSet, cohorts: Mapping[AttemptKey, Mapping[str, Assignment]]) -> None:
-    """It is what its rows are, counted right, and wakes in time."""
+    """It equals its rows, counts them correctly, and wakes in time."""
     rows = crew.assignments
     assert all(cohorts[row.key][name] == row for name, row in rows.items())
     recount = Counter(row.state for row in rows.values())
@@ -26,7 +26,7 @@ def check_crew(crew: AssignmentSet, cohorts: Mapping[AttemptKey, Mapping[str, As
 
 
 def check_buffer(job: JobState, unended: Sequence[Assignment], room: WaitingRoom) -> None:
-    """As many are at work as may be, none of them with too old a version; who is carried has somewhere to go."""
+    """As many clients work as allowed, each with a recent version; an open attempt takes over all carried ones."""
     mode, attempt = job.spec.buffered, job.attempt
     assert mode is not None
     assert attempt is not None
@@ -42,4 +42,4 @@ def check_buffer(job: JobState, unended: Sequence[Assignment], room: WaitingRoom
         assert (demand.target if demand is not None else 0) == mode.concurrency - attempt.num_busy
         assert demand is None or demand.excluded is attempt.assignments
     if job.status is not JobStatus.RUNNING:
-        assert all(row.folded_into == attempt.key for row in train), "somebody works for a job that does not run"
+        assert all(row.folded_into == attempt.key for row in train), "a client works for a job that does not run"

@@ -99,7 +99,7 @@ class Driver:
 
     @property
     def context(self) -> Context:
-        """What a step is lent at this moment."""
+        """The context of a step at this moment."""
         return Context(self.now, self.rng, self._new_token)
 
     def do(self, *events: Event, stored: bool = True) -> Proposal:
@@ -115,7 +115,7 @@ class Driver:
         self.coordinator.accept(proposal)
         for event in events:
             if isinstance(event, TimerFired):
-                self.timers.pop(event.job_id, None)  # one that fired is gone
+                self.timers.pop(event.job_id, None)  # a timer that fired is gone
         for job_id, deadline_at in proposal.timers.items():
             self.timers.pop(job_id, None)
             if deadline_at is not None:
@@ -124,7 +124,7 @@ class Driver:
         return proposal
 
     def fire(self, job_id: str = "j", *, stored: bool = True) -> Proposal:
-        """The job's timer fires, whatever the time; a lost batch leaves it to be fired again."""
+        """The job's timer fires, whatever the time; if the batch is lost, it fires again."""
         return self.do(TimerFired(job_id), stored=stored)
 
     def wait(self, seconds: float) -> list[Proposal]:
@@ -138,16 +138,16 @@ class Driver:
         return proposals
 
     def finish(self, job_id: str) -> None:
-        """Everybody of a job's attempt reports, and it commits."""
+        """All clients of a job's attempt report, and it commits."""
         attempt = self.coordinator.jobs[job_id].attempt
         assert attempt is not None
         self.do(*(UpdateReported(each.key, each.client_id, f"of-{each.client_id}", 10.0) for each in attempt.busy))
         self.do(make_aggregated(self.coordinator.jobs[job_id]))
 
     def crash(self, down_s: float = 0.0, clock_s: float = 0.0) -> Proposal:
-        """The server dies and is started again after a while: only what the store and the spool have is left.
+        """The server dies and is started again after a while: only the store and the spool are left.
 
-        The new server's clock begins anew; `clock_s` is what the wall clock was set forward by meanwhile.
+        The new server has a new clock; `clock_s` is how far the wall clock was set forward meanwhile.
         """
         self.coordinator = Coordinator(max_waiting=self.coordinator.max_waiting)
         self.timers = {}
@@ -178,11 +178,11 @@ class Driver:
         return self.coordinator.assignment_of(client_id) or self.key
 
     def verdict(self, event: Event) -> Verdict:
-        """What the event alone is answered with."""
+        """The verdict on this event alone."""
         return self.do(event).verdicts[0]
 
     def operate(self, action: JobAction, job_id: str = "j") -> Verdict:
-        """An operator's word."""
+        """An operator's command."""
         return self.verdict(OperatorCommand(job_id, action))
 
     def start(self, num_clients: int = 0) -> Driver:
@@ -201,7 +201,7 @@ class Driver:
         return refusal
 
     def leave_after_check_in(self, client_id: str) -> Refuse:
-        """A client asks for work and waits in vain."""
+        """A client asks for work and waits until its time is over."""
         self.check_in(client_id)
         return self.leave(client_id)
 
@@ -222,7 +222,7 @@ class Driver:
         return self.do(*(AssignmentFailed(key, name, Reason.TRAINER_ERROR, "boom") for key, name in named))
 
     def aggregated(self) -> AttemptAggregated:
-        """What the aggregation of the last attempt would say."""
+        """The outcome of the last attempt's aggregation."""
         return make_aggregated(self.job)
 
     def commit(self) -> Proposal:
@@ -230,7 +230,7 @@ class Driver:
         return self.do(self.aggregated())
 
     def play_round(self) -> Proposal:
-        """Everybody of the open attempt reports, and it commits."""
+        """All clients of the open attempt report, and it commits."""
         self.report(*self.attempt.assignments)
         return self.commit()
 
@@ -260,7 +260,7 @@ def collecting(num_clients: int, goal: int = 2, **sections: Any) -> Driver:
 
 
 def make_aggregated(job: JobState, num_updates: int | None = None) -> AttemptAggregated:
-    """What the aggregation of a job's last attempt would say."""
+    """The outcome of the aggregation of a job's last attempt."""
     attempt = job.attempt
     assert attempt is not None
     version = ModelVersion(
@@ -281,17 +281,17 @@ def commands_of(proposal: Proposal, kind: type[_Command]) -> list[_Command]:
 
 
 def assigned(proposal: Proposal) -> list[str]:
-    """Who was given work."""
+    """The clients that were given work."""
     return [command.client_id for command in commands_of(proposal, Assign)]
 
 
 def batches(items: Sequence[_Item], size: int) -> list[Sequence[_Item]]:
-    """The items in order, so many at a time."""
+    """The items in order, `size` at a time."""
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def aborted(proposal: Proposal) -> dict[str, str]:
-    """Who was told to stop, and why."""
+    """The clients that were told to stop, and why."""
     return {command.client_id: str(command.reason) for command in commands_of(proposal, Abort)}
 
 

@@ -1,6 +1,6 @@
 """What must hold after every step, checked against nothing but the stored changes and the commands.
 
-What must hold of the stored rows alone is checked by `fedplat.rounds.invariants`, as in a database; here is what
+What must hold for the stored rows alone is checked by `fedplat.rounds.invariants`, as in a database; this module
 compares them with the coordinator, its commands and its answers.
 """
 
@@ -57,7 +57,7 @@ class Snapshot:
 
 
 class Ledger:
-    """A store that applies changes row by row, a desk where clients wait for an answer, and the checks."""
+    """A store that applies changes row by row, the clients that wait for an answer, and the checks."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
@@ -85,7 +85,7 @@ class Ledger:
         for change in changes:
             job_id, before = change.job.job_id, self.jobs[change.job.job_id]
             assert before.revision == change.expected_revision == change.job.revision - 1
-            # A row of the job has neither attempt nor clients in it: they come from their own rows below.
+            # A job's row contains neither its attempt nor its clients: they come from their own rows below.
             row = structs.replace(change.job, carried_over=NO_ASSIGNMENTS)
             self.jobs[job_id] = structs.replace(row, attempt=before.attempt)
             if change.attempt is not None:
@@ -111,7 +111,7 @@ class Ledger:
         key = row.key
         before = self.cohorts.get(key, {}).get(row.client_id)
         assert before is None or before.base_version == row.base_version
-        assert before is None or before.is_open or before == row, "an end is an end"
+        assert before is None or before.is_open or before == row, "an assignment that has ended must not change"
         if row.is_busy:
             assert self.busy.setdefault(row.client_id, key) == key
         elif self.busy.get(row.client_id) == key:
@@ -124,7 +124,7 @@ class Ledger:
             self.unended[key.job_id].pop((key, row.client_id), None)
 
     def reload(self, coordinator: Coordinator, shift_s: float) -> None:
-        """Gives a new coordinator what a database would: assignments on the new clock; nobody waits any more."""
+        """Gives a new coordinator what a database would: assignments on the new clock, and no waiting clients."""
         self.coordinator, self.desk = coordinator, {}
         for cohort in self.cohorts.values():
             cohort |= {name: _shifted(row, shift_s) for name, row in cohort.items()}
@@ -149,7 +149,7 @@ class Ledger:
             coordinator.add(recalled, self.participations(job_id))
 
     def participations(self, job_id: str) -> list[Participation]:
-        """Who took part in the training of a job, as a store would give it back."""
+        """The participations in the training of a job, as a store would return them."""
         return [
             participation
             for key in sorted(self.cohorts)
@@ -158,7 +158,7 @@ class Ledger:
         ]
 
     def _rows_of(self, last: AttemptKey) -> list[Assignment]:
-        """What a database is asked for: who was made in the attempt or taken into it, and who is open."""
+        """The rows that a database is asked for: made in the attempt, taken into it, or still open."""
         found = {(last, client_id): row for client_id, row in self.cohorts.get(last, {}).items()}
         for key, cohort in self.cohorts.items():
             if key.job_id == last.job_id:
@@ -168,7 +168,7 @@ class Ledger:
     # --- checking ---
 
     def snapshot(self) -> Snapshot:
-        """What a rejected proposal must leave as it is."""
+        """The state that a rejected proposal must not change."""
         coordinator = self.coordinator
         return Snapshot(
             dict(coordinator.jobs),
@@ -178,13 +178,13 @@ class Ledger:
         )
 
     def check_nothing_happened(self, before: Snapshot) -> None:
-        """After `reject` all is as it was."""
+        """After `reject` everything is as it was before."""
         assert self.snapshot() == before
 
     def check(self, events: Sequence[Event], proposal: Proposal, now: float, timers: Mapping[str, float]) -> None:
         """After `accept` every invariant holds."""
         for event in events:
-            if isinstance(event, ServerRestarted):  # what was aggregated went with the process
+            if isinstance(event, ServerRestarted):  # the partial aggregate was lost with the process
                 self.folded = {key: folded for key, folded in self.folded.items() if key.job_id != event.job_id}
         self.warm.follow(events, proposal)
         self._check_answers(events, proposal)
@@ -202,7 +202,7 @@ class Ledger:
                 self._check_deadlines(self.coordinator.jobs[event.job_id], now)
 
     def _check_stored(self, change: Change) -> None:
-        """What was written satisfies every invariant of what is stored."""
+        """The written rows satisfy every invariant of stored rows."""
         job = self.jobs[change.job.job_id]
         attempts = [attempt for key, attempt in self.attempts.items() if key.job_id == job.job_id]
         stored.require(stored.stored_job(job, self.versions[job.job_id], attempts, self.history[job.job_id]))
@@ -214,7 +214,7 @@ class Ledger:
             stored.require(stored.stored_attempt(job, attempt, version, self._rows_of(key), self.steps[key]))
 
     def _check_answers(self, events: Sequence[Event], proposal: Proposal) -> None:
-        """Everybody who waits is in the room or is answered once; work goes to those who may have it."""
+        """Every waiting client is in the room or is answered once; work goes only to clients that may have it."""
         self.desk |= {event.client_id: event for event in events if isinstance(event, ClientCheckedIn)}
         answers = [command for command in proposal.commands if isinstance(command, Assign | Refuse)]
         assert max(Counter(answer.client_id for answer in answers).values(), default=1) == 1
@@ -230,7 +230,7 @@ class Ledger:
         spec = self.jobs[command.key.job_id].spec
         assert client.population == spec.population
         assert self.cohorts[command.key][command.client_id].token_hash == command.token.encode()
-        if name not in self.given:  # who lost its reply gets its work again, whatever it says of itself now
+        if name not in self.given:  # a client that lost its reply gets its work again, whatever it reports now
             evaluation = spec.evaluation.clients
             if command.kind is AttemptKind.TRAIN:
                 assert spec.trainer in client.trainers
@@ -242,7 +242,7 @@ class Ledger:
         self.given.add(name)
 
     def _check_aggregation(self, proposal: Proposal) -> None:
-        """Updates are folded once, as what they count for; nothing is committed below the minimum."""
+        """Updates are folded once, with their weights; nothing is committed below the minimum."""
         for command in proposal.commands:
             if isinstance(command, Fold):
                 folded = self.folded.setdefault(command.key, [])
@@ -253,7 +253,7 @@ class Ledger:
                 self._check_fold(command)
             elif isinstance(command, Restart):
                 self.folded[command.key] = []
-                assert self.jobs[command.key.job_id].spec.durability == "spool", "they cannot be folded again"
+                assert self.jobs[command.key.job_id].spec.durability == "spool", "updates cannot be folded again"
             elif isinstance(command, Commit):
                 num_folded = len(self.folded.get(command.key, ()))
                 assert command.num_updates == num_folded >= self.attempts[command.key].minimum
@@ -271,7 +271,7 @@ class Ledger:
                 self._check_influence(change.job, merged)
 
     def _check_influence(self, job: JobState, merged: Sequence[Assignment]) -> None:
-        """What is in a version counted for what its rows say; no weight and no norm is far above the median."""
+        """A version's updates counted with the weights in their rows; no weight and no norm is far above the median."""
         spec = job.spec
         if merged and merged[0].folded_into is not None:
             counted = self.counted[merged[0].folded_into]
@@ -294,7 +294,7 @@ class Ledger:
         spec = self.jobs[command.key.job_id].spec
         assert found.digest == command.digest
         assert found.state not in (AssignmentState.TRAINING, AssignmentState.UPLOADING)
-        assert found.folded_into == command.key, "it is folded into two versions"
+        assert found.folded_into == command.key, "an update is folded into two versions"
         staleness = attempt.base_version - found.base_version
         assert command.base_version == found.base_version
         assert command.contribution.staleness == found.staleness == staleness >= 0
@@ -307,7 +307,7 @@ class Ledger:
             assert staleness <= spec.buffered.max_staleness
 
     def _check_acknowledged(self, events: Sequence[Event], proposal: Proposal) -> None:
-        """A report that was accepted stays as it is until it is merged, or has ended for another reason."""
+        """An accepted report does not change until it is merged, or ends for another reason."""
         for event, verdict in zip(events, proposal.verdicts, strict=True):
             if isinstance(event, UpdateReported) and verdict.accepted:
                 assert self.acknowledged.setdefault((event.key, event.client_id), event.digest) == event.digest
@@ -348,7 +348,7 @@ class Ledger:
         assert all(room.num_waiting(population) == waiting[population] for population in {*waiting, "demo"})
 
     def _check_memory(self, job: JobState) -> None:
-        """What is remembered follows from what is stored; and so does who may be drawn."""
+        """The participation history, and which clients may be drawn, follow from what is stored."""
         job_id, room = job.job_id, self.coordinator.room
         memory = self.coordinator.histories.get(job_id)
         if job.status in ENDED_JOBS or not job.spec.remembers:
@@ -372,7 +372,7 @@ class Ledger:
         assert room.num_spent(job_id) == len(accepted & spent & (rests | out))
 
     def _share(self, demand: Demand) -> tuple[set[str], set[str]]:
-        """Who took part in as many rounds as it may; and who of them may not be drawn for this attempt."""
+        """The clients that used up their limit, and those of them that may not be drawn for this attempt."""
         rounds: dict[str, set[int]] = {}
         last: dict[str, tuple[int, int]] = {}
         for p in self.participations(demand.key.job_id):
@@ -383,7 +383,7 @@ class Ledger:
         return spent, {name for name in spent if last[name][0] < demand.key.round or last[name] == demand.key[1:]}
 
     def _check_rows(self, job: JobState) -> None:
-        """The rows say what the coordinator says."""
+        """The rows agree with the coordinator."""
         attempt = job.attempt
         bare = structs.replace(attempt, assignments={}) if attempt is not None else None
         assert self.jobs[job.job_id] == structs.replace(job, attempt=bare, carried_over=NO_ASSIGNMENTS)
@@ -398,18 +398,18 @@ class Ledger:
         for crew in job.assignment_sets:
             crews.check_crew(crew, self.cohorts)
         working = [row for crew in job.assignment_sets for row in crew.assignments.values() if row.is_open]
-        assert {(row.key, row.client_id): row for row in working} == self.unended[job.job_id], "somebody got lost"
-        assert len(working) == len(self.unended[job.job_id]), "somebody is there twice"
+        assert {(row.key, row.client_id): row for row in working} == self.unended[job.job_id], "an assignment got lost"
+        assert len(working) == len(self.unended[job.job_id]), "an assignment is there twice"
         if job.spec.buffered is None:
             assert dict(attempt.assignments) == self.cohorts.get(attempt.key, {})
             assert not job.carried_over.assignments
         else:
             crews.check_buffer(job, list(self.unended[job.job_id].values()), self.coordinator.room)
         if attempt.num_busy or (attempt.phase is AttemptPhase.COLLECTING and job.spec.buffered is None):
-            assert attempt.num_busy or attempt.closes_at is not None, "nobody is left to wait for"
+            assert attempt.num_busy or attempt.closes_at is not None, "no client is left to wait for"
             assert attempt.phase is AttemptPhase.COLLECTING
         if not attempt.is_open:
-            assert attempt.num_reported == 0, "an accepted report has no end"
+            assert attempt.num_reported == 0, "an accepted report was not ended"
         if attempt.is_open and attempt.kind is AttemptKind.TRAIN:
             dropped = {name for name, row in attempt.assignments.items() if row.reason in _TAKEN_OUT}
             folded = [name for name in self.folded.get(attempt.key, []) if name not in dropped]

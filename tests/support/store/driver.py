@@ -97,7 +97,7 @@ def _bare(attempt: Attempt) -> Attempt:
 
 
 def without_moments(job: JobState) -> JobState:
-    """A job without what depends on the clocks; these are tested apart."""
+    """A job without the values that depend on clocks, which have their own tests."""
     job = as_stored(job)
     if job.attempt is None:
         return job
@@ -215,7 +215,7 @@ class Driver:
         )
 
     async def finish_attempt(self, job_id: str, names: str) -> None:
-        """Lets enough fresh clients take part, and as many report as are wanted."""
+        """Lets enough new clients take part, and as many report as needed."""
         attempt = self.coordinator.jobs[job_id].open_attempt
         assert attempt is not None
         if attempt.phase is AttemptPhase.SELECTING:
@@ -228,7 +228,7 @@ class Driver:
         await self.send(TimerFired(job_id))
 
     async def restart(self) -> None:
-        """Forgets everything and goes on with what the store holds."""
+        """Forgets everything and continues with what the store holds."""
         mine = set(self.coordinator.jobs)
         self.now = 5.0
         records = await self.store.jobs.load_jobs(self.now)
@@ -240,7 +240,7 @@ class Driver:
 
 
 async def eventful(driver: Driver, job_id: str = "eventful", job_file: str = JOB_FILE) -> None:
-    """A job to which nearly everything happens that can; at last it is cancelled in round 3."""
+    """A job to which nearly everything happens that can happen; finally it is cancelled in round 3."""
     await driver.create(job_id, job_file)
     await _round_with_failures(driver, job_id)
     await driver.finish_attempt(job_id, "evaluator-")  # the federated evaluation of version 1
@@ -273,7 +273,7 @@ async def _round_with_retries(driver: Driver, job_id: str) -> None:
     await driver.tick(job_id, 200.0)  # all others are late: abandoned, with one report received
     assert driver.coordinator.jobs[job_id].failures == 1
     await driver.tick(job_id, 10.0)
-    await driver.tick(job_id, 50.0)  # nobody came to be selected
+    await driver.tick(job_id, 50.0)  # no client came to be selected
     await driver.tick(job_id, 10.0)
     await driver.check_in("l", "m", "n", "o", "p")
     await driver.operate(job_id, JobAction.PAUSE)
@@ -291,7 +291,7 @@ async def check_invariants(database: str) -> None:
 
 
 async def run_to_the_end(driver: Driver, job_id: str, names: str) -> None:
-    """Lets a job go on until it ends."""
+    """Plays a job until it ends."""
     while driver.coordinator.jobs[job_id].status is JobStatus.RUNNING:
         job = driver.coordinator.jobs[job_id]
         if job.open_attempt is None:

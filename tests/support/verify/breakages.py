@@ -1,4 +1,4 @@
-"""How each invariant can be broken: the check that must find it, and the statement that does it."""
+"""How each invariant can be broken: the check that must find it, and the statement that breaks it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def attempt(name: str, round_: int, number: int, values: str) -> str:
 
 
 def assignment(name: str, round_: int, number: int, where: str, values: str) -> str:
-    """One of the assignments of an attempt."""
+    """Changes one of the assignments of an attempt."""
     of = f"job_id = '{{{name}}}' AND round = {round_} AND number = {number}"
     one = f"(SELECT min(client_id) FROM assignments WHERE {of} AND {where})"
     return f"UPDATE assignments SET {values} WHERE {of} AND client_id = {one}"
@@ -28,7 +28,7 @@ def version(number: int, values: str) -> str:
 
 
 def history(where: str, values: str | None = None) -> str:
-    """Changes the first row of the history of which something holds; without values it is removed."""
+    """Changes the first row of the history that matches `where`; without values it is removed."""
     one = f"sequence = (SELECT min(sequence) FROM history WHERE job_id = '{{done}}' AND {where})"
     return f"DELETE FROM history WHERE {one}" if values is None else f"UPDATE history SET {values} WHERE {one}"
 

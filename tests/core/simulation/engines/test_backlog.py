@@ -1,4 +1,4 @@
-"""The queue of works for others to train: their order, and what of those that nobody wants."""
+"""The queue of training tasks for workers: their order, and how unwanted tasks are dropped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def forgotten() -> list[int]:
 
 @pytest.fixture
 def backlog(forgotten: list[int]) -> WorkQueue[str]:
-    """Four works of a version that is retired already: it is forgotten when the last of them is over."""
+    """Four tasks of a version that is already retired: it is forgotten when the last of them ends."""
     versions = Versions(forgotten.append)
     backlog = WorkQueue[str](versions, LENGTHS.__getitem__)
     backlog.begin(WORKS)
@@ -62,7 +62,7 @@ def test_the_answer_to_a_dropped_work_is_not_kept(backlog: WorkQueue[str], forgo
     numbers = {work: number for number, work in iter(backlog.draw, None)}
     for work in WORKS[1:]:
         backlog.drop(work)
-        assert not forgotten  # whoever trains it needs the version still
+        assert not forgotten  # the worker that trains it still needs the version
         assert not backlog.put(numbers[work], "late")
     assert backlog.put(numbers[WORKS[0]], "early")
     assert backlog.drop(WORKS[0]) == "early"

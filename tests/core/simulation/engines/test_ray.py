@@ -195,14 +195,14 @@ def test_a_cluster_of_its_own_ends_with_the_engine(is_killed: bool) -> None:
         if is_killed:
             program.kill()
             program.wait(60)
-            # Ray's agents look after their parent only from time to time.
+            # Ray's agents check their parent only from time to time.
             members = [process for process in members if "Agent" not in _name(process)]
         else:
             rest, errors = program.communicate("close\n", 60)
             assert (program.returncode, rest.strip(), errors) == (0, "", "")
         _, alive = psutil.wait_procs(members, timeout=60)
     assert not alive
-    assert home.is_dir() == is_killed  # nobody is left then who could remove it
+    assert home.is_dir() == is_killed  # after a kill no process is left to remove it
     shutil.rmtree(home, ignore_errors=True)
 
 
