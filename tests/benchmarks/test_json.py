@@ -91,7 +91,7 @@ def test_a_table_of_a_paper_is_an_object_too(capsys: pytest.CaptureFixture[str],
     assert (found["machine"], found["date"]) == ("a machine", "2026-01-02")
 
 
-def test_a_number_that_is_none_is_null(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nan_and_none_are_null(capsys: pytest.CaptureFixture[str]) -> None:
     made = report.Report(name="copy", title="Copies", columns=("GB/s",), rows=((float("nan"),), (None,)))
     report.finish(made, as_json=True, save=False)
     assert json.loads(capsys.readouterr().out)["rows"] == [[None], [None]]

@@ -144,7 +144,7 @@ def test_attackers_report_what_the_attack_says(mnist: Path, attack: str, monkeyp
     assert second[0].tobytes() == second[1].tobytes() != good[0].tobytes()
 
 
-def test_a_cell_that_was_stopped_goes_on(mnist: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_stopped_cell_resumes(mnist: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(reproduction, "CHECKPOINT_S", 0.0)
     paper, resumed = PAPERS[0], list[bool]()
     cell = dataclasses.replace(paper.cells[0], quick=("rounds=3", "selection.goal=2"))

@@ -67,7 +67,7 @@ def only_line(result: Result, status: int) -> str:
 @pytest.mark.fault("F30")
 @pytest.mark.parametrize(("planned", "error"), ENDS, ids=["fenced", "revoked"])
 @pytest.mark.parametrize("call", ["OpenSession", "CheckIn", "Download", "Upload", "Report", "Fail"])
-def test_who_is_fenced_or_revoked_ends_wherever_it_hears_of_it(
+def test_a_fenced_or_revoked_client_ends_whichever_call_reports_it(
     fleet: FakeFleet,
     make_client: MakeClient,
     model: model_pb2.ModelRef,
@@ -87,7 +87,7 @@ def test_who_is_fenced_or_revoked_ends_wherever_it_hears_of_it(
 
 @pytest.mark.fault("F30")
 @pytest.mark.parametrize("planned", [FENCED, REVOKED], ids=["fenced", "revoked"])
-def test_the_command_says_so_in_one_line(
+def test_the_command_reports_it_in_one_line(
     fleet: FakeFleet, run: Callable[..., Result], planned: tuple[grpc.StatusCode, str]
 ) -> None:
     fleet.failures["CheckIn"] = [planned]
@@ -116,7 +116,7 @@ def test_a_lost_session_is_replaced_without_a_word(
 
 
 @pytest.mark.fault("F30")
-def test_a_client_that_is_started_again_goes_on_as_who_it_was(
+def test_a_client_that_is_started_again_keeps_its_identity(
     fleet: FakeFleet, model: model_pb2.ModelRef, run: Callable[..., Result]
 ) -> None:
     """Both with and without its ticket."""

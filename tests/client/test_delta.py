@@ -140,7 +140,7 @@ def test_a_delta_is_resumed_where_it_broke(versions: Versions, make_client: Make
     assert versions.fleet.sent_bytes == [first.size_bytes, 50_000, delta.size_bytes - 50_000]
 
 
-def test_who_has_not_the_base_gets_the_whole_model(
+def test_a_client_without_the_base_gets_the_whole_model(
     versions: Versions, make_client: MakeClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "fedplat_client")

@@ -27,7 +27,7 @@ MakeClient = Callable[..., Client]
 
 
 @pytest.mark.fault("F34")
-def test_the_servers_stop_reaches_the_trainer_and_the_client_goes_on(
+def test_the_servers_stop_reaches_the_trainer_and_the_client_continues(
     fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef
 ) -> None:
     fleet.assign(model)
@@ -75,7 +75,7 @@ def test_nothing_is_sent_after_the_stop_whatever_the_trainer_does(
     assert not {"Upload", "Report", "Fail"} & set(fleet.calls)
 
 
-def test_an_error_of_the_trainer_is_reported_and_the_client_goes_on(
+def test_an_error_of_the_trainer_is_reported_and_the_client_continues(
     fleet: FakeFleet,
     make_client: MakeClient,
     model: model_pb2.ModelRef,

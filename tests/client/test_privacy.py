@@ -133,7 +133,7 @@ def test_epsilon_grows_from_round_to_round_over_restarts_whatever_becomes_of_the
     assert last.keys() == {"epsilon", "noise_multiplier", "private_steps", "local_steps"}
 
 
-def test_a_client_refuses_past_its_own_limit_and_says_why(fleet_of: Fleet, tmp_path: Path) -> None:
+def test_a_client_refuses_past_its_own_limit_and_gives_a_reason(fleet_of: Fleet, tmp_path: Path) -> None:
     limit = PrivacyLimit(max_epsilon=(opacus_epsilon(16) + opacus_epsilon(24)) / 2, delta=1e-5)
     for _ in range(4):
         fleet_of.work(trainer(limit))
@@ -144,7 +144,7 @@ def test_a_client_refuses_past_its_own_limit_and_says_why(fleet_of: Fleet, tmp_p
     assert PrivacyLedger(tmp_path / "data" / "privacy.json").load_charges("default") == [StepCharge(1.0, 0.25, 16)]
 
 
-def test_the_limit_is_one_for_all_jobs_and_each_job_hears_of_its_own(fleet_of: Fleet) -> None:
+def test_all_jobs_share_one_limit_and_each_job_gets_its_own_epsilon(fleet_of: Fleet) -> None:
     limit = PrivacyLimit(max_epsilon=(opacus_epsilon(16) + opacus_epsilon(24)) / 2, delta=1e-5)
     for job in ("job-1", "job-2", "job-3"):
         fleet_of.work(trainer(limit), job_id=job)
@@ -308,6 +308,6 @@ def test_a_model_that_opacus_cannot_handle_fails_without_a_traceback(
     "fields",
     [{"max_epsilon": 0.0}, {"max_epsilon": math.nan}, {"delta": 0.0}, {"delta": 1.0}, {"min_noise_multiplier": -1.0}],
 )
-def test_a_limit_that_is_none_is_refused(fields: dict[str, float]) -> None:
+def test_an_invalid_limit_is_refused(fields: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(fields))} is"):
         PrivacyLimit(**{"max_epsilon": 1.0, "delta": 1e-5} | fields)  # type: ignore[arg-type]

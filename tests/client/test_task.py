@@ -99,7 +99,7 @@ def test_the_exported_names_are_pinned() -> None:
 
 
 @pytest.mark.parametrize("remaining_s", [math.nan, math.inf, -math.inf])
-def test_a_deadline_that_is_no_number_changes_nothing(remaining_s: float) -> None:
+def test_a_deadline_that_is_not_a_number_changes_nothing(remaining_s: float) -> None:
     control = Control(training_timeout_s=100.0, upload_timeout_s=10.0, options=ClientOptions(clock=lambda: 0.0))
     control.adjust(remaining_s, uploading=False)
     assert (control.training_remaining_s, control.remaining_s) == (100.0, 110.0)

@@ -155,16 +155,14 @@ def test_a_damaged_cache_is_noticed_and_mended(
 
 
 @pytest.mark.parametrize("digest", ["../../escape", "", "A" * 64, "a" * 63])
-def test_a_digest_that_is_none_never_becomes_a_file_name(
-    fleet: FakeFleet, make_client: MakeClient, digest: str
-) -> None:
+def test_an_invalid_digest_never_becomes_a_file_name(fleet: FakeFleet, make_client: MakeClient, digest: str) -> None:
     fleet.assign(model_pb2.ModelRef(digest=digest, size_bytes=10))
     run(make_client())
     assert "expected 64 lower-case hexadecimal digits" in fleet.requests["Fail"][0].text
     assert "Download" not in fleet.calls
 
 
-def test_a_model_that_is_no_safetensors_file_is_reported(fleet: FakeFleet, make_client: MakeClient) -> None:
+def test_a_model_that_is_not_a_safetensors_file_is_reported(fleet: FakeFleet, make_client: MakeClient) -> None:
     content = b"something else entirely"
     digest = hashlib.sha256(content).hexdigest()
     fleet.models[digest] = content
@@ -190,7 +188,7 @@ def test_a_cut_upload_resumes_at_the_byte_that_the_server_names(
 
 
 @pytest.mark.fault("F14", "F15")
-def test_an_upload_goes_on_from_what_an_earlier_process_sent(
+def test_an_upload_continues_from_what_an_earlier_process_sent(
     fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, base: Parameters
 ) -> None:
     update = trained_update(base).to_bytes()
@@ -242,7 +240,7 @@ def test_an_upload_that_cannot_be_done_is_given_up(
 
 
 @pytest.mark.fault("F39")
-def test_a_busy_server_is_asked_again_in_its_window_and_that_is_no_failure(
+def test_a_busy_server_is_asked_again_in_its_window_which_is_not_a_failure(
     fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef
 ) -> None:
     fleet.failures["Upload"] = [(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_UPLOADS")] * 20

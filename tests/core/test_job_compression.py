@@ -34,7 +34,7 @@ def test_each_codec_has_a_name_in_job_files(name: str, table: str) -> None:
 
 
 @pytest.mark.parametrize("name", codecs.CODECS)
-def test_versions_are_sent_with_each_codec_to_whoever_knows_it(name: str) -> None:
+def test_versions_are_sent_with_each_codec_to_clients_that_know_it(name: str) -> None:
     compression = parse_job(SMALL + f"[compression]\ndownlink = {{codec = '{name}'}}\n").compression
     assert (compression.uplink, compression.downlink) == (None, codecs.CODECS[name]())
     assert compression.names == frozenset()

@@ -95,7 +95,7 @@ def test_bounds_that_make_no_sense_are_refused(tables: str, words: str):
 
 
 @pytest.mark.parametrize("setting", ["max_norm = 1.0", "outlier_factor = 10.0"])
-def test_private_jobs_clip_and_judge_nobody_by_the_others(setting: str):
+def test_private_jobs_clip_and_judge_no_client_by_the_others(setting: str):
     base = SMALL[: SMALL.index("[selection]")] if "[selection]" in SMALL else SMALL.replace("selection.goal = 4\n", "")
     assert parse_job(base + PRIVATE.format("")).outlier_factor == 0.0
     with pytest.raises(JobFileError, match=f"updates.{setting.split(maxsplit=1)[0]} = .*clipping bounds each update"):

@@ -77,7 +77,7 @@ def test_expressions_over_a_phones_labels(text: str, expected: bool):
 
 @pytest.mark.parametrize("value", ["nan", "NaN", "-nan", "", "x", "0x10", "1e", "4096 MB"])
 @pytest.mark.parametrize("comparison", ["== 5", "!= 5", "< 5", "<= 5", "> 5", ">= 5", "in [5]"])
-def test_a_label_that_is_no_number_compares_false(value: str, comparison: str):
+def test_a_label_that_is_not_a_number_compares_false(value: str, comparison: str):
     assert compile_expression(f"x {comparison}")({"x": value}) is False
 
 

@@ -146,7 +146,7 @@ def test_training_moves_the_model_and_the_update_says_by_how_much():
     np.testing.assert_allclose(update.to_vector(), [-0.1] * 3, rtol=1e-5)
 
 
-def test_without_torch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+def test_without_torch_the_error_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch):
     real_import = builtins.__import__
 
     def no_torch(name: str, *args: Any, **kwargs: Any) -> Any:

@@ -101,7 +101,7 @@ def test_options_are_text_and_back(options: codecs.Options) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "bf16", '{"codec":"x"}', '{"codec":"bf16","bits":4}', "[]", "\ud800"])
-def test_options_that_nobody_knows(text: str) -> None:
+def test_unknown_options(text: str) -> None:
     with pytest.raises(CodecError, match=r"supported codecs: .*bf16"):
         options_from_text(text)
 

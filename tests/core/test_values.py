@@ -129,7 +129,7 @@ def test_a_file_is_read_as_memory_is(tmp_path: Path, sizes: tuple[int, int, int]
 
 
 @pytest.mark.parametrize("content", [b"", bytes(7), bytes(8), b"\xff" * 100])
-def test_a_file_that_is_no_model_is_refused(tmp_path: Path, content: bytes):
+def test_a_file_that_is_not_a_model_is_refused(tmp_path: Path, content: bytes):
     (tmp_path / "m").write_bytes(content)
     with pytest.raises(ModelError):
         ModelFile.open(tmp_path / "m")

@@ -58,7 +58,7 @@ def cost(rounds: int) -> float:
     return epsilon([PER_ROUND] * rounds, 1e-5)
 
 
-def test_a_client_declines_what_is_beyond_its_limit_and_the_server_hears_why(tmp_path: Path) -> None:
+def test_a_client_declines_what_is_beyond_its_limit_and_the_server_is_told_why(tmp_path: Path) -> None:
     limits = [PrivacyLimit(max_epsilon=limit, delta=1e-5) for limit in (cost(ROUNDS) * 1.01, cost(2) * 1.01)]
     data = TensorDataset(torch.ones(20, 3), torch.ones(20, 1))
     model = Parameters.from_arrays({"weight": np.zeros((1, 3), "f4"), "bias": np.zeros(1, "f4")})

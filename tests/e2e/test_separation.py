@@ -37,7 +37,7 @@ JOB = write_job(
 
 
 @pytest.mark.fault("F2")
-def test_nobody_is_drawn_too_soon_although_the_server_was_killed(tmp_path: Path) -> None:
+def test_no_client_is_drawn_too_soon_although_the_server_was_killed(tmp_path: Path) -> None:
     """Six clients for seven rounds of two: each has to take part in every third round, or the job starves."""
     in_training, go_on = threading.Event(), threading.Event()
     rounds: dict[int, set[int]] = {number: set() for number in range(6)}

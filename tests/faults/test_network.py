@@ -109,7 +109,7 @@ async def test_a_report_that_arrives_after_the_deadline_is_late(site: Site) -> N
 
 
 @pytest.mark.fault("F19", "F12")
-async def test_a_client_that_hears_nothing_reports_until_it_does(site: Site, tmp_path: Path) -> None:
+async def test_a_client_without_a_receipt_reports_until_it_gets_one(site: Site, tmp_path: Path) -> None:
     """The server receives every report, and the client no receipt: the update counts once."""
     job = await site.operator.start(job_file(goal=1))
     async with proxy.running(site.address) as network:

@@ -138,7 +138,7 @@ async def test_a_blackhole_holds_bytes_back_and_loses_none() -> None:
         other.close()
 
 
-async def test_a_one_way_partition_lets_the_server_hear() -> None:
+async def test_a_one_way_partition_lets_the_server_receive() -> None:
     async with echoing() as (echo, network):
         reader, writer = await dial(network.address)
         writer.write(b"one")

@@ -15,7 +15,7 @@ NUM_MESSAGES = 3000
 @pytest.mark.slow
 @pytest.mark.fault("F22", "F23", "F24", "F25", "F26", "F27")
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
-def test_a_daemon_in_a_storm_goes_on(tmp_path: Path, database: str) -> None:
+def test_a_daemon_continues_in_a_storm(tmp_path: Path, database: str) -> None:
     seed = random.SystemRandom().randrange(2**32)
     with flood.stores(database) as found:
         outcome = flood.run(tmp_path, NUM_MESSAGES, seed, found[database])

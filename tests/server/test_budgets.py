@@ -157,7 +157,7 @@ async def test_a_budget_is_no_less_than_what_is_planned(site: Site) -> None:
 @pytest.mark.parametrize(
     ("epsilon", "delta"), [(0.0, DELTA), (math.nan, DELTA), (math.inf, DELTA), (1.0, 0.0), (1.0, 1.0), (1.0, math.nan)]
 )
-async def test_a_budget_that_is_none_is_refused(site: Site, epsilon: float, delta: float) -> None:
+async def test_an_invalid_budget_is_refused(site: Site, epsilon: float, delta: float) -> None:
     await refused(budget(site, epsilon, delta), grpc.StatusCode.INVALID_ARGUMENT)
 
 
@@ -195,7 +195,7 @@ async def test_what_changes_while_it_is_looked_at_is_looked_at_again(
     assert "expected a job with [privacy]" in await refused(creation)
 
 
-async def test_a_job_that_is_not_private_says_so(site: Site) -> None:
+async def test_a_job_that_is_not_private_is_shown_as_such(site: Site) -> None:
     job = await site.operator.create(job_file())
     found = await show(site, job.job_id)
     assert found.jobs[0] == admin_pb2.JobPrivacy(

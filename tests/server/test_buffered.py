@@ -84,7 +84,7 @@ async def test_fedasync_moves_towards_the_clients_model(site: Site) -> None:
     np.testing.assert_allclose((await site.operator.model(job)).to_vector(), second, rtol=1e-5, atol=1e-6)
 
 
-async def test_who_is_too_far_behind_hears_it_at_once(site: Site) -> None:
+async def test_a_client_that_is_too_far_behind_is_told_at_once(site: Site) -> None:
     job, (a, b, slow), work = await begun(site, text(mode="max_staleness = 0", rounds=3))
     content = update_of(initial_model(), 0).to_bytes()
     beating = slow.heartbeat(work[2].token)
@@ -137,7 +137,7 @@ async def test_a_half_full_buffer_and_who_works_outlive_the_server(folder: Path)
     assert not list((folder / "uploads").iterdir())
 
 
-async def test_updates_in_memory_are_lost_and_who_works_goes_on(folder: Path) -> None:
+async def test_updates_in_memory_are_lost_and_working_clients_continue(folder: Path) -> None:
     content = update_of(initial_model(), 0).to_bytes()
     async with daemons.running(folder) as site:
         job, clients, work = await begun(site, 'durability = "memory"\n' + text(rounds=1))

@@ -126,7 +126,7 @@ async def test_a_full_waiting_room(folder: Path) -> None:
 
 
 @pytest.mark.fault("F36")
-async def test_whoever_waits_while_the_server_stops_hears_so(folder: Path) -> None:
+async def test_clients_that_wait_while_the_server_stops_are_told(folder: Path) -> None:
     async with daemons.running(folder) as site:
         client, working = await site.fleet(2)
         await site.operator.start(job_file(goal=1))

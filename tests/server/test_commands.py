@@ -141,7 +141,7 @@ def test_init_refuses_a_profile_of_another_database(run: Run, data: Path) -> Non
     assert "belongs to no operator in this database" in err
 
 
-def test_init_says_when_the_certificate_is_for_somebody_else(run: Run) -> None:
+def test_init_reports_a_certificate_for_another_host(run: Run) -> None:
     run("init", "--host", "one.example.org")
     status, _, err = run("init", "--host", "two.example.org")
     assert (status, err.count("\n")) == (2, 1)

@@ -56,7 +56,7 @@ def test_the_process_is_killed_at_the_point(setting: str, printed: list[str]) ->
 
 
 @pytest.mark.parametrize("setting", [None, "", "three", "one:4", "two", "two.after:3"])
-def test_it_goes_on_when_the_point_is_not_reached(setting: str | None) -> None:
+def test_it_continues_when_the_point_is_not_reached(setting: str | None) -> None:
     assert run(setting) == (0, ALL)
 
 

@@ -72,7 +72,7 @@ async def working(site: Site, model: Parameters) -> tuple[str, RawClient, str]:
     return job, client, (await client.assignment()).token
 
 
-async def test_an_upload_goes_on_when_there_is_room_again(site: Site, disk: Disk) -> None:
+async def test_an_upload_continues_when_there_is_room_again(site: Site, disk: Disk) -> None:
     job, client, token = await working(site, initial_model())
     content = update_of(initial_model(), 0).to_bytes()
     before = await num_full(site)

@@ -64,7 +64,7 @@ async def test_what_comes_with_its_assignment_needs_no_delta(site: Site) -> None
     assert not assignments[0].HasField("delta")
 
 
-async def test_a_delta_that_is_no_smaller_than_the_model_is_of_no_use(site: Site) -> None:
+async def test_a_delta_is_not_offered_unless_it_is_smaller_than_the_model(site: Site) -> None:
     text = job_file(rounds=2, more='[compression]\ndownlink = {codec = "none"}\n')
     base = Parameters.from_arrays({"weight": np.ones(30_000, np.float16)})
     _, assignments = await second_round(site, base, text)

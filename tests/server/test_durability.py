@@ -45,7 +45,7 @@ async def begun(site: Site, text: str, num_clients: int) -> tuple[str, list[RawC
 
 
 @pytest.mark.fault("F2", "F12", "F14", "F15")
-async def test_a_round_goes_on_in_the_middle(folder: Path) -> None:
+async def test_a_round_continues_in_the_middle(folder: Path) -> None:
     """One client has reported, one uploads, one was restarted; the model is what its updates give (I10)."""
     text = job_file(goal=3, more='[aggregation]\nrule = "fedavgm"\nmomentum = 0.5\n')
     updates = [update_of(initial_model(), seed) for seed in range(3)]
@@ -185,7 +185,7 @@ async def test_both_kinds_of_jobs_give_the_same_model(site: Site) -> None:
     np.testing.assert_array_equal(models[0].buffer, models[1].buffer)
 
 
-async def test_memory_is_refused_where_there_is_none(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_is_refused_on_platforms_without_it(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spool_file, "CAN_KEEP_IN_MEMORY", False)
     with pytest.raises(aio.AioRpcError) as caught:
         await site.operator.create(MEMORY + job_file())

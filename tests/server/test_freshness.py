@@ -88,7 +88,7 @@ def test_sessions_that_are_remembered_have_a_bound(steps: list[tuple[bool, int, 
         assert all(known.count(client_id) <= MAX_OF_CLIENT for client_id in known)
 
 
-def test_a_client_that_opens_many_sessions_pushes_nobody_out() -> None:
+def test_a_client_that_opens_many_sessions_pushes_no_other_out() -> None:
     sessions = Sessions(max_sessions=10)
     sessions.open("quiet", "c-1", 1)
     for number in range(1000):

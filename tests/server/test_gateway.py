@@ -75,7 +75,7 @@ async def test_a_job_completes_with_clients_of_both_daemons(leader: Site, gatewa
     assert events[-1].to_state == "COMPLETED"
 
 
-async def test_the_status_says_who_leads_and_who_passed_the_call_on(leader: Site, gateway: Site) -> None:
+async def test_the_status_names_the_leader_and_the_gateway(leader: Site, gateway: Site) -> None:
     direct, passed_on = await status(leader), await status(gateway)
     assert (direct.term, direct.gateway, direct.leader_address) == (1, "", leader.address)
     assert passed_on.leader == direct.leader
@@ -197,7 +197,7 @@ async def test_a_leader_whose_term_is_over_becomes_a_gateway(leader: Site, gatew
 
 
 @pytest.mark.fault("F19")
-async def test_callers_hear_unavailable_while_the_leader_is_out_of_reach(
+async def test_callers_get_unavailable_while_the_leader_is_out_of_reach(
     leader: Site, gateway: Site, postgres: str
 ) -> None:
     nowhere = f"holder = 'd-gone', address = '127.0.0.1:{free_port()}', expires_unix_s = expires_unix_s + 3600"

@@ -29,7 +29,7 @@ class Asked:
         return {key: len(key) for key in keys if not key.startswith("x")}
 
 
-async def test_whoever_asks_meanwhile_shares_the_next_call() -> None:
+async def test_callers_that_ask_meanwhile_share_the_next_call() -> None:
     asked = Asked()
     gathered = BatchLoader(asked, max_keys=3)
     gate = asked.gate = Gate()
@@ -61,7 +61,7 @@ async def test_a_caller_that_is_gone_is_left_out() -> None:
     assert [call.cancelled() for call in calls] == [True, True, False]
 
 
-async def test_everybody_hears_of_a_failure_and_the_next_call_is_made() -> None:
+async def test_all_callers_are_told_of_a_failure_and_the_next_call_is_made() -> None:
     asked = Asked()
     asked.failing = True
     gathered = BatchLoader(asked)

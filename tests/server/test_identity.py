@@ -60,7 +60,7 @@ async def test_every_call_must_be_signed_with_the_clients_key(site: Site) -> Non
         assert await refused(call) == (S.UNAUTHENTICATED, "BAD_SIGNATURE")
 
 
-async def test_sessions_that_nobody_has_opened_are_unknown(site: Site) -> None:
+async def test_sessions_that_were_never_opened_are_unknown(site: Site) -> None:
     client = await site.enroll()
     for session_id in ("no-session", "x" * 2000, client.client_id):
         client.session_id = session_id
@@ -71,7 +71,7 @@ async def test_sessions_that_nobody_has_opened_are_unknown(site: Site) -> None:
 BAD_COUNTERS = ("", "0", "-1", "+1", "1.0", "1e3", "²", "9" * 19, "9" * 20, " 1")
 
 
-async def test_calls_that_do_not_say_who_makes_them(site: Site) -> None:
+async def test_calls_that_do_not_name_their_caller(site: Site) -> None:
     client = await site.enroll()
     request = fleet_pb2.CheckInRequest(protocol_version=wire.PROTOCOL_VERSION)
     good = dict(client.signed("CheckIn", request))
@@ -137,7 +137,7 @@ async def test_the_header_of_an_upload_is_signed(site: Site) -> None:
     assert (await client.deliver(token, content)).HasField("receipt")
 
 
-async def test_after_a_restart_a_session_is_unknown_and_another_goes_on(folder: Any) -> None:
+async def test_after_a_restart_a_session_is_unknown_and_a_new_one_continues(folder: Any) -> None:
     async with daemons.running(folder) as site:
         client = await site.enroll(key="the-one-client")
     async with daemons.running(folder) as site:
@@ -249,7 +249,7 @@ async def test_a_key_must_be_proven_to_enroll(site: Site) -> None:
     await enrolling(thief, ticket)
 
 
-async def test_tokens_of_no_use_let_nobody_in_and_say_why(site: Site) -> None:
+async def test_tokens_of_no_use_let_no_client_in_and_give_a_reason(site: Site) -> None:
     used, foreign, revoked = [await site.operator.ticket() for _ in range(3)]
     await enrolling(newcomer(site, "the first"), used, idempotency_key="the-first-key")
     listed = await enrollments(site)
@@ -363,7 +363,7 @@ async def test_revocation_ends_the_long_poll_of_a_free_client(site: Site) -> Non
     await site.waiting(0)
 
 
-async def test_revocation_ends_the_work_of_a_client_and_the_round_goes_on(site: Site) -> None:
+async def test_revocation_ends_the_work_of_a_client_and_the_round_continues(site: Site) -> None:
     job = await site.operator.start(job_file(goal=1, over_selection=2.0))
     good, bad = await site.fleet(2)
     good_work, bad_work = await site.assign([good, bad])

@@ -139,7 +139,7 @@ async def test_a_long_list_of_mistakes_still_arrives(site: Site) -> None:
     ],
 )
 @pytest.mark.fault("F23")
-async def test_a_model_that_is_none_is_refused(site: Site, content: bytes, said: str) -> None:
+async def test_an_invalid_model_is_refused(site: Site, content: bytes, said: str) -> None:
     with pytest.raises(aio.AioRpcError) as caught:
         await site.operator.upload(content)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -168,7 +168,7 @@ async def test_models_that_cannot_be_trained_are_refused(site: Site) -> None:
     assert "upload it first" in (caught.value.details() or "")
 
 
-async def test_listing_clients_says_what_they_do(site: Site) -> None:
+async def test_listing_clients_shows_their_work(site: Site) -> None:
     await site.operator.start(job_file(goal=1))
     busy, waits, away = await site.fleet(3)
     await busy.assignment(labels={"region": "eu"})

@@ -78,7 +78,7 @@ async def test_a_save_that_did_not_happen_is_done_again_by_who_asked_for_it() ->
 
 
 @pytest.mark.fault("F9", "F10")
-async def test_while_in_doubt_callers_hear_it_at_once_and_own_events_wait() -> None:
+async def test_while_in_doubt_callers_are_told_at_once_and_own_events_wait() -> None:
     async with bench() as it:
         await it.act(JobAction.START, "toy")
         lost, gate = LostReplies(it), Gate()

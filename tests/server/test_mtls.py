@@ -46,7 +46,7 @@ async def place(folder: Path, clock: Clock) -> AsyncGenerator[Place]:
 # --- who is believed -------------------------------------------------------------------------------------------------
 
 
-async def test_the_certificate_says_who_calls(place: Place) -> None:
+async def test_the_certificate_identifies_the_caller(place: Place) -> None:
     job = await place.site.operator.start(job_file(goal=1))
     client = await place.site.enroll()
     certified = place.certified(client, await place.certificate(client))
@@ -251,7 +251,7 @@ async def test_the_sdk_gets_another_certificate_when_tls_refuses_the_one_it_has(
 
 
 @pytest.mark.fault("F31")
-async def test_the_sdk_gets_another_certificate_when_the_server_says_that_it_expired(
+async def test_the_sdk_gets_another_certificate_when_the_server_reports_it_as_expired(
     place: Place, clock: Clock, tmp_path: Path
 ) -> None:
     """The client's clock stands still while the server's goes from 30 minutes before the expiry to 6 after it."""

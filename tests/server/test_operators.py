@@ -100,7 +100,7 @@ def described(file: descriptor_pb2.FileDescriptorProto) -> ServiceDescriptor:
 
 
 @pytest.mark.parametrize("method", access.METHODS)
-async def test_nobody_gets_in_without_a_token(site: Site, method: str) -> None:
+async def test_no_operator_gets_in_without_a_token(site: Site, method: str) -> None:
     code, text = await refusal(call(site, method))
     assert code is grpc.StatusCode.UNAUTHENTICATED
     assert "fedplat-server operator add NAME --out FILE" in text

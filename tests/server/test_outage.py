@@ -34,7 +34,7 @@ async def unavailable(call: Awaitable[object]) -> None:
 
 
 @pytest.mark.fault("F9")
-async def test_callers_hear_unavailable_and_the_round_goes_on_afterwards(site: Site) -> None:
+async def test_callers_get_unavailable_and_the_round_continues_afterwards(site: Site) -> None:
     job = await site.operator.start(job_file(goal=2))
     one, two = await site.fleet(2)
     tokens = [assignment.token for assignment in await site.assign([one, two])]

@@ -168,7 +168,7 @@ METRICS = "metrics = { noise_multiplier = 0.01, bounds = { loss = [0.0, 10.0] } 
 
 
 @pytest.mark.parametrize("metrics", ["", METRICS])
-async def test_nobody_is_told_a_clients_metrics(site: Site, metrics: str) -> None:
+async def test_a_clients_metrics_are_not_disclosed(site: Site, metrics: str) -> None:
     job, clients = await start(site, private(privacy=metrics)), await site.fleet(GOAL)
     for client, one in zip(clients, await site.assign(clients), strict=True):
         await client.deliver(one.token, update(1, 1.0), 10.0, {"loss": 4.0, "patient": 17.0})
@@ -206,7 +206,7 @@ def poisson(rate: float) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [1e-9, 1.0])
-async def test_when_a_version_comes_does_not_tell_who_was_drawn(site: Site, rate: float) -> None:
+async def test_the_time_of_a_version_does_not_reveal_who_was_drawn(site: Site, rate: float) -> None:
     """If all clients report at once, or none was drawn, the version comes no earlier than after the whole time."""
     clients = await site.fleet(GOAL)
     job, begun = await start(site, poisson(rate)), time.monotonic()

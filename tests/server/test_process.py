@@ -190,7 +190,7 @@ def test_ctrl_c_in_the_middle_of_a_job_and_a_restart(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fault("F37")
-def test_a_log_that_nobody_reads_stops_no_round(folder: Path) -> None:
+def test_a_log_that_is_not_read_stops_no_round(folder: Path) -> None:
     with started(folder, "--log-level", "DEBUG") as server, channel(server.until_ready()) as made:
         caller = Caller(made)
         filler = "x" * 900

@@ -174,7 +174,7 @@ async def test_updates_whose_sum_overflows_never_become_a_version(site: Site) ->
 
 
 @pytest.mark.fault("F12", "F13", "F21")
-async def test_a_repeated_report_gets_the_first_receipt_for_ever(folder: Path) -> None:
+async def test_a_repeated_report_always_gets_the_first_receipt(folder: Path) -> None:
     content, other = UPDATE.to_bytes(), OTHER.to_bytes()
     async with daemons.running(folder) as site:
         job, (one, two), tokens = await pair(site)
@@ -223,7 +223,7 @@ async def test_giving_up(site: Site) -> None:
     assert reason_name(answer.refusal.reason) == "TRAINER_ERROR"
 
 
-async def test_giving_up_for_a_reason_that_is_none(site: Site) -> None:
+async def test_giving_up_for_an_invalid_reason(site: Site) -> None:
     _, clients, tokens = await pair(site)
     for reason in (0, 1, model_pb2.REASON_REJECTED_NONFINITE, 999):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -242,7 +242,7 @@ async def test_heartbeats_tell_the_time_that_is_left(site: Site) -> None:
 
 
 @pytest.mark.fault("F34")
-async def test_every_heartbeat_hears_of_the_end_also_after_another_was_cut(site: Site) -> None:
+async def test_every_heartbeat_is_told_of_the_end_also_after_another_was_cut(site: Site) -> None:
     job, (one, two), tokens = await pair(site)
     heartbeats = [two.heartbeat(tokens[1]) for _ in range(3)]
     await two.query(tokens[1], "0" * 64)  # later than the heartbeats, on the same connection

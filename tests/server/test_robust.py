@@ -115,7 +115,7 @@ async def test_an_attempt_without_a_trusted_client_is_tried_again(site: Site) ->
 
 
 @pytest.mark.fault("F2")
-async def test_a_round_goes_on_in_the_middle(folder: Path) -> None:
+async def test_a_round_continues_in_the_middle(folder: Path) -> None:
     """The model has the updates that were in the spool before the crash and those that came after it (I10)."""
     text = job_file(goal=5, more=OPTIMIZER + table('name = "median"', 'before = [{name = "bucketing", size = 1}]\n'))
     async with daemons.running(folder) as site:

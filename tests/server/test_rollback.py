@@ -96,7 +96,7 @@ async def test_what_cannot_be_rolled_back_is_refused_in_words(site: Site) -> Non
         await roll_back(site, job, 0)
 
 
-async def test_a_tree_of_noise_goes_on_over_a_rollback(folder: Path) -> None:
+async def test_a_tree_of_noise_continues_over_a_rollback(folder: Path) -> None:
     """All steps together have the noise of the tree's nodes, each once, as if there were no rollback.
 
     Nothing is charged for the rollback.

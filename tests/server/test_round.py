@@ -166,7 +166,7 @@ async def test_two_jobs_share_one_fleet(site: Site) -> None:
 
 
 @pytest.mark.fault("F33")
-async def test_without_clients_a_job_waits_and_says_why(site: Site) -> None:
+async def test_without_clients_a_job_waits_and_gives_a_reason(site: Site) -> None:
     more = "[deadlines]\nselection_s = 0.05\n[retry]\nbase_s = 0.05\nmax_s = 3600"
     job = await site.operator.start(job_file(goal=2, more=more))
     one = await site.enroll()

@@ -115,7 +115,7 @@ async def test_own_events_are_tried_until_they_are_stored() -> None:
         assert tries == 3
 
 
-async def test_an_event_that_the_database_refuses_harms_nobody_else() -> None:
+async def test_an_event_that_the_database_refuses_harms_no_other_caller() -> None:
     async with bench() as it:
         await it.act(JobAction.START)
         poison = asyncio.Event()
@@ -151,7 +151,7 @@ async def test_an_own_event_that_the_database_refuses_ends_the_runner() -> None:
         assert isinstance(it.task.exception(), StoreError)
 
 
-async def test_somebody_else_in_the_database_ends_the_runner_with_advice() -> None:
+async def test_another_writer_in_the_database_ends_the_runner_with_advice() -> None:
     async with bench() as it:
 
         async def stale() -> None:

@@ -98,7 +98,7 @@ async def test_an_expired_certificate_is_named(folder: Path, folder_pki: PkiFold
         assert "certificates renew" in text
 
 
-def test_a_connection_that_is_fine_has_no_problem_and_neither_has_nobody(folder: Path) -> None:
+def test_neither_a_good_connection_nor_a_missing_server_has_a_problem(folder: Path) -> None:
     assert handshake.problem("localhost:1") == ""
     assert handshake.problem("no such host:1") == ""
     assert handshake.problem("localhost:nonsense", insecure=True) == ""
@@ -156,7 +156,7 @@ async def test_certificate_and_authority_change_in_the_middle_of_a_round(folder:
 
 
 @pytest.mark.fault("F31")
-async def test_every_port_takes_up_new_files_whoever_saw_them_first(folder_pki: PkiFolder) -> None:
+async def test_every_port_takes_up_new_files_whichever_saw_them_first(folder_pki: PkiFolder) -> None:
     certificates = Certificates(folder_pki.files)
     server = aio.server()
     ports = [server.add_secure_port("127.0.0.1:0", certificates.credentials()) for _ in range(2)]
@@ -226,7 +226,7 @@ def test_the_log_warns_of_the_end(days: float, event: str | None, folder_pki: Pk
     assert [line["event"] for line in lines] == ([event] if event is not None else [])
 
 
-def test_a_server_does_not_start_with_certificates_that_nobody_could_use(folder_pki: PkiFolder) -> None:
+def test_a_server_does_not_start_with_unusable_certificates(folder_pki: PkiFolder) -> None:
     sign(folder_pki, days=-1)
     with pytest.raises(ConfigError, match=r"expired .* certificates renew"):
         Certificates(folder_pki.files)

@@ -116,7 +116,7 @@ async def test_more_bytes_than_announced_or_allowed(site: Site) -> None:
 
 
 @pytest.mark.fault("F23")
-async def test_digests_that_are_none(site: Site) -> None:
+async def test_invalid_digests(site: Site) -> None:
     client, token = await working(site)
     for digest in ("", "../" * 20, "A" * 64, "0" * 63, "../../etc/passwd".ljust(64, "x")):
         for call in (

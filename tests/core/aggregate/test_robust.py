@@ -129,7 +129,7 @@ def test_centered_clipping_begins_where_the_last_round_ended() -> None:
     assert set(state) == {"clipping_centre", "first_moment", "second_moment"}
 
 
-def test_fltrust_moves_by_the_root_update_where_nobody_agrees() -> None:
+def test_fltrust_moves_by_the_root_update_where_no_update_agrees() -> None:
     updates = np.array([[1, 2], [-1, -2], [0, 0], [3, 4]], np.float32)
     robust = Robust(FLTrust(("c0", "c3")), 2)
     assert run(robust, updates).tolist() == [2, 3]

@@ -38,7 +38,7 @@ CALLS: dict[str, Callable[[AdminClient], object]] = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_without_a_server_every_call_says_so_in_one_line(call: Callable[[AdminClient], object], closed_port: str):
+def test_without_a_server_every_call_fails_with_one_line(call: Callable[[AdminClient], object], closed_port: str):
     with AdminClient(Profile(closed_port, insecure=True)) as client, pytest.raises(ServerUnreachableError) as caught:
         call(client)
     assert str(caught.value) == (

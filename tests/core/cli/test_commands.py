@@ -106,7 +106,7 @@ def test_job_list(run: Run, state: State):
     assert listed[0]["current"] is None
 
 
-def test_job_show_tells_how_updates_are_compressed(run: Run, job: admin_pb2.Job):
+def test_job_show_includes_the_compression_of_updates(run: Run, job: admin_pb2.Job):
     job.job_file = JOB
     assert "updates     not compressed\n" in run("job", "show", "digits").stdout
     job.job_file = f"{JOB}[compression]\nuplink = {{codec = 'bf16'}}\n"

@@ -47,7 +47,7 @@ def test_revoking(run: Run) -> None:
     assert parsed(run("client", "revoke", "c-1", "--json"))["state"] == "revoked"
 
 
-def test_revoking_a_ticket_with_its_clients_goes_on_to_the_last_page(run: Run, state: State) -> None:
+def test_revoking_a_ticket_with_its_clients_continues_to_the_last_page(run: Run, state: State) -> None:
     result = run("enrollment", "revoke", "e-1", "--with-clients")
     assert result.stdout == "e-1 is revoked\n"
     assert result.stderr == "clients that enrolled with it, all revoked now: 3\n"

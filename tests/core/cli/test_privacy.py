@@ -119,7 +119,7 @@ def test_budgets(run: Run, state: State):
 
 
 @pytest.mark.parametrize("options", [[], ["--epsilon", "1"], ["--delta", "1"], ["--remove", "--delta", "1"]])
-def test_half_a_budget_is_none(run: Run, options: list[str]):
+def test_half_a_budget_is_refused(run: Run, options: list[str]):
     result = run("privacy", "budget", "phones", *options)
     assert (result.exit_code, result.stderr) == (2, "error: expected --epsilon and --delta, or --remove\n")
 

@@ -99,7 +99,7 @@ def test_calibrated_noise_is_enough_for_the_jobs_own_rounds() -> None:
     assert own["epsilon"] <= found["budget"] == 2.0
 
 
-def test_a_plan_tells_how_far_it_is() -> None:
+def test_a_plan_reports_its_progress() -> None:
     told: list[tuple[int, int]] = []
     found = planning.plan(parse_job(FIXED), 3383, (), lambda done, total: told.append((done, total)))
     total = len(found.by_rounds) + len(found.by_cohort) + len(found.by_noise)

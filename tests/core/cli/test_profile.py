@@ -129,7 +129,7 @@ def test_the_audit_log_is_shown_to_its_end(run: Run, state: State) -> None:
     assert [row["sequence"] for row in rows] == [4, 5]
 
 
-def test_status_says_how_the_connection_is(run: Run, state: State) -> None:
+def test_status_describes_the_connection(run: Run, state: State) -> None:
     assert "TLS, the server's certificate expires in 30 days" in run("status").stdout
     state.insecure = True
     assert "WITHOUT TLS" in run("status").stdout

@@ -161,7 +161,7 @@ def test_ctrl_c_ends_a_run_in_words(here: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_goes_on_and_ends_as_one_that_was_not(here: Path) -> None:
+def test_a_run_that_was_killed_resumes_and_ends_as_one_that_was_not(here: Path) -> None:
     write_digits(here)
     arguments = ["digits.toml", "--rounds", "6", "--no-plots", "--checkpoint-s", "0"]
     with subprocess.Popen([*FEDPLAT, "simulate", *arguments], text=True, stderr=subprocess.PIPE) as process:

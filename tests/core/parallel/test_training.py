@@ -109,7 +109,7 @@ def test_each_rank_leaves_a_trace(of_two: Found, folder_of_two: Path) -> None:
 
 
 @pytest.mark.fault("F35")
-def test_a_killed_training_goes_on_from_its_checkpoint_with_the_same_bits(
+def test_a_killed_training_resumes_from_its_checkpoint_with_the_same_bits(
     alone: Ranks, folder_of_two: Path, tmp_path: Path
 ) -> None:
     whole = scenarios.learned(alone, *scenarios.checkpointed(tmp_path))
@@ -142,7 +142,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_no_training(
     assert [record.message.partition(":")[0] for record in caplog.records] == ["A checkpoint cannot be written"] * 4
 
 
-def test_a_trainer_that_cannot_be_used_says_why(alone: Ranks) -> None:
+def test_a_trainer_that_cannot_be_used_gives_a_reason(alone: Ranks) -> None:
     def learned(trainer: ServerTrainer, num_ranks: int = 1) -> None:
         scenarios.learned(alone, trainer, TrainingRun(options=scenarios.warm(), num_ranks=num_ranks))
 

@@ -53,7 +53,7 @@ def test_a_release_is_the_clipped_sum_and_noise_over_a_constant() -> None:
     assert step_of(ruled(FIXED), updates, weights) == pytest.approx(expected / 8.0, rel=1e-5)
 
 
-def test_nobody_s_report_leaves_the_noise_alone() -> None:
+def test_without_reports_only_the_noise_is_left() -> None:
     assert step_of(ruled(FIXED), [], []) == pytest.approx(NOISE.normal("sum", 0, SIZE) / 8.0, rel=1e-6)
 
 

@@ -45,7 +45,7 @@ def test_a_sum_that_does_not_fit_stays_with_the_host(device: str) -> None:
     assert device_sum(SIZE, torch.device(device), 4 * SIZE) is None
 
 
-def test_without_an_accelerator_there_is_none() -> None:
+def test_without_an_accelerator_there_is_no_device_sum() -> None:
     assert device_sum(SIZE, torch.device("cpu")) is None
 
 
@@ -60,7 +60,7 @@ def test_out_of_memory_in_the_middle_costs_time_only(device: str, after: int, mo
 
 
 @pytest.mark.fault("F35")
-def test_somebody_else_may_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_may_take_the_memory_first(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: Any, **__: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("no room")
 

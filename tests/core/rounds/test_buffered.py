@@ -71,7 +71,7 @@ def test_every_assignment_has_a_deadline_of_its_own() -> None:
 # --- versions ---
 
 
-def test_a_full_buffer_is_committed_and_who_works_goes_on() -> None:
+def test_a_full_buffer_is_committed_and_working_clients_continue() -> None:
     driver = buffered(4, concurrency=4)
     assert names(driver.report("c0")) == ["Fold"]
     proposal = driver.report("c1")

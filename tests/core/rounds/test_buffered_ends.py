@@ -15,7 +15,7 @@ from support.rounds.driver import Driver, aborted, commands_of, make_client
 # --- too few clients ---
 
 
-def test_a_buffer_that_nobody_fills_is_committed_if_it_has_enough() -> None:
+def test_a_buffer_that_is_never_full_is_committed_if_it_has_enough() -> None:
     driver = buffered(2, goal=4)
     driver.report("c0")
     driver.wait(30.0)
@@ -38,7 +38,7 @@ def test_a_buffer_with_too_little_is_given_up_and_the_job_backs_off() -> None:
     assert driver.attempt.num_busy == 3
 
 
-def test_whoever_comes_in_time_keeps_the_buffer() -> None:
+def test_a_client_that_comes_in_time_keeps_the_buffer() -> None:
     driver = buffered(1, goal=4)
     driver.report("c0")
     driver.wait(59.0)
@@ -47,7 +47,7 @@ def test_whoever_comes_in_time_keeps_the_buffer() -> None:
     assert driver.counts() == {"REPORTED": 1, "TRAINING": 1}
 
 
-def test_nobody_at_all_comes() -> None:
+def test_no_client_comes() -> None:
     driver = buffered(0)
     assert driver.timers == {"j": 60.0}
     driver.wait(60.0)
@@ -160,7 +160,7 @@ def test_a_clock_that_was_set_back_gives_carried_over_assignments_no_more_time()
 
 
 @pytest.mark.fault("F2")
-def test_a_buffer_goes_on_after_a_crash() -> None:
+def test_a_buffer_continues_after_a_crash() -> None:
     driver = buffered(4, concurrency=4)
     play(driver, "c0", "c1")
     driver.report("c2")

@@ -250,7 +250,7 @@ def test_a_lost_timer_may_fire_again() -> None:
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_lost_final_draw_selects_nobody_twice(times: int) -> None:
+def test_a_lost_final_draw_selects_no_client_twice(times: int) -> None:
     driver = Driver(make_job(spec=make_spec(goal=2))).start(1)
     driver.now = 60.0
     for _ in range(times):
@@ -272,7 +272,7 @@ def test_no_client_works_for_two_jobs() -> None:
     assert {c.client_id: c.key.job_id for c in commands_of(proposal, Assign)} == {left: "b", "c3": "b"}
 
 
-def test_jobs_of_other_populations_take_nobody() -> None:
+def test_jobs_of_other_populations_take_no_client() -> None:
     driver = Driver(make_job(spec=make_spec(1, population="other"))).start(1)
     assert driver.coordinator.num_busy == 0
     assert driver.leave("c0").reason is Reason.NO_WORK

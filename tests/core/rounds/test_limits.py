@@ -40,7 +40,7 @@ def idle(driver: Driver, fleet: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("rest", [0, 1])
-def test_nobody_is_drawn_beyond_the_limit(rest: int) -> None:
+def test_no_client_is_drawn_beyond_the_limit(rest: int) -> None:
     driver, fleet = limited(3, 8, rounds=12, rest=rest), [f"c{i}" for i in range(8)]
     while driver.is_running:
         driver.play_round()
@@ -74,7 +74,7 @@ def test_attempts_at_one_round_count_once() -> None:
     assert driver.coordinator.room.num_spent("j") == 2
 
 
-def test_whoever_was_in_an_abandoned_attempt_only_is_counted_all_the_same() -> None:
+def test_a_client_that_was_only_in_an_abandoned_attempt_is_counted_too() -> None:
     """Such a client could be left out; but counting too much only costs utility, never the guarantee."""
     driver = limited(1, 2)
     driver.operate(JobAction.PAUSE)
@@ -86,7 +86,7 @@ def test_whoever_was_in_an_abandoned_attempt_only_is_counted_all_the_same() -> N
     assert driver.coordinator.room.num_spent("j") == 2
 
 
-def test_a_restart_forgets_nobody() -> None:
+def test_a_restart_forgets_no_participation() -> None:
     driver = limited(2, 2, rounds=9)
     driver.play_round()
     driver.check_in("d0", "d1")  # c0 and c1 have used one of two rounds
@@ -102,14 +102,14 @@ def test_a_restart_forgets_nobody() -> None:
     assert set(assigned(driver.check_in("d0", "d1"))) == {"d0", "d1"}
 
 
-def test_a_lost_batch_counts_for_nobody() -> None:
+def test_a_lost_batch_counts_for_no_client() -> None:
     driver = private("fixed", rounds=3, privacy={"max_participations": 1})
     driver.operate(JobAction.START)
     driver.do(make_client("c0"), make_client("c1"), stored=False)
     assert set(assigned(driver.check_in("c0", "c1"))) == {"c0", "c1"}
 
 
-def test_the_refusal_says_what_is_the_matter() -> None:
+def test_the_refusal_gives_the_limit_as_its_reason() -> None:
     driver = limited(1, 2, rounds=3)
     driver.play_round()
     refusal = driver.leave_after_check_in("c0")
@@ -117,7 +117,7 @@ def test_the_refusal_says_what_is_the_matter() -> None:
     assert driver.leave_after_check_in("new").reason is Reason.NOT_SELECTED
 
 
-def test_a_client_with_other_work_to_wait_for_hears_of_that() -> None:
+def test_a_client_with_other_work_to_wait_for_is_told_to_wait() -> None:
     plain = make_job("plain")
     driver = limited(1, 2, rounds=3)
     spec = driver.job.spec
@@ -130,7 +130,7 @@ def test_a_client_with_other_work_to_wait_for_hears_of_that() -> None:
     assert both.leave_after_check_in("c0").reason is Reason.NOT_SELECTED
 
 
-def test_an_attempt_that_finds_too_few_says_why_and_after_some_the_job_is_paused() -> None:
+def test_an_attempt_that_finds_too_few_gives_a_reason_and_after_some_the_job_is_paused() -> None:
     driver = limited(1, 2, rounds=3)
     driver.play_round()
     driver.check_in("c0", "c1", "d0")
@@ -155,7 +155,7 @@ def test_an_attempt_that_finds_too_few_says_why_and_after_some_the_job_is_paused
     assert set(driver.attempt.assignments) == {"d0", "d1"}
 
 
-def test_a_job_goes_on_trying_while_others_may_come() -> None:
+def test_a_job_continues_to_try_while_others_may_come() -> None:
     """Too few clients would be there even without the limit, for example at night."""
     driver = limited(1, 2, rounds=3)
     driver.play_round()
@@ -257,7 +257,7 @@ def test_who_waits_learns_nothing_of_a_sample_that_the_promise_rests_on(num_more
     assert isinstance(window, RetryWindow)
 
 
-def test_nobody_is_sent_away_by_a_draw() -> None:
+def test_no_client_is_sent_away_by_a_draw() -> None:
     """A client that was not drawn gets no answer, and waits as long as it would have otherwise."""
     driver = hidden(0.5)
     waiting = set(driver.coordinator.room.clients)

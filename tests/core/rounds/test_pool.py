@@ -12,7 +12,7 @@ from support.rounds.driver import make_client
 from support.rounds.pools import key, names, took_part
 
 
-def test_whoever_comes_and_goes_leaves_no_gap() -> None:
+def test_clients_that_come_and_go_leave_no_gap() -> None:
     rng, expected = np.random.default_rng(0), set[str]()
     pool = EligibleClients(lambda client: client.client_id != "c7", ParticipationHistory(), key(1))
     for _ in range(3000):
@@ -55,7 +55,7 @@ def test_the_known_are_found_whether_they_or_the_waiting_are_fewer(num_known: in
     assert [index for index, _ in pool.list_known()] == expected
 
 
-def test_whoever_took_part_in_the_attempt_itself_rests() -> None:
+def test_a_client_that_took_part_in_the_attempt_itself_rests() -> None:
     """An attempt that draws again must not draw it; another attempt at the round may, and the next rounds may not."""
     memory = ParticipationHistory(min_separation=1)
     memory.record(took_part("a", 1, 1))
@@ -83,7 +83,7 @@ def test_who_leaves_while_resting_is_gone() -> None:
     assert (len(pool), pool.num_resting) == (0, 0)
 
 
-def test_without_a_rest_nobody_rests() -> None:
+def test_without_a_rest_no_client_rests() -> None:
     memory = ParticipationHistory()
     memory.record(took_part("a", 2, 1))
     assert [memory.rounds_to_rest("a", round_, number) for round_ in (2, 3) for number in (1, 2)] == [0] * 4

@@ -35,7 +35,7 @@ def test_an_attempt_of_which_nothing_came_is_a_release_all_the_same() -> None:
     assert driver.job.latest.num_updates == 0
 
 
-def test_an_attempt_that_drew_nobody_is_a_release_all_the_same() -> None:
+def test_an_attempt_that_drew_no_client_is_still_a_release() -> None:
     driver = poisson(1e-9, 3)
     driver.start(3)
     assert driver.attempt.phase is AttemptPhase.COLLECTING
@@ -71,7 +71,7 @@ def slow(driver: Driver, last: str, others: list[str], after_s: float, upload: f
 
 
 @pytest.mark.parametrize("behaviour", BEHAVIOURS)
-def test_a_version_comes_at_one_moment_whoever_was_drawn_and_whatever_they_do(behaviour: str) -> None:
+def test_a_version_comes_at_one_moment_whatever_was_drawn_and_whatever_they_do(behaviour: str) -> None:
     driver = poisson(1.0, 4, rounds=4).start(4)
     begun, drawn = driver.now, sorted(driver.attempt.assignments)
     assert drawn == ["c0", "c1", "c2", "c3"]
@@ -86,7 +86,7 @@ def test_a_version_comes_at_one_moment_whoever_was_drawn_and_whatever_they_do(be
 
 
 @pytest.mark.parametrize("rate", [1e-9, 1.0])
-def test_after_a_crash_an_attempt_has_its_whole_time_whoever_was_drawn(rate: float) -> None:
+def test_after_a_crash_an_attempt_has_its_whole_time_for_any_draw(rate: float) -> None:
     """Only an attempt that drew clients knows its remaining time, so that time must not matter."""
     driver = poisson(rate, 4).start(4)
     assert bool(driver.attempt.assignments) == (rate == 1.0)
@@ -119,7 +119,7 @@ def test_gaps_between_versions_do_not_tell_who_was_drawn() -> None:
     assert len(set(gaps)) == 1, f"{sum(has_slow)} of 40 rounds have the slow client, gaps: {sorted(set(gaps))}"
 
 
-def test_nobody_is_drawn_before_enough_wait() -> None:
+def test_no_client_is_drawn_before_enough_wait() -> None:
     """The number of waiting clients is public; how many of them were drawn is secret."""
     driver = poisson(1.0, 3).start(2)
     driver.wait(61.0)
@@ -172,7 +172,7 @@ def test_abandoned_attempts_cost_nothing() -> None:
     assert driver.job.round == 1
 
 
-def test_a_private_attempt_goes_on_after_a_crash() -> None:
+def test_a_private_attempt_continues_after_a_crash() -> None:
     driver = private().start(2)
     driver.report("c0")
     driver.crash()

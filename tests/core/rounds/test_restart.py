@@ -142,7 +142,7 @@ def test_with_too_few_reports_the_round_is_tried_again() -> None:
 
 @pytest.mark.fault("F18")
 @pytest.mark.parametrize("clock_s", [-DAY_S, -1.0])
-def test_a_clock_that_was_set_back_gives_nobody_more_than_the_whole_time(clock_s: float) -> None:
+def test_a_clock_that_was_set_back_gives_no_client_more_than_the_whole_time(clock_s: float) -> None:
     driver = with_reports(deadlines={"adaptive": {"after": 1, "min_s": 1.0}})
     driver.crash(clock_s=clock_s)
     busy = {name: each for name, each in driver.attempt.assignments.items() if each.is_busy}
@@ -154,7 +154,7 @@ def test_a_clock_that_was_set_back_gives_nobody_more_than_the_whole_time(clock_s
     assert all(duration >= 0.0 for duration in driver.job.durations)
 
 
-def test_nobody_gets_more_time_than_an_adaptive_deadline_gave() -> None:
+def test_no_client_gets_more_time_than_an_adaptive_deadline_gave() -> None:
     driver = collecting(2, deadlines={"adaptive": {"after": 1, "min_s": 1.0, "margin": 1.0}})
     driver.wait(2.0)
     driver.play_round()

@@ -147,7 +147,7 @@ def test_an_operator_is_told_what_is_possible(phase: Callable[[], Driver], text:
     assert (proposal.verdicts, proposal.changes) == ([Verdict(None, text)], [])
 
 
-def test_whoever_works_for_a_buffer_stops() -> None:
+def test_clients_that_work_for_a_buffer_stop() -> None:
     """Carried clients train from a model that is no longer wanted."""
     driver = buffered(3, concurrency=3, goal=1)
     driver.report("c0")

@@ -167,7 +167,7 @@ def test_a_small_population_is_not_steered_by_a_large_one() -> None:
     assert driver.leave(left).retry == pacing.busy_window(799, 4, 100.0)
 
 
-def test_a_job_that_waits_for_a_pool_sends_nobody_away_for_long() -> None:
+def test_a_job_that_waits_for_a_pool_sends_no_client_away_for_long() -> None:
     """Otherwise some clients are always away while the others wait, and the pool is never complete."""
     driver = Driver(make_job(spec=make_spec(4, selection={"wait_for": 900}))).start(800)
     assert driver.leave("c0").retry == pacing.busy_window(799, 900, 100.0) == RetryWindow(0.0, 0.5)
@@ -198,7 +198,7 @@ def test_of_a_large_fleet_three_come_for_each_that_a_round_needs(num_clients: in
     assert window.min_s == pytest.approx(mean_s / 2)
 
 
-def test_nobody_is_sent_away_for_more_than_an_hour_and_a_half() -> None:
+def test_no_client_is_sent_away_for_more_than_an_hour_and_a_half() -> None:
     window = pacing.busy_window(10_000_000, 10, 600.0)
     assert (window.min_s, window.max_s) == (1800.0, 5400.0)
     assert pacing.idle_window(10_000_000).max_s <= 3602

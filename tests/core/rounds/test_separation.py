@@ -66,7 +66,7 @@ def test_those_who_waited_for_another_attempt_rest_when_the_round_goes_on_withou
     assert not set(driver.attempt.assignments) & ({"c0", "c1"} | drawn)
 
 
-def test_a_restart_forgets_nobody_who_rests() -> None:
+def test_a_restart_forgets_no_client_that_rests() -> None:
     driver = separated(2, 2)
     driver.play_round()
     driver.crash()
@@ -118,7 +118,7 @@ def test_who_lost_its_work_and_came_back_in_one_batch_rests_afterwards() -> None
     assert (driver.key.round, driver.coordinator.room.num_resting("j")) == (2, 1)
 
 
-def test_a_job_that_starves_says_why() -> None:
+def test_a_job_that_starves_gives_a_reason() -> None:
     driver = separated(3, 4)
     driver.play_round()
     driver.play_round()
@@ -131,7 +131,7 @@ def test_a_job_that_starves_says_why() -> None:
     )
 
 
-def test_whoever_rests_hears_so_and_comes_back_when_it_may_be_over() -> None:
+def test_a_client_that_rests_is_told_to_come_back_when_it_may_be_over() -> None:
     driver = separated(4, 4)
     driver.now += 8.0
     driver.play_round()
@@ -151,7 +151,7 @@ def test_rests_end_early_rather_than_late() -> None:
     assert [pacing.round_s(spec.deadlines, durations) for durations in ((), (3.0, 7.0), (70.0,))] == [50.0, 7.0, 50.0]
 
 
-def test_evaluations_ask_nobody_to_rest() -> None:
+def test_evaluations_ask_no_client_to_rest() -> None:
     clients = {"evaluator": EVALUATOR, "goal": 2}
     spec = make_spec(2, 3, selection={"min_separation": 1}, evaluation={"clients": clients})
     driver = Driver(make_job(spec=spec)).start(2)
@@ -175,7 +175,7 @@ def test_a_job_that_ends_forgets_its_clients() -> None:
     assert Driver().start(2).coordinator.histories == {}
 
 
-def test_a_paused_job_begins_anew_with_whoever_waits_then() -> None:
+def test_a_paused_job_begins_anew_with_the_clients_that_wait_then() -> None:
     driver = separated(1, 4)
     driver.operate(JobAction.PAUSE)
     driver.check_in("c0", "c1", "c2", "c3")

@@ -254,7 +254,7 @@ def test_the_text_of_an_end_is_bounded() -> None:
     assert proposal.changes[0].history[0].reason == text
 
 
-def test_an_attempt_closes_when_nobody_is_left_to_wait_for() -> None:
+def test_an_attempt_closes_when_no_client_is_left_to_wait_for() -> None:
     driver = collecting(3, goal=3)
     driver.report("c0", "c1")
     proposal = driver.give_up("c2")
@@ -299,7 +299,7 @@ def test_back_off_grows_within_its_jitter_up_to_its_cap() -> None:
 
 
 @pytest.mark.fault("F33")
-def test_after_max_attempts_the_job_fails_and_says_why() -> None:
+def test_after_max_attempts_the_job_fails_with_a_reason() -> None:
     driver = collecting(2, retry={"base_s": 1.0, "max_attempts": 2})
     driver.give_up("c0", "c1")
     driver.check_in("c0", "c1")

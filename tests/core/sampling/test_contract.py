@@ -92,6 +92,6 @@ def test_in_the_end_everybody_is_drawn(name: str) -> None:
 
 
 @every_policy
-def test_whoever_is_needed_is_drawn_where_no_more_wait_than_are_wanted(name: str) -> None:
+def test_all_clients_are_drawn_where_no_more_wait_than_are_wanted(name: str) -> None:
     if not make(name).is_trial:
         assert sorted(make(name).draw(some(40), 40, np.random.default_rng(0))) == list(range(40))

@@ -100,7 +100,7 @@ class StoppedError(Exception):
 
 
 @pytest.mark.parametrize("stop_at", [1, 3])
-def test_a_run_that_was_stopped_goes_on(run: Run, stop_at: int, tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_resumes(run: Run, stop_at: int, tmp_path: Path) -> None:
     def observe(record: AttemptResult) -> None:
         if record.round == stop_at:
             raise StoppedError
@@ -238,7 +238,7 @@ def test_a_model_with_personal_layers_is_scored_by_clients_alone(tmp_path: Path)
     assert personal.federated.value > common.federated.value + 0.1
 
 
-def test_clients_that_shall_score_keep_something_for_it(tmp_path: Path) -> None:
+def test_clients_that_score_must_keep_something_for_it(tmp_path: Path) -> None:
     text = DIGITS.replace("[simulation]", '[evaluation.clients]\nevaluator = "digits"\ngoal = 2\n[simulation]')
     with pytest.raises(JobFileError, match=r"evaluation.clients: .* \(simulation.held_out = 0.2\)"):
         simulate(parse(text, tmp_path))
@@ -261,7 +261,7 @@ def test_checkpoints_are_seconds_apart() -> None:
     assert [due() for _ in range(4)] == [False, True, False, True]
 
 
-def test_a_private_run_says_what_its_releases_cost(tmp_path: Path) -> None:
+def test_a_private_run_reports_the_cost_of_its_releases(tmp_path: Path) -> None:
     file = parse(
         DIGITS.replace("goal = 3\nover_selection = 1.5\nmin_fraction = 0.5", 'goal = 3\nclose = "deadline"')
         + '[updates]\nweighting = "uniform"\nclip_norm = 1.0\n'

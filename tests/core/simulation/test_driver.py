@@ -67,7 +67,7 @@ def test_a_run_ends_when_its_time_is_over() -> None:
     assert result.totals.duration_s <= 30.0
 
 
-def test_observers_hear_of_each_attempt_in_order() -> None:
+def test_observers_are_told_of_each_attempt_in_order() -> None:
     heard: list[AttemptResult] = []
     result = run(Simulation(spec=job(), fleet=make_fleet(**BAD), seed=1), Hooks(observe=heard.append))
     assert tuple(heard) == result.attempts
@@ -75,7 +75,7 @@ def test_observers_hear_of_each_attempt_in_order() -> None:
     assert ended == sorted(ended)
 
 
-def test_a_fleet_that_nobody_is_there_of_selects_in_vain() -> None:
+def test_a_fleet_without_available_clients_fails_the_job() -> None:
     spec = job(retry={"max_attempts": 3}, selection={"where": "region == 'mars'"})
     result = run(Simulation(spec=spec, fleet=make_fleet(**BAD), seed=1))
     assert result.status == "FAILED"
@@ -178,7 +178,7 @@ def test_rules_that_gather_updates_work_as_those_that_stream(rule: dict[str, Any
     assert result.rounds[-1].evaluation["distance"] < result.rounds[0].evaluation["distance"]
 
 
-def test_partial_work_counts_if_the_job_says_so() -> None:
+def test_partial_work_counts_if_the_job_allows_it() -> None:
     fleet = make_fleet(20, stragglers=0.9)
     runs = [
         run(

@@ -63,7 +63,7 @@ async def test_the_last_attempt_counts_what_it_took_over(store: Store) -> None:
     assert last == (await store.jobs.list_attempts("one", all_attempts=True))[-1]
 
 
-async def test_everybody_goes_on_after_a_restart(store: Store, database: str) -> None:
+async def test_all_clients_continue_after_a_restart(store: Store, database: str) -> None:
     driver = await begun(store)
     await report(driver, "a", "b", "c")
     await report(driver, "f")

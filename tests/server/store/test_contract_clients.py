@@ -113,7 +113,7 @@ async def test_enrolling_again_costs_nothing_whatever_became_of_the_token(open_s
         ({"public_key": b"other"}, "another public key"),
     ],
 )
-async def test_enrolling_again_as_somebody_else_is_refused(
+async def test_enrolling_again_as_another_client_is_refused(
     open_store: Store, changes: dict[str, Any], said: str
 ) -> None:
     await open_store.clients.enroll(enrollment("a"))
@@ -142,7 +142,7 @@ async def test_two_clients_cannot_share_a_key(open_store: Store) -> None:
         ({"population": "production"}, "another population"),
     ],
 )
-async def test_a_token_of_no_use_lets_nobody_in(store: Store, changes: dict[str, Any], said: str) -> None:
+async def test_a_token_of_no_use_lets_no_client_in(store: Store, changes: dict[str, Any], said: str) -> None:
     await store.clients.add_enrollment_token(token(**changes), b"hash of t")
     with pytest.raises(TokenRefusedError, match=said) as caught:
         await store.clients.enroll(enrollment("a"))
@@ -151,7 +151,7 @@ async def test_a_token_of_no_use_lets_nobody_in(store: Store, changes: dict[str,
     assert await store.clients.list_enrollment_tokens() == [token(**changes)]
 
 
-async def test_an_unknown_token_lets_nobody_in(open_store: Store) -> None:
+async def test_an_unknown_token_lets_no_client_in(open_store: Store) -> None:
     with pytest.raises(TokenRefusedError) as caught:
         await open_store.clients.enroll(enrollment("a", token_hash=b"x"))
     assert not caught.value.is_known

@@ -165,7 +165,7 @@ async def test_a_severed_store_lets_go_of_a_database_that_does_not_answer(postgr
         await blocker.close()
 
 
-async def test_a_database_that_is_gone_says_so(postgres: str) -> None:
+async def test_a_database_that_is_gone_is_reported(postgres: str) -> None:
     leases = await open_leases(postgres)
     try:
         await leases.acquire(ONE, "s1", LONG_S)

@@ -194,7 +194,7 @@ async def test_who_looked_at_a_population_that_has_changed_creates_nothing(store
     assert len(await store.jobs.load_jobs()) == 1
 
 
-async def test_of_those_who_looked_at_the_same_only_one_goes_on(store: Store) -> None:
+async def test_of_several_changes_of_the_same_revision_only_one_succeeds(store: Store) -> None:
     await store.ledger.set_budget("demo", BUDGET, 0)
     tries = [store.jobs.create_job(draft(f"j {n}"), JOB_FILE, f"key {n}", expected=1) for n in range(4)]
     ends = await asyncio.gather(*tries, store.ledger.set_budget("demo", None, 1), return_exceptions=True)

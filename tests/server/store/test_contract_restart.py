@@ -67,7 +67,7 @@ async def test_deadlines_come_back_on_the_clock_of_the_new_process(timed: Store,
 
 
 @pytest.mark.fault("F18")
-async def test_a_wall_clock_that_jumps_is_noticed_by_nobody_but_a_restart(timed: Store, wall: WallClock) -> None:
+async def test_a_wall_clock_that_jumps_is_noticed_only_by_a_restart(timed: Store, wall: WallClock) -> None:
     """A running server keeps its own clock: a deadline that is saved after a jump is as far away as before."""
     driver = await collecting(timed)
     key, _ = driver.cohort("one")

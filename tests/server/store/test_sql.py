@@ -265,7 +265,7 @@ async def test_a_conflict_is_tried_again(postgres: str, sqlstate: str) -> None:
 
 
 @pytest.mark.fault("F11")
-async def test_a_conflict_is_not_tried_for_ever(postgres: str) -> None:
+async def test_a_conflict_is_not_tried_forever(postgres: str) -> None:
     async with opened(postgres) as store:
         await execute_sql(postgres, *_fails(MAX_TRIES, "RAISE EXCEPTION 'conflict' USING ERRCODE = '40001'"))
         with pytest.raises(StoreUnavailableError, match="conflict"):

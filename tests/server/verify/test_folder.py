@@ -62,7 +62,7 @@ async def test_what_is_broken_in_the_spool_is_found(place: Place, damage: Callab
     assert finding.place.client
 
 
-async def test_files_that_nobody_needs_are_notes(place: Place) -> None:
+async def test_files_that_are_not_needed_are_notes(place: Place) -> None:
     blobs = place.folder / "blobs"
     (blobs / "left.tmp").write_bytes(b"torn")
     (blobs / "00" / "00").mkdir(parents=True)
@@ -75,7 +75,7 @@ async def test_files_that_nobody_needs_are_notes(place: Place) -> None:
     ]
 
 
-async def test_uploads_that_nobody_needs_are_notes(place: Place) -> None:
+async def test_uploads_that_are_not_needed_are_notes(place: Place) -> None:
     uploads = place.folder / "uploads"
     (spooled,) = (path for path in uploads.rglob("*") if path.is_file())
     (uploads / "left.tmp").write_bytes(b"torn")

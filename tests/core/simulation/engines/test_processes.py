@@ -45,7 +45,7 @@ def test_a_killed_worker_ends_the_training_with_words(engines: list[ProcessEngin
         engine.result(works[1])
 
 
-def test_what_training_raises_is_told_in_its_words_and_the_worker_goes_on(engines: list[ProcessEngine]) -> None:
+def test_what_training_raises_is_told_in_its_words_and_the_worker_continues(engines: list[ProcessEngine]) -> None:
     given = task(Failing, sizes=(1, 20))
     engine = ProcessEngine(given, 1)
     engines.append(engine)
@@ -57,7 +57,7 @@ def test_what_training_raises_is_told_in_its_words_and_the_worker_goes_on(engine
     assert engine.result(works[1]).num_examples == 20
 
 
-def test_updates_keep_their_values_while_somebody_has_them(engines: list[ProcessEngine]) -> None:
+def test_updates_keep_their_values_while_they_are_referenced(engines: list[ProcessEngine]) -> None:
     given = task()
     engine = ProcessEngine(given, 2)
     engines.append(engine)

@@ -45,7 +45,7 @@ def make_ray(ray_cluster: Cluster) -> Generator[MakeRay]:
         engine.close()
 
 
-def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_it_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'fedplat\[ray\]'"):
         RayEngine(task(), 1)
@@ -70,7 +70,7 @@ def test_a_lost_actor_ends_the_training_with_words(make_ray: MakeRay) -> None:
 
 @pytest.mark.slow
 @RAY
-def test_what_training_raises_is_told_in_its_words_and_the_actor_goes_on(make_ray: MakeRay) -> None:
+def test_what_training_raises_is_told_in_its_words_and_the_actor_continues(make_ray: MakeRay) -> None:
     given = task(Failing, sizes=(1, 20))
     engine = make_ray(given, 1)
     engine.publish(0, given.learner.initial())
