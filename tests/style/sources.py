@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import io
+import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -29,6 +31,27 @@ def texts() -> dict[str, str]:
     paths += [ROOT / name for name in ("README.md", "CHANGELOG.md", "Makefile", "pyproject.toml")]
     written = [path.relative_to(ROOT).as_posix() for path in sorted(paths)]
     return {path: (ROOT / path).read_text() for path in written if not path.startswith(GENERATED)}
+
+
+@functools.cache
+def texts_of_tests() -> dict[str, str]:
+    """Read every module of the tests, except for those in this folder."""
+    paths = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "tests").rglob("*.py"))]
+    return {path: (ROOT / path).read_text() for path in paths if area_of(path) != "tests/style"}
+
+
+def comment_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the comments and docstrings of a module, also those of its variables, as numbered lines."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str()), lineno=first, end_lineno=last):
+                yield from enumerate(lines[first - 1 : last], first)
+            case _:
+                pass
 
 
 def area_of(path: str) -> str:

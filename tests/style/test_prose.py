@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable, Iterator
 
 import pytest
 
-from style.sources import area_of, areas, functions, is_property, modules, texts
+from style.sources import area_of, areas, comment_lines, functions, is_property, modules, texts, texts_of_tests
 
 REFUSED = {
     "nobody": "no client, no process, no one",
@@ -80,14 +81,42 @@ NOT_VERBS = frozenset(
 @pytest.mark.parametrize("area", areas(texts()))
 def test_the_words_are_plain(area: str) -> None:
     found = [
-        f"{path}:{number}: {match[0]!r}; better: {instead}"
+        finding
         for path, text in texts().items()
         if area_of(path) == area
-        for number, line in enumerate(text.splitlines(), 1)
-        for phrase, instead in PHRASES
-        for match in phrase.finditer(line)
+        for finding in refused(path, enumerate(text.splitlines(), 1))
     ]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("area", areas(texts_of_tests()))
+def test_the_words_of_comments_in_tests_are_plain(area: str) -> None:
+    found = [
+        finding
+        for path, text in texts_of_tests().items()
+        if area_of(path) == area
+        for finding in refused(path, comment_lines(text))
+    ]
+    assert not found, "\n".join(found)
+
+
+def refused(path: str, lines: Iterable[tuple[int, str]]) -> Iterator[str]:
+    """Yield a message for each refused phrase in numbered lines of a file."""
+    for number, line in lines:
+        for phrase, instead in PHRASES:
+            for match in phrase.finditer(line):
+                yield f"{path}:{number}: {match[0]!r}; better: {instead}"
+
+
+def test_comments_and_docstrings_of_tests_are_read_and_data_is_not() -> None:
+    text = '"""One."""\nA = "data"  # two\n"""Three,\nfour."""\ndef f() -> None:\n    """Five."""\n    g("data")\n'
+    assert sorted(comment_lines(text)) == [
+        (1, '"""One."""'),
+        (2, "# two"),
+        (3, '"""Three,'),
+        (4, 'four."""'),
+        (6, '    """Five."""'),
+    ]
 
 
 @pytest.mark.parametrize("area", areas(modules()))
