@@ -19,12 +19,12 @@ import typer
 
 import update_codecs
 from fedplat.cli import submission
-from fedplat.codecs import Eden, Options
+from fedplat.codecs import CodecOptions, Eden
 from fedplat.codecs.container import Format
 from fedplat.model import Parameters
 from report import Cell, JsonOption, Report, SaveOption, finish
 
-WAYS: dict[str, tuple[Options | None, Options | None]] = {
+WAYS: dict[str, tuple[CodecOptions | None, CodecOptions | None]] = {
     "float32 both ways": (None, None),
     "eden, 4 bits, up": (Eden(bits=4), None),
     "eden, 4 bits, both ways": (Eden(bits=4), Eden(bits=4)),
@@ -48,7 +48,7 @@ def main(
     finish(Report(name="both_ways", title="Up and down", columns=columns, rows=tuple(rows), notes=notes), as_json, save)
 
 
-def size_of(model: Parameters, codec: Options | None) -> int:
+def size_of(model: Parameters, codec: CodecOptions | None) -> int:
     """Return the size of an update or a step of this model in bytes."""
     if codec is None:
         return model.schema.file_size_bytes

@@ -10,7 +10,6 @@ import sys
 import time
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from fedplat.job import JobSpec
@@ -25,6 +24,7 @@ from fedplat.simulation.engines.processes import ProcessEngine
 from fedplat.simulation.engines.ray.engine import RayEngine
 from fedplat.simulation.engines.vmap import VmapEngine
 from fedplat.simulation.run import Hooks, Simulation, run
+from fedplat.toml import read_record
 
 ENGINES = {"loop": LoopEngine, "processes": ProcessEngine, "ray": RayEngine, "vmap": VmapEngine}
 MODELS = {
@@ -68,7 +68,7 @@ def main(engine: str, model: str, clients: int, cohort: int, samples: int, round
         ClientTraining(federation(model, clients, samples), learner, LocalOptions.from_config(CONFIG))
     )
     simulation = Simulation(
-        spec=msgspec.convert(job, JobSpec),
+        spec=read_record(job, JobSpec),
         fleet=build_fleet(FleetOptions(num_clients=clients), 0),
         engine=trained,
         initial=learner.initial(),

@@ -26,13 +26,13 @@ import typer
 
 from fedplat.aggregate import Accumulator, Contribution, Rule, compress_step
 from fedplat.cli import submission
-from fedplat.codecs import Bf16, Codec, Eden, Options, Plain, Quantize, TopK, with_error_feedback
+from fedplat.codecs import Bf16, Codec, CodecOptions, Eden, Plain, Quantize, TopK, with_error_feedback
 from fedplat.job import build_rule
 from fedplat.model import BLOCK, Blocks, Parameters, Vector, VectorBlocks
 from report import Cell, JsonOption, Report, SaveOption, finish
 
 DIGITS = Path(__file__).resolve().parents[1] / "examples" / "digits"
-CODECS: dict[str, Options] = {
+CODECS: dict[str, Plain | Bf16 | Quantize | TopK | Eden] = {
     "float32": Plain(),
     "float32, zstd": Plain(zstd=True),
     "bf16": Bf16(),
@@ -146,7 +146,7 @@ def train_all(seeds: int) -> dict[str, float]:
         return {name: means[msgspec.structs.replace(options, zstd=False)] for name, options in CODECS.items()}
 
 
-def train(options: Options, seed: int, downlink: Options | None = None) -> float:
+def train(options: CodecOptions, seed: int, downlink: CodecOptions | None = None) -> float:
     """Return the accuracy on held-out digits after all rounds with a codec for updates, and one for versions."""
     import torch
 
@@ -177,7 +177,7 @@ def train(options: Options, seed: int, downlink: Options | None = None) -> float
     return evaluate(current)["accuracy"]
 
 
-def rule_of(inner: Rule, downlink: Options | None, seed: int) -> Rule:
+def rule_of(inner: Rule, downlink: CodecOptions | None, seed: int) -> Rule:
     """Return the job's rule, with encoded steps if there is a downlink."""
     return inner if downlink is None else compress_step(downlink.build(), seed, lambda _: None)(inner)
 

@@ -6,6 +6,7 @@ FedplatError
 ├── ModelError        bytes that do not encode a model, or a model that does not fit its schema
 ├── CodecError        a compressed vector that cannot be read, or a vector that cannot be compressed
 ├── UserCodeError     a user's function that is not found or raised an exception
+├── PluginError       an object that cannot be used as a plugin of its kind
 ├── LabelError        an invalid expression over client labels
 ├── DataError         data for a simulation that is missing or unsuitable
 ├── ReplayError       a simulation that cannot resume from its run folder
@@ -38,6 +39,10 @@ class ModelError(FedplatError):
 
 class UserCodeError(FedplatError):
     """User code (a function that a file or an option names) that is not found or raised an exception."""
+
+
+class PluginError(FedplatError):
+    """An object that cannot be used as a plugin of its kind."""
 
 
 class CodecError(FedplatError):

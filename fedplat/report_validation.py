@@ -66,7 +66,7 @@ def measure_norm(values: Blocks) -> float | Verdict:
     return norm if math.isfinite(norm) else Verdict(Reason.REJECTED_NONFINITE)
 
 
-def validate_file(update: Path, base: Path, codec: codecs.Options | None) -> float | Verdict:
+def validate_file(update: Path, base: Path, codec: codecs.CodecOptions | None) -> float | Verdict:
     """Return the L2 norm of the update in a file, or a refusal.
 
     Reads the file at most once; memory does not grow with its size. `base` is the file of a version of the job.
@@ -85,7 +85,7 @@ def validate_file(update: Path, base: Path, codec: codecs.Options | None) -> flo
 
 
 @lru_cache(maxsize=256)
-def size_limit(base: Path, codec: codecs.Options | None) -> int:
+def size_limit(base: Path, codec: codecs.CodecOptions | None) -> int:
     """Return the maximum bytes that an upload may announce. `base` is the file of a version, which is immutable."""
     if codec is None:
         return 2 * base.stat().st_size + _SPARE_BYTES

@@ -5,20 +5,21 @@ Each mistake names its key, its value, what was expected, and similar valid name
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import itertools
 import re
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import date, time
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import FieldInfo
 from msgspec.structs import fields as struct_fields
 
-from fedplat.errors import JobFileError
+from fedplat.errors import JobFileError, PluginError, UserCodeError
+from fedplat.plugins import BUILTIN, Kind, Plugins, find_kind
 
 MAX_MISTAKES = 20
 """Maximum number of mistakes in one error; about as many fit into a server's reply."""
@@ -34,30 +35,99 @@ def read_toml(text: str) -> dict[str, Any]:
         raise JobFileError(f"the job file is not valid TOML: {exc}") from exc
 
 
-def read_record(raw: Mapping[str, Any], record: type[Record], prefix: str = "") -> Record:
+def read_record(raw: Mapping[str, Any], record: type[Record], prefix: str = "", plugins: Plugins = BUILTIN) -> Record:
     """Convert a table to a record. Raises `JobFileError` with one line for each mistake.
 
-    `prefix` precedes the keys in the message, for a table within a file.
+    `prefix` precedes the keys in the message, for a table within a file. `plugins` are the names that tables may use
+    besides the built-in ones.
     """
-    mistakes = list(itertools.islice(_mistakes_of_record(raw, record, prefix), MAX_MISTAKES))
+    mistakes = list(itertools.islice(_Checker(plugins).of_record(raw, record, prefix), MAX_MISTAKES))
     if mistakes:
         raise JobFileError("\n".join(mistakes))
-    return msgspec.convert(raw, record)
+    return plugins.convert(raw, record)
 
 
-def _mistakes_of_record(raw: Mapping[str, Any], record: type[Struct], prefix: str) -> Iterator[str]:
-    """Yield a line for each unknown, missing or invalid key; if all are valid, the error of the record's own check."""
-    known = {field.encode_name: field for field in struct_fields(record)}
-    is_valid = True
-    for mistake in itertools.chain(_mistakes_of_keys(raw, record, prefix), _mistakes_of_values(raw, known, prefix)):
-        is_valid = False
-        yield mistake
-    if is_valid:
-        try:
-            msgspec.convert(raw, record)
-        except msgspec.ValidationError as exc:
-            # The message of a record's own check begins with the key concerned.
-            yield f"{prefix}{exc}"
+@dataclasses.dataclass(frozen=True)
+class _Checker:
+    """Finds the mistakes of tables."""
+
+    plugins: Plugins
+
+    def of_record(self, raw: Mapping[str, Any], record: type[Struct], prefix: str) -> Iterator[str]:
+        """Yield a line for each unknown, missing or invalid key; if all are valid, the error of the record's check."""
+        is_valid = True
+        for mistake in itertools.chain(_mistakes_of_keys(raw, record, prefix), self._of_values(raw, record, prefix)):
+            is_valid = False
+            yield mistake
+        if is_valid:
+            try:
+                self.plugins.convert(raw, record)
+            except msgspec.ValidationError as exc:
+                # The message of a record's own check begins with the key concerned.
+                yield f"{prefix}{exc}"
+
+    def _of_values(self, raw: Mapping[str, Any], record: type[Struct], prefix: str) -> Iterator[str]:
+        for field in struct_fields(record):
+            key = field.encode_name
+            if key in raw:
+                yield from self._of_value(raw[key], field.type, f"{prefix}{key}")
+            elif field.required:
+                yield f"{prefix}{key}: this key is required and missing"
+
+    def _of_value(self, value: Any, annotation: Any, path: str) -> Iterator[str]:
+        options = get_args(annotation) or (annotation,)  # the members of a union
+        tables = _tables_of(options)
+        is_mapping, items = get_origin(annotation) is dict, _tables_in(annotation)
+        if (tables is not None or is_mapping) and not isinstance(value, dict):
+            yield f"{path} = {format_value(value)}: expected a table, [{path}]"
+        elif tables is not None:
+            yield from self._of_table(cast(dict[str, Any], value), tables, f"{path}.")
+        elif is_mapping:
+            for key, item in cast(dict[str, Any], value).items():
+                yield from self._of_value(item, get_args(annotation)[1], f"{path}.{shown_key(key)}")
+        elif items is not None and isinstance(value, list):
+            for number, item in enumerate(cast(list[Any], value)):
+                yield from self._of_value(item, items, f"{path}[{number}]")
+        else:
+            try:
+                msgspec.convert(value, annotation)
+            except msgspec.ValidationError as exc:
+                yield f"{path} = {format_value(value)}: {_expectation(str(exc), value, annotation)}"
+
+    def _of_table(self, table: Mapping[str, Any], records: Kind | list[type[Struct]], prefix: str) -> Iterator[str]:
+        """Yield the mistakes of a table as a record; with a tag, as the record that it names."""
+        if isinstance(records, Kind):
+            tag, names = records.key, self.plugins.names(records)
+        else:
+            tag, names = records[0].__struct_config__.tag_field, [str(each.__struct_config__.tag) for each in records]
+        if tag is None:
+            yield from self.of_record(table, cast(list[type[Struct]], records)[0], prefix)
+            return
+        name = table.get(tag)
+        if tag not in table:
+            yield f"{prefix}{tag}: this key is required and missing; {_one_of(names, None)}"
+            return
+        record = None
+        if isinstance(name, str) and isinstance(records, Kind):
+            try:
+                record = self.plugins.find(records, name)
+            except (PluginError, UserCodeError) as exc:
+                yield f"{prefix}{tag} = {format_value(name)}: {exc}"
+                return
+        elif isinstance(name, str) and name in names:
+            record = cast(list[type[Struct]], records)[names.index(name)]
+        if record is None:
+            yield f"{prefix}{tag} = {format_value(name)}: {_one_of(names, name)}"
+        else:
+            yield from self.of_record(table, record, prefix)
+
+
+def _tables_of(options: Sequence[Any]) -> Kind | list[type[Struct]] | None:
+    """Return the kind or the records that are among the members of a union; None if none of them is a table."""
+    for option in options:
+        if (kind := find_kind(option)) is not None:
+            return kind
+    return [option for option in options if isinstance(option, type) and issubclass(option, Struct)] or None
 
 
 def _mistakes_of_keys(raw: Mapping[str, Any], record: type[Struct], prefix: str) -> Iterator[str]:
@@ -70,60 +140,17 @@ def _mistakes_of_keys(raw: Mapping[str, Any], record: type[Struct], prefix: str)
             )
 
 
-def _mistakes_of_values(raw: Mapping[str, Any], known: Mapping[str, FieldInfo], prefix: str) -> Iterator[str]:
-    for key, field in known.items():
-        if key in raw:
-            yield from _mistakes_of_value(raw[key], field.type, f"{prefix}{key}")
-        elif field.required:
-            yield f"{prefix}{key}: this key is required and missing"
-
-
-def _mistakes_of_value(value: Any, annotation: Any, path: str) -> Iterator[str]:
-    options = get_args(annotation) or (annotation,)  # the members of a union
-    records = [option for option in options if isinstance(option, type) and issubclass(option, Struct)]
-    is_mapping, tables = get_origin(annotation) is dict, _tables_in(annotation)
-    if (records or is_mapping) and not isinstance(value, dict):
-        yield f"{path} = {format_value(value)}: expected a table, [{path}]"
-    elif records:
-        table = cast(dict[str, Any], value)
-        yield from _mistakes_of_table(table, records, f"{path}.")
-    elif is_mapping:
-        for key, item in cast(dict[str, Any], value).items():
-            yield from _mistakes_of_value(item, get_args(annotation)[1], f"{path}.{shown_key(key)}")
-    elif tables is not None and isinstance(value, list):
-        for number, item in enumerate(cast(list[Any], value)):
-            yield from _mistakes_of_value(item, tables, f"{path}[{number}]")
-    else:
-        try:
-            msgspec.convert(value, annotation)
-        except msgspec.ValidationError as exc:
-            yield f"{path} = {format_value(value)}: {_expectation(str(exc), value, annotation)}"
-
-
 def _tables_in(annotation: Any) -> Any:
-    """Return the record types of a list of tables; None for any other type."""
+    """Return the type of the items of a list of tables; None for any other type."""
     plain = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
     if get_origin(plain) not in (list, tuple):
         return None
     items = get_args(plain)[0]
     options = get_args(items) or (items,)
-    return items if all(isinstance(option, type) and issubclass(option, Struct) for option in options) else None
-
-
-def _mistakes_of_table(table: Mapping[str, Any], records: list[type[Struct]], prefix: str) -> Iterator[str]:
-    """Yield the mistakes of a table as a record; for a tagged union, as the record that its tag names."""
-    tag = records[0].__struct_config__.tag_field
-    if tag is None:
-        yield from _mistakes_of_record(table, records[0], prefix)
-        return
-    by_tag = {str(record.__struct_config__.tag): record for record in records}
-    name = table.get(tag)
-    if tag not in table:
-        yield f"{prefix}{tag}: this key is required and missing; {_one_of(by_tag, None)}"
-    elif not isinstance(name, str) or name not in by_tag:
-        yield f"{prefix}{tag} = {format_value(name)}: {_one_of(by_tag, name)}"
-    else:
-        yield from _mistakes_of_record(table, by_tag[name], prefix)
+    is_table = [
+        find_kind(each) is not None or (isinstance(each, type) and issubclass(each, Struct)) for each in options
+    ]
+    return items if all(is_table) else None
 
 
 _WORDS: Mapping[str, str] = {

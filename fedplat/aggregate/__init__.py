@@ -13,11 +13,12 @@ array([0.6, 0.8], dtype=float32)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import get_args
+from typing import ClassVar, Protocol, runtime_checkable
 
 from fedplat.aggregate.accumulator import Accumulator, PartialSummary, ResultPart, Shard
 from fedplat.aggregate.adaptive_clip import AdaptiveClip, clip_by_quantile
 from fedplat.aggregate.algebra import (
+    BaseRule,
     ClientRequirements,
     Contribution,
     DeviceAccumulator,
@@ -39,7 +40,7 @@ from fedplat.aggregate.fedbuff import FedBuff, divide_by_number
 from fedplat.aggregate.feddyn import FedDyn, server_feddyn
 from fedplat.aggregate.fednova import FedNova, normalize_by_steps
 from fedplat.aggregate.fedyogi import FedYogi, server_yogi
-from fedplat.aggregate.mean import weighted_mean
+from fedplat.aggregate.mean import restrict_to_mean, weighted_mean
 from fedplat.aggregate.optimizer import server_optimizer
 from fedplat.aggregate.qfedavg import QFedAvg, weight_by_loss
 from fedplat.aggregate.rebased import rebase
@@ -56,35 +57,48 @@ from fedplat.aggregate.state import (
     state_to_bytes,
 )
 from fedplat.aggregate.vectors import l2_norm, scale_vector
+from fedplat.plugins import Kind, define
 
-Options = (
-    FedAvg
-    | FedAvgM
-    | FedAdam
-    | FedYogi
-    | FedAdagrad
-    | FedNova
-    | QFedAvg
-    | FedBuff
-    | FedAsync
-    | Easgd
-    | Scaffold
-    | FedDyn
-)
-"""The `[aggregation]` table of a job file: a union tagged by its key `rule`."""
 
-RULES: Mapping[str, type[Options]] = {each.__struct_config__.tag: each for each in get_args(Options)}
-"""The options record of each rule, by its name in a job file."""
+@runtime_checkable
+class RuleOptions(Protocol):
+    """The `[aggregation]` table of a job file: the options of a rule, selected by the key `rule`."""
 
-SERVER_OPTIMIZERS = (FedAvg, FedAvgM, FedAdam, FedYogi, FedAdagrad)
-"""Rules that work on the mean of the updates, or on the result of a robust rule in its place."""
+    works_on_mean: ClassVar[bool]
+
+    def build(self) -> Rule:
+        """Return the rule with these options."""
+        ...
+
+
+RULES: Mapping[str, type[RuleOptions]] = {
+    str(each.__struct_config__.tag): each
+    for each in (
+        FedAvg,
+        FedAvgM,
+        FedAdam,
+        FedYogi,
+        FedAdagrad,
+        FedNova,
+        QFedAvg,
+        FedBuff,
+        FedAsync,
+        Easgd,
+        Scaffold,
+        FedDyn,
+    )
+}
+"""The options record of each built-in rule, by its name in a job file."""
+
+KIND = define(Kind("rules", "rule", "an aggregation rule", RuleOptions, ("build",), RULES, BaseRule))
+
 
 __all__ = [
     "MAX_ROBUST_UPDATES",
     "RULES",
-    "SERVER_OPTIMIZERS",
     "Accumulator",
     "AdaptiveClip",
+    "BaseRule",
     "ClientRequirements",
     "Contribution",
     "DeviceAccumulator",
@@ -98,13 +112,13 @@ __all__ = [
     "FedDyn",
     "FedNova",
     "FedYogi",
-    "Options",
     "Partial",
     "PartialSummary",
     "QFedAvg",
     "ResultPart",
     "Robust",
     "Rule",
+    "RuleOptions",
     "Scaffold",
     "Shard",
     "State",
@@ -121,6 +135,7 @@ __all__ = [
     "read_columns",
     "read_scalars",
     "rebase",
+    "restrict_to_mean",
     "scalars_to_bytes",
     "scale_vector",
     "seed_of",

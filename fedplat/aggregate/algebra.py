@@ -37,7 +37,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import ClassVar, Protocol
+
+import msgspec
 
 from fedplat.model import Blocks, Parameters, Schema, Vector
 from fedplat.model.shards import ShardReduce, single_shard
@@ -159,6 +161,16 @@ class Rule:
     from_latest: bool = False
     requirements: ClientRequirements = ClientRequirements()
     gather: Callable[[Mapping[str, Blocks], Partial], Partial] | None = None
+
+
+class BaseRule(msgspec.Struct, frozen=True):
+    """The base of options records of rules.
+
+    A rule that `works_on_mean` uses only the mean of the updates. So it can also work on the result of a robust rule,
+    or on the noisy mean of a private job.
+    """
+
+    works_on_mean: ClassVar[bool] = False
 
 
 MAX_METRIC = 1e30

@@ -16,12 +16,12 @@ from typing import Annotated
 import msgspec
 
 from fedplat.aggregate import options as ranges
-from fedplat.aggregate.algebra import Rule
+from fedplat.aggregate.algebra import BaseRule, Rule
 from fedplat.aggregate.fedavg import FedAvg, server_sgd
 from fedplat.aggregate.mean import weighted_mean
 
 
-class Easgd(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="easgd"):
+class Easgd(BaseRule, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="easgd"):
     """Options of elastic averaging. Raises `ValueError` for a value out of range."""
 
     moving_rate: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9

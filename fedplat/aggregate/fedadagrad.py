@@ -6,16 +6,16 @@ v ← v + Δ². Defaults as in the paper's experiments (Section 5).
 
 from __future__ import annotations
 
-import msgspec
+from typing import ClassVar
 
 from fedplat.aggregate import options as ranges
 from fedplat.aggregate.adaptive import server_adaptive
-from fedplat.aggregate.algebra import Rule, Wrapper
+from fedplat.aggregate.algebra import BaseRule, Rule, Wrapper
 from fedplat.aggregate.mean import weighted_mean
 from fedplat.model import Vector
 
 
-class FedAdagrad(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="fedadagrad"):
+class FedAdagrad(BaseRule, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="fedadagrad"):
     """Options of FedAdagrad. Raises `ValueError` for a value out of range."""
 
     learning_rate: ranges.Rate = 0.01
@@ -24,6 +24,8 @@ class FedAdagrad(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     """β₁, the fraction of the first moment (the mean of the updates) that is kept; 0 is plain Adagrad."""
     tau: ranges.Floor = 1e-3
     """τ, the degree of adaptivity: the smaller, the more equal the steps of all entries."""
+
+    works_on_mean: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         ranges.check(self)

@@ -17,13 +17,13 @@ from typing import Annotated
 import msgspec
 
 from fedplat.aggregate import options as ranges
-from fedplat.aggregate.algebra import Rule
+from fedplat.aggregate.algebra import BaseRule, Rule
 from fedplat.aggregate.fedavg import FedAvg, server_sgd
 from fedplat.aggregate.fedbuff import divide_by_number
 from fedplat.aggregate.mean import weighted_mean
 
 
-class FedAsync(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="fedasync"):
+class FedAsync(BaseRule, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="fedasync"):
     """Options of FedAsync. Raises `ValueError` for a value out of range."""
 
     mixing: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.6

@@ -6,20 +6,22 @@ arXiv 1602.05629, Algorithm 1; with a server learning rate as in Reddi et al. 20
 
 from __future__ import annotations
 
-import msgspec
+from typing import ClassVar
 
 from fedplat.aggregate import options as ranges
-from fedplat.aggregate.algebra import Rule, State, Wrapper
+from fedplat.aggregate.algebra import BaseRule, Rule, State, Wrapper
 from fedplat.aggregate.mean import weighted_mean
 from fedplat.aggregate.optimizer import server_optimizer
 from fedplat.model import Vector
 
 
-class FedAvg(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="fedavg"):
+class FedAvg(BaseRule, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="fedavg"):
     """Options of FedAvg. Raises `ValueError` for a value out of range."""
 
     learning_rate: ranges.Rate = 1.0
     """η, the factor of the mean update; 1 is the paper's algorithm."""
+
+    works_on_mean: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         ranges.check(self)

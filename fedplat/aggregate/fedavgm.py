@@ -6,23 +6,26 @@ Classification", arXiv 1909.06335, Section 4.3: v ← β v + Δ; the model then 
 
 from __future__ import annotations
 
-import msgspec
+from typing import ClassVar
+
 import numpy as np
 
 from fedplat.aggregate import options as ranges
-from fedplat.aggregate.algebra import Rule, State, Wrapper
+from fedplat.aggregate.algebra import BaseRule, Rule, State, Wrapper
 from fedplat.aggregate.mean import weighted_mean
 from fedplat.aggregate.optimizer import server_optimizer
 from fedplat.model import Vector
 
 
-class FedAvgM(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="fedavgm"):
+class FedAvgM(BaseRule, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="fedavgm"):
     """Options of FedAvgM. Raises `ValueError` for a value out of range."""
 
     learning_rate: ranges.Rate = 1.0
     """η, the factor of the velocity."""
     momentum: ranges.Decay = 0.9
     """β, the fraction of the velocity that is kept."""
+
+    works_on_mean: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         ranges.check(self)

@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 
-import msgspec
-
 from fedplat.aggregate import options as ranges
-from fedplat.aggregate.algebra import Partial, Rule, State
+from fedplat.aggregate.algebra import BaseRule, Partial, Rule, State
 from fedplat.aggregate.fedavg import FedAvg, server_sgd
 from fedplat.aggregate.mean import weighted_mean
 from fedplat.model import Vector
 
 
-class FedBuff(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="fedbuff"):
+class FedBuff(BaseRule, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="fedbuff"):
     """Options of FedBuff. Raises `ValueError` for a value out of range."""
 
     learning_rate: ranges.Rate = 1.0

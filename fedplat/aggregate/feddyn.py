@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import msgspec
 import numpy as np
 
 from fedplat.aggregate import options as ranges
-from fedplat.aggregate.algebra import ClientRequirements, Partial, Rule, State, Wrapper
+from fedplat.aggregate.algebra import BaseRule, ClientRequirements, Partial, Rule, State, Wrapper
 from fedplat.aggregate.local import Arrays, Correction, LocalAlgorithm, LocalEnding, UpdateDirection
 from fedplat.aggregate.mean import weighted_mean
 from fedplat.model import Vector
@@ -25,7 +24,7 @@ NAME = "feddyn"
 _STATE = "correction"
 
 
-class FedDyn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag=NAME):
+class FedDyn(BaseRule, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag=NAME):
     """Options of FedDyn. Raises `ValueError` for a value out of range."""
 
     num_clients: ranges.Population

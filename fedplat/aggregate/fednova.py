@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 
-import msgspec
-
 from fedplat.aggregate import options as ranges
-from fedplat.aggregate.algebra import Contribution, Partial, Rule, State, Wrapper
+from fedplat.aggregate.algebra import BaseRule, Contribution, Partial, Rule, State, Wrapper
 from fedplat.aggregate.fedavg import FedAvg, server_sgd
 from fedplat.aggregate.mean import weighted_mean
 from fedplat.aggregate.vectors import scale_vector
@@ -26,7 +24,7 @@ LOCAL_STEPS = "local_steps"
 EFFECTIVE_STEPS = "effective_steps"
 
 
-class FedNova(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="fednova"):
+class FedNova(BaseRule, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="fednova"):
     """Options of FedNova. Raises `ValueError` for a value out of range."""
 
     learning_rate: ranges.Rate = 1.0

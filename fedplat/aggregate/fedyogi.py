@@ -6,17 +6,18 @@ v ← v - (1 - β₂) Δ² sign(v - Δ²). Defaults as in the paper's experiment
 
 from __future__ import annotations
 
-import msgspec
+from typing import ClassVar
+
 import numpy as np
 
 from fedplat.aggregate import options as ranges
 from fedplat.aggregate.adaptive import server_adaptive
-from fedplat.aggregate.algebra import Rule, Wrapper
+from fedplat.aggregate.algebra import BaseRule, Rule, Wrapper
 from fedplat.aggregate.mean import weighted_mean
 from fedplat.model import Vector
 
 
-class FedYogi(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="fedyogi"):
+class FedYogi(BaseRule, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="fedyogi"):
     """Options of FedYogi. Raises `ValueError` for a value out of range."""
 
     learning_rate: ranges.Rate = 0.01
@@ -27,6 +28,8 @@ class FedYogi(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     """β₂: the second moment moves towards the squared update by 1 - β₂ times the squared update."""
     tau: ranges.Floor = 1e-3
     """τ, the degree of adaptivity: the smaller, the more equal the steps of all entries."""
+
+    works_on_mean: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         ranges.check(self)

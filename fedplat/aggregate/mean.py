@@ -28,6 +28,21 @@ def weighted_mean() -> Rule:
     return Rule(init=_init, start=_start, fold=_fold, merge=_merge, apply=_apply)
 
 
+def restrict_to_mean(rule: Rule) -> Rule:
+    """Return a rule that receives only the mean of the updates, as if it was the only update of each attempt.
+
+    The result for rules that work on the mean has the same bits. The rule can neither read a single update, nor sums
+    over the updates, such as those of private jobs before their noise.
+    """
+
+    def apply(state: State, partial: Partial) -> tuple[Vector, State]:
+        mean, _ = _apply({}, partial)
+        only = Partial(mean, weight=1.0, num_updates=1, first=partial.first, reduce_shards=partial.reduce_shards)
+        return rule.apply(state, only)
+
+    return dataclasses.replace(weighted_mean(), init=rule.init, apply=apply, blockwise=rule.blockwise)
+
+
 def _init(size: int) -> State:
     return {}
 

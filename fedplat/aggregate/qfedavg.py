@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 
-import msgspec
-
 from fedplat.aggregate import options as ranges
-from fedplat.aggregate.algebra import Contribution, Partial, Rule, State, Wrapper
+from fedplat.aggregate.algebra import BaseRule, Contribution, Partial, Rule, State, Wrapper
 from fedplat.aggregate.mean import weighted_mean
 from fedplat.aggregate.vectors import l2_norm, scale_vector
 from fedplat.model import Blocks, Vector
@@ -22,7 +20,7 @@ from fedplat.model import Blocks, Vector
 LOSS_BEFORE = "loss_before"
 
 
-class QFedAvg(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="qfedavg"):
+class QFedAvg(BaseRule, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="qfedavg"):
     """Options of q-FedAvg. Raises `ValueError` for a value out of range."""
 
     q: ranges.Exponent = 1.0

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import msgspec
 import numpy as np
 
 from fedplat.aggregate import options as ranges
-from fedplat.aggregate.algebra import ClientRequirements, Partial, Rule, State, Wrapper
+from fedplat.aggregate.algebra import BaseRule, ClientRequirements, Partial, Rule, State, Wrapper
 from fedplat.aggregate.local import CONTROL, Arrays, Correction, LocalAlgorithm, LocalEnding, UpdateDirection
 from fedplat.aggregate.mean import weighted_mean
 from fedplat.errors import ModelError
@@ -26,7 +25,7 @@ from fedplat.model import FLOATING, Parameters, Schema, Vector
 NAME = "scaffold"
 
 
-class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="rule", tag=NAME):
+class Scaffold(BaseRule, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="rule", tag=NAME):
     """Options of SCAFFOLD. Raises `ValueError` for a value out of range."""
 
     num_clients: ranges.Population

@@ -9,7 +9,7 @@ Codecs do not process the integer entries of a model, which are carried separate
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import get_args
+from typing import Protocol, runtime_checkable
 
 from fedplat.codecs.bf16 import Bf16
 from fedplat.codecs.codec import Codec, Payload
@@ -19,21 +19,33 @@ from fedplat.codecs.plain import Plain
 from fedplat.codecs.quantize import Quantize
 from fedplat.codecs.topk import TopK
 from fedplat.errors import CodecError
+from fedplat.plugins import Kind, define
 
-Options = Plain | Bf16 | Quantize | TopK | Eden
-"""The `[compression]` tables of a job file: a union tagged by its key `codec`."""
 
-CODECS: Mapping[str, type[Options]] = {each.__struct_config__.tag: each for each in get_args(Options)}
-"""The options record of each codec, by its name in a job file."""
+@runtime_checkable
+class CodecOptions(Protocol):
+    """The `[compression]` tables of a job file: the options of a codec, selected by the key `codec`."""
+
+    def build(self) -> Codec:
+        """Return the codec with these options."""
+        ...
+
+
+CODECS: Mapping[str, type[CodecOptions]] = {
+    str(each.__struct_config__.tag): each for each in (Plain, Bf16, Quantize, TopK, Eden)
+}
+"""The options record of each built-in codec, by its name in a job file."""
+
+KIND = define(Kind("codecs", "codec", "a codec", CodecOptions, ("build",), CODECS))
 
 __all__ = [
     "CODECS",
     "Bf16",
     "Codec",
     "CodecError",
+    "CodecOptions",
     "Eden",
     "ErrorFeedback",
-    "Options",
     "Payload",
     "Plain",
     "Quantize",

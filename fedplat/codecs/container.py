@@ -31,22 +31,23 @@ from fedplat import codecs
 from fedplat.codecs import with_error_feedback
 from fedplat.errors import CodecError, ModelError
 from fedplat.model import DTYPES, FLOATING, Blocks, ModelFile, Schema, Segment, Values, Vector, blocks, part_of
+from fedplat.plugins import BUILTIN, Plugins
 
 MAGIC = b"fedplat encoded update 1\n"
 _LONGEST_LINE = 1000
 
 
-def options_to_text(options: codecs.Options) -> str:
+def options_to_text(options: codecs.CodecOptions) -> str:
     """Encode a codec's name and options as one line of JSON; equal options result in equal text."""
     return msgspec.json.encode(options).decode()
 
 
-def options_from_text(text: str) -> codecs.Options:
+def options_from_text(text: str, plugins: Plugins = BUILTIN) -> codecs.CodecOptions:
     """Parse the text of `options_to_text`. Raises `CodecError` if this version does not support the codec or option."""
     try:
-        return msgspec.json.decode(text, type=codecs.Options)
+        return msgspec.json.decode(text, type=codecs.CodecOptions, dec_hook=plugins.decode)
     except (msgspec.DecodeError, ValueError) as exc:
-        names = ", ".join(codecs.CODECS)
+        names = ", ".join(plugins.names(codecs.KIND))
         raise CodecError(f"the codec {text[:200]!r} is not supported ({exc}); supported codecs: {names}") from exc
 
 
@@ -63,7 +64,7 @@ class Format:
     [[1.0, -2.5]]
     """
 
-    options: codecs.Options
+    options: codecs.CodecOptions
     schema: Schema
 
     @cached_property
@@ -168,7 +169,7 @@ class Format:
         return "the encoded update belongs to other tensors; expected the names, shapes and dtypes of the base version"
 
 
-def open_update(path: str | os.PathLike[str], base: Values, codec: codecs.Options | None) -> Values:
+def open_update(path: str | os.PathLike[str], base: Values, codec: codecs.CodecOptions | None) -> Values:
     """Open the file of an update that was validated: encoded, or the safetensors file of the update itself."""
     return ModelFile.open(path) if codec is None else Format(codec, base.schema).open(path)
 

@@ -18,6 +18,7 @@ from msgspec import NODEFAULT, Struct
 from msgspec import inspect as types
 
 from fedplat.job.spec import JobSpec
+from fedplat.plugins import find_kind
 
 _HEAD = """\
 # Job file reference
@@ -117,7 +118,9 @@ def _tables(info: types.Type) -> list[types.StructType]:
     if isinstance(info, types.VarTupleType):
         return _tables(info.item_type)
     options = info.types if isinstance(info, types.UnionType) else (info,)
-    return [option for option in options if isinstance(option, types.StructType)]
+    kinds = [find_kind(option.cls) for option in options if isinstance(option, types.CustomType)]
+    records = [types.type_info(record) for kind in kinds if kind is not None for record in kind.builtin.values()]
+    return [option for option in (*options, *records) if isinstance(option, types.StructType)]
 
 
 def _type(info: types.Type) -> str:

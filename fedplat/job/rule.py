@@ -22,6 +22,8 @@ def build_rule(
     the rule of a job with a downlink encodes its step, and calls `keep_step` with the result.
     """
     rule = spec.aggregation.build()
+    if spec.privacy is not None:
+        rule = aggregate.restrict_to_mean(rule)  # also a plugin sees only what is released
     if spec.robust is not None:
         rule = spec.robust.build(seed)(rule)
     rule = spec.updates.clip(rule)

@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 
 from fedplat import aggregate, codecs, label_expressions
 from fedplat.errors import LabelError
+from fedplat.plugins import name_of
 from fedplat.sampling import Policy, Uniform
 from fedplat.toml import format_value
 
@@ -176,17 +177,17 @@ class Updates(Struct, frozen=True, forbid_unknown_fields=True):
 class Compression(Struct, frozen=True, forbid_unknown_fields=True):
     """Codecs of transferred updates and versions."""
 
-    uplink: codecs.Options | None = None
+    uplink: codecs.CodecOptions | None = None
     """Codec of the updates that clients send, such as `uplink = { codec = "bf16" }`; none: float32. Clients that do not
     support the codec are not eligible."""
-    downlink: codecs.Options | None = None
+    downlink: codecs.CodecOptions | None = None
     """Codec of the step from one version to the next, which clients with the previous version download; none: whole
     models. Clients without that version, or that do not support the codec, download the whole model."""
 
     @property
     def names(self) -> frozenset[str]:
         """The codecs that a client must support. One without that of the downlink gets whole models."""
-        return frozenset() if self.uplink is None else frozenset({str(self.uplink.__struct_config__.tag)})
+        return frozenset() if self.uplink is None else frozenset({name_of(self.uplink)})
 
 
 class ClientEvaluation(Struct, frozen=True, forbid_unknown_fields=True):

@@ -8,7 +8,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from fedplat import aggregate, modes, privacy
+from fedplat import aggregate, codecs, modes, privacy
 from fedplat.job.pool import PoolOptions, ServerStep, WarmStart
 from fedplat.job.sections import (
     Compression,
@@ -23,11 +23,13 @@ from fedplat.job.sections import (
     Selection,
     Updates,
 )
+from fedplat.plugins import BUILTIN, Plugins, build_checked, name_of
 from fedplat.sampling import Poisson, Uniform
 from fedplat.toml import format_value, read_record, read_toml, shown_key
 
 OUTLIER_FACTOR = 1000.0
 MAX_WEIGHT_FACTOR = 10.0
+_RULES_ON_MEAN = ", ".join(name for name, each in aggregate.RULES.items() if each.works_on_mean)
 
 
 class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,7 +63,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """Weights and bounds of updates."""
     compression: Compression = Compression()
     """Codecs of updates and versions."""
-    aggregation: aggregate.Options = aggregate.FedAvg()
+    aggregation: aggregate.RuleOptions = aggregate.FedAvg()
     """Aggregation rule and its options."""
     robust: aggregate.Robust | None = None
     """Robust aggregation in place of the mean; none: the rule's own mean."""
@@ -148,14 +150,17 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
         return self.mode.weight(staleness) * weight
 
 
-def parse_job(text: str) -> JobSpec:
-    """Parse a job file. Raises `JobFileError`, with one line per mistake."""
-    return read_record(read_toml(text), JobSpec)
+def parse_job(text: str, plugins: Plugins = BUILTIN) -> JobSpec:
+    """Parse a job file, which may use the names of `plugins`. Raises `JobFileError`, with one line per mistake."""
+    return read_record(read_toml(text), JobSpec, plugins=plugins)
 
 
 def _check(spec: JobSpec) -> None:
     """Raise `ValueError` if the tables of a job contradict each other."""
-    _check_rule(spec, spec.aggregation.build())
+    _check_rule(spec, build_checked(spec.aggregation, aggregate.Rule, "aggregation.rule"))
+    for name in ("uplink", "downlink"):
+        if (codec := getattr(spec.compression, name)) is not None:
+            build_checked(codec, codecs.Codec, f"compression.{name}.codec")
     if spec.robust is not None:
         _check_robust(spec, spec.robust)
     if spec.buffered is not None:
@@ -169,7 +174,7 @@ def _check(spec: JobSpec) -> None:
 
 
 def _check_rule(spec: JobSpec, rule: aggregate.Rule) -> None:
-    name = spec.aggregation.__struct_config__.tag
+    name = name_of(spec.aggregation)
     algorithm = rule.requirements.algorithm
     if spec.updates.weighting != "uniform" and (rule.unit_weights or algorithm):
         raise ValueError(f'aggregation.rule = "{name}": it needs [updates] weighting = "uniform"')
@@ -182,7 +187,7 @@ def _check_rule(spec: JobSpec, rule: aggregate.Rule) -> None:
 
 def _check_buffered(spec: JobSpec) -> None:
     if spec.selection.sampling.is_trial:
-        name = spec.selection.sampling.__struct_config__.tag
+        name = name_of(spec.selection.sampling)
         raise ValueError(f'selection.sampling.policy = "{name}": it draws whole cohorts; expected mode.kind = "sync"')
     if spec.selection.close != "goal":
         raise ValueError(
@@ -212,10 +217,10 @@ def _check_server_step(spec: JobSpec, step: ServerStep) -> None:
 
 
 def _check_robust(spec: JobSpec, robust: aggregate.Robust) -> None:
-    if type(spec.aggregation) not in aggregate.SERVER_OPTIMIZERS:
-        known = ", ".join(str(each.__struct_config__.tag) for each in aggregate.SERVER_OPTIMIZERS)
-        name = spec.aggregation.__struct_config__.tag
-        raise ValueError(f"robust: expected aggregation.rule = {known}; {name} has a mean of its own")
+    if not spec.aggregation.works_on_mean:
+        raise ValueError(
+            f"robust: expected aggregation.rule = {_RULES_ON_MEAN}; {name_of(spec.aggregation)} has a mean of its own"
+        )
     selection = spec.selection
     name, most = ("goal", selection.goal)
     if selection.close == "deadline":  # every assigned client may report
@@ -264,10 +269,11 @@ def _updates_mistakes(spec: JobSpec) -> Iterator[str]:
 
 
 def _other_mistakes(spec: JobSpec) -> Iterator[str]:
-    if type(spec.aggregation) not in aggregate.SERVER_OPTIMIZERS:
-        known = ", ".join(str(each.__struct_config__.tag) for each in aggregate.SERVER_OPTIMIZERS)
-        name = spec.aggregation.__struct_config__.tag
-        yield f'aggregation.rule = "{name}": expected {known}; others have a mean of their own'
+    if not spec.aggregation.works_on_mean:
+        yield (
+            f'aggregation.rule = "{name_of(spec.aggregation)}": expected {_RULES_ON_MEAN}; others have a mean of '
+            "their own"
+        )
     if spec.robust is not None:
         yield "robust: expected none, since the influence of one client on the result of such a rule has no small bound"
     if spec.buffered is not None:
@@ -283,9 +289,9 @@ def _participation_mistakes(spec: JobSpec, options: privacy.Privacy) -> Iterator
     if selection.close != "deadline":
         yield 'selection.close = "goal": expected "deadline", since the fastest would certainly be in the model'
     expected, policy = Poisson if kind == "poisson" else Uniform, selection.sampling
-    if type(policy) is not expected:
+    if type(policy) not in (expected,):  # not even a subclass, which may draw in another way
         yield (
-            f'selection.sampling.policy = "{policy.__struct_config__.tag}": expected '
+            f'selection.sampling.policy = "{name_of(policy)}": expected '
             f'"{expected.__struct_config__.tag}" with participation = "{kind}"'
         )
     if kind == "poisson":

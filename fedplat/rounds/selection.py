@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from fedplat import label_expressions
+from fedplat import label_expressions, sampling
 from fedplat.rounds import reporting
 from fedplat.rounds.eligible import EligibleClients
 from fedplat.rounds.events import ClientCheckedIn
@@ -190,7 +190,7 @@ class WaitingRoom:
     def draw(self, job_id: str, rng: np.random.Generator) -> list[ClientCheckedIn]:
         """Draw clients by the job's policy, and remove them from the waiting room."""
         demand, eligible = self.demands[job_id], self._eligible_for(job_id)
-        drawn = [eligible[index] for index in demand.sampling.draw(eligible, demand.target, rng)]
+        drawn = [eligible[index] for index in sampling.draw(demand.sampling, eligible, demand.target, rng)]
         for client in drawn:
             self.leave(client.client_id)
         return drawn

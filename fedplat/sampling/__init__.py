@@ -4,31 +4,69 @@
 `[selection.sampling]` of a job file) and its pure method `draw(candidates, count, rng)`. `docs/contributing.md` has the
 steps to add one.
 
-A policy also has two class variables. `remembers` is true if it uses the clients' history, which the coordinator keeps
-only for such policies. `is_trial` is true if each client is drawn by an independent trial when the selection ends, so
-that the number of drawn clients is random and determined by the policy.
+A policy that `remembers` uses the clients' history, which the coordinator keeps only for such policies. If `is_trial`
+is true, each client is drawn by an independent trial when the selection ends, so the number of drawn clients is random
+and determined by the policy. Both are false unless a policy overrides them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import get_args
+from typing import ClassVar, Protocol, runtime_checkable
 
-from fedplat.sampling.candidates import Candidates, ClientHistory, Labels
+import numpy as np
+
+from fedplat.errors import PluginError
+from fedplat.plugins import Kind, define, name_of
+from fedplat.sampling.candidates import BasePolicy, Candidates, ClientHistory, Labels
 from fedplat.sampling.oort import Oort
 from fedplat.sampling.poisson import Poisson
 from fedplat.sampling.stratified import Stratified
 from fedplat.sampling.uniform import Uniform
 from fedplat.sampling.weighted import Weighted
 
-Policy = Uniform | Poisson | Weighted | Stratified | Oort
-"""The table `[selection.sampling]` of a job file: a union tagged by its key `policy`."""
 
-POLICIES: Mapping[str, type[Policy]] = {each.__struct_config__.tag: each for each in get_args(Policy)}
-"""The options record of each policy, by its name in a job file."""
+@runtime_checkable
+class Policy(Protocol):
+    """The table `[selection.sampling]` of a job file: the options of a policy, selected by the key `policy`."""
+
+    is_trial: ClassVar[bool]
+
+    @property
+    def remembers(self) -> bool:
+        """True if the policy uses the clients' history."""
+        ...
+
+    def draw(self, candidates: Candidates, count: int, rng: np.random.Generator) -> list[int]:
+        """Return the indices of the drawn candidates, `count` of them unless the policy is a trial."""
+        ...
+
+
+POLICIES: Mapping[str, type[Policy]] = {
+    str(each.__struct_config__.tag): each for each in (Uniform, Poisson, Weighted, Stratified, Oort)
+}
+"""The options record of each built-in policy, by its name in a job file."""
+
+define(Kind("policies", "policy", "a sampling policy", Policy, ("draw",), POLICIES, BasePolicy))
+
+
+def draw(policy: Policy, candidates: Candidates, count: int, rng: np.random.Generator) -> list[int]:
+    """Return the candidates that a policy draws. Raises `PluginError` if a policy of a plugin draws impossible ones."""
+    drawn = policy.draw(candidates, count, rng)
+    if type(policy) in POLICIES.values():
+        return drawn
+    most = len(candidates) if policy.is_trial else min(count, len(candidates))
+    if len(drawn) > most or len({*drawn}) < len(drawn) or any(not 0 <= index < len(candidates) for index in drawn):
+        raise PluginError(
+            f'the sampling policy "{name_of(policy)}" drew {str(drawn)[:100]} from {len(candidates)} candidates; '
+            f"expected at most {most} different numbers from 0 to {len(candidates) - 1}"
+        )
+    return drawn
+
 
 __all__ = [
     "POLICIES",
+    "BasePolicy",
     "Candidates",
     "ClientHistory",
     "Labels",
@@ -38,4 +76,5 @@ __all__ = [
     "Stratified",
     "Uniform",
     "Weighted",
+    "draw",
 ]

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
+
+from msgspec import Struct
 
 Labels = Mapping[str, str]
 
 LARGEST_UTILITY = 1e100
 """Upper bound of a utility: clients report both of its factors, and sums over all clients must stay finite."""
+
+
+class BasePolicy(Struct, frozen=True):
+    """The base of options records of policies."""
+
+    is_trial: ClassVar[bool] = False
+    """True if each client is drawn by an independent trial."""
+
+    @property
+    def remembers(self) -> bool:
+        """True if the policy uses the clients' history."""
+        return False
 
 
 @dataclasses.dataclass(slots=True)

@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Meta, Struct
+from msgspec import Meta
+from typing_extensions import override
 
-from fedplat.sampling.candidates import Candidates, ClientHistory
+from fedplat.sampling.candidates import BasePolicy, Candidates, ClientHistory
 from fedplat.sampling.uniform import draw_uniformly
 from fedplat.sampling.weighted import draw_by_weight, fill_missing_weights, to_weights
 
@@ -41,7 +42,7 @@ _Numbers = npt.NDArray[np.float64]
 _Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
-class Oort(Struct, frozen=True, forbid_unknown_fields=True, tag_field="policy", tag="oort"):
+class Oort(BasePolicy, frozen=True, forbid_unknown_fields=True, tag_field="policy", tag="oort"):
     """A policy that prefers clients with a high loss that are not too slow, and eventually tries all clients.
 
     Clients must report the metric `loss` or, better, `loss_squared`, the mean of the squared losses.
@@ -62,8 +63,10 @@ class Oort(Struct, frozen=True, forbid_unknown_fields=True, tag_field="policy", 
     speed: Annotated[str, Meta(max_length=1000)] = ""
     """Label with a number, in proportion to which new clients are drawn; empty: uniformly."""
 
-    remembers: ClassVar[bool] = True
-    is_trial: ClassVar[bool] = False
+    @property
+    @override
+    def remembers(self) -> bool:
+        return True
 
     def __post_init__(self) -> None:
         if self.min_exploration > self.exploration:

@@ -22,22 +22,21 @@ import math
 from typing import Annotated, ClassVar
 
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Meta
 
-from fedplat.sampling.candidates import Candidates
+from fedplat.sampling.candidates import BasePolicy, Candidates
 from fedplat.sampling.uniform import draw_uniformly
 
 OVERFLOW = 1e-15
 """Upper bound of the probability, per round, that the cap takes effect."""
 
 
-class Poisson(Struct, frozen=True, forbid_unknown_fields=True, tag_field="policy", tag="poisson"):
+class Poisson(BasePolicy, frozen=True, forbid_unknown_fields=True, tag_field="policy", tag="poisson"):
     """A policy that draws each client with probability `rate`, independently of all others."""
 
     rate: Annotated[float, Meta(gt=0.0, le=1.0)]
     """Probability with which each client is drawn."""
 
-    remembers: ClassVar[bool] = False
     is_trial: ClassVar[bool] = True
 
     def draw(self, candidates: Candidates, count: int, rng: np.random.Generator) -> list[int]:

@@ -8,20 +8,20 @@ with proportional shares every client is drawn with the same probability.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Meta, Struct
+from msgspec import Meta
 
-from fedplat.sampling.candidates import Candidates
+from fedplat.sampling.candidates import BasePolicy, Candidates
 from fedplat.sampling.uniform import draw_uniformly
 
 _Counts = npt.NDArray[np.int64]
 _Shares = npt.NDArray[np.float64]
 
 
-class Stratified(Struct, frozen=True, forbid_unknown_fields=True, tag_field="policy", tag="stratified"):
+class Stratified(BasePolicy, frozen=True, forbid_unknown_fields=True, tag_field="policy", tag="stratified"):
     """A policy with one stratum for each value of a label, and one for clients without the label.
 
     Within a stratum each set of clients is equally likely.
@@ -31,9 +31,6 @@ class Stratified(Struct, frozen=True, forbid_unknown_fields=True, tag_field="pol
     """Label with the strata as values."""
     shares: Literal["proportional", "equal"] = "proportional"
     """`"proportional"` to the number of waiting clients of each stratum, or `"equal"` as far as there are enough."""
-
-    remembers: ClassVar[bool] = False
-    is_trial: ClassVar[bool] = False
 
     def draw(self, candidates: Candidates, count: int, rng: np.random.Generator) -> list[int]:
         """Draw `count` of the candidates, or all if there are not more than that."""

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
-from msgspec import Struct
 
-from fedplat.sampling.candidates import Candidates
+from fedplat.sampling.candidates import BasePolicy, Candidates
 
 
-class Uniform(Struct, frozen=True, forbid_unknown_fields=True, tag_field="policy", tag="uniform"):
+class Uniform(BasePolicy, frozen=True, forbid_unknown_fields=True, tag_field="policy", tag="uniform"):
     """A policy in which each set of clients is equally likely."""
-
-    remembers: ClassVar[bool] = False
-    is_trial: ClassVar[bool] = False
 
     def draw(self, candidates: Candidates, count: int, rng: np.random.Generator) -> list[int]:
         """Draw `count` of the candidates, or all if there are not more than that."""

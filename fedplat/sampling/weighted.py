@@ -10,13 +10,14 @@ order and neither underflows nor overflows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Meta, Struct
+from msgspec import Meta
+from typing_extensions import override
 
-from fedplat.sampling.candidates import Candidates
+from fedplat.sampling.candidates import BasePolicy, Candidates
 
 Weights = npt.NDArray[np.float64]
 
@@ -24,7 +25,7 @@ LARGEST_WEIGHT = 1e30
 """Upper bound of a weight: clients report their weights, and sums over all clients must stay finite."""
 
 
-class Weighted(Struct, frozen=True, forbid_unknown_fields=True, tag_field="policy", tag="weighted"):
+class Weighted(BasePolicy, frozen=True, forbid_unknown_fields=True, tag_field="policy", tag="weighted"):
     """A policy that draws clients with a larger weight more often.
 
     A client without a weight, or with one that is not positive, counts as the mean of the others.
@@ -35,11 +36,10 @@ class Weighted(Struct, frozen=True, forbid_unknown_fields=True, tag_field="polic
     max_weight: Annotated[float, Meta(gt=0.0, le=LARGEST_WEIGHT)] = LARGEST_WEIGHT
     """Largest weight of a client, since clients report labels and examples themselves."""
 
-    is_trial: ClassVar[bool] = False
-
     @property
+    @override
     def remembers(self) -> bool:
-        """True if it uses the clients' history: without a label, their numbers of examples."""
+        """True without a label: it uses the clients' numbers of examples."""
         return not self.label
 
     def draw(self, candidates: Candidates, count: int, rng: np.random.Generator) -> list[int]:

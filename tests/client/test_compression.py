@@ -20,7 +20,7 @@ MakeClient = Callable[..., Client]
 BF16 = codecs.Bf16()
 
 
-def expected(base: Parameters, options: codecs.Options) -> bytes:
+def expected(base: Parameters, options: codecs.CodecOptions) -> bytes:
     """What a client with the random numbers of the fixture sends for `add_one`."""
     trained = base.copy()
     trained["weight"] += np.float32(1)

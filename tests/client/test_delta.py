@@ -39,7 +39,7 @@ def first_model(carry: Carry = "keep") -> Parameters:
     return Parameters.from_arrays(arrays, carry)
 
 
-def next_version(base: Parameters, options: codecs.Options = EDEN, seed: int = 1) -> tuple[Parameters, bytes]:
+def next_version(base: Parameters, options: codecs.CodecOptions = EDEN, seed: int = 1) -> tuple[Parameters, bytes]:
     """The next version, made as the server makes it, and the file of its delta."""
     payloads: list[bytes] = []
     rule = compress_step(options.build(), seed_of("job", 1), payloads.append)(weighted_mean())
@@ -54,7 +54,7 @@ def next_version(base: Parameters, options: codecs.Options = EDEN, seed: int = 1
 
 
 def add_delta(
-    fleet: FakeFleet, base: model_pb2.ModelRef, content: bytes, options: codecs.Options = EDEN
+    fleet: FakeFleet, base: model_pb2.ModelRef, content: bytes, options: codecs.CodecOptions = EDEN
 ) -> fleet_pb2.ModelDelta:
     digest = hashlib.sha256(content).hexdigest()
     fleet.models[digest] = content
@@ -71,7 +71,7 @@ class Versions:
     first: Parameters
     second: Parameters
     content: bytes
-    options: codecs.Options = EDEN
+    options: codecs.CodecOptions = EDEN
 
     def assign(self, **changes: object) -> tuple[model_pb2.ModelRef, model_pb2.ModelRef, fleet_pb2.ModelDelta]:
         base, model = self.fleet.add_model(self.first), self.fleet.add_model(self.second)

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from fedplat.job import JobSpec, reference
+from fedplat.plugins import find_kind
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "job-reference.md"
 
@@ -17,6 +18,8 @@ def records_in(annotation: object) -> Iterator[type[msgspec.Struct]]:
     """All records that a type of a field mentions."""
     if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
         yield annotation
+    if (kind := find_kind(annotation)) is not None:
+        yield from kind.builtin.values()
     for part in typing.get_args(annotation):
         yield from records_in(part)
 

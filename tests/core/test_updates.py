@@ -36,7 +36,7 @@ def encoded(format: Format, update: Parameters, seed: int = 2) -> bytes:
 
 @pytest.mark.parametrize("options", ALL, ids=NAMES)
 @pytest.mark.parametrize("carry", ["keep", "max"])
-def test_a_file_is_read_back_as_the_codec_decodes_it(options: codecs.Options, carry: Carry) -> None:
+def test_a_file_is_read_back_as_the_codec_decodes_it(options: codecs.CodecOptions, carry: Carry) -> None:
     update = an_update(carry)
     format = Format(options, update.schema)
     content = encoded(format, update)
@@ -57,7 +57,7 @@ def test_a_file_is_read_back_as_the_codec_decodes_it(options: codecs.Options, ca
 
 
 @pytest.mark.parametrize("options", ALL, ids=NAMES)
-def test_whatever_has_another_length_is_refused(options: codecs.Options) -> None:
+def test_whatever_has_another_length_is_refused(options: codecs.CodecOptions) -> None:
     update = an_update()
     format = Format(options, update.schema)
     content = encoded(format, update)
@@ -94,7 +94,7 @@ def test_what_is_not_finite_cannot_be_encoded() -> None:
 
 
 @pytest.mark.parametrize("options", ALL, ids=NAMES)
-def test_options_are_text_and_back(options: codecs.Options) -> None:
+def test_options_are_text_and_back(options: codecs.CodecOptions) -> None:
     text = options_to_text(options)
     assert "\n" not in text
     assert options_from_text(text) == options

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -62,8 +63,8 @@ def initial() -> Parameters:
     return Parameters.from_arrays(arrays, "max")
 
 
-def table(options: codecs.Options) -> str:
-    fields = {"codec": options.__struct_config__.tag, **{n: getattr(options, n) for n in options.__struct_fields__}}
+def table(options: codecs.CodecOptions) -> str:
+    fields: dict[str, object] = msgspec.to_builtins(options)
     shown = {name: str(value).lower() if isinstance(value, bool) else repr(value) for name, value in fields.items()}
     return "[compression.uplink]\n" + "".join(f"{name} = {value}\n" for name, value in shown.items())
 
@@ -132,7 +133,9 @@ def test_a_job_with_each_codec(tmp_path: Path, sent: dict[str, bytes], subtests:
             assert received[name] == num_bytes < (1.1 if name == "none" else 0.55) * plain
 
 
-async def recomputed(folder: Path, job: str, options: codecs.Options, sent: dict[str, bytes]) -> tuple[Parameters, int]:
+async def recomputed(
+    folder: Path, job: str, options: codecs.CodecOptions, sent: dict[str, bytes]
+) -> tuple[Parameters, int]:
     """The last model by NumPy alone: FedAvg of what the files decode to, in the order that the database has.
 
     And the size of the files.

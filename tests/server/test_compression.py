@@ -30,7 +30,7 @@ def base_model(size: int = 3000) -> Parameters:
     return Parameters.from_arrays(arrays, "max")
 
 
-def encoded(update: Parameters, options: codecs.Options = BF16, seed: int = 5) -> bytes:
+def encoded(update: Parameters, options: codecs.CodecOptions = BF16, seed: int = 5) -> bytes:
     return b"".join(Format(options, update.schema).encode(update, np.random.default_rng(seed)))
 
 

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.aggregate import Contribution, Options
+from fedplat.aggregate import Contribution, RuleOptions
 from fedplat.model import BLOCK, Vector
+from fedplat.plugins import BUILTIN
 
 SIZE = BLOCK + 38  # more than one block, and not a whole number of them; SCAFFOLD has halves
 Wide = npt.NDArray[np.float64]
@@ -161,5 +161,5 @@ CASES = {
 }
 
 
-def make_options(name: str) -> Options:
-    return msgspec.convert({"rule": name, **CASES[name].options}, Options)
+def make_options(name: str) -> RuleOptions:
+    return BUILTIN.decode(RuleOptions, {"rule": name, **CASES[name].options})

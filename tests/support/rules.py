@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import msgspec
-
-from fedplat.aggregate import Options, Rule
+from fedplat.aggregate import Rule, RuleOptions
+from fedplat.plugins import BUILTIN
 
 NEEDED: Mapping[str, Mapping[str, int]] = {"scaffold": {"num_clients": 10}, "feddyn": {"num_clients": 10}}
 
 
 def make_rule(name: str) -> Rule:
-    return msgspec.convert({"rule": name, **NEEDED.get(name, {})}, Options).build()
+    return BUILTIN.decode(RuleOptions, {"rule": name, **NEEDED.get(name, {})}).build()

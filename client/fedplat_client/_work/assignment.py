@@ -270,7 +270,7 @@ def _update(result: TrainResult, base: Parameters) -> Parameters:
         ) from exc
 
 
-def _codec(assignment: fleet_pb2.Assignment) -> codecs.Options | None:
+def _codec(assignment: fleet_pb2.Assignment) -> codecs.CodecOptions | None:
     """Return the codec that the update must be encoded with, or None."""
     try:
         return options_from_text(assignment.uplink) if assignment.uplink else None

@@ -15,7 +15,8 @@ array([2.], dtype=float32)
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Protocol, runtime_checkable
 
 import msgspec
 from msgspec import Meta
@@ -27,17 +28,77 @@ from fedplat.aggregate.robust.bulyan import Bulyan
 from fedplat.aggregate.robust.centered_clipping import CenteredClipping
 from fedplat.aggregate.robust.fltrust import FLTrust
 from fedplat.aggregate.robust.geometric_median import GeometricMedian
-from fedplat.aggregate.robust.inputs import Rows
+from fedplat.aggregate.robust.inputs import Mix, Rows
 from fedplat.aggregate.robust.krum import Krum, MultiKrum
 from fedplat.aggregate.robust.median import Median
 from fedplat.aggregate.robust.nearest import NearestNeighbours
 from fedplat.aggregate.robust.trimmed_mean import TrimmedMean
+from fedplat.plugins import Kind, define, name_of
 
-RobustRule = Median | TrimmedMean | Krum | MultiKrum | Bulyan | GeometricMedian | CenteredClipping | FLTrust
-"""The key `robust.rule` of a job file: a union tagged by its key `name`."""
 
-PreAggregator = Bucketing | NearestNeighbours
-"""One of the tables of the key `robust.before`."""
+@runtime_checkable
+class RobustRule(Protocol):
+    """The key `robust.rule` of a job file: the options of a robust rule, selected by the key `name`."""
+
+    def fewest(self, byzantine: int) -> int:
+        """Return the smallest number of updates of which `byzantine` may be arbitrary."""
+        ...
+
+    def build(self, byzantine: int, before: Mix) -> Wrapper:
+        """Return a wrapper that replaces the mean of a rule, with pre-aggregation by `before`."""
+        ...
+
+
+@runtime_checkable
+class PreAggregator(Protocol):
+    """One of the tables of the key `robust.before`: the options of a pre-aggregator, selected by the key `name`."""
+
+    def rows_of(self, num_updates: int) -> int:
+        """Return the number of rows that result from `num_updates`."""
+        ...
+
+    def build(self, byzantine: int, seed: int) -> Mix:
+        """Return the pre-aggregator; its random choices follow from `seed`."""
+        ...
+
+
+ROBUST_RULES: Mapping[str, type[RobustRule]] = {
+    str(each.__struct_config__.tag): each
+    for each in (Median, TrimmedMean, Krum, MultiKrum, Bulyan, GeometricMedian, CenteredClipping, FLTrust)
+}
+"""The options record of each built-in robust rule, by its name in a job file."""
+
+PRE_AGGREGATORS: Mapping[str, type[PreAggregator]] = {
+    str(each.__struct_config__.tag): each for each in (Bucketing, NearestNeighbours)
+}
+"""The options record of each built-in pre-aggregator, by its name in a job file."""
+
+define(
+    Kind(
+        "robust-rules",
+        "name",
+        "a robust rule",
+        RobustRule,
+        (
+            "fewest",
+            "build",
+        ),
+        ROBUST_RULES,
+    )
+)
+define(
+    Kind(
+        "pre-aggregators",
+        "name",
+        "a pre-aggregator",
+        PreAggregator,
+        (
+            "rows_of",
+            "build",
+        ),
+        PRE_AGGREGATORS,
+    )
+)
 
 MAX_ROBUST_UPDATES = 1000
 """Maximum number of updates of a robust rule: their files are all open at once, and the work grows quadratically."""
@@ -71,8 +132,9 @@ class Robust(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             text += f", of which pre-aggregation makes {rows}"
         fewest = self.rule.fewest(self.byzantine)
         if rows < fewest:
-            name = self.rule.__struct_config__.tag
-            raise ValueError(f"{name} with byzantine = {self.byzantine} needs at least {fewest}, not {text}")
+            raise ValueError(
+                f"{name_of(self.rule)} with byzantine = {self.byzantine} needs at least {fewest}, not {text}"
+            )
 
     def build(self, seed: int) -> Wrapper:
         """Return a wrapper that makes a rule with a mean robust; random choices follow from `seed`.
@@ -92,6 +154,8 @@ class Robust(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 __all__ = [
     "MAX_ROBUST_UPDATES",
+    "PRE_AGGREGATORS",
+    "ROBUST_RULES",
     "Bucketing",
     "Bulyan",
     "CenteredClipping",

@@ -17,7 +17,7 @@ from fedplat.errors import DataError
 from fedplat.simulation.data import partitioners, sources
 from fedplat.simulation.data.federation import Dataset, Federation, Part
 from fedplat.simulation.data.partitioners import Partition
-from fedplat.simulation.data.sources import Source, SourcePaths, data_folder
+from fedplat.simulation.data.sources import DataSource, SourcePaths, data_folder
 
 _HOLD_OUT, _DEAL = 1, 2
 """The purpose of a random generator: the last number of its seed sequence."""
@@ -39,7 +39,9 @@ def deal(dataset: Dataset, partition: Partition, seed: int) -> Federation:
     return Federation(dataset.inputs, dataset.targets, parts, dataset.test_inputs, dataset.test_targets, names)
 
 
-def federation(source: Source, partition: Partition | None, *, seed: int = 0, folder: Path | None = None) -> Federation:
+def federation(
+    source: DataSource, partition: Partition | None, *, seed: int = 0, folder: Path | None = None
+) -> Federation:
     """Load the data of a fleet, as described by the tables `[simulation.data]` and `[simulation.partition]`.
 
     Files are relative to `folder` (by default the working directory). If a source has no test data, the examples that
@@ -59,4 +61,4 @@ def federation(source: Source, partition: Partition | None, *, seed: int = 0, fo
     return deal(loaded, partition, seed)
 
 
-__all__ = ["Dataset", "Federation", "Part", "Partition", "Source", "deal", "federation", "partitioners", "sources"]
+__all__ = ["DataSource", "Dataset", "Federation", "Part", "Partition", "deal", "federation", "partitioners", "sources"]

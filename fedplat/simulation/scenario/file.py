@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec
+from fedplat.plugins import Plugins
 from fedplat.simulation.scenario.options import SimulationOptions
 from fedplat.toml import format_value, read_record, read_toml
 
@@ -42,22 +43,25 @@ def read(path: Path, changes: Sequence[str] = ()) -> SimulationFile:
 
 
 def parse(text: str, folder: Path, changes: Sequence[str] = ()) -> SimulationFile:
-    """Parse the text of a simulation file. Raises `JobFileError` with a line for each table that has a mistake."""
-    raw = read_toml(text)
+    """Parse the text of a simulation file. Raises `JobFileError` with a line for each table that has a mistake.
+
+    It may name plugins of installed packages, and of modules and files relative to `folder`.
+    """
+    raw, plugins = read_toml(text), Plugins(installed=True, folder=folder)
     for change in changes:
         _change(raw, change)
     job = {key: value for key, value in raw.items() if key != TABLE}
     mistakes: list[str] = []
     spec, options = None, None
     try:
-        spec = read_record(job, JobSpec)
+        spec = read_record(job, JobSpec, plugins=plugins)
     except JobFileError as exc:
         mistakes.append(str(exc))
     table = raw.get(TABLE, {})
     try:
         if not isinstance(table, dict):
             raise JobFileError(f"{TABLE} = {format_value(table)}: expected a table, [{TABLE}]")
-        options = read_record(cast(dict[str, Any], table), SimulationOptions, f"{TABLE}.")
+        options = read_record(cast(dict[str, Any], table), SimulationOptions, f"{TABLE}.", plugins)
     except JobFileError as exc:
         mistakes.append(str(exc))
     if spec is None or options is None:

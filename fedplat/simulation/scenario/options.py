@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from fedplat.simulation.clients import FleetOptions
-from fedplat.simulation.data import Partition, Source
+from fedplat.simulation.data import DataSource, Partition
 from fedplat.user_code import Reference
 
 YEAR_S = 365 * 86_400.0
@@ -44,7 +44,7 @@ class SimulationOptions(Struct, frozen=True, forbid_unknown_fields=True):
     held_out: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
     target: float = 0.0
     target_metric: str = "accuracy"
-    data: Source | None = None
+    data: DataSource | None = None
     partition: Partition | None = None
     fleet: FleetOptions = FleetOptions()
     model: ModelOptions = ModelOptions()

@@ -197,7 +197,7 @@ class Aggregation:
             raise BlobError(f"the update of {command.assignment.client_id} is missing or damaged")
         return path.absolute()
 
-    def _store_delta(self, blobs: BlobStore, codec: codecs.Options, aggregate: Aggregate) -> Blob:
+    def _store_delta(self, blobs: BlobStore, codec: codecs.CodecOptions, aggregate: Aggregate) -> Blob:
         """Store the step to a version in its own file, which is an orphan until a version names it."""
         model = ModelFile.open(blobs.path(aggregate.model.digest))
         with crash_points.step("commit.delta"):

@@ -46,7 +46,7 @@ class Failure(NamedTuple):
     traceback: str
 
 
-def score(reference: str, path: str, rule: aggregate.Options) -> dict[str, float] | Failure:
+def score(reference: str, path: str, rule: aggregate.RuleOptions) -> dict[str, float] | Failure:
     """Load a model, without the values that the rule keeps in it, and evaluate it. Runs in the separate process."""
     try:
         model = rule.build().requirements.reduce(Parameters.open(path))
@@ -86,7 +86,7 @@ class _EvaluationProcess:
         self._pool: ProcessPoolExecutor | None = None
 
     async def run(
-        self, reference: str, path: Path, rule: aggregate.Options, timeout_s: float
+        self, reference: str, path: Path, rule: aggregate.RuleOptions, timeout_s: float
     ) -> dict[str, float] | Failure:
         """Return the metrics or the failure of an evaluator. Kills the process on a timeout or a cancellation.
 

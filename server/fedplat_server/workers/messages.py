@@ -20,7 +20,7 @@ class TeacherModels(msgspec.Struct, frozen=True):
 
     base: str
     updates: tuple[str, ...]
-    uplink: codecs.Options | None
+    uplink: codecs.CodecOptions | None
 
 
 class TrainRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +31,7 @@ class TrainRequest(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     trainer: TrainerReference
-    rule: aggregate.Options
+    rule: aggregate.RuleOptions
     num_ranks: int
     model: str
     result: str
@@ -67,7 +67,7 @@ class EvaluateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """An evaluation of the model file `model` on a trainer's held-out examples."""
 
     trainer: TrainerReference
-    rule: aggregate.Options
+    rule: aggregate.RuleOptions
     model: str
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -14,14 +14,15 @@ import pytest
 from fedplat.aggregate import (
     RULES,
     Contribution,
-    Options,
     Partial,
     Rule,
+    RuleOptions,
     describe_metrics_problem,
     state_from_bytes,
     state_to_bytes,
 )
 from fedplat.model import Vector, VectorBlocks
+from fedplat.plugins import BUILTIN
 from support.rule_cases import CASES, SIZE, Updates, make_options
 
 NUM_ROUNDS = 5
@@ -211,9 +212,11 @@ def test_a_model_without_floating_entries_has_an_empty_step(name: str):
 @every_rule
 def test_options_survive_a_job_file(name: str):
     options = make_options(name)
-    assert msgspec.convert(msgspec.to_builtins(options), Options) == options
+    assert BUILTIN.decode(RuleOptions, msgspec.to_builtins(options)) == options
     assert {field: getattr(options, field) for field in CASES[name].options} == CASES[name].options
-    assert set(type(options).__struct_fields__) == set(CASES[name].options) == set(CASES[name].bad)
+    assert (
+        msgspec.structs.asdict(cast(msgspec.Struct, options)).keys() == set(CASES[name].options) == set(CASES[name].bad)
+    )
 
 
 @every_rule
@@ -221,11 +224,11 @@ def test_options_refuse_values_out_of_range_and_unknown_keys(name: str):
     for field, values in CASES[name].bad.items():
         for value in values:
             with pytest.raises(msgspec.ValidationError, match=f"\\$.{field}"):
-                msgspec.convert({"rule": name, **CASES[name].options, field: value}, Options)
+                BUILTIN.decode(RuleOptions, {"rule": name, **CASES[name].options, field: value})
             with pytest.raises(ValueError, match=f"^{field} is"):
                 RULES[name](**{**CASES[name].options, field: value})
     with pytest.raises(msgspec.ValidationError, match="learning_rat`"):
-        msgspec.convert({"rule": name, "learning_rat": 1.0}, Options)
+        BUILTIN.decode(RuleOptions, {"rule": name, "learning_rat": 1.0})
 
 
 @every_rule

@@ -7,7 +7,7 @@ import importlib
 import pkgutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,6 +26,7 @@ from fedplat.aggregate import (
     weighted_mean,
 )
 from fedplat.aggregate.robust import (
+    ROBUST_RULES,
     Bucketing,
     CenteredClipping,
     FLTrust,
@@ -34,10 +35,10 @@ from fedplat.aggregate.robust import (
     MultiKrum,
     NearestNeighbours,
     PreAggregator,
-    RobustRule,
 )
 from fedplat.aggregate.state import columns_of, first_columns, read_columns, state_to_bytes
 from fedplat.model import WINDOW, ModelFile, Parameters, VectorBlocks
+from fedplat.plugins import name_of
 from support.robust_cases import (
     CASES,
     MIXABLE,
@@ -55,8 +56,8 @@ every_rule = pytest.mark.parametrize("name", CASES)
 
 
 def test_every_rule_has_a_row() -> None:
-    assert [type(case.rule) for case in CASES.values()] == list(get_args(RobustRule))
-    assert list(CASES) == [str(type(case.rule).__struct_config__.tag) for case in CASES.values()]
+    assert [type(case.rule) for case in CASES.values()] == list(ROBUST_RULES.values())
+    assert list(CASES) == [name_of(case.rule) for case in CASES.values()]
 
 
 @every_rule

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fedplat.aggregate import Contribution, Options, Partial, Rule, State, Wrapper, clip_by_quantile
+from fedplat.aggregate import Contribution, Partial, Rule, RuleOptions, State, Wrapper, clip_by_quantile
 from fedplat.aggregate.adaptive_clip import AdaptiveClip
 from fedplat.model import Vector, VectorBlocks
+from fedplat.plugins import BUILTIN
 
 FOUND: dict[str, Any] = json.loads(Path(__file__).with_name("server_references.json").read_bytes())
 BASE = np.array(FOUND["base"], np.float32)
@@ -30,7 +30,7 @@ BETAS = {"beta1": 0.8, "beta2": 0.95}
 
 
 def rule_of(name: str, **options: float) -> Rule:
-    return msgspec.convert({"rule": name, **options}, Options).build()
+    return BUILTIN.decode(RuleOptions, {"rule": name, **options}).build()
 
 
 def always(rule: Rule) -> Callable[[int], Rule]:

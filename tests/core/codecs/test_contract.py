@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fedplat.codecs import CODECS, Codec, CodecError, Options
+from fedplat.codecs import CODECS, Codec, CodecError, CodecOptions
 from fedplat.model import BLOCK, Vector
+from fedplat.plugins import BUILTIN
 from support.codecs import decoded, encoded, normal, round_trip
 
 Wide = npt.NDArray[Any]
@@ -89,7 +90,7 @@ every_size = pytest.mark.parametrize("size", SIZES)
 
 
 def make_codec(name: str) -> Codec:
-    return msgspec.convert(CASES[name].options, Options).build()
+    return BUILTIN.decode(CodecOptions, CASES[name].options).build()
 
 
 def test_every_codec_has_a_row() -> None:
@@ -98,7 +99,7 @@ def test_every_codec_has_a_row() -> None:
 
 def test_the_union_and_the_table_agree() -> None:
     for name, record in CODECS.items():
-        assert type(msgspec.convert({"codec": name}, Options)) is record
+        assert type(BUILTIN.decode(CodecOptions, {"codec": name})) is record
         assert msgspec.to_builtins(record())["codec"] == name
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,6 +18,7 @@ from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters
 from fedplat.pytorch import convert as backend
 from fedplat.pytorch.training import Learner, LocalOptions, LocalTraining, TensorExamples, Trainee, train
+from fedplat.toml import read_record
 
 NUM_CLIENTS = 4
 RNG = np.random.default_rng(11)
@@ -35,7 +35,7 @@ def rule_of(name: str, config: Mapping[str, Any]) -> Rule:
     job = {"name": "j", "population": "p", "trainer": "t", "rounds": 1, "model": {"initial": "m:f"}}
     aggregation = {"rule": name} | ({} if name == "fedavg" else {"num_clients": NUM_CLIENTS})
     more = {"selection": {"goal": 4}, "config": config, "updates": {"weighting": "uniform"}, "aggregation": aggregation}
-    return build_rule(msgspec.convert({**job, **more}, JobSpec))
+    return build_rule(read_record({**job, **more}, JobSpec))
 
 
 def distance(rule_name: str, num_rounds: int, *, per_round: int = NUM_CLIENTS, **config: Any) -> float:

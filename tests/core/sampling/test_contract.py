@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
-import msgspec
 import numpy as np
 import pytest
+from msgspec import Struct
 
+from fedplat.plugins import BUILTIN
 from fedplat.sampling import POLICIES, ClientHistory, Policy
 from support.waiting import Waiting, heard
 
@@ -27,7 +28,7 @@ every_policy = pytest.mark.parametrize("name", CASES)
 
 
 def make(name: str) -> Policy:
-    return msgspec.convert(CASES[name], Policy)
+    return BUILTIN.decode(Policy, CASES[name])
 
 
 def some(total: int) -> Waiting:
@@ -53,9 +54,8 @@ def test_every_policy_has_a_row() -> None:
 
 def test_the_union_and_the_table_agree() -> None:
     for name, record in POLICIES.items():
-        assert record.__struct_config__.tag == name
-        assert record.__struct_config__.tag_field == "policy"
-        assert record.__struct_config__.frozen
+        config = cast(type[Struct], record).__struct_config__
+        assert (config.tag, config.tag_field, config.frozen) == (name, "policy", True)
     assert {type(make(name)) for name in CASES} == set(POLICIES.values())
 
 

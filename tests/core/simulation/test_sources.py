@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fedplat.errors import DataError, MissingExtraError, UserCodeError
-from fedplat.simulation.data import Federation, Source, federation, partitioners, sources
+from fedplat.simulation.data import DataSource, Federation, federation, partitioners, sources
 from fedplat.simulation.data.sources import text
 
 IID = partitioners.Iid(clients=4)
@@ -69,7 +69,7 @@ def test_mnist(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("source", [sources.Mnist(), sources.Shakespeare()])
-def test_what_is_missing_is_said(source: Source, folder: Path) -> None:
+def test_what_is_missing_is_said(source: DataSource, folder: Path) -> None:
     with pytest.raises(DataError, match=r"is not in .*; set FEDPLAT_DATA to the folder that has it. It "):
         federation(source, None)
 

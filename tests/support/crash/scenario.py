@@ -53,7 +53,7 @@ def update(number: int, round_: int) -> Parameters:
     return daemons.update_of(base_model(), 100 * round_ + number)
 
 
-def content_of(number: int, round_: int, codec: codecs.Options | None) -> bytes:
+def content_of(number: int, round_: int, codec: codecs.CodecOptions | None) -> bytes:
     """The file of that update."""
     values = update(number, round_)
     if codec is None:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 
 from fedplat.job import JobSpec
@@ -27,6 +26,7 @@ from fedplat.rounds.events import (
     UploadStarted,
 )
 from fedplat.rounds.states import JobStatus, Reason
+from fedplat.toml import read_record
 from support.rounds.invariants import Ledger
 
 _Command = TypeVar("_Command", Assign, Abort, Commit, Fold, Refuse)
@@ -47,7 +47,7 @@ def make_spec(goal: int = 2, rounds: int = 2, **sections: Any) -> JobSpec:
         "deadlines": {"selection_s": 60.0, "training_s": 100.0, "upload_s": 30.0} | sections.pop("deadlines", {}),
         **sections,
     }
-    return msgspec.convert(raw, JobSpec)
+    return read_record(raw, JobSpec)
 
 
 def make_job(job_id: str = "j", spec: JobSpec | None = None, **fields: Any) -> JobState:

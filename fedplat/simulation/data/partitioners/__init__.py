@@ -6,7 +6,15 @@ Each assigns every example to at most one client, and returns the same parts for
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from fedplat.plugins import Kind, define
+from fedplat.simulation.data.federation import Dataset, Part
 from fedplat.simulation.data.partitioners.classes import Classes
+from fedplat.simulation.data.partitioners.common import BasePartition
 from fedplat.simulation.data.partitioners.dirichlet import Dirichlet
 from fedplat.simulation.data.partitioners.fedprox import FedProx
 from fedplat.simulation.data.partitioners.hsu import Hsu
@@ -15,10 +23,34 @@ from fedplat.simulation.data.partitioners.natural import Natural
 from fedplat.simulation.data.partitioners.quantity import Quantity
 from fedplat.simulation.data.partitioners.shards import Shards
 
-Partition = Iid | Shards | Dirichlet | Hsu | Quantity | Classes | FedProx | Natural
-"""The `[simulation.partition]` table; its key `scheme` selects the partitioner."""
+
+@runtime_checkable
+class Partition(Protocol):
+    """The `[simulation.partition]` table: the options of a partitioner, selected by the key `scheme`.
+
+    `seed` replaces the seed of the simulation for the partition; None: it does not.
+    """
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the partition."""
+        ...
+
+    def split(self, dataset: Dataset, rng: np.random.Generator) -> list[Part]:
+        """Return the examples of each client, as indices of the data set."""
+        ...
+
+
+PARTITIONS: Mapping[str, type[Partition]] = {
+    str(each.__struct_config__.tag): each for each in (Iid, Shards, Dirichlet, Hsu, Quantity, Classes, FedProx, Natural)
+}
+"""The options record of each built-in partitioner, by its name in a simulation file."""
+
+define(Kind("partitions", "scheme", "a partitioner", Partition, ("split",), PARTITIONS, BasePartition))
 
 __all__ = [
+    "PARTITIONS",
+    "BasePartition",
     "Classes",
     "Dirichlet",
     "FedProx",

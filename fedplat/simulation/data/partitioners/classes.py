@@ -9,10 +9,10 @@ import numpy as np
 
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Dataset, Part
-from fedplat.simulation.data.partitioners.common import Clients, class_labels, members
+from fedplat.simulation.data.partitioners.common import BasePartition, Clients, class_labels, members
 
 
-class Classes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="classes"):
+class Classes(BasePartition, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="classes"):
     """Every client has examples of `classes_per_client` classes, and a class is divided evenly over its clients.
 
     Client i has class i mod the number of classes, as in the benchmark's code, and others at random.
@@ -20,7 +20,6 @@ class Classes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
     clients: Clients
     classes_per_client: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 2
-    seed: int | None = None
 
     def split(self, dataset: Dataset, rng: np.random.Generator) -> list[Part]:
         """Return the examples of each client; the examples of a class that no client has are unused."""

@@ -19,6 +19,12 @@ MAX_DRAWS = 10_000
 """The number of draws of a random split after which a client with too few examples is an error."""
 
 
+class BasePartition(msgspec.Struct, frozen=True, kw_only=True):
+    """The base of options records of partitioners; `seed` replaces the seed of the simulation (None: it does not)."""
+
+    seed: int | None = None
+
+
 def class_labels(dataset: Dataset) -> npt.NDArray[np.int64]:
     """Return the class of each example, from 0 in the order of the labels. Raises `DataError` without classes."""
     targets = dataset.targets

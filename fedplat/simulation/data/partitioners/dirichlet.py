@@ -17,6 +17,7 @@ from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Dataset, Part
 from fedplat.simulation.data.partitioners.common import (
     MAX_DRAWS,
+    BasePartition,
     Clients,
     SomeExamples,
     class_labels,
@@ -26,13 +27,12 @@ from fedplat.simulation.data.partitioners.common import (
 )
 
 
-class Dirichlet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="dirichlet"):
+class Dirichlet(BasePartition, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="dirichlet"):
     """Partition by Dirichlet proportions. A small `alpha` gives each client few classes; a large one is nearly IID."""
 
     clients: Clients
     alpha: Annotated[float, msgspec.Meta(gt=0.0, le=1e6)] = 0.5
     min_examples: SomeExamples = 10
-    seed: int | None = None
 
     def split(self, dataset: Dataset, rng: np.random.Generator) -> list[Part]:
         """Return the examples of each client."""

@@ -13,17 +13,16 @@ import numpy as np
 
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Dataset, Part
-from fedplat.simulation.data.partitioners.common import Clients, class_labels, cut, members
+from fedplat.simulation.data.partitioners.common import BasePartition, Clients, class_labels, cut, members
 
 
-class FedProx(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="fedprox"):
+class FedProx(BasePartition, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="fedprox"):
     """By default the paper's MNIST: 1,000 clients, two digits each, sizes by lognormal(0, 2), close to a power law."""
 
     clients: Clients = 1000
     classes_per_client: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 2
     base: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 5
     sigma: Annotated[float, msgspec.Meta(ge=0.0, le=10.0)] = 2.0
-    seed: int | None = None
 
     def split(self, dataset: Dataset, rng: np.random.Generator) -> list[Part]:
         """Return the examples of each client."""

@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 
 from fedplat.simulation.data.federation import Dataset, Part
-from fedplat.simulation.data.partitioners.common import Clients, Examples, class_labels, members, require
+from fedplat.simulation.data.partitioners.common import BasePartition, Clients, Examples, class_labels, members, require
 
 
-class Hsu(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="hsu"):
+class Hsu(BasePartition, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="hsu"):
     """Partition by a Dirichlet mixture per client.
 
     `examples` is the number of each client (0: as many as possible). A class without unused examples is
@@ -25,7 +25,6 @@ class Hsu(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="sc
     clients: Clients
     alpha: Annotated[float, msgspec.Meta(gt=0.0, le=1e6)] = 0.5
     examples: Examples = 0
-    seed: int | None = None
 
     def split(self, dataset: Dataset, rng: np.random.Generator) -> list[Part]:
         """Return the examples of each client."""

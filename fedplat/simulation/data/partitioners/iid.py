@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 
 from fedplat.simulation.data.federation import Dataset, Part
-from fedplat.simulation.data.partitioners.common import Clients, Examples, cut, require
+from fedplat.simulation.data.partitioners.common import BasePartition, Clients, Examples, cut, require
 
 
-class Iid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="iid"):
+class Iid(BasePartition, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="iid"):
     """Every client has the same number of examples (at most one more or less), drawn at random.
 
     `examples` is the number of each client (0: all examples, divided evenly).
@@ -17,7 +16,6 @@ class Iid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="sc
 
     clients: Clients
     examples: Examples = 0
-    seed: int | None = None
 
     def split(self, dataset: Dataset, rng: np.random.Generator) -> list[Part]:
         """Return the examples of each client."""

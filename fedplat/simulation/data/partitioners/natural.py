@@ -9,10 +9,10 @@ import numpy as np
 
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Dataset, Part
-from fedplat.simulation.data.partitioners.common import SomeExamples
+from fedplat.simulation.data.partitioners.common import BasePartition, SomeExamples
 
 
-class Natural(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="natural"):
+class Natural(BasePartition, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="natural"):
     """Every owner with at least `min_examples` is a client, or only `clients` of them, drawn at random.
 
     Examples keep their order in the data.
@@ -20,7 +20,6 @@ class Natural(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
     clients: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 0
     min_examples: SomeExamples = 1
-    seed: int | None = None
 
     def split(self, dataset: Dataset, rng: np.random.Generator) -> list[Part]:
         """Return the examples of each client, in the order of the owners' numbers."""

@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 
 from fedplat.simulation.data.federation import Dataset, Part
-from fedplat.simulation.data.partitioners.common import Clients, SomeExamples, cut, require, whole_sizes
+from fedplat.simulation.data.partitioners.common import BasePartition, Clients, SomeExamples, cut, require, whole_sizes
 
 
-class Quantity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="quantity"):
+class Quantity(BasePartition, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="quantity"):
     """Sizes follow a distribution; labels are IID.
 
     `spread` is its parameter: the sigma of "lognormal", the exponent of "powerlaw" (the client of rank r has a share
@@ -22,7 +22,6 @@ class Quantity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     distribution: Literal["lognormal", "powerlaw", "dirichlet"] = "lognormal"
     spread: Annotated[float, msgspec.Meta(gt=0.0, le=1e6)] = 1.0
     min_examples: SomeExamples = 1
-    seed: int | None = None
 
     def split(self, dataset: Dataset, rng: np.random.Generator) -> list[Part]:
         """Return the examples of each client."""

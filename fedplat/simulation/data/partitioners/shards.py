@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 
 from fedplat.simulation.data.federation import Dataset, Part
-from fedplat.simulation.data.partitioners.common import Clients, Examples, class_labels, require
+from fedplat.simulation.data.partitioners.common import BasePartition, Clients, Examples, class_labels, require
 
 
-class Shards(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="shards"):
+class Shards(BasePartition, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="shards"):
     """Examples are sorted by label and cut into equal shards, of which every client gets `shards_per_client`.
 
     With MNIST and 100 clients: 200 shards of 300, two for each client, so that most clients have two digits only.
@@ -22,7 +22,6 @@ class Shards(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     clients: Clients
     shards_per_client: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 2
     shard_size: Examples = 0
-    seed: int | None = None
 
     def split(self, dataset: Dataset, rng: np.random.Generator) -> list[Part]:
         """Return the examples of each client."""

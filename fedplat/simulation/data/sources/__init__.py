@@ -1,13 +1,16 @@
 """Sources of examples, as `[simulation.data]` of a simulation file describes.
 
-To add one: write one new file (a frozen record with `load()`), add its record to `Source` and one row to `SOURCES`
+To add one: write one new file (a frozen record with `load()`), add one row to `SOURCES`
 below. No source downloads, executes or unpickles a file; only `function` runs code, the user's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
 
+from fedplat.plugins import Kind, define
+from fedplat.simulation.data.federation import Dataset, Federation
 from fedplat.simulation.data.sources.digits import Digits
 from fedplat.simulation.data.sources.function import Function
 from fedplat.simulation.data.sources.huggingface import HuggingFace
@@ -17,10 +20,17 @@ from fedplat.simulation.data.sources.npz import Npz
 from fedplat.simulation.data.sources.paths import SourcePaths, data_folder
 from fedplat.simulation.data.sources.shakespeare import Shakespeare
 
-Source = Mnist | Shakespeare | Digits | Npz | Function | Leaf | HuggingFace
-"""The `[simulation.data]` table; its key `source` selects the source."""
 
-SOURCES: Mapping[str, type[Source]] = {
+@runtime_checkable
+class DataSource(Protocol):
+    """The `[simulation.data]` table: the options of a source, selected by the key `source`."""
+
+    def load(self, place: SourcePaths) -> Dataset | Federation:
+        """Read the data. Raises `DataError`."""
+        ...
+
+
+SOURCES: Mapping[str, type[DataSource]] = {
     "mnist": Mnist,
     "shakespeare": Shakespeare,
     "digits": Digits,
@@ -31,8 +41,11 @@ SOURCES: Mapping[str, type[Source]] = {
 }
 """The options record of each source, by its name in a simulation file."""
 
+define(Kind("sources", "source", "a data source", DataSource, ("load",), SOURCES))
+
 __all__ = [
     "SOURCES",
+    "DataSource",
     "Digits",
     "Function",
     "HuggingFace",
@@ -40,7 +53,6 @@ __all__ = [
     "Mnist",
     "Npz",
     "Shakespeare",
-    "Source",
     "SourcePaths",
     "data_folder",
 ]

@@ -1,0 +1,210 @@
+"""Plugins: options records that are not part of fedplat, named in a file like the built-in ones.
+
+A `Kind` is a table of names, such as that of the aggregation rules. `Plugins` defines which further names a file may
+use, in three ways: names that its owner defines; names of installed packages, which declare entry points in the group
+`fedplat.KIND`; and references such as `my_rule.py:MyRule`, relative to a folder. The code of a plugin is imported only
+if a file names it. `BUILTIN`, the default of all functions that read files, finds only the built-in names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, cast
+
+import msgspec
+from msgspec import Struct
+
+from fedplat import user_code
+from fedplat.errors import FedplatError, PluginError
+
+ENTRY_POINTS = "fedplat."
+"""Prefix of the groups of entry points; the rest is the name of a kind."""
+_KINDS: dict[str, Kind] = {}
+Built = TypeVar("Built")
+Record = TypeVar("Record", bound=Struct)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kind:
+    """A table of options records, each selected by its name.
+
+    `name` identifies the kind in entry points and in options of commands. `key` is the key of a table in a file whose
+    value selects the record. `contract` is the protocol of the records, which is also the type of a field that holds
+    one. `methods` are the functions that the protocol requires; `base` has its other attributes, which a plugin need
+    not define. `builtin` are the records of fedplat, tagged with their names.
+    """
+
+    name: str
+    key: str
+    noun: str
+    contract: type
+    methods: tuple[str, ...]
+    builtin: Mapping[str, type]
+    base: type[Struct] = Struct
+
+    def check(self, record: object, name: str) -> type[Struct]:
+        """Return an options record of this kind. Raises `PluginError` if it is not one."""
+        origin = f"{self.name}.{name}"
+        if not isinstance(record, type):
+            raise PluginError(
+                f"{origin} is of type {type(record).__name__}; expected a class, the options of {self.noun}"
+            )
+        if not issubclass(record, Struct) or not record.__struct_config__.frozen:
+            raise PluginError(
+                f"{origin}: {record.__name__} is not a frozen record; expected "
+                f"class {record.__name__}(msgspec.Struct, frozen=True)"
+            )
+        missing = [method for method in self.methods if not callable(getattr(record, method, None))]
+        if missing:
+            expected = ", ".join(f"{method}()" for method in self.methods)
+            raise PluginError(f"{origin}: {record.__name__} has no {missing[0]}(); {self.noun} has {expected}")
+        if self.key in record.__struct_fields__:
+            raise PluginError(f"{origin}: {record.__name__} has a field {self.key}, the key that selects the record")
+        return record
+
+
+def define(kind: Kind) -> Kind:
+    """Add a kind to those that fields of records may hold, and return it."""
+    _KINDS[kind.name] = kind
+    return kind
+
+
+def find_kind(annotation: object) -> Kind | None:
+    """Return the kind whose records a field of this type holds; None for any other type."""
+    return next((kind for kind in _KINDS.values() if annotation is kind.contract), None)
+
+
+def kinds() -> dict[str, Kind]:
+    """Return all kinds that have been defined, by name."""
+    return dict(_KINDS)
+
+
+def name_of(options: object) -> str:
+    """Return the name of an options record in a file; that of its class if it was never named in one."""
+    record = cast(type[Struct], type(options))
+    return str(record.__struct_config__.tag or record.__name__)
+
+
+class Buildable(Protocol):
+    """An options record that builds an object."""
+
+    def build(self) -> object:
+        """Return the object with these options."""
+        ...
+
+
+def build_checked(options: Buildable, expected: type[Built], key: str) -> Built:
+    """Return what options build. Raises `PluginError` or `UserCodeError` if that fails, or has another type.
+
+    `key` is the key of the file that selects the options.
+    """
+    with user_code.wrap_errors(f'{key} = "{name_of(options)}": build()'):
+        built = options.build()
+    if not isinstance(built, expected):
+        raise PluginError(
+            f'{key} = "{name_of(options)}": build() returned a {type(built).__name__}; expected a {expected.__name__}'
+        )
+    return built
+
+
+@dataclasses.dataclass(frozen=True)
+class Plugins:
+    """The names that a file may use besides the built-in ones.
+
+    `given` are records by kind and name. With `installed`, the entry points of installed packages are names, too. With
+    `folder`, a name may be a reference, `module:object` or `path/to/file.py:object`, relative to that folder.
+    """
+
+    given: Mapping[tuple[str, str], type[Struct]] = dataclasses.field(
+        default_factory=dict[tuple[str, str], type[Struct]]
+    )
+    installed: bool = False
+    folder: Path | None = None
+
+    def names(self, kind: Kind) -> list[str]:
+        """Return all names of a kind, without importing any plugin."""
+        given = [name for group, name in self.given if group == kind.name]
+        return [*kind.builtin, *given, *(_entry_points(kind.name) if self.installed else ())]
+
+    def find(self, kind: Kind, name: str) -> type[Struct] | None:
+        """Return the options record with a name, or None. Raises `PluginError` if a plugin cannot be used."""
+        if name in kind.builtin:
+            return kind.builtin[name]
+        if (kind.name, name) in self.given:
+            return _with_name(kind.check(self.given[kind.name, name], name), kind, name)
+        if self.installed and name in (found := _entry_points(kind.name)):
+            with user_code.wrap_errors(f"the plugin {kind.name}.{name}"):
+                record = found[name].load()
+            return _with_name(kind.check(record, name), kind, name)
+        if self.folder is not None and ":" in name:
+            record = user_code.load(name, self.folder)
+            return _with_name(kind.check(record, name), kind, name)
+        return None
+
+    def decode(self, annotation: type, value: Any) -> Any:
+        """Convert a table to a record of a kind: the `dec_hook` of msgspec. Raises `ValueError` for an unknown name."""
+        kind = find_kind(annotation)
+        if kind is None:
+            raise NotImplementedError(f"{annotation} is not the contract of a kind")
+        if not isinstance(value, Mapping):
+            return value
+        name = cast(Mapping[str, object], value).get(kind.key)
+        record = self.find(kind, name) if isinstance(name, str) else None
+        if record is None:
+            raise ValueError(f"{kind.key} = {name!r}: {kind.noun} of this name is not known")
+        return self.convert(value, record)
+
+    def convert(self, table: object, record: type[Record]) -> Record:
+        """Convert a valid table to a record. Raises `msgspec.ValidationError`, also for errors in a record's check."""
+        try:
+            return msgspec.convert(table, record, dec_hook=self.decode)
+        except (msgspec.ValidationError, FedplatError):
+            raise
+        except Exception as exc:  # a plugin's __post_init__ may raise anything
+            config = record.__struct_config__
+            text = f'{config.tag_field} = "{config.tag}": its check raised {type(exc).__name__}: {exc}'
+            raise msgspec.ValidationError(text) from exc
+
+
+BUILTIN = Plugins()
+"""The built-in names only."""
+
+
+def _entry_points(kind: str) -> Mapping[str, importlib.metadata.EntryPoint]:
+    return {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS + kind)}
+
+
+@functools.cache
+def _with_name(record: type[Struct], kind: Kind, name: str) -> type[Struct]:
+    """Return a subclass with a name, which is decoded, encoded and reported in errors like a built-in record."""
+    inherited = [field for field in msgspec.structs.fields(kind.base) if field.name not in record.__struct_fields__]
+    has_base = issubclass(record, kind.base) or bool(inherited)  # two bases with fields cannot be combined
+    return msgspec.defstruct(
+        record.__name__,
+        [(field.name, field.type, field.default) for field in inherited],
+        bases=(record,) if has_base else (record, kind.base),
+        module=record.__module__,
+        namespace={"__doc__": record.__doc__, "__reduce__": _reduce(record, kind, name)},
+        tag_field=kind.key,
+        tag=name,
+        frozen=True,
+        forbid_unknown_fields=True,
+        kw_only=True,
+    )
+
+
+def _reduce(record: type[Struct], kind: Kind, name: str) -> Callable[[Struct], object]:
+    """Return the method by which records are pickled: the subclass is created again where they are read."""
+
+    def reduce(options: Struct) -> object:
+        return _restore, (record, kind.name, name, msgspec.structs.asdict(options))
+
+    return reduce
+
+
+def _restore(record: type[Struct], kind: str, name: str, fields: dict[str, Any]) -> Struct:
+    return _with_name(record, _KINDS[kind], name)(**fields)

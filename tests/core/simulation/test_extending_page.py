@@ -1,0 +1,51 @@
+"""docs/extending.md: its files run together in one simulation, and it names every kind of plugin."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedplat.cli.app import app
+from fedplat.plugins import Kind, kinds
+from fedplat.simulation.api import simulate
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "extending.md").read_text("utf-8")
+FILES = dict(re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", PAGE, flags=re.DOTALL))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_its_plugins_learn_to_read_digits(folder: Path) -> None:
+    assert set(FILES) == {"lion.py", "turns.py", "signs.py", "similar.py", "digits.toml"}
+    assert all(len(text.splitlines()) <= 60 for text in FILES.values())
+    run = simulate(folder / "digits.toml")
+    assert run.result.status == "COMPLETED"
+    assert run.summary.best is not None
+    assert run.summary.best.value > 0.7  # by chance 0.1
+    merged = run.result.participation.merged
+    assert merged.sum() == 20 * 10
+    assert merged.max() - merged.min() <= 1  # clients take turns
+
+
+def test_its_message_is_the_one_that_is_printed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    arguments = ["simulate", "digits.toml", "--set", "aggregation.learning_rat=0.01"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2
+    assert done.output.strip() in PAGE
+
+
+@pytest.mark.parametrize("kind", kinds().values(), ids=lambda kind: kind.name)
+def test_it_has_a_row_for_each_kind(kind: Kind) -> None:
+    rows = [line for line in PAGE.splitlines() if f"| `{kind.name}` |" in line]
+    assert len(rows) == 1
+    assert f"| `{kind.key}` |" in rows[0]
+    assert all(f"{method}(" in rows[0] for method in kind.methods)
