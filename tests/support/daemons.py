@@ -128,11 +128,18 @@ class Operator:
         self._tickets = asyncio.Semaphore(16)  # an operator may have 32 calls open
 
     async def ticket(self, population: str = "demo", num_uses: int = 1, expires_s: float = 3600.0) -> Ticket:
+        return (await self.enrollment(population, num_uses, expires_s))[1]
+
+    async def enrollment(
+        self, population: str = "demo", num_uses: int = 1, expires_s: float = 3600.0
+    ) -> tuple[str, Ticket]:
+        """Creates an enrollment; returns its id and its ticket. If a reply is lost, it creates another one."""
         request = admin_pb2.CreateEnrollmentRequest(
             population=population, num_uses=num_uses, expires_s=expires_s, address="127.0.0.1:7443"
         )
         async with self._tickets:
-            return Ticket.from_text((await self.clients.CreateEnrollment(request)).ticket)
+            answer = await self.clients.CreateEnrollment(request)
+        return answer.enrollment.enrollment_id, Ticket.from_text(answer.ticket)
 
     async def upload(self, model: Parameters | bytes) -> str:
         content = model if isinstance(model, bytes) else model.to_bytes()
