@@ -25,6 +25,7 @@ ENTRY_POINTS = "fedplat."
 """Prefix of the groups of entry points; the rest is the name of a kind."""
 _KINDS: dict[str, Kind] = {}
 Built = TypeVar("Built")
+Contract = TypeVar("Contract")
 Record = TypeVar("Record", bound=Struct)
 
 
@@ -109,6 +110,17 @@ def build_checked(options: Buildable, expected: type[Built], key: str) -> Built:
             f'{key} = "{name_of(options)}": build() returned a {type(built).__name__}; expected a {expected.__name__}'
         )
     return built
+
+
+def adopt(options: Contract, contract: type[Contract]) -> Contract:
+    """Return options as if a file had named their class: with all attributes of the kind. Raises `PluginError`."""
+    kind = find_kind(contract)
+    assert kind is not None
+    record = kind.check(type(options), type(options).__name__)
+    if record in kind.builtin.values() or issubclass(record, kind.base):
+        return options
+    values = {name: getattr(options, name) for name in record.__struct_fields__}
+    return cast(Contract, _with_name(record, kind, record.__name__)(**values))
 
 
 @dataclasses.dataclass(frozen=True)

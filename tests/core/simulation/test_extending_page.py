@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -24,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_its_plugins_learn_to_read_digits(folder: Path) -> None:
-    assert set(FILES) == {"lion.py", "turns.py", "signs.py", "similar.py", "digits.toml"}
+    assert set(FILES) == {"lion.py", "turns.py", "signs.py", "similar.py", "digits.toml", "test_own.py"}
     assert all(len(text.splitlines()) <= 60 for text in FILES.values())
     run = simulate(folder / "digits.toml")
     assert run.result.status == "COMPLETED"
@@ -33,6 +35,17 @@ def test_its_plugins_learn_to_read_digits(folder: Path) -> None:
     merged = run.result.participation.merged
     assert merged.sum() == 20 * 10
     assert merged.max() - merged.min() <= 1  # clients take turns
+
+
+def test_its_plugins_pass_the_checks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(folder))
+    found: dict[str, Any] = {}
+    try:
+        exec(compile(FILES["test_own.py"], "test_own.py", "exec"), found)
+        found["test_own_algorithms"]()
+    finally:
+        for name in FILES:
+            sys.modules.pop(name.removesuffix(".py"), None)
 
 
 def test_its_message_is_the_one_that_is_printed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from fedplat.errors import DataError
 from fedplat.simulation.data import Dataset, Partition, deal, partitioners
 from fedplat.simulation.data.federation import Federation
 from fedplat.simulation.data.partitioners import common
+from fedplat.testing import check_partition
 
 NUM_CLASSES = 10
 NUM_EXAMPLES = 6_000
@@ -45,6 +46,11 @@ def label_counts(federation: Federation) -> np.ndarray:
 
 def test_every_partitioner_has_a_row() -> None:
     assert CASES.keys() == partitioners.PARTITIONS.keys()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_public_checks(name: str) -> None:
+    check_partition(CASES[name][0])
 
 
 @pytest.mark.parametrize("name", CASES)
