@@ -11,7 +11,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+import sys
 from collections.abc import Callable, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
@@ -110,6 +112,19 @@ def build_checked(options: Buildable, expected: type[Built], key: str) -> Built:
             f'{key} = "{name_of(options)}": build() returned a {type(built).__name__}; expected a {expected.__name__}'
         )
     return built
+
+
+def digests(value: object) -> dict[str, str]:
+    """Return the SHA-256 of the file of each plugin among the fields of a record, by the plugin's name."""
+    found: dict[str, str] = {}
+    if isinstance(value, Struct):
+        file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
+        if not type(value).__module__.startswith("fedplat.") and file is not None:
+            found[name_of(value)] = sha256(Path(file).read_bytes()).hexdigest()
+        value = msgspec.structs.astuple(value)
+    for item in cast(tuple[object, ...], value) if isinstance(value, tuple) else ():
+        found |= digests(item)
+    return found
 
 
 def adopt(options: Contract, contract: type[Contract]) -> Contract:

@@ -15,6 +15,7 @@ import numpy as np
 import fedplat
 from fedplat.job import find_mechanism
 from fedplat.model import Parameters
+from fedplat.plugins import digests
 from fedplat.privacy.cost import Cost, cost_of
 from fedplat.simulation.data import Federation
 from fedplat.simulation.recording import folder as folders
@@ -141,7 +142,8 @@ def execute(
 
     `on_replayed` is called after each of those: clocks that measure the run restart then.
     """
-    inputs = {"simulation": file.raw, "versions": versions()}
+    plugins = {**digests(file.job), **digests(file.simulation)}
+    inputs = {"simulation": file.raw, "versions": versions(), "plugins": plugins}
     with open_run_folder(run_folder, inputs, observe, on_replayed) as (hooks, pace):
         result = play(setup.simulation, hooks)
     seconds = pace.seconds()

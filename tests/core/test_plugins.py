@@ -13,13 +13,14 @@ from msgspec import Struct
 
 from fedplat import aggregate, codecs
 from fedplat.codecs.container import options_from_text, options_to_text
-from fedplat.errors import CodecError, JobFileError, PluginError, UserCodeError
+from fedplat.errors import CodecError, DataError, JobFileError, PluginError, UserCodeError
 from fedplat.job import JobSpec, build_rule, parse_job
 from fedplat.model import VectorBlocks
 from fedplat.plugins import BUILTIN, Plugins, find_kind, kinds, name_of
 from fedplat.privacy import Noise
 from fedplat.sampling import Policy
 from fedplat.simulation.api import simulate
+from fedplat.simulation.run_folder import RunFolderOptions
 from support.jobs import write_job
 from support.simulation.runs import write_digits
 
@@ -188,6 +189,26 @@ policy = "own.py:First"
     assert run.federation is not None
     assert [part[0] for part in run.federation.parts] == list(range(20))
     assert run.result.participation.merged.sum() == 2 * run.file.job.selection.goal
+
+
+def test_a_run_is_resumed_only_with_the_same_plugin(folder: Path) -> None:
+    path, kept = write_digits(folder), folder / "run"
+    changes: dict[str, object] = {"rounds": 3, "aggregation.rule": "own.py:Momentum"}
+
+    def stop(record: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate(path, changes, observe=stop, run_folder=RunFolderOptions(kept))
+    resumed = RunFolderOptions(kept, resume=True)
+    original = (folder / "own.py").read_text()
+    (folder / "own.py").write_text(original + "# changed\n")
+    with pytest.raises(
+        DataError, match=r"the file of the plugin own.py:Momentum has changed since the run in .* began"
+    ):
+        simulate(path, changes, run_folder=resumed)
+    (folder / "own.py").write_text(original)
+    assert simulate(path, changes, run_folder=resumed).result.status == "COMPLETED"
 
 
 def test_a_server_finds_only_built_in_names_and_imports_nothing(

@@ -105,7 +105,8 @@ def resume(folder: Path, inputs: Mapping[str, Any]) -> None:
         raise DataError(f"there is no run to resume in {folder}; start one without --resume")
     if (folder / RESULTS).exists():
         raise DataError(f"the run in {folder} is over and has results; start another one without --resume")
-    before = dict(_flatten(read_json(folder / RUN).get("simulation", {})))
+    recorded = read_json(folder / RUN)
+    before = dict(_flatten(recorded.get("simulation", {})))
     now = dict(_flatten(json.loads(json.dumps(inputs["simulation"], default=str))))
     for key in sorted((before.keys() | now.keys()) - CHANGEABLE_KEYS):
         if before.get(key) != now.get(key):
@@ -113,6 +114,9 @@ def resume(folder: Path, inputs: Mapping[str, Any]) -> None:
                 f"the run in {folder} has {key} = {format_value(before.get(key))}, "
                 f"and this one {format_value(now.get(key))}; resume with the same file, seed and changes"
             )
+    for name, digest in recorded.get("plugins", {}).items():
+        if inputs["plugins"].get(name) != digest:
+            raise DataError(f"the file of the plugin {name} has changed since the run in {folder} began")
 
 
 def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
