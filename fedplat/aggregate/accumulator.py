@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from fedplat.aggregate.algebra import Contribution, DeviceAccumulator, Partial, Rule, State
 from fedplat.aggregate.state import StoredColumns, columns, columns_of, concatenate_columns
-from fedplat.errors import ModelError
+from fedplat.errors import ModelError, PluginError
 from fedplat.model import (
     DTYPES,
     FLOATING,
@@ -253,14 +253,16 @@ class Accumulator:
             assert size == self._schema.num_floating, "merge the shards of a rule that is not blockwise first"
             with np.errstate(all="ignore"):
                 step, whole = rule.apply(concatenate_columns(state), partial)
+            _check_shape(size, step, *whole.values())
             for column, remembered in zip(columns(size), columns_of(whole, size), strict=True):
                 yield step[column], remembered
             return
         for column, remembered in zip(columns(size), state, strict=True):
             part = dataclasses.replace(partial, total=partial.total[column], first=partial.first + column.start)
             with np.errstate(all="ignore"):  # the result is checked for values that are not finite
-                result = rule.apply(remembered, part)
-            yield result
+                step, after = rule.apply(remembered, part)
+            _check_shape(part.total.size, step, *after.values())
+            yield step, after
 
     def _carry(self, read: Read, run: Segment) -> Iterator[npt.NDArray[Any]]:
         if not self._shard.owns_carried:
@@ -296,6 +298,14 @@ def _place_in_memory(partial: Partial, shard: Shard, rule: Rule) -> Partial:
     if isinstance(shard.memory, np.ndarray):
         return dataclasses.replace(partial, total=shard.memory)
     return dataclasses.replace(partial, device=shard.memory)
+
+
+def _check_shape(size: int, *vectors: npt.NDArray[Any]) -> None:
+    """Raise `PluginError` unless a rule returned vectors of this size."""
+    for vector in vectors:
+        if vector.dtype != np.float32 or vector.shape != (size,):
+            found = f"{vector.dtype}{list(vector.shape)}"
+            raise PluginError(f"the aggregation rule returned {found} for a step or a state; expected float32[{size}]")
 
 
 def _check_finite(*arrays: npt.NDArray[Any]) -> None:

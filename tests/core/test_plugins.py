@@ -20,11 +20,13 @@ from fedplat.plugins import BUILTIN, Plugins, find_kind, kinds, name_of
 from fedplat.privacy import Noise
 from fedplat.sampling import Policy
 from fedplat.simulation.api import simulate
+from fedplat.simulation.data import DataSource, Partition, federation
 from fedplat.simulation.run_folder import RunFolderOptions
 from support.jobs import write_job
 from support.simulation.runs import write_digits
 
 PLUGINS = '''
+import dataclasses
 import msgspec
 import numpy as np
 from fedplat.aggregate import server_optimizer, weighted_mean
@@ -108,6 +110,25 @@ class Twice(msgspec.Struct, frozen=True):
 
     def draw(self, candidates, count, rng):
         return [0, 0]
+
+class Short(msgspec.Struct, frozen=True):
+    """A step of five entries."""
+
+    def build(self):
+        return dataclasses.replace(weighted_mean(), apply=lambda state, partial: (partial.total[:5], state))
+
+class Lists(msgspec.Struct, frozen=True):
+    """Parts that are lists, or not indices, or not indices of examples."""
+
+    which: str
+
+    def split(self, dataset, rng):
+        parts = {"lists": [0, 1, 2], "numbers": [0.5, 1.0], "beyond": [0, 100_000], "empty": []}
+        return [[3, 4], parts[self.which]]
+
+class Five(msgspec.Struct, frozen=True):
+    def load(self, place):
+        return 5
 
 class Thawed(msgspec.Struct):
     def build(self):
@@ -313,6 +334,36 @@ def test_a_policy_that_draws_impossible_clients_is_refused(folder: Path) -> None
     path = write_digits(folder, '[selection.sampling]\npolicy = "own.py:Twice"\n')
     with pytest.raises(PluginError, match=r'the sampling policy "own.py:Twice" drew \[0, 0\] from \d+ candidates'):
         simulate(path, {"rounds": 2})
+
+
+def test_a_rule_that_returns_another_shape_is_refused(folder: Path) -> None:
+    changes: dict[str, object] = {"rounds": 2, "aggregation.rule": "own.py:Short"}
+    with pytest.raises(PluginError, match=r"rule returned float32\[5\] for a step or a state; expected float32\[\d+\]"):
+        simulate(write_digits(folder), changes)
+
+
+@pytest.mark.parametrize(
+    ("which", "text"),
+    [
+        ("numbers", r"gives client 1 float64\[2\]; expected the indices of its examples"),
+        ("beyond", "client 1 has examples 0 to 100000; expected 0 to 99"),
+        ("empty", "leaves client 1 without an example"),
+    ],
+)
+def test_parts_that_are_not_examples_are_refused(folder: Path, which: str, text: str) -> None:
+    plugins, zeros = Plugins(folder=folder), {"source": "own.py:Zeros"}
+    source = plugins.decode(DataSource, zeros)
+    partition = plugins.decode(Partition, {"scheme": "own.py:Lists", "which": which})
+    with pytest.raises(DataError, match=text):
+        federation(source, partition)
+    lists = plugins.decode(Partition, {"scheme": "own.py:Lists", "which": "lists"})
+    assert [part.tolist() for part in federation(source, lists).parts] == [[3, 4], [0, 1, 2]]
+
+
+def test_a_source_of_something_else_is_refused(folder: Path) -> None:
+    source = Plugins(folder=folder).decode(DataSource, {"source": "own.py:Five"})
+    with pytest.raises(DataError, match=r'source "own.py:Five" returned an object of type int; expected a Dataset or'):
+        federation(source, None)
 
 
 def test_a_module_that_fails_is_named(folder: Path) -> None:

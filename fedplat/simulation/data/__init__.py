@@ -10,10 +10,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
 from fedplat.errors import DataError
+from fedplat.plugins import name_of
 from fedplat.simulation.data import partitioners, sources
 from fedplat.simulation.data.federation import Dataset, Federation, Part
 from fedplat.simulation.data.partitioners import Partition
@@ -29,14 +31,24 @@ def deal(dataset: Dataset, partition: Partition, seed: int) -> Federation:
     Raises `DataError` if the partition is impossible or leaves a client without an example.
     """
     entropy = seed if partition.seed is None else partition.seed
-    parts = partition.split(dataset, np.random.default_rng(np.random.SeedSequence([entropy, _DEAL])))
+    rng = np.random.default_rng(np.random.SeedSequence([entropy, _DEAL]))
+    parts = [np.asarray(part) for part in partition.split(dataset, rng)]
+    for client, part in enumerate(parts):
+        if part.ndim != 1 or (part.size and not np.issubdtype(part.dtype, np.integer)):
+            raise DataError(
+                f'the partition "{name_of(partition)}" gives client {client} {part.dtype}{list(part.shape)}; expected '
+                "the indices of its examples"
+            )
     empty = [client for client, part in enumerate(parts) if len(part) == 0]
     if empty:
         raise DataError(f"the partition leaves client {empty[0]} without an example; use fewer clients")
     names = ()
     if isinstance(partition, partitioners.Natural) and dataset.groups is not None and dataset.group_names:
         names = tuple(dataset.group_names[dataset.groups[part[0]]] for part in parts)
-    return Federation(dataset.inputs, dataset.targets, parts, dataset.test_inputs, dataset.test_targets, names)
+    try:
+        return Federation(dataset.inputs, dataset.targets, parts, dataset.test_inputs, dataset.test_targets, names)
+    except ValueError as exc:
+        raise DataError(f'the partition "{name_of(partition)}": {exc}') from exc
 
 
 def federation(
@@ -49,7 +61,10 @@ def federation(
     `DataError`.
     """
     rng = np.random.default_rng(np.random.SeedSequence([_HOLD_OUT]))
-    loaded = source.load(SourcePaths(folder or Path.cwd(), data_folder(), rng))
+    loaded = cast(object, source.load(SourcePaths(folder or Path.cwd(), data_folder(), rng)))
+    if not isinstance(loaded, Dataset | Federation):
+        found = f"an object of type {type(loaded).__name__}"
+        raise DataError(f'the source "{name_of(source)}" returned {found}; expected a Dataset or a Federation')
     if isinstance(loaded, Federation):
         if partition is not None:
             raise DataError("the data is already partitioned over clients; leave [simulation.partition] out")

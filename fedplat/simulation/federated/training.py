@@ -12,7 +12,7 @@ from typing_extensions import override
 from fedplat import report_validation
 from fedplat.aggregate import Accumulator, Rule, State, rebase, seed_of
 from fedplat.codecs.container import Format
-from fedplat.errors import CodecError, FedplatError
+from fedplat.errors import CodecError, FedplatError, PluginError
 from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters, Values, Vector
 from fedplat.privacy import KEY_BYTES, Noise
@@ -170,6 +170,8 @@ class RealTraining(TrainingModel):
         try:
             with np.errstate(over="ignore", invalid="ignore"):  # `finish` checks the sum
                 attempt.accumulator.fold(values, command.contribution)
+        except PluginError:  # it would fail in each attempt: the simulation ends
+            raise
         except (FedplatError, ValueError) as exc:
             return AggregationFailed(command.key, str(exc))
         return None
@@ -179,6 +181,8 @@ class RealTraining(TrainingModel):
         attempt = self._open(command.key)
         try:
             attempt.result = attempt.accumulator.finish(self.model, self._state)
+        except PluginError:
+            raise
         except (FedplatError, ValueError) as exc:
             return AggregationFailed(command.key, str(exc))
         number = job.latest.version + 1
