@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import os
 import re
 import threading
 from collections.abc import Callable, Generator
+from pathlib import Path
 
 from fedplat_server.errors import BlobError, BlobFullError
 
@@ -54,6 +56,17 @@ def translate_os_errors(doing: str) -> Generator[None]:
             raise BlobError(f"{doing} failed: {exc}") from exc
         note_full()
         raise BlobFullError(f"{doing} failed: {exc}") from exc
+
+
+def list_files(folder: Path) -> list[Path]:
+    """Return the files in a folder and those below it, sorted, without those that are removed meanwhile."""
+
+    def raise_unless_removed(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    found = [Path(where, name) for where, _, names in os.walk(folder, onerror=raise_unless_removed) for name in names]
+    return sorted(path for path in found if path.is_file())
 
 
 class Writeback:

@@ -43,10 +43,8 @@ def list_blobs(folder: Path) -> DataFolder:
     sizes: dict[str, int] = {}
     unknown: list[Path] = []
     with files.translate_os_errors(f"listing {folder}"):
-        for path in sorted(folder.rglob("*")):
+        for path in files.list_files(folder):
             try:
-                if not path.is_file():
-                    continue
                 size_bytes = path.stat().st_size
             except FileNotFoundError:
                 continue

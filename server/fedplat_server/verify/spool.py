@@ -58,4 +58,4 @@ class ExpectedUpdates:
 def list_files(folder: Path) -> list[Path]:
     """Return the files in the folder of uploads, relative to it."""
     with files.translate_os_errors(f"listing {folder}"):
-        return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+        return [path.relative_to(folder) for path in files.list_files(folder)]

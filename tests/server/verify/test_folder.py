@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from fedplat.rounds.invariants.records import Location
+from fedplat_server.storage.files import list_files
 from fedplat_server.verify.checker import verify
 from support.verify.places import Place
 
@@ -31,6 +34,37 @@ DAMAGES: Sequence[tuple[Callable[[Path], None], str]] = (
     (_replaced, "has the digest"),
     (_shortened, "bytes in"),
 )
+
+
+def test_files_that_are_removed_while_they_are_listed_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon removes the folder of an attempt, and single uploads, at any time."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    assert list_files(tmp_path / "missing") == []
+    assert list_files(tmp_path) == [tmp_path / "a" / "file", tmp_path / "b" / "file"]
+    scandir = os.scandir
+
+    def remove_the_other(path: str) -> object:
+        if (name := Path(path).name) in ("a", "b"):
+            monkeypatch.undo()  # rmtree lists folders, too
+            shutil.rmtree(tmp_path / ("b" if name == "a" else "a"))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", remove_the_other)
+    (left,) = list_files(tmp_path)
+    assert left.name == "file"
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> object:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError):
+        list_files(tmp_path)
 
 
 WHAT = {"digest": "its model", "state_digest": "its optimizer's state", "delta_digest": "its delta"}
