@@ -28,6 +28,7 @@ ENTRY_POINTS = "fedplat."
 _KINDS: dict[str, Kind] = {}
 Built = TypeVar("Built")
 Contract = TypeVar("Contract")
+Options = TypeVar("Options")
 Record = TypeVar("Record", bound=Struct)
 
 
@@ -74,6 +75,11 @@ def define(kind: Kind) -> Kind:
     """Add a kind to those that fields of records may hold, and return it."""
     _KINDS[kind.name] = kind
     return kind
+
+
+def by_name(*records: type[Options]) -> dict[str, type[Options]]:
+    """Return built-in records by their names, which are their tags."""
+    return {str(cast(type[Struct], record).__struct_config__.tag): record for record in records}
 
 
 def find_kind(annotation: object) -> Kind | None:
@@ -162,15 +168,15 @@ class Plugins:
         if name in kind.builtin:
             return kind.builtin[name]
         if (kind.name, name) in self.given:
-            return _with_name(kind.check(self.given[kind.name, name], name), kind, name)
-        if self.installed and name in (found := _entry_points(kind.name)):
+            record: object = self.given[kind.name, name]
+        elif self.installed and name in (found := _entry_points(kind.name)):
             with user_code.wrap_errors(f"the plugin {kind.name}.{name}"):
                 record = found[name].load()
-            return _with_name(kind.check(record, name), kind, name)
-        if self.folder is not None and ":" in name:
+        elif self.folder is not None and ":" in name:
             record = user_code.load(name, self.folder)
-            return _with_name(kind.check(record, name), kind, name)
-        return None
+        else:
+            return None
+        return _with_name(kind.check(record, name), kind, name)
 
     def decode(self, annotation: type, value: Any) -> Any:
         """Convert a table to a record of a kind: the `dec_hook` of msgspec. Raises `ValueError` for an unknown name."""

@@ -57,7 +57,7 @@ from fedplat.aggregate.state import (
     state_to_bytes,
 )
 from fedplat.aggregate.vectors import l2_norm, scale_vector
-from fedplat.plugins import Kind, define
+from fedplat.plugins import Kind, by_name, define
 
 
 @runtime_checkable
@@ -71,27 +71,23 @@ class RuleOptions(Protocol):
         ...
 
 
-RULES: Mapping[str, type[RuleOptions]] = {
-    str(each.__struct_config__.tag): each
-    for each in (
-        FedAvg,
-        FedAvgM,
-        FedAdam,
-        FedYogi,
-        FedAdagrad,
-        FedNova,
-        QFedAvg,
-        FedBuff,
-        FedAsync,
-        Easgd,
-        Scaffold,
-        FedDyn,
-    )
-}
+RULES: Mapping[str, type[RuleOptions]] = by_name(
+    FedAvg,
+    FedAvgM,
+    FedAdam,
+    FedYogi,
+    FedAdagrad,
+    FedNova,
+    QFedAvg,
+    FedBuff,
+    FedAsync,
+    Easgd,
+    Scaffold,
+    FedDyn,
+)
 """The options record of each built-in rule, by its name in a job file."""
 
-KIND = define(Kind("rules", "rule", "an aggregation rule", RuleOptions, ("build",), RULES, BaseRule))
-
+define(Kind("rules", "rule", "an aggregation rule", RuleOptions, ("build",), RULES, BaseRule))
 
 __all__ = [
     "MAX_ROBUST_UPDATES",

@@ -19,7 +19,7 @@ from fedplat.codecs.plain import Plain
 from fedplat.codecs.quantize import Quantize
 from fedplat.codecs.topk import TopK
 from fedplat.errors import CodecError
-from fedplat.plugins import Kind, define
+from fedplat.plugins import Kind, by_name, define
 
 
 @runtime_checkable
@@ -31,9 +31,7 @@ class CodecOptions(Protocol):
         ...
 
 
-CODECS: Mapping[str, type[CodecOptions]] = {
-    str(each.__struct_config__.tag): each for each in (Plain, Bf16, Quantize, TopK, Eden)
-}
+CODECS: Mapping[str, type[CodecOptions]] = by_name(Plain, Bf16, Quantize, TopK, Eden)
 """The options record of each built-in codec, by its name in a job file."""
 
 KIND = define(Kind("codecs", "codec", "a codec", CodecOptions, ("build",), CODECS))

@@ -17,7 +17,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import numpy as np
 
 from fedplat.errors import PluginError
-from fedplat.plugins import Kind, define, name_of
+from fedplat.plugins import Kind, by_name, define, name_of
 from fedplat.sampling.candidates import BasePolicy, Candidates, ClientHistory, Labels
 from fedplat.sampling.oort import Oort
 from fedplat.sampling.poisson import Poisson
@@ -42,9 +42,7 @@ class Policy(Protocol):
         ...
 
 
-POLICIES: Mapping[str, type[Policy]] = {
-    str(each.__struct_config__.tag): each for each in (Uniform, Poisson, Weighted, Stratified, Oort)
-}
+POLICIES: Mapping[str, type[Policy]] = by_name(Uniform, Poisson, Weighted, Stratified, Oort)
 """The options record of each built-in policy, by its name in a job file."""
 
 define(Kind("policies", "policy", "a sampling policy", Policy, ("draw",), POLICIES, BasePolicy))

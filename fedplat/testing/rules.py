@@ -75,21 +75,26 @@ def check_rule(options: RuleOptions, metrics: Mapping[str, float] | None = None)
     run_checks(CHECKS, RuleUnderTest(options.build, reported, options.works_on_mean))
 
 
-def fold(rule: Rule, updates: Updates, size: int = SIZE) -> Partial:
-    """Return the partial result of all updates, with the total of a rule that gathers."""
-    partial = rule.start(size)
+def fold(rule: Rule, updates: Updates) -> Partial:
+    """Return the partial result of all updates."""
+    partial = rule.start(SIZE)
     for update, contribution in updates:
         partial = rule.fold(partial, VectorBlocks(update), contribution)
     return partial
 
 
+def fold_and_gather(rule: Rule, updates: Updates, state: State) -> Partial:
+    """Return the partial result that `apply` receives, also of a rule that gathers."""
+    partial = fold(rule, updates)
+    if rule.gather is None:
+        return partial
+    return rule.gather({name: VectorBlocks(vector) for name, vector in state.items()}, partial)
+
+
 def step(rule: Rule, updates: Updates, state: State | None = None) -> tuple[Vector, State]:
     """Return the step and the next state of an attempt."""
     state = rule.init(SIZE) if state is None else state
-    partial = fold(rule, updates)
-    if rule.gather is not None:
-        partial = rule.gather({name: VectorBlocks(vector) for name, vector in state.items()}, partial)
-    return rule.apply(state, partial)
+    return rule.apply(state, fold_and_gather(rule, updates, state))
 
 
 def _difference(left: Vector, right: Vector) -> float:
@@ -135,9 +140,7 @@ def check_apply_changes_nothing(rule: RuleUnderTest) -> Iterator[str]:
     made = rule.make()
     _, state = step(made, rule.updates(0))
     copies = {name: vector.copy() for name, vector in state.items()}
-    partial = fold(made, rule.updates(1))
-    if made.gather is not None:
-        partial = made.gather({name: VectorBlocks(vector) for name, vector in state.items()}, partial)
+    partial = fold_and_gather(made, rule.updates(1), state)
     total = partial.total.copy()
     first, second = made.apply(state, partial), made.apply(state, partial)
     if any(state[name].tobytes() != copy.tobytes() for name, copy in copies.items()):

@@ -85,7 +85,7 @@ async def test_the_status_names_the_leader_and_the_gateway(leader: Site, gateway
 
 
 async def test_refusals_arrive_as_the_leader_made_them(leader: Site, gateway: Site) -> None:
-    clients = [RawClient(site.channel, private_key("nobody")) for site in (leader, gateway)]
+    clients = [RawClient(site.channel, private_key("unknown")) for site in (leader, gateway)]
     calls: tuple[Callable[[Site, RawClient], Awaitable[object]], ...] = (
         lambda site, _: site.operator.show("no-such-job"),
         lambda site, _: site.operator.export("no-such-job"),

@@ -80,7 +80,7 @@ async def test_strangers_certificates_are_refused(place: Place) -> None:
     server: Shown = place.pki.files.key.read_bytes(), place.pki.files.certificate.read_bytes()
     for shown in (None, signed_by(stranger, client.client_id), server):
         assert await refused(place.certified(client, shown).check_in(0.0)) == (S.UNAVAILABLE, "")
-    unknown = place.certified(client, signed_by(place.pki.authority(), "c-nobody"))
+    unknown = place.certified(client, signed_by(place.pki.authority(), "c-unknown"))
     assert await refused(unknown.check_in(0.0)) == (S.UNAUTHENTICATED, "CLIENT_UNKNOWN")
 
 

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from fedplat.sampling import ClientHistory, Labels
+from fedplat.sampling import ClientHistory
+from fedplat.testing.policies import ExampleFleet
 
 
 @dataclasses.dataclass(frozen=True)
-class Waiting:
-    """Clients with labels (one entry for each) and, for some, a past."""
-
-    labels: Sequence[Labels]
-    pasts: Mapping[int, ClientHistory] = dataclasses.field(default_factory=dict[int, ClientHistory])
-    round: int = 1
-    utilities: Sequence[float] = ()
+class Waiting(ExampleFleet):
+    """Clients with labels (one entry for each) and, for some, a history."""
 
     @classmethod
-    def of(cls, total: int, pasts: Mapping[int, ClientHistory] | None = None, round_: int = 1) -> Waiting:
+    def of(cls, total: int, histories: Mapping[int, ClientHistory] | None = None, round_: int = 1) -> Waiting:
         """So many clients without labels."""
-        return cls([{}] * total, pasts or {}, round_)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def values_of(self, label: str) -> list[str | None]:
-        return [labels.get(label) for labels in self.labels]
-
-    def list_known(self) -> list[tuple[int, ClientHistory]]:
-        return sorted(self.pasts.items(), key=lambda item: item[0])
+        return cls([{}] * total, histories or {}, round_)
 
 
 def heard(

@@ -33,7 +33,7 @@ from fedplat.aggregate.robust.krum import Krum, MultiKrum
 from fedplat.aggregate.robust.median import Median
 from fedplat.aggregate.robust.nearest import NearestNeighbours
 from fedplat.aggregate.robust.trimmed_mean import TrimmedMean
-from fedplat.plugins import Kind, define, name_of
+from fedplat.plugins import Kind, by_name, define, name_of
 
 
 @runtime_checkable
@@ -62,15 +62,12 @@ class PreAggregator(Protocol):
         ...
 
 
-ROBUST_RULES: Mapping[str, type[RobustRule]] = {
-    str(each.__struct_config__.tag): each
-    for each in (Median, TrimmedMean, Krum, MultiKrum, Bulyan, GeometricMedian, CenteredClipping, FLTrust)
-}
+ROBUST_RULES: Mapping[str, type[RobustRule]] = by_name(
+    Median, TrimmedMean, Krum, MultiKrum, Bulyan, GeometricMedian, CenteredClipping, FLTrust
+)
 """The options record of each built-in robust rule, by its name in a job file."""
 
-PRE_AGGREGATORS: Mapping[str, type[PreAggregator]] = {
-    str(each.__struct_config__.tag): each for each in (Bucketing, NearestNeighbours)
-}
+PRE_AGGREGATORS: Mapping[str, type[PreAggregator]] = by_name(Bucketing, NearestNeighbours)
 """The options record of each built-in pre-aggregator, by its name in a job file."""
 
 define(

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from fedplat.plugins import Kind, define
+from fedplat.plugins import Kind, by_name, define
 from fedplat.simulation.data.federation import Dataset, Part
 from fedplat.simulation.data.partitioners.classes import Classes
 from fedplat.simulation.data.partitioners.common import BasePartition
@@ -41,9 +41,7 @@ class Partition(Protocol):
         ...
 
 
-PARTITIONS: Mapping[str, type[Partition]] = {
-    str(each.__struct_config__.tag): each for each in (Iid, Shards, Dirichlet, Hsu, Quantity, Classes, FedProx, Natural)
-}
+PARTITIONS: Mapping[str, type[Partition]] = by_name(Iid, Shards, Dirichlet, Hsu, Quantity, Classes, FedProx, Natural)
 """The options record of each built-in partitioner, by its name in a simulation file."""
 
 define(Kind("partitions", "scheme", "a partitioner", Partition, ("split",), PARTITIONS, BasePartition))
