@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import os
@@ -40,6 +41,7 @@ def points_trainer(parallel: Literal["none", "data"]) -> TorchTrainer:
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO)
+    gc.disable()  # a failed training must close its connections itself, not when the collector happens to run
     client = Client.from_ticket(sys.argv[1], data_dir=sys.argv[2])
     client.add_trainer("points", points_trainer("data"))
     shaky = TorchTrainer(model=module, data=points(), loss=shaky_loss, parallel="data")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import hashlib
 import hmac
 import os
 import secrets
+import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -161,8 +163,14 @@ def join_group(
         if key:
             prove_key(ranks, key)
         yield ranks
-    finally:
+    except BaseException as exc:
+        # The other ranks notice only when the connections close: when nothing refers to the group any more. What failed
+        # in the block, such as a DistributedDataParallel, refers to it from the frames of the traceback, and in cycles.
+        traceback.clear_frames(exc.__traceback__)
         distributed.destroy_process_group()
+        gc.collect()
+        raise
+    distributed.destroy_process_group()
 
 
 def make_file_store(folder: Path) -> distributed.Store:  # pyright: ignore[reportPrivateImportUsage]
