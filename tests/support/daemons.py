@@ -243,6 +243,7 @@ class Site:
 
     def __post_init__(self) -> None:
         self._roomy = self.channel
+        self._newcomers = asyncio.Semaphore(8)  # a connection may have 18 open calls without a credential
 
     @property
     def address(self) -> str:
@@ -260,9 +261,10 @@ class Site:
         """A client with a session; the same `key` is the same client, with the same private key."""
         key = key or f"idempotency-{next(_keys)}"
         client = RawClient(self._roomy_channel(), private_key(key))
-        token = (await self.operator.ticket(population, num_uses=1)).secret
-        await client.enroll(population=population, idempotency_key=key, token=token)
-        await client.open_session()
+        async with self._newcomers:
+            token = (await self.operator.ticket(population, num_uses=1)).secret
+            await client.enroll(population=population, idempotency_key=key, token=token)
+            await client.open_session()
         return client
 
     def _roomy_channel(self) -> aio.Channel:
