@@ -70,7 +70,7 @@ def parse(text: str, folder: Path, changes: Sequence[str] = ()) -> SimulationFil
         options = read_record(cast(dict[str, Any], table), SimulationOptions, f"{TABLE}.", plugins)
     except JobFileError as exc:
         mistakes.append(str(exc))
-    if spec is None or options is None:
+    if mistakes or spec is None or options is None:
         raise JobFileError("\n".join(mistakes))
     return SimulationFile(spec, options, folder, raw)
 
