@@ -176,7 +176,8 @@ class Plugins:
             record = user_code.load(name, self.folder)
         else:
             return None
-        return _with_name(kind.check(record, name), kind, name)
+        folder = self.folder if ":" in name and (kind.name, name) not in self.given else None
+        return _with_name(kind.check(record, name), kind, name, folder)
 
     def decode(self, annotation: type, value: Any) -> Any:
         """Convert a table to a record of a kind: the `dec_hook` of msgspec. Raises `ValueError` for an unknown name."""
@@ -212,8 +213,11 @@ def _entry_points(kind: str) -> Mapping[str, importlib.metadata.EntryPoint]:
 
 
 @functools.cache
-def _with_name(record: type[Struct], kind: Kind, name: str) -> type[Struct]:
-    """Return a subclass with a name, which is decoded, encoded and reported in errors like a built-in record."""
+def _with_name(record: type[Struct], kind: Kind, name: str, folder: Path | None = None) -> type[Struct]:
+    """Return a subclass with a name, which is decoded, encoded and reported in errors like a built-in record.
+
+    `folder` is the folder to which the name, a reference, is relative.
+    """
     inherited = [field for field in msgspec.structs.fields(kind.base) if field.name not in record.__struct_fields__]
     has_base = issubclass(record, kind.base) or bool(inherited)  # two bases with fields cannot be combined
     return msgspec.defstruct(
@@ -221,7 +225,7 @@ def _with_name(record: type[Struct], kind: Kind, name: str) -> type[Struct]:
         [(field.name, field.type, field.default) for field in inherited],
         bases=(record,) if has_base else (record, kind.base),
         module=record.__module__,
-        namespace={"__doc__": record.__doc__, "__reduce__": _reduce(record, kind, name)},
+        namespace={"__doc__": record.__doc__, "__reduce__": _reduce(record, kind, name, folder)},
         tag_field=kind.key,
         tag=name,
         frozen=True,
@@ -230,14 +234,22 @@ def _with_name(record: type[Struct], kind: Kind, name: str) -> type[Struct]:
     )
 
 
-def _reduce(record: type[Struct], kind: Kind, name: str) -> Callable[[Struct], object]:
-    """Return the method by which records are pickled: the subclass is created again where they are read."""
+def _reduce(record: type[Struct], kind: Kind, name: str, folder: Path | None) -> Callable[[Struct], object]:
+    """Return the method by which records are pickled: the subclass is created again where they are read.
+
+    Another process cannot import a file by the name of its module here, so a reference is loaded again there.
+    """
 
     def reduce(options: Struct) -> object:
-        return _restore, (record, kind.name, name, msgspec.structs.asdict(options))
+        origin = record if folder is None else folder
+        return _restore, (origin, kind.contract, name, msgspec.structs.asdict(options))
 
     return reduce
 
 
-def _restore(record: type[Struct], kind: str, name: str, fields: dict[str, Any]) -> Struct:
-    return _with_name(record, _KINDS[kind], name)(**fields)
+def _restore(origin: type[Struct] | Path, contract: type, name: str, fields: dict[str, Any]) -> Struct:
+    kind = find_kind(contract)
+    assert kind is not None
+    record = Plugins(folder=origin).find(kind, name) if isinstance(origin, Path) else _with_name(origin, kind, name)
+    assert record is not None
+    return record(**fields)

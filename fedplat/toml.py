@@ -47,6 +47,19 @@ def read_record(raw: Mapping[str, Any], record: type[Record], prefix: str = "", 
     return plugins.convert(raw, record)
 
 
+def read_name(name: object, kind: Kind, path: str, plugins: Plugins = BUILTIN) -> type[Struct]:
+    """Return the options record that a key names; `path` is the key, for the message. Raises `JobFileError`."""
+    record = None
+    if isinstance(name, str):
+        try:
+            record = plugins.find(kind, name)
+        except (PluginError, UserCodeError) as exc:
+            raise JobFileError(f"{path} = {format_value(name)}: {exc}") from exc
+    if record is None:
+        raise JobFileError(f"{path} = {format_value(name)}: {_one_of(plugins.names(kind), name)}")
+    return record
+
+
 @dataclasses.dataclass(frozen=True)
 class _Checker:
     """Finds the mistakes of tables."""
@@ -107,19 +120,18 @@ class _Checker:
         if tag not in table:
             yield f"{prefix}{tag}: this key is required and missing; {_one_of(names, None)}"
             return
-        record = None
-        if isinstance(name, str) and isinstance(records, Kind):
+        if isinstance(records, Kind):
             try:
-                record = self.plugins.find(records, name)
-            except (PluginError, UserCodeError) as exc:
-                yield f"{prefix}{tag} = {format_value(name)}: {exc}"
+                record = read_name(name, records, f"{prefix}{tag}", self.plugins)
+            except JobFileError as exc:
+                yield str(exc)
                 return
         elif isinstance(name, str) and name in names:
-            record = cast(list[type[Struct]], records)[names.index(name)]
-        if record is None:
-            yield f"{prefix}{tag} = {format_value(name)}: {_one_of(names, name)}"
+            record = records[names.index(name)]
         else:
-            yield from self.of_record(table, record, prefix)
+            yield f"{prefix}{tag} = {format_value(name)}: {_one_of(names, name)}"
+            return
+        yield from self.of_record(table, record, prefix)
 
 
 def _tables_of(options: Sequence[Any]) -> Kind | list[type[Struct]] | None:

@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -147,6 +148,11 @@ def table(paper: Paper, logs: Sequence[Log]) -> report.Report:
 def mean(values: Sequence[float]) -> float | None:
     """Return the mean; None of an empty list."""
     return sum(values) / len(values) if values else None
+
+
+def spread(values: Sequence[float]) -> float:
+    """Return the standard deviation of a sample; 0 of a single value."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def run_named(paper: str, cell: str, seed: int, path: Path, quick: bool) -> str:

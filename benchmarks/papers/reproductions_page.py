@@ -17,7 +17,14 @@ import report
 
 _DOCS = HERE.parents[1] / "docs"
 PAGES = {
-    _DOCS / "reproductions.md": ("mcmahan", "fedprox_stragglers", "niid_bench", "robust_rules"),
+    _DOCS / "reproductions.md": (
+        "mcmahan",
+        "fedprox_stragglers",
+        "niid_bench",
+        "robust_rules",
+        "logits_calibration",
+        "sharpness_aware",
+    ),
     _DOCS / "privacy.md": ("private_utility",),
 }
 PAPERS = tuple(paper for papers in PAGES.values() for paper in papers)

@@ -37,15 +37,24 @@ from fedplat.aggregate.fedasync import FedAsync
 from fedplat.aggregate.fedavg import FedAvg, server_sgd
 from fedplat.aggregate.fedavgm import FedAvgM, server_momentum
 from fedplat.aggregate.fedbuff import FedBuff, divide_by_number
-from fedplat.aggregate.feddyn import FedDyn, server_feddyn
+from fedplat.aggregate.feddyn import FedDyn, LocalFedDyn, server_feddyn
 from fedplat.aggregate.fednova import FedNova, normalize_by_steps
 from fedplat.aggregate.fedyogi import FedYogi, server_yogi
+from fedplat.aggregate.local import (
+    Correction,
+    LocalAlgorithm,
+    LocalEnding,
+    LocalFedProx,
+    LocalSgd,
+    LossContext,
+    UpdateDirection,
+)
 from fedplat.aggregate.mean import restrict_to_mean, weighted_mean
 from fedplat.aggregate.optimizer import server_optimizer
 from fedplat.aggregate.qfedavg import QFedAvg, weight_by_loss
 from fedplat.aggregate.rebased import rebase
 from fedplat.aggregate.robust import MAX_ROBUST_UPDATES, Robust
-from fedplat.aggregate.scaffold import Scaffold, server_scaffold
+from fedplat.aggregate.scaffold import LocalScaffold, Scaffold, server_scaffold
 from fedplat.aggregate.state import (
     column_start,
     first_columns,
@@ -89,7 +98,28 @@ RULES: Mapping[str, type[RuleOptions]] = by_name(
 
 define(Kind("rules", "rule", "an aggregation rule", RuleOptions, ("build",), RULES, BaseRule))
 
+
+@runtime_checkable
+class LocalAlgorithmOptions(Protocol):
+    """The options of a client's local algorithm in `[config]`, selected by the key `algorithm`."""
+
+    def build(self) -> LocalAlgorithm:
+        """Return the algorithm with these options."""
+        ...
+
+
+LOCAL_ALGORITHMS: Mapping[str, type[LocalAlgorithmOptions]] = by_name(
+    LocalSgd, LocalFedProx, LocalScaffold, LocalFedDyn
+)
+"""The options record of each built-in local algorithm, by its name in a job file."""
+
+LOCAL_ALGORITHM = define(
+    Kind("algorithms", "algorithm", "a local algorithm", LocalAlgorithmOptions, ("build",), LOCAL_ALGORITHMS)
+)
+
 __all__ = [
+    "LOCAL_ALGORITHM",
+    "LOCAL_ALGORITHMS",
     "MAX_ROBUST_UPDATES",
     "RULES",
     "Accumulator",
@@ -97,6 +127,7 @@ __all__ = [
     "BaseRule",
     "ClientRequirements",
     "Contribution",
+    "Correction",
     "DeviceAccumulator",
     "Easgd",
     "FedAdagrad",
@@ -108,6 +139,14 @@ __all__ = [
     "FedDyn",
     "FedNova",
     "FedYogi",
+    "LocalAlgorithm",
+    "LocalAlgorithmOptions",
+    "LocalEnding",
+    "LocalFedDyn",
+    "LocalFedProx",
+    "LocalScaffold",
+    "LocalSgd",
+    "LossContext",
     "Partial",
     "PartialSummary",
     "QFedAvg",
@@ -118,6 +157,7 @@ __all__ = [
     "Scaffold",
     "Shard",
     "State",
+    "UpdateDirection",
     "Wrapper",
     "clip_by_norm",
     "clip_by_quantile",

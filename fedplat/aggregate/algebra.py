@@ -119,13 +119,14 @@ def _identity(model: Parameters) -> Parameters:
 class ClientRequirements:
     """The requirements of a rule for the job's clients and its model; empty by default.
 
-    `algorithm` is the required value of `config.algorithm`, the local algorithm of the clients. If it is set, all
-    updates of an attempt have equal weight, because client state is balanced over clients, not over examples. `extend`
+    `algorithm` is the local algorithm of the clients: the required value of `config.algorithm` or, for the two halves
+    of a plugin, the options record that `config.algorithm` has to name, whatever the name is. If it is set, all updates
+    of an attempt have equal weight, because client state is balanced over clients, not over examples. `extend`
     adds the rule's own tensors to a model; `reduce` removes them for users of the model. `misfit(schema)` returns why a
     model is unsuitable, or "".
     """
 
-    algorithm: str = ""
+    algorithm: str | type[msgspec.Struct] = ""
     extend: Callable[[Parameters], Parameters] = _identity
     reduce: Callable[[Parameters], Parameters] = _identity
     misfit: Callable[[Schema], str] = _accept_schema

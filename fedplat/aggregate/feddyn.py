@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import numpy as np
 
 from fedplat.aggregate import options as ranges
@@ -36,6 +37,20 @@ class FedDyn(BaseRule, frozen=True, forbid_unknown_fields=True, tag_field="rule"
     def build(self) -> Rule:
         """Return the rule with these options."""
         return server_feddyn(self)(weighted_mean())
+
+
+class LocalFedDyn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="algorithm", tag=NAME):
+    """Options of the client's half of FedDyn. Raises `ValueError` for a value out of range."""
+
+    alpha: ranges.Rate
+    """α, the factor of the regularizer."""
+
+    def __post_init__(self) -> None:
+        ranges.check(self)
+
+    def build(self) -> LocalAlgorithm:
+        """Return the algorithm with these options."""
+        return client_feddyn(self.alpha)
 
 
 def server_feddyn(options: FedDyn) -> Wrapper:

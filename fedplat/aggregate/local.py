@@ -4,6 +4,9 @@ Every algorithm changes the gradient g of a local step at the weights w to `g + 
 weights at the start of the training, `pull` is a number, and `drift` has one constant array for each parameter. So any
 implementation of local steps, for one client at a time or a whole cohort at once, supports all algorithms. After the
 last step the algorithm returns the client's next state and the arrays that the client adds to its update.
+
+An algorithm may also replace the loss of the steps (`make_loss`), and the weights at which their gradients are computed
+(`perturb`). These two need autograd, so they are functions of torch modules and tensors.
 """
 
 from __future__ import annotations
@@ -11,6 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+
+import msgspec
+
+from fedplat.aggregate import options as ranges
 
 Arrays: TypeAlias = Mapping[str, Any]
 """Arrays or tensors that support `+`, `-` and `*`, by the names of the model's parameters."""
@@ -32,11 +39,13 @@ class UpdateDirection:
     """The result of local training, `displacement` = w₀ - w, made by steps of `learning_rate`.
 
     `steps` is the total weight of their gradients: their number, except with momentum or pull (`effective_steps`).
+    `weights` are the trained weights w of an algorithm with an own loss; empty otherwise.
     """
 
     displacement: Arrays
     learning_rate: float
     steps: float
+    weights: Arrays = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +54,29 @@ class LocalEnding:
 
     remember: Arrays = field(default_factory=dict[str, Any])
     update: Arrays = field(default_factory=dict[str, Any])
+
+
+LossFunction: TypeAlias = Callable[[Any, Any, Any], tuple[Any, Any]]
+"""Maps the module in training, inputs and targets of a batch to its mean loss, a scalar, and the module's outputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossContext:
+    """The start of a client's training, from which `make_loss` creates the loss of its steps.
+
+    `loss(outputs, targets)` is the job's mean loss of a batch. `read_targets()` returns the targets of all examples of
+    the client. `copy_module()` returns a copy of the module with the received model, in evaluation mode, whose
+    parameters are not trained; `make_loss` calls it, not the loss. `remembered` is the client state.
+    """
+
+    loss: Callable[[Any, Any], Any]
+    read_targets: Callable[[], Any]
+    copy_module: Callable[[], Any]
+    remembered: Arrays = field(default_factory=dict[str, Any])
+
+
+def _no_correction(control: Arrays, remembered: Arrays) -> Correction:
+    return Correction()
 
 
 def _no_ending(correction: Correction, remembered: Arrays, direction: UpdateDirection) -> LocalEnding:
@@ -58,16 +90,50 @@ class LocalAlgorithm:
     `begin(control, remembered)` receives the model's control variates by the names of their tensors (empty without
     `needs_control`) and the client state (initially empty). `end(correction, remembered, direction)` receives the
     result of `begin`.
+
+    `make_loss(context)` returns the loss of the client's steps; None stands for the job's loss. If `loss_is_mean`, the
+    loss of a batch is the mean of the losses of its examples, each computed without the others; then several processes
+    can compute a part of the batch each. `perturb(gradients)` receives the gradients of a step by the names of their
+    parameters, and returns offsets, by name, for some or all of them: the step then uses the gradients at the weights
+    plus the offsets, on the same examples.
+
+    >>> LocalAlgorithm(lambda control, remembered: Correction(pull=0.1)).begin({}, {}).pull
+    0.1
     """
 
-    begin: Callable[[Arrays, Arrays], Correction]
+    begin: Callable[[Arrays, Arrays], Correction] = _no_correction
     end: Callable[[Correction, Arrays, UpdateDirection], LocalEnding] = _no_ending
     needs_control: bool = False
+    make_loss: Callable[[LossContext], LossFunction] | None = None
+    loss_is_mean: bool = False
+    perturb: Callable[[Arrays], Arrays] | None = None
+
+
+class LocalSgd(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="algorithm", tag="sgd"):
+    """Plain local steps."""
+
+    def build(self) -> LocalAlgorithm:
+        """Return the algorithm."""
+        return sgd()
+
+
+class LocalFedProx(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="algorithm", tag="fedprox"):
+    """Options of FedProx. Raises `ValueError` for a value out of range."""
+
+    mu: ranges.Coefficient = 0.0
+    """μ, the factor of the proximal term."""
+
+    def __post_init__(self) -> None:
+        ranges.check(self)
+
+    def build(self) -> LocalAlgorithm:
+        """Return the algorithm with these options."""
+        return fedprox(self.mu)
 
 
 def sgd() -> LocalAlgorithm:
     """Return plain local steps (McMahan et al. 2017)."""
-    return LocalAlgorithm(lambda control, remembered: Correction())
+    return LocalAlgorithm()
 
 
 def fedprox(mu: float) -> LocalAlgorithm:

@@ -8,6 +8,8 @@ import msgspec
 
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
 """A step size: finite in float32, so never infinite or NaN."""
+Coefficient = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
+"""A factor of a term that may be left out: finite in float32."""
 Decay = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 """A decay factor: the fraction of the past that is kept from round to round."""
 Exponent = Annotated[float, msgspec.Meta(ge=0, le=10)]

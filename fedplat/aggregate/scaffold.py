@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import numpy as np
 
 from fedplat.aggregate import options as ranges
@@ -39,6 +40,14 @@ class Scaffold(BaseRule, frozen=True, forbid_unknown_fields=True, kw_only=True, 
     def build(self) -> Rule:
         """Return the rule with these options."""
         return server_scaffold(self)(weighted_mean())
+
+
+class LocalScaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="algorithm", tag=NAME):
+    """The client's half of SCAFFOLD."""
+
+    def build(self) -> LocalAlgorithm:
+        """Return the algorithm."""
+        return client_scaffold()
 
 
 def server_scaffold(options: Scaffold) -> Wrapper:

@@ -9,6 +9,7 @@ from typing import Literal
 from msgspec import Struct
 
 from fedplat import aggregate, codecs, modes, privacy
+from fedplat.errors import JobFileError
 from fedplat.job.pool import PoolOptions, ServerStep, WarmStart
 from fedplat.job.sections import (
     Compression,
@@ -25,7 +26,7 @@ from fedplat.job.sections import (
 )
 from fedplat.plugins import BUILTIN, Plugins, build_checked, name_of
 from fedplat.sampling import Poisson, Uniform
-from fedplat.toml import format_value, read_record, read_toml, shown_key
+from fedplat.toml import format_value, read_name, read_record, read_toml, shown_key
 
 OUTLIER_FACTOR = 1000.0
 MAX_WEIGHT_FACTOR = 10.0
@@ -152,7 +153,29 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
 def parse_job(text: str, plugins: Plugins = BUILTIN) -> JobSpec:
     """Parse a job file, which may use the names of `plugins`. Raises `JobFileError`, with one line per mistake."""
-    return read_record(read_toml(text), JobSpec, plugins=plugins)
+    spec = read_record(read_toml(text), JobSpec, plugins=plugins)
+    check_algorithm(spec, plugins)
+    return spec
+
+
+def check_algorithm(spec: JobSpec, plugins: Plugins = BUILTIN) -> None:
+    """Raise `JobFileError` unless `config.algorithm` names the algorithm whose class the job's rule requires.
+
+    The class decides, not the name: the class that `plugins` find for the name in `[config]` has to be the required one
+    or a subclass of it. So both halves may be named by path, by entry point or by a name that their owner gave them. A
+    rule that requires a name is checked with the job's other tables.
+    """
+    required = spec.aggregation.build().requirements.algorithm
+    if isinstance(required, str):
+        return
+    key = "config.algorithm"
+    given = read_name(spec.config.get("algorithm", "sgd"), aggregate.LOCAL_ALGORITHM, key, plugins)
+    if not issubclass(given, required):
+        raise JobFileError(
+            f'aggregation.rule = "{name_of(spec.aggregation)}": clients must run their part of it; expected [config] '
+            f"algorithm = a name of the class {required.__name__} ({required.__module__}), and "
+            f'"{given.__struct_config__.tag}" is another'
+        )
 
 
 def _check(spec: JobSpec) -> None:
@@ -178,7 +201,7 @@ def _check_rule(spec: JobSpec, rule: aggregate.Rule) -> None:
     algorithm = rule.requirements.algorithm
     if spec.updates.weighting != "uniform" and (rule.unit_weights or algorithm):
         raise ValueError(f'aggregation.rule = "{name}": it needs [updates] weighting = "uniform"')
-    if algorithm and spec.config.get("algorithm") != algorithm:
+    if isinstance(algorithm, str) and algorithm and spec.config.get("algorithm") != algorithm:
         raise ValueError(
             f'aggregation.rule = "{name}": clients must run their part of it; expected [config] algorithm = '
             f'"{algorithm}"'

@@ -142,7 +142,7 @@ def execute(
 
     `on_replayed` is called after each of those: clocks that measure the run restart then.
     """
-    plugins = {**digests(file.job), **digests(file.simulation)}
+    plugins = digests((file.job, file.simulation, setup.algorithm))
     inputs = {"simulation": file.raw, "versions": versions(), "plugins": plugins}
     with open_run_folder(run_folder, inputs, observe, on_replayed) as (hooks, pace):
         result = play(setup.simulation, hooks)

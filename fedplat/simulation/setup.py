@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
 from fedplat import initial
+from fedplat.aggregate import LocalAlgorithmOptions
 from fedplat.errors import JobFileError, MissingExtraError, ModelError
 from fedplat.job import build_rule, calibrate
 from fedplat.model import Parameters
@@ -27,12 +28,16 @@ OnProgress = Callable[[str], object]
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A simulation that is ready to run; `federation` is None without data, `engine` is the engine's name or "none"."""
+    """A simulation that is ready to run; `federation` is None without data, `engine` is the engine's name or "none".
+
+    `algorithm` are the options of the clients' local algorithm; None without training.
+    """
 
     simulation: Simulation
     federation: Federation | None
     engine: str
     workers: int
+    algorithm: LocalAlgorithmOptions | None = None
 
     @property
     def choice(self) -> str:
@@ -75,11 +80,11 @@ def prepare(
             "evaluation.clients: clients have no examples but those that they train on; set the part of them that they "
             "keep to score models with (simulation.held_out = 0.2), or leave the table [evaluation.clients] out"
         )
-    engine, initial_model = _open_engine(file, clients_data, learner)
+    engine, initial_model, algorithm = _open_engine(file, clients_data, learner)
     workers = getattr(engine, "num_workers", 0) or options.workers or len(os.sched_getaffinity(0))
     simulation = dataclasses.replace(simulation, engine=engine, initial=initial_model)
     with contextlib.closing(engine):
-        yield Setup(simulation, clients_data, options.engine, workers)
+        yield Setup(simulation, clients_data, options.engine, workers, algorithm)
 
 
 def load_data(file: SimulationFile, on_progress: OnProgress = lambda text: None) -> Federation | None:
@@ -107,8 +112,10 @@ def _hold_out(file: SimulationFile, data: Federation) -> Federation:
     return data.with_held_out(options.held_out, options.seed if partition_seed is None else partition_seed)
 
 
-def _open_engine(file: SimulationFile, data: Federation, learner: Learner | None) -> tuple[Engine, Parameters]:
-    """Return the engine and the initial model."""
+def _open_engine(
+    file: SimulationFile, data: Federation, learner: Learner | None
+) -> tuple[Engine, Parameters, LocalAlgorithmOptions]:
+    """Return the engine, the initial model, and the clients' algorithm."""
     try:
         import torch
     except ModuleNotFoundError as exc:
@@ -121,7 +128,7 @@ def _open_engine(file: SimulationFile, data: Federation, learner: Learner | None
     from fedplat.simulation.engines.registry import open_engine
     from fedplat.simulation.scenario.model import build_learner
 
-    options = LocalOptions.from_config(file.job.config)
+    options = LocalOptions.from_config(file.job.config, file.plugins)
     if learner is None:
         learner, initial_model = build_learner(file)
     else:
@@ -133,4 +140,4 @@ def _open_engine(file: SimulationFile, data: Federation, learner: Learner | None
     if learner.personal:  # without a client's personal layers a model cannot be scored
         data = dataclasses.replace(data, test_inputs=data.test_inputs[:0], test_targets=data.test_targets[:0])
     task = ClientTraining(data, learner, options, file.simulation.seed)
-    return open_engine(file.simulation.engine, task, file.simulation.workers), initial_model
+    return open_engine(file.simulation.engine, task, file.simulation.workers), initial_model, options.algorithm

@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import Struct
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
+from fedplat.aggregate import LocalAlgorithm, LossContext
 from fedplat.errors import JobFileError
 from fedplat.model import Parameters
+from fedplat.plugins import Plugins
 from fedplat.pytorch import convert as backend
 from fedplat_client import Cancelled, ClientOptions, Task, TrainResult
 from fedplat_client._work import process_group
@@ -225,6 +228,37 @@ def test_without_torchrun_parallel_training_is_that_of_one_process() -> None:
     assert one == same
 
 
+class Ascent(Struct, frozen=True):
+    def build(self) -> LocalAlgorithm:
+        return LocalAlgorithm(perturb=lambda gradients: {name: 0.1 * each for name, each in gradients.items()})
+
+
+class Coupled(Struct, frozen=True):
+    weight: float = 0.1
+
+    def build(self) -> LocalAlgorithm:
+        def make_loss(context: LossContext) -> Any:
+            def compute(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
+                outputs = module(inputs)
+                return context.loss(outputs, targets) + self.weight * outputs.mean().square(), outputs
+
+            return compute
+
+        return LocalAlgorithm(make_loss=make_loss)
+
+
+def test_it_uses_the_local_algorithms_that_its_owner_gave_it() -> None:
+    start = initial(mlp())
+    own = Plugins({("algorithms", "coupled"): Coupled})
+    models = [
+        train(TorchTrainer(model=mlp, data=digits(50), plugins=own), make_task(start, epochs=1, **config))
+        for config in ({}, {"algorithm": "coupled", "weight": 0.0}, {"algorithm": "coupled", "weight": 0.5})
+    ]
+    assert models[0] == models[1] != models[2]
+    with pytest.raises(JobFileError, match=r"config.algorithm = 'coupled': expected one of sgd, fedprox"):
+        TorchTrainer(model=mlp, data=digits(50))(make_task(start, algorithm="coupled"))
+
+
 def test_several_processes_do_not_train_what_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -233,5 +267,13 @@ def test_several_processes_do_not_train_what_they_cannot(monkeypatch: pytest.Mon
     protected = {"dp": "flat", "dp_noise_multiplier": 1.0, "dp_max_grad_norm": 1.0, "dp_delta": 1e-5}
     with pytest.raises(ValueError, match=r'config\.dp = "flat": training in several processes cannot protect'):
         trainer(make_task(initial(mlp()), **protected))
+    own = Plugins({("algorithms", "ascent"): Ascent, ("algorithms", "coupled"): Coupled})
+    trainer = TorchTrainer(model=mlp, data=digits(50), parallel="data", plugins=own)
+    with pytest.raises(
+        ValueError, match=r'config\.algorithm = "ascent": it computes gradients at other weights, which'
+    ):
+        trainer(make_task(initial(mlp()), algorithm="ascent"))
+    with pytest.raises(ValueError, match=r'config\.algorithm = "coupled": .* its loss is not declared as a mean'):
+        trainer(make_task(initial(mlp()), algorithm="coupled"))
     with pytest.raises(ValueError, match='device = "cuda:1": expected "auto" or "cpu" with parallel = "data"'):
         TorchTrainer(model=mlp, data=digits(50), parallel="data", device="cuda:1")

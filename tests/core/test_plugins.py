@@ -232,6 +232,29 @@ def test_a_run_is_resumed_only_with_the_same_plugin(folder: Path) -> None:
     assert simulate(path, changes, run_folder=resumed).result.status == "COMPLETED"
 
 
+def test_a_run_is_resumed_only_with_the_same_local_algorithm(folder: Path) -> None:
+    text = "import msgspec\nfrom fedplat.aggregate import LocalAlgorithm\n"
+    text += "class Plain(msgspec.Struct, frozen=True):\n    def build(self):\n        return LocalAlgorithm()\n"
+    (folder / "local.py").write_text(text)
+    path, kept = write_digits(folder), folder / "run"
+    changes: dict[str, object] = {"rounds": 3, "config.algorithm": "local.py:Plain"}
+
+    def stop(record: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate(path, changes, observe=stop, run_folder=RunFolderOptions(kept))
+    (folder / "local.py").write_text(text + "# changed\n")
+    with pytest.raises(DataError, match=r"the file of the plugin local.py:Plain has changed since the run in .* began"):
+        simulate(path, changes, run_folder=RunFolderOptions(kept, resume=True))
+    (folder / "local.py").write_text(text)
+    found = simulate(path, changes, run_folder=RunFolderOptions(kept, resume=True))
+    plain = simulate(path, {"rounds": 3})
+    assert found.model is not None
+    assert plain.model is not None
+    assert found.model.to_bytes() == plain.model.to_bytes()
+
+
 def test_a_server_finds_only_built_in_names_and_imports_nothing(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

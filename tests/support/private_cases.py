@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from fedplat.aggregate import LocalFedProx
 from fedplat.client_state import ClientState
 from fedplat.model import Parameters
 from fedplat.pytorch import dp
@@ -58,7 +59,8 @@ def trained(training: LocalTraining, learner: Learner = LEARNER) -> tuple[dict[s
 
 def reference(training: LocalTraining, drawn: list[npt.NDArray[np.int64]]) -> dict[str, Wide]:
     """w ← w - η v with v ← m v + Σ clipped gᵢ / E|batch| + decay w + pull (w - w₀); a step's examples are given."""
-    options = training.options
+    options, algorithm = training.options, training.options.algorithm
+    mu = algorithm.mu if isinstance(algorithm, LocalFedProx) else 0.0
     w, v = dict(START), {name: np.zeros_like(value) for name, value in START.items()}
     expected = min(len(INPUTS), options.batch_size * options.accumulate)
     for examples in drawn:
@@ -72,7 +74,7 @@ def reference(training: LocalTraining, drawn: list[npt.NDArray[np.int64]]) -> di
                 norm, bound = (norms[name], 2**-0.5) if options.dp == "per_layer" else (whole, 1.0)
                 total[name] = total[name] + value * min(1.0, bound * options.dp_max_grad_norm / norm)
         for name, now in w.items():
-            slope = total[name] / expected + options.weight_decay * now + options.mu * (now - START[name])
+            slope = total[name] / expected + options.weight_decay * now + mu * (now - START[name])
             v[name] = options.momentum * v[name] + slope
             w[name] = now - options.learning_rate * v[name]
     return w

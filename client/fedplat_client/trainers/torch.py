@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from fedplat.errors import MissingExtraError
+from fedplat.plugins import BUILTIN, Plugins
 from fedplat_client._state.privacy_ledger import PrivacyLimit
 from fedplat_client.task import EvaluateResult, Scalar, Task, TrainResult
 
@@ -66,6 +67,8 @@ class TorchTrainer:
     """A PyTorch device; "auto" is CUDA if available, else the CPU."""
     seed: int = 0
     """Seeds all randomness, except the drawing of examples and the noise of private training."""
+    plugins: Plugins = BUILTIN
+    """The local algorithms that a job may name besides the built-in ones: see docs/extending.md."""
     parallel: Literal["none", "data"] = "none"
     """With "data" under torchrun, all its processes train together as one client: see docs/algorithms.md."""
 
@@ -113,9 +116,9 @@ class TorchTrainer:
     def _options(self, task: Task) -> tuple[training.LocalOptions, training.MakeOptimizer | None]:
         make = self.optimizer
         if make is None:
-            return training.LocalOptions.from_config(task.config), None
+            return training.LocalOptions.from_config(task.config, self.plugins), None
         # A custom optimizer need not have a learning rate.
-        options = training.LocalOptions.from_config({"learning_rate": 1.0, **task.config})
+        options = training.LocalOptions.from_config({"learning_rate": 1.0, **task.config}, self.plugins)
         return options, lambda parameters: make(parameters, task.config)
 
     def _choose_strategy(self, task: Task, options: training.LocalOptions) -> AbstractContextManager[TrainingStrategy]:
@@ -126,6 +129,17 @@ class TorchTrainer:
             raise ValueError(
                 f'config.dp = "{options.dp}": training in several processes cannot protect single examples; expected '
                 '"none", or TorchTrainer(parallel="none")'
+            )
+        algorithm, name = options.client_half(), options.algorithm_name
+        if algorithm.perturb is not None:
+            raise ValueError(
+                f'config.algorithm = "{name}": it computes gradients at other weights, which needs a single process; '
+                'expected TorchTrainer(parallel="none"), or another algorithm'
+            )
+        if algorithm.make_loss is not None and not algorithm.loss_is_mean:
+            raise ValueError(
+                f'config.algorithm = "{name}": several processes compute a part of each batch, and its loss is not '
+                'declared as a mean over examples (loss_is_mean); expected TorchTrainer(parallel="none")'
             )
         return group.train_together(task, "gloo" if self.device == "cpu" else "auto")
 

@@ -118,9 +118,7 @@ class DataParallelGradients(GradientComputation):
                 wait = module.no_sync() if following is not None else nullcontext()
                 with use_seed(trainee.device, part.seed), wait:
                     inputs, targets = next(batches)
-                    with stepper.forward():
-                        outputs = module(inputs)
-                        loss = trainee.learner.loss(outputs, targets)
+                    loss, outputs = stepper.forward(module, inputs, targets)
                     stepper.backward(loss, part.share)
                 if part.share:
                     scores.add(loss, outputs, targets)

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedplat.aggregate.local import Correction
 from fedplat.client_state import ClientState
 from fedplat.job.pool import ServerStep, WarmStart
 from fedplat.model import Parameters
@@ -24,7 +23,8 @@ from fedplat.pytorch.server.data_parallel import DataParallelGradients, RankBatc
 from fedplat.pytorch.server.lr_schedule import LearningRates, factor
 from fedplat.pytorch.server.trainer import ServerTrainer, load_examples, make_on_all_ranks
 from fedplat.pytorch.training import Examples, LocalOptions, Scores, StepSchedule, Sums, Trainee
-from fedplat.pytorch.training.stepper import Stepper
+from fedplat.pytorch.training.losses import make_loss
+from fedplat.pytorch.training.stepper import StepAlgorithm, Stepper
 
 Losses: TypeAlias = npt.NDArray[np.float64]
 
@@ -122,9 +122,9 @@ class TrainingLoop:
             newest = checkpoints.newest()
             make_on_all_ranks(self.ranks, lambda: checkpoints.restore(newest, progress))
         rates, curve = LearningRates(optimizer), _Curve(self.ranks, progress)
-        stepper = Stepper(
-            self.trainee.parameters(), self.plan.options, 1.0, Correction(), {}, make_optimizer=lambda _: optimizer
-        )
+        algorithm = StepAlgorithm(loss=make_loss(self.trainee.learner))
+        trained = self.trainee.parameters()
+        stepper = Stepper(trained, self.plan.options, 1.0, algorithm, make_optimizer=lambda _: optimizer)
         steps = self._gradients(progress.done).compute_steps(self.trainee, stepper, self.plan, self.examples)
         traces = self._work.traces if self._work.options.profile else None
         with profiling.trace_steps(traces, self.ranks, self.plan.num_steps - progress.done) as trace:

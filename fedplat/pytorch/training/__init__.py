@@ -9,6 +9,7 @@ from __future__ import annotations
 from fedplat.pytorch.training.examples import DatasetExamples, Examples, TensorExamples, check_examples, make_examples
 from fedplat.pytorch.training.gradients import GradientComputation, SingleProcessGradients
 from fedplat.pytorch.training.learner import BATCH_NORM, Learner, Loss, Trainee, use_seed
+from fedplat.pytorch.training.losses import forward_features, read_targets
 from fedplat.pytorch.training.metrics import Scores, Sums
 from fedplat.pytorch.training.options import LocalOptions
 from fedplat.pytorch.training.schedule import Indices, StepSchedule, iterate_batches
@@ -38,8 +39,10 @@ __all__ = [
     "check_examples",
     "evaluate",
     "evaluate_batches",
+    "forward_features",
     "iterate_batches",
     "make_examples",
+    "read_targets",
     "train",
     "use_seed",
 ]

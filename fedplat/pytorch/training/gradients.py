@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Protocol
 
+import torch
 from typing_extensions import override
 
 from fedplat.pytorch.training.examples import Examples
@@ -44,18 +45,23 @@ class SingleProcessGradients(GradientComputation):
     def compute_steps(
         self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples
     ) -> Iterator[Scores]:
-        module, loss_of = trainee.module.train(), trainee.learner.loss
+        module = trainee.module.train()
         steps, ahead = itertools.tee(plan.steps())
         batches = examples.batches(itertools.chain.from_iterable(map(plan.batches_of, ahead)))
         for step in steps:
-            scores = Scores()
+            scores, again = Scores(), list[tuple[torch.Tensor, torch.Tensor, float]]()
             for batch in plan.batches_of(step):
                 inputs, targets = next(batches)
-                with stepper.forward():
-                    outputs = module(inputs)
-                    loss = loss_of(outputs, targets)
-                stepper.backward(loss, len(batch) / len(step))
+                share = len(batch) / len(step)
+                loss, outputs = stepper.forward(module, inputs, targets)
+                stepper.backward(loss, share)
                 scores.add(loss, outputs, targets)
+                if stepper.perturbs:
+                    again.append((inputs, targets, share))
+            if again:
+                with stepper.offset_weights(module):
+                    for inputs, targets, share in again:
+                        stepper.backward(stepper.forward(module, inputs, targets)[0], share)
             yield scores
 
     @override

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import msgspec
 from msgspec import Meta
 
-from fedplat.aggregate import local
+from fedplat.aggregate import LOCAL_ALGORITHM, LOCAL_ALGORITHMS, LocalAlgorithm, LocalAlgorithmOptions, LocalSgd
 from fedplat.aggregate import options as ranges
-from fedplat.aggregate.feddyn import client_feddyn
-from fedplat.aggregate.local import LocalAlgorithm
-from fedplat.aggregate.scaffold import client_scaffold
-from fedplat.toml import read_record
+from fedplat.errors import JobFileError
+from fedplat.plugins import BUILTIN, Plugins, build_checked, name_of
+from fedplat.pytorch.training.algorithm import guard
+from fedplat.toml import format_value, read_name, read_record
 
 Scalar = bool | int | float | str
 Count = Annotated[int, Meta(ge=1, le=1_000_000_000)]
-Coefficient = Annotated[float, Meta(ge=0.0, le=1e30)]
 
 
 class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,16 +30,13 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Examples of a batch; 0 for all of them."""
     learning_rate: Annotated[float, Meta(gt=0.0, le=1e30)]
     momentum: ranges.Decay = 0.0
-    weight_decay: Coefficient = 0.0
-    max_grad_norm: Coefficient = 0.0
+    weight_decay: ranges.Coefficient = 0.0
+    max_grad_norm: ranges.Coefficient = 0.0
     """Bound of the L2 norm of a step's gradient, before the algorithm adds to it; 0 for no bound."""
     accumulate: Count = 1
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    algorithm: Literal["sgd", "fedprox", "scaffold", "feddyn"] = "sgd"
-    mu: Coefficient = 0.0
-    """μ of FedProx."""
-    alpha: Coefficient = 0.0
-    """α of FedDyn."""
+    algorithm: LocalAlgorithmOptions = LocalSgd()
+    """The local algorithm; `[config]` has its name, and its options beside the keys of this record."""
     learning_rate_decay: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     """Factor of the learning rate from one round to the next."""
     partial_work: bool = False
@@ -51,7 +47,7 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Example-level privacy: how the gradients of single examples are clipped, see `fedplat.pytorch.dp`."""
     dp_noise_multiplier: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0
     """Standard deviation of the noise in a step's sum of clipped gradients, divided by `dp_max_grad_norm`."""
-    dp_max_grad_norm: Coefficient = 0.0
+    dp_max_grad_norm: ranges.Coefficient = 0.0
     """Bound of the L2 norm of each example's gradient."""
     dp_delta: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
     """The δ at which clients report their ε."""
@@ -60,23 +56,66 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ranges.check(self)
         if not self.batch_size and self.accumulate > 1:
             raise ValueError(f"accumulate = {self.accumulate}: expected 1 if a batch is all data (batch_size = 0)")
-        if self.mu and self.algorithm != "fedprox":
-            raise ValueError(f'mu = {self.mu}: only the algorithm "fedprox" has it, and this is "{self.algorithm}"')
-        if (self.alpha > 0) != (self.algorithm == "feddyn"):
-            raise ValueError(f'alpha = {self.alpha}: expected a number above 0 with the algorithm "feddyn", else 0')
-        for mistake in self._private_mistakes():
+        for mistake in (*self._private_mistakes(), *self._algorithm_mistakes()):
             raise ValueError(mistake)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Scalar]) -> LocalOptions:
-        """Return the options of a job; other keys of its `[config]` are for the trainer. Raises `JobFileError`."""
-        own = {name: value for name, value in config.items() if name in cls.__struct_fields__}
-        return read_record(own, cls, "config.")
+    def from_config(cls, config: Mapping[str, Scalar], plugins: Plugins = BUILTIN) -> LocalOptions:
+        """Return the options of a job; other keys of its `[config]` are for the trainer.
+
+        `plugins` are the names that `algorithm` may have besides the built-in ones. Raises `JobFileError`.
+        """
+        own = {name: value for name, value in config.items() if name in cls.__struct_fields__ and name != "algorithm"}
+        mistakes: list[str] = []
+        algorithm, options = None, None
+        try:
+            options = read_record(own, cls, "config.")
+        except JobFileError as exc:
+            mistakes.append(str(exc))
+        try:
+            algorithm = read_algorithm(config, plugins)
+        except JobFileError as exc:
+            mistakes.append(str(exc))
+        if options is None or algorithm is None:
+            raise JobFileError("\n".join(mistakes))
+        try:
+            return msgspec.structs.replace(options, algorithm=algorithm)
+        except ValueError as exc:
+            raise JobFileError(f"config.{exc}") from exc
 
     @property
     def is_private(self) -> bool:
         """True if the training has example-level privacy."""
         return self.dp != "none"
+
+    @property
+    def algorithm_name(self) -> str:
+        """The name of the algorithm in `[config]`."""
+        return name_of(self.algorithm)
+
+    @property
+    def state_name(self) -> str:
+        """The name of the algorithm's entry in the client state, which does not depend on how a file names a plugin."""
+        return self.algorithm_name if self._is_builtin else f"algorithm.{type(self.algorithm).__name__}"[:63]
+
+    @property
+    def _is_builtin(self) -> bool:
+        return type(self.algorithm) in LOCAL_ALGORITHMS.values()
+
+    def _algorithm_mistakes(self) -> Iterator[str]:
+        """Yield why the algorithm cannot be used with the other options, each message beginning with a key."""
+        algorithm = self.client_half()
+        if self.is_private and (algorithm.make_loss is not None or algorithm.perturb is not None):
+            what = "its own loss" if algorithm.make_loss is not None else "gradients at other weights"
+            yield (
+                f'algorithm = "{self.algorithm_name}": it has {what}, and the guarantee of dp = "{self.dp}" rests on '
+                'the gradients of single examples; expected dp = "none", or another algorithm'
+            )
+        if self.precision == "fp16" and algorithm.perturb is not None:
+            yield (
+                f'precision = "fp16": expected "fp32" or "bf16" with algorithm = "{self.algorithm_name}", whose '
+                "offsets would depend on the scale of the gradients"
+            )
 
     def _private_mistakes(self) -> Iterator[str]:
         """Yield the options that are invalid with this `dp`, each message beginning with its key."""
@@ -100,13 +139,29 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.learning_rate * self.learning_rate_decay ** (round_number - 1)
 
     def client_half(self) -> LocalAlgorithm:
-        """Return the client's half of the algorithm, with these options."""
-        match self.algorithm:
-            case "sgd":
-                return local.sgd()
-            case "fedprox":
-                return local.fedprox(self.mu)
-            case "scaffold":
-                return client_scaffold()
-            case "feddyn":
-                return client_feddyn(self.alpha)
+        """Return the client's half of the algorithm. Raises `PluginError` or `UserCodeError` for an unusable plugin."""
+        if self._is_builtin:
+            return self.algorithm.build()
+        built = build_checked(self.algorithm, LocalAlgorithm, "config.algorithm")
+        return guard(built, f'config.algorithm = "{self.algorithm_name}"')
+
+
+def read_algorithm(config: Mapping[str, Scalar], plugins: Plugins = BUILTIN) -> LocalAlgorithmOptions:
+    """Return the options of the local algorithm that a `[config]` names. Raises `JobFileError`."""
+    record = read_name(config.get("algorithm", "sgd"), LOCAL_ALGORITHM, "config.algorithm", plugins)
+    name = str(record.__struct_config__.tag)
+    for key in record.__struct_fields__:
+        if key in LocalOptions.__struct_fields__:
+            raise JobFileError(
+                f'config.algorithm = "{name}": {record.__name__} has a field {key}, which is an option of each local '
+                "training; expected another name"
+            )
+    for other, builtin in LOCAL_ALGORITHMS.items():
+        for key in cast(type[msgspec.Struct], builtin).__struct_fields__:
+            if config.get(key) and key not in record.__struct_fields__:
+                raise JobFileError(
+                    f'config.{key} = {format_value(config[key])}: only the algorithm "{other}" has it, and this is '
+                    f'"{name}"'
+                )
+    own = {key: value for key, value in config.items() if key in record.__struct_fields__}
+    return cast(LocalAlgorithmOptions, read_record({"algorithm": name, **own}, record, "config.", plugins))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import dataclasses
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import nn
 
-from fedplat.aggregate.local import Correction
+from fedplat.aggregate.local import Arrays, Correction, LossFunction
 from fedplat.pytorch.training.options import LocalOptions
 from fedplat.pytorch.training.sgd import Sgd
 
@@ -36,6 +37,19 @@ class _PlainSgd:
         self._sgd.step(self._parameters, gradients)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepAlgorithm:
+    """What a local algorithm computes in each step: the loss, the offsets and the correction of the gradients.
+
+    `start` are the initial weights, by name, of the parameters that the correction applies to.
+    """
+
+    loss: LossFunction
+    correction: Correction = dataclasses.field(default_factory=Correction)
+    start: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict[str, torch.Tensor])
+    perturb: Callable[[Arrays], Arrays] | None = None
+
+
 class Stepper:
     """Trains parameters step by step: `backward` for each batch of a step, `step` at its end."""
 
@@ -44,14 +58,12 @@ class Stepper:
         parameters: Mapping[str, nn.Parameter],
         options: LocalOptions,
         learning_rate: float,
-        correction: Correction,
-        start: Mapping[str, torch.Tensor],
+        algorithm: StepAlgorithm,
         make_optimizer: MakeOptimizer | None = None,
     ) -> None:
-        """`start`: the initial weights, by name, of the parameters that the correction applies to."""
         device = next(iter(parameters.values())).device
         self._parameters, self._max_norm = parameters, options.max_grad_norm
-        self._correction, self._start = correction, start
+        self._algorithm = algorithm
         self._dtype = _dtype(options, device)
         self._device_type = device.type
         self._scaler = torch.amp.GradScaler(device.type) if self._dtype == torch.float16 else None
@@ -61,11 +73,38 @@ class Stepper:
             sgd = Sgd(learning_rate=learning_rate, momentum=options.momentum, weight_decay=options.weight_decay)
             self._optimizer = _PlainSgd(parameters, sgd)
 
-    def forward(self) -> AbstractContextManager[object]:
-        """Return a context in which outputs and losses are computed in the job's precision."""
-        if self._dtype is None:
-            return nullcontext()
-        return torch.autocast(self._device_type, self._dtype)
+    @property
+    def perturbs(self) -> bool:
+        """True if a step uses the gradients at other weights."""
+        return self._algorithm.perturb is not None
+
+    def forward(
+        self, module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss of a batch and the module's outputs, in the job's precision."""
+        with self._autocast():
+            return self._algorithm.loss(module, inputs, targets)
+
+    @contextmanager
+    def offset_weights(self, module: nn.Module) -> Generator[None]:
+        """Add the algorithm's offsets to the weights, and remove the gradients, for a block that computes them again.
+
+        Weights and buffers have their values again at the end of the block.
+        """
+        assert self._algorithm.perturb is not None
+        trained = {name: weight for name, weight in self._parameters.items() if weight.grad is not None}
+        offsets = self._algorithm.perturb({name: weight.grad for name, weight in trained.items()})
+        changed = [*(trained[name] for name in offsets), *module.buffers()]
+        before = [value.detach().clone() for value in changed]
+        with torch.no_grad():
+            for name, offset in offsets.items():
+                trained[name].add_(offset)
+        for weight in trained.values():
+            weight.grad = None
+        yield
+        with torch.no_grad():
+            for value, old in zip(changed, before, strict=True):
+                value.copy_(old)
 
     def backward(self, loss: torch.Tensor, share: float) -> None:
         """Add the gradient of a batch, weighted by its share of the step's examples."""
@@ -95,14 +134,17 @@ class Stepper:
             parameter.grad = None
         return done
 
+    def _autocast(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._dtype is None else torch.autocast(self._device_type, self._dtype)
+
     def _correct(self) -> None:
         if self._max_norm:
             nn.utils.clip_grad_norm_(self._parameters.values(), self._max_norm)
-        pull, drift = self._correction.pull, self._correction.drift
+        pull, drift = self._algorithm.correction.pull, self._algorithm.correction.drift
         if not pull and not drift:
             return
         with torch.no_grad():
-            for name, start in self._start.items():
+            for name, start in self._algorithm.start.items():
                 weight = self._parameters[name]
                 if (slope := weight.grad) is None:
                     continue

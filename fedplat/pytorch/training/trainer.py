@@ -11,11 +11,13 @@ from fedplat.client_state import ClientState
 from fedplat.errors import ModelError
 from fedplat.model import Parameters
 from fedplat.pytorch import convert as backend
+from fedplat.pytorch.training.algorithm import check_drift
 from fedplat.pytorch.training.examples import Examples
 from fedplat.pytorch.training.learner import Trainee, use_seed
+from fedplat.pytorch.training.losses import make_own_loss
 from fedplat.pytorch.training.metrics import Scores
 from fedplat.pytorch.training.schedule import Indices, StepSchedule, iterate_batches
-from fedplat.pytorch.training.stepper import Stepper
+from fedplat.pytorch.training.stepper import StepAlgorithm, Stepper
 from fedplat.pytorch.training.work import LocalTraining
 
 _EVALUATION_BATCH_SIZE = 256
@@ -90,7 +92,7 @@ class _Start:
 
     def __init__(self, trainee: Trainee, parameters: Parameters, work: LocalTraining) -> None:
         self._work = work
-        self._note = work.options.algorithm
+        self._note = work.options.state_name
         self._half = work.options.client_half()
         model = {name: tensor.to(trainee.device) for name, tensor in backend.to_torch(parameters).items()}
         self.weights = {name: model[name] for name in trainee.parameters() if name not in trainee.personal}
@@ -98,17 +100,33 @@ class _Start:
         note = work.client_state.get(self._note)
         self._state = {} if note is None else _move_to(trainee.device, note)
         self.correction: Correction = self._half.begin(control, self._state)
+        check_drift(
+            self.correction.drift,
+            {name: weight.shape for name, weight in self.weights.items()},
+            f'config.algorithm = "{work.options.algorithm_name}"',
+        )
+        self._trainee = trainee
+
+    def steps(self) -> StepAlgorithm:
+        """Return what the algorithm computes in each step; the module must have the received values."""
+        work = self._work
+        return StepAlgorithm(
+            loss=make_own_loss(self._half, self._trainee, work.examples, self._state, work.seed),
+            correction=self.correction,
+            start=self.weights,
+            perturb=self._half.perturb,
+        )
 
     def measure_direction(self, trainee: Trainee, num_steps: int) -> UpdateDirection:
         """Return the change of the weights, and the effective number of steps."""
         trained, rate = trainee.parameters(), self._work.learning_rate
         moved = {name: weights - trained[name].detach() for name, weights in self.weights.items()}
-        if self._work.make_optimizer is not None:  # the effect of a custom optimizer's steps is unknown
-            return UpdateDirection(moved, rate, num_steps)
-        momentum, pull = self._work.options.momentum, self.correction.pull
-        return UpdateDirection(
-            moved, rate, effective_steps(num_steps, learning_rate=rate, momentum=momentum, pull=pull)
-        )
+        steps = float(num_steps)
+        if self._work.make_optimizer is None:  # the effect of a custom optimizer's steps is unknown
+            momentum, pull = self._work.options.momentum, self.correction.pull
+            steps = effective_steps(num_steps, learning_rate=rate, momentum=momentum, pull=pull)
+        own = self._half.make_loss is not None
+        return UpdateDirection(moved, rate, steps, {name: trained[name].detach() for name in moved} if own else {})
 
     def end(self, direction: UpdateDirection) -> LocalEnding:
         """Return what the algorithm adds to the update; store its client state."""
@@ -120,9 +138,7 @@ class _Start:
 
 def _run(trainee: Trainee, start: _Start, work: LocalTraining) -> tuple[Mapping[str, float], int]:
     """Run all steps; return the metrics, and the number of steps that changed the weights."""
-    stepper = Stepper(
-        trainee.parameters(), work.options, work.learning_rate, start.correction, start.weights, work.make_optimizer
-    )
+    stepper = Stepper(trainee.parameters(), work.options, work.learning_rate, start.steps(), work.make_optimizer)
     if work.options.is_private:
         from fedplat.pytorch.training import dp_sgd
 
@@ -155,7 +171,7 @@ def _control_variates(
     model: Mapping[str, torch.Tensor], names: Iterable[str], work: LocalTraining
 ) -> dict[str, torch.Tensor]:
     """Return the model's control variates. Raises `ModelError` if the model has none, `ValueError` without SGD."""
-    algorithm = work.options.algorithm
+    algorithm = work.options.algorithm_name
     if work.make_optimizer is not None:
         raise ValueError(f'the algorithm "{algorithm}" requires SGD; expected a trainer without its own optimizer')
     if missing := [name for name in names if CONTROL + name not in model]:

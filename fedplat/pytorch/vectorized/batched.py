@@ -20,7 +20,7 @@ from fedplat.pytorch.training.schedule import Indices, StepSchedule
 from fedplat.pytorch.training.trainer import evaluate
 from fedplat.pytorch.training.work import LocalTraining
 from fedplat.pytorch.vectorized import foreach
-from fedplat.pytorch.vectorized.client_algorithm import ClientAlgorithmState
+from fedplat.pytorch.vectorized.client_algorithm import ClientAlgorithmState, check_algorithm
 from fedplat.pytorch.vectorized.examples import PartExamples
 from fedplat.pytorch.vectorized.foreach import Tensors
 from fedplat.pytorch.vectorized.layout import Base, ParameterLayout, UnsuitableError
@@ -56,6 +56,7 @@ class CohortTrainer:
             raise UnsuitableError(f'precision = "{options.precision}"; expected "fp32"')
         if options.is_private:
             raise UnsuitableError(f'dp = "{options.dp}": Opacus clips gradients of one client at a time')
+        check_algorithm(options)
         if trainee.has_batch_norm:
             raise UnsuitableError("BatchNorm keeps means over all batches, and batches are padded here")
         self.layout = ParameterLayout(trainee)

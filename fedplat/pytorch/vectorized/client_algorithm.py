@@ -10,9 +10,18 @@ from fedplat.aggregate.local import Arrays, Correction, LocalEnding, UpdateDirec
 from fedplat.client_state import ClientState
 from fedplat.model import Parameters
 from fedplat.pytorch import convert as backend
+from fedplat.pytorch.training.algorithm import check_drift
 from fedplat.pytorch.training.options import LocalOptions
 from fedplat.pytorch.training.work import LocalTraining
-from fedplat.pytorch.vectorized.layout import Base, ParameterLayout
+from fedplat.pytorch.vectorized.layout import Base, ParameterLayout, UnsuitableError
+
+
+def check_algorithm(options: LocalOptions) -> None:
+    """Raise `UnsuitableError` for an algorithm that does more than correct the gradients of the learner's loss."""
+    algorithm = options.client_half()
+    if algorithm.make_loss is not None or algorithm.perturb is not None:
+        what = "has its own loss" if algorithm.make_loss is not None else "computes gradients at other weights"
+        raise UnsuitableError(f'algorithm = "{options.algorithm_name}" {what}, which needs one client at a time')
 
 
 class ClientAlgorithmState:
@@ -20,17 +29,22 @@ class ClientAlgorithmState:
 
     def __init__(self, layout: ParameterLayout, options: LocalOptions, base: Base, client_state: ClientState) -> None:
         self._layout, self._base, self._client_state = layout, base, client_state
-        self._half, self._note = options.client_half(), options.algorithm
+        self._half, self._note = options.client_half(), options.state_name
         note = client_state.get(self._note)
         self._state: Arrays = {} if note is None else backend.to_torch(note)
         control = layout.as_dict(base.control) if self._half.needs_control else {}
         self.correction: Correction = self._half.begin(control, self._state)
+        shapes = dict(zip(layout.shared_names, map(torch.Size, layout.shapes), strict=False))
+        check_drift(self.correction.drift, shapes, f'config.algorithm = "{options.algorithm_name}"')
 
     @property
     def drift(self) -> torch.Tensor | None:
         """The correction's drift as a vector of the shared weights; None if it is empty."""
         drift = self.correction.drift
-        return torch.cat([drift[name].reshape(-1) for name in self._layout.shared_names]) if drift else None
+        if not drift:
+            return None
+        parts = zip(self._layout.shared_names, self._layout.sizes, strict=False)
+        return torch.cat([drift[name].reshape(-1) if name in drift else torch.zeros(size) for name, size in parts])
 
     def end(self, weights: torch.Tensor, num_steps: int, work: LocalTraining, update: Parameters) -> dict[str, float]:
         """Store the client state, and add the algorithm's part to the update; return the metrics."""

@@ -14,7 +14,7 @@ from fedplat.pytorch.training.schedule import StepSchedule
 from fedplat.pytorch.training.trainer import evaluate
 from fedplat.pytorch.training.work import LocalTraining
 from fedplat.pytorch.vectorized import foreach
-from fedplat.pytorch.vectorized.client_algorithm import ClientAlgorithmState
+from fedplat.pytorch.vectorized.client_algorithm import ClientAlgorithmState, check_algorithm
 from fedplat.pytorch.vectorized.foreach import Tensors
 from fedplat.pytorch.vectorized.gradients import Gradients
 from fedplat.pytorch.vectorized.layout import Base, ParameterLayout, UnsuitableError
@@ -34,6 +34,7 @@ class FlatTrainer:
             raise UnsuitableError(f'precision = "{options.precision}"; expected "fp32"')
         if options.is_private:
             raise UnsuitableError(f'dp = "{options.dp}": Opacus clips gradients of one client at a time')
+        check_algorithm(options)
         self.layout = ParameterLayout(trainee)
         self._trainee, self._options = trainee, options
         self._needs_control = options.client_half().needs_control

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fedplat.errors import JobFileError
-from fedplat.job import JobSpec
+from fedplat.job import JobSpec, check_algorithm
 from fedplat.plugins import Plugins
 from fedplat.simulation.scenario.options import SimulationOptions
 from fedplat.toml import format_value, read_record, read_toml
@@ -31,6 +31,11 @@ class SimulationFile:
     folder: Path
     raw: Mapping[str, Any]
 
+    @property
+    def plugins(self) -> Plugins:
+        """The names that the file may use besides the built-in ones."""
+        return _plugins(self.folder)
+
 
 def read(path: Path, changes: Sequence[str] = ()) -> SimulationFile:
     """Read a simulation file and apply changes, which are `key=value` texts. Raises `JobFileError`."""
@@ -47,7 +52,7 @@ def parse(text: str, folder: Path, changes: Sequence[str] = ()) -> SimulationFil
 
     It may name plugins of installed packages, and of modules and files relative to `folder`.
     """
-    raw, plugins = read_toml(text), Plugins(installed=True, folder=folder)
+    raw, plugins = read_toml(text), _plugins(folder)
     for change in changes:
         _change(raw, change)
     job = {key: value for key, value in raw.items() if key != TABLE}
@@ -55,6 +60,7 @@ def parse(text: str, folder: Path, changes: Sequence[str] = ()) -> SimulationFil
     spec, options = None, None
     try:
         spec = read_record(job, JobSpec, plugins=plugins)
+        check_algorithm(spec, plugins)
     except JobFileError as exc:
         mistakes.append(str(exc))
     table = raw.get(TABLE, {})
@@ -64,7 +70,7 @@ def parse(text: str, folder: Path, changes: Sequence[str] = ()) -> SimulationFil
         options = read_record(cast(dict[str, Any], table), SimulationOptions, f"{TABLE}.", plugins)
     except JobFileError as exc:
         mistakes.append(str(exc))
-    if spec is None or options is None:
+    if mistakes or spec is None or options is None:
         raise JobFileError("\n".join(mistakes))
     return SimulationFile(spec, options, folder, raw)
 
@@ -92,6 +98,10 @@ def job_text(text: str) -> str:
         pass
     # Keys such as `simulation.seed = 1` or `simulation = {...}`, or a text of several lines that looks like a header.
     raise JobFileError(f"{TABLE}: expected a table of its own, [{TABLE}], and tables such as [{TABLE}.data] below it")
+
+
+def _plugins(folder: Path) -> Plugins:
+    return Plugins(installed=True, folder=folder)
 
 
 def _change(raw: dict[str, Any], change: str) -> None:

@@ -14,9 +14,18 @@ from torch import nn
 
 from fedplat.errors import TrainingError
 from fedplat.model import Parameters
+from fedplat.plugins import Plugins
 from fedplat.pytorch.convert import load_into
 from fedplat.pytorch.distributed import Ranks
-from fedplat.pytorch.server import ServerTrainer, TrainingRun
+from fedplat.pytorch.server import DataParallelGradients, ServerTrainer, TrainingRun
+from fedplat.pytorch.training import (
+    LocalOptions,
+    LocalTraining,
+    SingleProcessGradients,
+    TensorExamples,
+    Trainee,
+    train,
+)
 from support.ranks import scenarios
 from support.ranks.scenarios import Arrays
 
@@ -72,6 +81,21 @@ def test_more_ranks_than_examples_share_them(alone: Ranks) -> None:
     found = scenarios.learned(alone, trainer, work)
     _, losses = plain_losses(trainer.learner.initial(1), work, scenarios.NUM_EXAMPLES)
     np.testing.assert_allclose(found["losses"], losses, rtol=1e-5)
+
+
+def test_an_own_loss_that_is_a_mean_is_divided_among_ranks(alone: Ranks) -> None:
+    plugins = Plugins(folder=Path(__file__).resolve().parents[3] / "examples" / "plugins")
+    config = {"epochs": 2, "batch_size": 16, "learning_rate": 0.1, "algorithm": "fedlc.py:FedLC", "tau": 1.0}
+    options = LocalOptions.from_config(config, plugins)
+    models: list[Parameters] = []
+    for gradients in (SingleProcessGradients(), DataParallelGradients(alone, 3, seed=0)):
+        learner = ServerTrainer(model=scenarios.mlp, data=scenarios.examples()).learner
+        models.append(learner.initial(1))
+        examples = TensorExamples(*scenarios.examples().tensors)
+        work = LocalTraining(examples=examples, options=options, seed=4, gradients=gradients)
+        train(Trainee(learner), models[-1], work)
+    for name, expected in models[0].items():
+        np.testing.assert_allclose(models[1][name], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_running_statistics_are_those_of_logical_rank_0(alone: Ranks) -> None:

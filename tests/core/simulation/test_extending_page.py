@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedplat.cli.app import app
+from fedplat.errors import JobFileError
 from fedplat.plugins import Kind, kinds
 from fedplat.simulation.api import simulate
 
@@ -26,7 +27,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_its_plugins_learn_to_read_digits(folder: Path) -> None:
-    assert set(FILES) == {"lion.py", "turns.py", "signs.py", "similar.py", "digits.toml", "test_own.py"}
+    plugins = {"lion.py", "moon.py", "halves.py", "turns.py", "signs.py", "similar.py"}
+    assert set(FILES) == {*plugins, "digits.toml", "test_own.py"}
     assert all(len(text.splitlines()) <= 60 for text in FILES.values())
     run = simulate(folder / "digits.toml")
     assert run.result.status == "COMPLETED"
@@ -46,6 +48,18 @@ def test_its_plugins_pass_the_checks(folder: Path, monkeypatch: pytest.MonkeyPat
     finally:
         for name in FILES:
             sys.modules.pop(name.removesuffix(".py"), None)
+
+
+def test_its_two_halves_go_together(folder: Path) -> None:
+    changes = [
+        "rounds=2",
+        'aggregation={ rule = "halves.py:MeanOfPulled" }',
+        'updates={ weighting = "uniform" }',
+        'config.algorithm="halves.py:Pull"',
+    ]
+    assert simulate(folder / "digits.toml", changes).result.status == "COMPLETED"
+    with pytest.raises(JobFileError, match=r"algorithm = a name of the class Pull"):
+        simulate(folder / "digits.toml", changes[:-1])
 
 
 def test_its_message_is_the_one_that_is_printed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
