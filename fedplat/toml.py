@@ -78,10 +78,12 @@ class _Checker:
         options = get_args(annotation) or (annotation,)  # the members of a union
         tables = _tables_of(options)
         is_mapping, items = get_origin(annotation) is dict, _tables_in(annotation)
-        if (tables is not None or is_mapping) and not isinstance(value, dict):
+        if isinstance(tables, Kind) and tables.plain and isinstance(value, str):
+            yield from self._of_table({tables.key: value}, tables, path, path)
+        elif (tables is not None or is_mapping) and not isinstance(value, dict):
             yield f"{path} = {format_value(value)}: expected a table, [{path}]"
         elif tables is not None:
-            yield from self._of_table(cast(dict[str, Any], value), tables, f"{path}.")
+            yield from self._of_table(cast(dict[str, Any], value), tables, path)
         elif is_mapping:
             for key, item in cast(dict[str, Any], value).items():
                 yield from self._of_value(item, get_args(annotation)[1], f"{path}.{shown_key(key)}")
@@ -94,8 +96,14 @@ class _Checker:
             except msgspec.ValidationError as exc:
                 yield f"{path} = {format_value(value)}: {_expectation(str(exc), value, annotation)}"
 
-    def _of_table(self, table: Mapping[str, Any], records: Kind | list[type[Struct]], prefix: str) -> Iterator[str]:
-        """Yield the mistakes of a table as a record; with a tag, as the record that it names."""
+    def _of_table(
+        self, table: Mapping[str, Any], records: Kind | list[type[Struct]], path: str, named_at: str = ""
+    ) -> Iterator[str]:
+        """Yield the mistakes of a table as a record; with a tag, as the record that it names.
+
+        `named_at` is the key of the name if that is not in the table.
+        """
+        prefix = f"{path}."
         if isinstance(records, Kind):
             tag, names = records.key, self.plugins.names(records)
         else:
@@ -112,12 +120,12 @@ class _Checker:
             try:
                 record = self.plugins.find(records, name)
             except (PluginError, UserCodeError) as exc:
-                yield f"{prefix}{tag} = {format_value(name)}: {exc}"
+                yield f"{named_at or prefix + tag} = {format_value(name)}: {exc}"
                 return
         elif isinstance(name, str) and name in names:
             record = cast(list[type[Struct]], records)[names.index(name)]
         if record is None:
-            yield f"{prefix}{tag} = {format_value(name)}: {_one_of(names, name)}"
+            yield f"{named_at or prefix + tag} = {format_value(name)}: {_one_of(names, name)}"
         else:
             yield from self.of_record(table, record, prefix)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fedplat.errors import JobFileError
+from fedplat.plugins import BUILTIN
 from fedplat.simulation.clients import Availability, FleetOptions, build_fleet
 from fedplat.simulation.clients.availability import DAY_S, HOUR_S
 from fedplat.simulation.clients.distributions import Distribution, hash_uniform, hashed_normal
@@ -33,7 +34,7 @@ def is_there(model: Availability, client: int, moments: np.ndarray[Any, Any]) ->
     ],
 )
 def test_distributions_have_the_quantiles_that_they_name(table: dict[str, Any], expected: tuple[float, ...]) -> None:
-    drawn = msgspec.convert(table, Distribution).draw(200_000, np.random.default_rng(5))
+    drawn = BUILTIN.decode(Distribution, table).draw(200_000, np.random.default_rng(5))
     assert np.quantile(drawn, (0.1, 0.5, 0.9)) == pytest.approx(expected, rel=0.02)
 
 
