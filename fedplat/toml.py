@@ -81,7 +81,8 @@ class _Checker:
         if isinstance(tables, Kind) and tables.plain and isinstance(value, str):
             yield from self._of_table({tables.key: value}, tables, path, path)
         elif (tables is not None or is_mapping) and not isinstance(value, dict):
-            yield f"{path} = {format_value(value)}: expected a table, [{path}]"
+            names = "a name or " if isinstance(tables, Kind) and tables.plain else ""
+            yield f"{path} = {format_value(value)}: expected {names}a table, [{path}]"
         elif tables is not None:
             yield from self._of_table(cast(dict[str, Any], value), tables, path)
         elif is_mapping:
