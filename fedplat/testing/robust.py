@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.aggregate import Accumulator, Contribution, Robust, Rule, State, first_columns, weighted_mean
+from fedplat.aggregate import Contribution, Robust, Rule, State, weighted_mean
 from fedplat.aggregate.robust import PreAggregator, RobustRule
 from fedplat.aggregate.robust.inputs import Rows
-from fedplat.model import WINDOW, Parameters, Vector, VectorBlocks
+from fedplat.model import WINDOW, Vector, VectorBlocks
+from fedplat.model.shards import ShardReduce, Terms, shards, single_shard
 from fedplat.plugins import adopt
 from fedplat.testing.errors import run_checks
 
@@ -55,9 +56,11 @@ def check_robust_rule(options: RobustRule) -> None:
     run_checks(RULE_CHECKS, RobustRuleUnderTest(adopt(options, RobustRule)))
 
 
-def gather(rule: Rule, updates: Updates, order: Sequence[int] | None = None) -> Vector:
+def gather(
+    rule: Rule, updates: Updates, order: Sequence[int] | None = None, reduce_shards: ShardReduce = single_shard
+) -> Vector:
     """Return the robust result of updates that arrive in an order."""
-    partial = rule.start(updates.shape[1])
+    partial = dataclasses.replace(rule.start(updates.shape[1]), reduce_shards=reduce_shards)
     for index in range(len(updates)) if order is None else order:
         partial = rule.fold(partial, VectorBlocks(updates[index]), make_contribution(index))
     assert rule.gather is not None
@@ -181,29 +184,43 @@ def check_merged_parts_equal_the_whole(tested: RobustRuleUnderTest) -> Iterator[
         yield "merge() of two parts gives other bits than all updates together"
 
 
-def check_windows_equal_the_whole(tested: RobustRuleUnderTest) -> Iterator[str]:
-    """Require that the server can compute the end of an attempt part by part, from files."""
-    base = Parameters.from_arrays({"weight": np.zeros(WINDOW + 37, np.float32)})
-    size, rule, updates = base.schema.num_floating, tested.make(), tested.updates(size=WINDOW + 37)
-    accumulator = Accumulator(base.schema, rule)
-    for index, update in enumerate(updates):
-        accumulator.fold(Parameters.from_arrays({"weight": update}), make_contribution(index))
-    parts = [part.model.tobytes() for part in accumulator.parts(base, first_columns(rule, size))]
-    if b"".join(parts) != accumulator.finish(base, rule.init(size))[0].to_bytes()[len(base.schema.header) :]:
-        yield "the model that is computed in parts has other bits than the whole one"
+def check_shards_give_the_bits_of_the_whole(tested: RobustRuleUnderTest) -> Iterator[str]:
+    """Require that several processes can compute some columns each, with `reduce_shards` for sums over all columns."""
+    size = WINDOW + 37
+    updates, sums = tested.updates(size=size), list[Terms]()
+
+    def record(zero: Terms, terms: Iterable[Terms]) -> Terms:
+        sums.append(single_shard(zero, terms))
+        return sums[-1]
+
+    whole = gather(tested.make(), updates, reduce_shards=record)
+    parts: list[Vector] = []
+    for columns in shards(size, 2):
+        known = iter(sums)
+
+        def replay(zero: Terms, terms: Iterable[Terms], known: Iterator[Terms] = known) -> Terms:
+            return next(known, single_shard(zero, terms))
+
+        part = np.ascontiguousarray(updates[:, columns.start : columns.stop])
+        parts.append(gather(tested.make(), part, reduce_shards=replay))
+    if np.concatenate(parts).tobytes() != whole.tobytes():
+        yield (
+            "two parts of the vectors, computed by themselves, have other bits than the whole result; expected a rule "
+            "that processes each column by itself, and Rows or reduce_shards for sums over all columns"
+        )
 
 
 RULE_CHECKS = (
     check_fewest_exceeds_the_arbitrary_updates,
     check_the_wrapper_gathers,
     check_results_are_float32_of_the_models_length,
-    check_the_same_updates_give_the_same_bits,
     check_updates_stay_as_they_are,
+    check_the_same_updates_give_the_same_bits,
     check_the_order_changes_rounding_only,
     check_arbitrary_updates_have_a_bounded_effect,
     check_pre_aggregation_comes_first,
     check_merged_parts_equal_the_whole,
-    check_windows_equal_the_whole,
+    check_shards_give_the_bits_of_the_whole,
 )
 
 
