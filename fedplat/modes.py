@@ -8,13 +8,69 @@ Optimization", arXiv 1903.03934, section 5.2; FedBuff's is the polynomial one wi
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Annotated, Any, Protocol, cast, runtime_checkable
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
+
+from fedplat import user_code
+from fedplat.errors import PluginError
+from fedplat.plugins import Kind, by_name, define, is_builtin, name_of
 
 Exponent = Annotated[float, Meta(ge=0.0, le=100.0)]
 Slope = Annotated[float, Meta(gt=0.0, le=1e6)]
 Versions = Annotated[int, Meta(ge=0, le=1_000_000)]
+
+
+@runtime_checkable
+class StalenessWeight(Protocol):
+    """The key `mode.staleness` of a job file: the options of a weight, selected by the key `kind`, or only its name."""
+
+    def weight(self, staleness: int) -> float:
+        """Return the factor of an update's weight, finite and at least 0, for a base version that many versions old."""
+        ...
+
+
+class PolynomialStaleness(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="polynomial"):
+    """(1 + τ)^-`exponent`; 1/√(1 + τ) by default, as in FedBuff."""
+
+    exponent: Exponent = 0.5
+    """a: with a larger one, stale updates count less."""
+
+    def weight(self, staleness: int) -> float:
+        """Return the factor."""
+        return (1.0 + staleness) ** -self.exponent
+
+
+class ConstantStaleness(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="constant"):
+    """1 for all updates."""
+
+    def weight(self, staleness: int) -> float:
+        """Return the factor."""
+        return 1.0
+
+
+class HingeStaleness(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="hinge"):
+    """1 up to τ = `grace`, then 1 / (`slope` (τ - `grace`) + 1)."""
+
+    slope: Slope = 10.0
+    """a: with a larger one, stale updates count less."""
+    grace: Versions = 4
+    """b, the largest staleness of updates that count in full."""
+
+    def weight(self, staleness: int) -> float:
+        """Return the factor."""
+        beyond = staleness - self.grace
+        return 1.0 if beyond <= 0 else 1.0 / (self.slope * beyond + 1.0)
+
+
+STALENESS_WEIGHTS: Mapping[str, type[StalenessWeight]] = by_name(PolynomialStaleness, ConstantStaleness, HingeStaleness)
+"""The options record of each built-in weight, by its name in a job file."""
+
+define(Kind("staleness", "kind", "a staleness weight", StalenessWeight, ("weight",), STALENESS_WEIGHTS, plain=True))
 
 
 class Sync(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="sync"):
@@ -39,32 +95,50 @@ class Buffered(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"
     """Number of clients that train at the same time."""
     max_staleness: Versions | None = None
     """Largest accepted staleness: a client with an older base version is stopped (`TOO_STALE`); unset: no limit."""
-    staleness: Literal["polynomial", "constant", "hinge"] = "polynomial"
-    """Factor of an update's weight: `"polynomial"`: (1 + τ)^-`exponent`; `"constant"`: 1; `"hinge"`: 1 up to τ =
-    `grace`, then 1 / (`slope` (τ - `grace`) + 1)."""
+    staleness: StalenessWeight = PolynomialStaleness()
+    """Factor of an update's weight: a name, or a table with its options, such as `{ kind = "hinge", slope = 2.0 }`.
+    `"polynomial"`: (1 + τ)^-`exponent`; `"constant"`: 1; `"hinge"`: 1 up to τ = `grace`, then 1 / (`slope` (τ -
+    `grace`) + 1)."""
     exponent: Exponent | None = None
-    """Only with `"polynomial"`; unset: 0.5, FedBuff's 1/√(1 + τ)."""
+    """Only with `staleness = "polynomial"`; unset: 0.5, FedBuff's 1/√(1 + τ)."""
     slope: Slope | None = None
-    """Only with `"hinge"`; unset: 10."""
+    """Only with `staleness = "hinge"`; unset: 10."""
     grace: Versions | None = None
-    """Only with `"hinge"`; unset: 4."""
+    """Only with `staleness = "hinge"`; unset: 4."""
 
     def __post_init__(self) -> None:
-        for name, owner in (("exponent", "polynomial"), ("slope", "hinge"), ("grace", "hinge")):
-            if getattr(self, name) is not None and self.staleness != owner:
+        for name, owner in (("exponent", PolynomialStaleness), ("slope", HingeStaleness), ("grace", HingeStaleness)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(self.staleness, owner):
                 raise ValueError(
-                    f'{name} = {getattr(self, name)}: expected with staleness = "{owner}" only, '
-                    f'and it is "{self.staleness}"'
+                    f'{name} = {value}: expected with staleness = "{name_of(owner())}" only, '
+                    f'and it is "{name_of(self.staleness)}"'
                 )
+            if self.staleness != owner():
+                raise ValueError(f"{name} = {value}: [mode.staleness] has options; expected {name} in it, too")
+        self.weight(0)  # so that a plugin that fails does so before the job begins
 
     def weight(self, staleness: int) -> float:
-        """Return the weight of an update with a base version that is `staleness` versions old; 1 for a fresh one."""
-        if self.staleness == "polynomial":
-            return (1.0 + staleness) ** -(0.5 if self.exponent is None else self.exponent)
-        if self.staleness == "constant":
-            return 1.0
-        beyond = staleness - (4 if self.grace is None else self.grace)
-        return 1.0 if beyond <= 0 else 1.0 / ((10.0 if self.slope is None else self.slope) * beyond + 1.0)
+        """Return the weight of an update with a base version that is `staleness` versions old; 1 for a fresh one.
+
+        Raises `PluginError` or `UserCodeError` if the weight of a plugin is not a finite number of at least 0.
+        """
+        if is_builtin(self.staleness, StalenessWeight):
+            return self._weight().weight(staleness)
+        name = f'mode.staleness = "{name_of(self.staleness)}": weight({staleness})'
+        with user_code.wrap_errors(name):
+            found: object = self.staleness.weight(staleness)
+        if not isinstance(found, numbers.Real) or not 0.0 <= float(found) < math.inf:
+            raise PluginError(f"{name} returned {str(found)[:100]}; expected a finite number of at least 0")
+        return float(found)
+
+    def _weight(self) -> StalenessWeight:
+        """Return the built-in weight with the options beside `staleness`."""
+        given = {name: getattr(self, name) for name in ("exponent", "slope", "grace")}
+        changes = {name: value for name, value in given.items() if value is not None}
+        return replace(cast(Any, self.staleness), **changes) if changes else self.staleness
 
     def is_too_stale(self, staleness: int) -> bool:
         """Return whether an update of this staleness is refused."""

@@ -39,7 +39,8 @@ class Kind:
     `name` identifies the kind in entry points and in options of commands. `key` is the key of a table in a file whose
     value selects the record. `contract` is the protocol of the records, which is also the type of a field that holds
     one. `methods` are the functions that the protocol requires; `base` has its other attributes, which a plugin need
-    not define. `builtin` are the records of fedplat, tagged with their names.
+    not define. `builtin` are the records of fedplat, tagged with their names. With `plain`, text stands for a table
+    that has only the key: `engine = "loop"` for `engine = { name = "loop" }`.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Kind:
     methods: tuple[str, ...]
     builtin: Mapping[str, type]
     base: type[Struct] = Struct
+    plain: bool = False
 
     def check(self, record: object, name: str) -> type[Struct]:
         """Return an options record of this kind. Raises `PluginError` if it is not one."""
@@ -101,23 +103,32 @@ def name_of(options: object) -> str:
 class Buildable(Protocol):
     """An options record that builds an object."""
 
-    def build(self) -> object:
-        """Return the object with these options."""
+    @property
+    def build(self) -> Callable[..., object]:
+        """The function that returns the object with these options."""
         ...
 
 
-def build_checked(options: Buildable, expected: type[Built], key: str) -> Built:
+def build_checked(options: Buildable, expected: type[Built], key: str, *arguments: object) -> Built:
     """Return what options build. Raises `PluginError` or `UserCodeError` if that fails, or has another type.
 
     `key` is the key of the file that selects the options.
     """
     with user_code.wrap_errors(f'{key} = "{name_of(options)}": build()'):
-        built = options.build()
+        built = options.build(*arguments)
     if not isinstance(built, expected):
+        name = expected.__name__
         raise PluginError(
-            f'{key} = "{name_of(options)}": build() returned a {type(built).__name__}; expected a {expected.__name__}'
+            f'{key} = "{name_of(options)}": build() returned a {type(built).__name__}; expected '
+            f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
         )
     return built
+
+
+def is_builtin(options: object, contract: type) -> bool:
+    """Return whether an options record is one of fedplat, whose results need no checks."""
+    kind = find_kind(contract)
+    return kind is not None and type(options) in kind.builtin.values()
 
 
 def digests(value: object) -> dict[str, str]:
@@ -184,6 +195,8 @@ class Plugins:
         kind = find_kind(annotation)
         if kind is None:
             raise NotImplementedError(f"{annotation} is not the contract of a kind")
+        if kind.plain and isinstance(value, str):
+            value = {kind.key: value}
         if not isinstance(value, Mapping):
             return value
         name = cast(Mapping[str, object], value).get(kind.key)
@@ -239,17 +252,20 @@ def _reduce(record: type[Struct], kind: Kind, name: str, folder: Path | None) ->
 
     Another process cannot import a file by the name of its module here, so a reference is loaded again there.
     """
+    origin = folder or user_code.find_reference(record) or record
 
     def reduce(options: Struct) -> object:
-        origin = record if folder is None else folder
         return _restore, (origin, kind.contract, name, msgspec.structs.asdict(options))
 
     return reduce
 
 
-def _restore(origin: type[Struct] | Path, contract: type, name: str, fields: dict[str, Any]) -> Struct:
+def _restore(origin: type[Struct] | Path | str, contract: type, name: str, fields: dict[str, Any]) -> Struct:
     kind = find_kind(contract)
     assert kind is not None
-    record = Plugins(folder=origin).find(kind, name) if isinstance(origin, Path) else _with_name(origin, kind, name)
+    if isinstance(origin, Path):
+        record = Plugins(folder=origin).find(kind, name)
+    else:
+        record = _with_name(user_code.load(origin) if isinstance(origin, str) else origin, kind, name)
     assert record is not None
     return record(**fields)

@@ -91,10 +91,13 @@ class _Checker:
         options = get_args(annotation) or (annotation,)  # the members of a union
         tables = _tables_of(options)
         is_mapping, items = get_origin(annotation) is dict, _tables_in(annotation)
-        if (tables is not None or is_mapping) and not isinstance(value, dict):
-            yield f"{path} = {format_value(value)}: expected a table, [{path}]"
+        if isinstance(tables, Kind) and tables.plain and isinstance(value, str):
+            yield from self._of_table({tables.key: value}, tables, path, path)
+        elif (tables is not None or is_mapping) and not isinstance(value, dict):
+            names = "a name or " if isinstance(tables, Kind) and tables.plain else ""
+            yield f"{path} = {format_value(value)}: expected {names}a table, [{path}]"
         elif tables is not None:
-            yield from self._of_table(cast(dict[str, Any], value), tables, f"{path}.")
+            yield from self._of_table(cast(dict[str, Any], value), tables, path)
         elif is_mapping:
             for key, item in cast(dict[str, Any], value).items():
                 yield from self._of_value(item, get_args(annotation)[1], f"{path}.{shown_key(key)}")
@@ -107,8 +110,14 @@ class _Checker:
             except msgspec.ValidationError as exc:
                 yield f"{path} = {format_value(value)}: {_expectation(str(exc), value, annotation)}"
 
-    def _of_table(self, table: Mapping[str, Any], records: Kind | list[type[Struct]], prefix: str) -> Iterator[str]:
-        """Yield the mistakes of a table as a record; with a tag, as the record that it names."""
+    def _of_table(
+        self, table: Mapping[str, Any], records: Kind | list[type[Struct]], path: str, named_at: str = ""
+    ) -> Iterator[str]:
+        """Yield the mistakes of a table as a record; with a tag, as the record that it names.
+
+        `named_at` is the key of the name if that is not in the table.
+        """
+        prefix = f"{path}."
         if isinstance(records, Kind):
             tag, names = records.key, self.plugins.names(records)
         else:
@@ -122,7 +131,7 @@ class _Checker:
             return
         if isinstance(records, Kind):
             try:
-                record = read_name(name, records, f"{prefix}{tag}", self.plugins)
+                record = read_name(name, records, named_at or prefix + tag, self.plugins)
             except JobFileError as exc:
                 yield str(exc)
                 return

@@ -65,6 +65,12 @@ def load(reference: str, folder: Path = Path()) -> Any:
         raise UserCodeError(f"the module {module_name!r} ({origin}) has no {name!r}") from exc
 
 
+def find_reference(record: type) -> str | None:
+    """Return the reference to a class of a file that `load` has imported; None if an import statement finds it."""
+    file = getattr(sys.modules.get(record.__module__), "__file__", None)
+    return f"{file}:{record.__qualname__}" if file and record.__module__ == _module_name(Path(file)) else None
+
+
 def check(reference: str) -> None:
     """Raise `UserCodeError` if `reference` does not exist; reads only the source text and runs no code."""
     module_name, name = split(reference)
@@ -155,8 +161,7 @@ def _import(module_name: str, folder: Path) -> ModuleType:
 
 
 def _load_file(file: Path) -> ModuleType:
-    # A unique name: two files may have the same name, or the name of a module that is already imported.
-    name = f"{file.stem}_{sha256(str(file).encode()).hexdigest()[:16]}"
+    name = _module_name(file)
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
@@ -169,6 +174,11 @@ def _load_file(file: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _module_name(file: Path) -> str:
+    """Return a unique name: two files may have the same name, or the name of a module that is already imported."""
+    return f"{file.stem}_{sha256(str(file).encode()).hexdigest()[:16]}"
 
 
 def _is_within(module: ModuleType, folder: Path) -> bool:

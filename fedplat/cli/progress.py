@@ -15,6 +15,7 @@ from rich.text import Text
 
 from fedplat.cli import formats
 from fedplat.cli.output import Output, table
+from fedplat.metrics import is_smaller_better
 from fedplat.simulation.recording.result import AttemptResult
 
 COLUMNS = ("#ROUND", "#TRY", "KIND", "PHASE", "#MERGED", "#LATE", "#FAILED", "#TOOK", "#CLOCK", "METRICS")
@@ -51,7 +52,7 @@ class ProgressEstimate:
             self.round = record.round
         value = record.evaluation.get(self.metric)
         if value is not None:
-            better = min if self.metric.endswith("loss") else max
+            better = min if is_smaller_better(self.metric) else max
             self.best = value if self.best is None else better(self.best, value)
 
     def speed(self) -> float:

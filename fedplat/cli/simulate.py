@@ -37,7 +37,9 @@ def simulate(  # noqa: PLR0913 - a command's parameters are its options
         bool | None,
         typer.Option("--training/--no-training", help="Train, or simulate scheduling only.", show_default=False),
     ] = None,
-    engine: Annotated[str, typer.Option(metavar="NAME", help="Engine: auto, loop, processes, ray or vmap.")] = "",
+    engine: Annotated[
+        str, typer.Option(metavar="NAME", help="Engine: auto, loop, processes, ray, vmap or a plugin.")
+    ] = "",
     workers: Annotated[int | None, typer.Option(help="Number of training processes; 0: one per core.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed to use instead of the file's simulation.seed.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Number of rounds to use instead of the file's.")] = None,

@@ -129,7 +129,8 @@ def _type(info: types.Type) -> str:
         case types.VarTupleType():
             return f"list, {_length(info)} items, each: {_type(info.item_type)}"
         case _ if _tables(info):
-            return "table"
+            kind = find_kind(info.cls) if isinstance(info, types.CustomType) else None
+            return "name or table" if kind is not None and kind.plain else "table"
         case types.UnionType():
             return " or ".join(_type(option) for option in info.types if not isinstance(option, types.NoneType))
         case types.LiteralType():

@@ -18,6 +18,7 @@ from fedplat.model import Parameters
 from fedplat.plugins import digests
 from fedplat.privacy.cost import Cost, cost_of
 from fedplat.simulation.data import Federation
+from fedplat.simulation.engines.registry import AutoOptions
 from fedplat.simulation.recording import folder as folders
 from fedplat.simulation.recording.result import Result
 from fedplat.simulation.report.summary import Series, Summary, series, summarize
@@ -142,7 +143,7 @@ def execute(
 
     `on_replayed` is called after each of those: clocks that measure the run restart then.
     """
-    plugins = digests((file.job, file.simulation, setup.algorithm))
+    plugins = digests((file.job, msgspec.structs.replace(file.simulation, engine=AutoOptions()), setup.algorithm))
     inputs = {"simulation": file.raw, "versions": versions(), "plugins": plugins}
     with open_run_folder(run_folder, inputs, observe, on_replayed) as (hooks, pace):
         result = play(setup.simulation, hooks)

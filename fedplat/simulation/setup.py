@@ -13,9 +13,11 @@ from fedplat.aggregate import LocalAlgorithmOptions
 from fedplat.errors import JobFileError, MissingExtraError, ModelError
 from fedplat.job import build_rule, calibrate
 from fedplat.model import Parameters
+from fedplat.plugins import name_of
 from fedplat.simulation.clients import build_fleet
 from fedplat.simulation.data import Federation, federation
 from fedplat.simulation.engines.interface import Engine
+from fedplat.simulation.engines.registry import open_engine
 from fedplat.simulation.run import Simulation
 from fedplat.simulation.scenario import unsupported
 from fedplat.simulation.scenario.file import SimulationFile
@@ -84,7 +86,7 @@ def prepare(
     workers = getattr(engine, "num_workers", 0) or options.workers or len(os.sched_getaffinity(0))
     simulation = dataclasses.replace(simulation, engine=engine, initial=initial_model)
     with contextlib.closing(engine):
-        yield Setup(simulation, clients_data, options.engine, workers, algorithm)
+        yield Setup(simulation, clients_data, name_of(options.engine), workers, algorithm)
 
 
 def load_data(file: SimulationFile, on_progress: OnProgress = lambda text: None) -> Federation | None:
@@ -125,7 +127,6 @@ def _open_engine(
     del torch
     from fedplat.pytorch.training import LocalOptions
     from fedplat.simulation.engines.client_trainer import ClientTraining
-    from fedplat.simulation.engines.registry import open_engine
     from fedplat.simulation.scenario.model import build_learner
 
     options = LocalOptions.from_config(file.job.config, file.plugins)

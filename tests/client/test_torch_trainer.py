@@ -10,11 +10,13 @@ import pytest
 import torch
 from msgspec import Struct
 from sklearn.datasets import load_digits
+from sklearn.metrics import f1_score
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from fedplat.aggregate import LocalAlgorithm, LossContext
 from fedplat.errors import JobFileError
+from fedplat.metrics import F1
 from fedplat.model import Parameters
 from fedplat.plugins import Plugins
 from fedplat.pytorch import convert as backend
@@ -85,12 +87,14 @@ def test_evaluation_agrees_with_numpy() -> None:
     torch.manual_seed(0)
     start = initial(nn.Linear(64, 10))
     data = digits(100)
-    result = TorchTrainer(model=lambda: nn.Linear(64, 10), data=data).evaluate(make_task(start, batch_size=33))
+    trainer = TorchTrainer(model=lambda: nn.Linear(64, 10), data=data, metrics=(F1(),))
+    result = trainer.evaluate(make_task(start, batch_size=33))
     images, labels = (tensor.numpy() for tensor in data.tensors)
     logits = (images @ start["weight"].T + start["bias"]).astype(np.float64)
     expected = np.mean(np.log(np.exp(logits).sum(1)) - logits[np.arange(100), labels])
     np.testing.assert_allclose(result.metrics["loss"], expected, rtol=1e-6)
     assert result.metrics["accuracy"] == np.mean(logits.argmax(1) == labels)
+    assert result.metrics["f1"] == pytest.approx(f1_score(labels, logits.argmax(1), average="macro"))
 
 
 @pytest.mark.parametrize("num_examples", [97, 96])

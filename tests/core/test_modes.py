@@ -8,6 +8,14 @@ import pytest
 
 from fedplat.errors import JobFileError
 from fedplat.job import parse_job
+from fedplat.modes import (
+    STALENESS_WEIGHTS,
+    ConstantStaleness,
+    HingeStaleness,
+    PolynomialStaleness,
+    StalenessWeight,
+)
+from fedplat.testing import check_staleness
 
 SMALL = """\
 name = "a"
@@ -31,6 +39,34 @@ def test_the_mode():
     assert (spec.weight(100), spec.weight(100, 3)) == (100, 50)
 
 
+MODE = f"{SMALL}[mode]\nkind = 'buffered'\nconcurrency = 3\n"
+WEIGHTS: Mapping[str, tuple[str, list[float]]] = {
+    "the default": ("", [1.0, 3**-0.5, 7**-0.5]),
+    "a name": ("staleness = 'constant'", [1.0, 1.0, 1.0]),
+    "an option beside it": ("staleness = 'polynomial'\nexponent = 1.0", [1.0, 1 / 3, 1 / 7]),
+    "two options beside it": ("staleness = 'hinge'\nslope = 2.0\ngrace = 1", [1.0, 1 / 3, 1 / 11]),
+    "a table": ("staleness = { kind = 'hinge', slope = 2.0, grace = 1 }", [1.0, 1 / 3, 1 / 11]),
+    "a table, and an option beside it": ("staleness = { kind = 'hinge' }\ngrace = 2", [1.0, 1.0, 1 / 41]),
+}
+
+
+@pytest.mark.parametrize(("table", "expected"), WEIGHTS.values(), ids=WEIGHTS)
+def test_the_weight_of_a_stale_update(table: str, expected: list[float]) -> None:
+    spec = parse_job(f"{MODE}{table}\n")
+    assert [spec.weight(1.0, tau) for tau in (0, 2, 6)] == expected
+
+
+@pytest.mark.parametrize(
+    "options", [PolynomialStaleness(), PolynomialStaleness(100.0), ConstantStaleness(), HingeStaleness()]
+)
+def test_the_public_checks(options: StalenessWeight) -> None:
+    check_staleness(options)
+
+
+def test_every_weight_has_a_row() -> None:
+    assert set(STALENESS_WEIGHTS.values()) == {PolynomialStaleness, ConstantStaleness, HingeStaleness}
+
+
 MISTAKES: Mapping[str, tuple[str, str]] = {
     "a buffer of unknown concurrency": (
         f"{SMALL}[mode]\nkind = 'buffered'\n",
@@ -43,6 +79,22 @@ MISTAKES: Mapping[str, tuple[str, str]] = {
     "an option of another weight": (
         f"{SMALL}[mode]\nkind = 'buffered'\nconcurrency = 3\nstaleness = 'hinge'\nexponent = 0.5\n",
         'mode.exponent = 0.5: expected with staleness = "polynomial" only, and it is "hinge"',
+    ),
+    "an unknown weight": (
+        f"{MODE}staleness = 'hing'\n",
+        "mode.staleness = 'hing': expected one of polynomial, constant, hinge; did you mean hinge?",
+    ),
+    "an unknown option of a weight": (
+        f"{MODE}staleness = {{ kind = 'hinge', slop = 1.0 }}\n",
+        "mode.staleness.slop = 1.0: there is no such key; did you mean slope?",
+    ),
+    "an option in two places": (
+        f"{MODE}staleness = {{ kind = 'hinge', slope = 1.0 }}\nslope = 2.0\n",
+        "mode.slope = 2.0: [mode.staleness] has options; expected slope in it, too",
+    ),
+    "a number for a weight": (
+        f"{MODE}staleness = 3\n",
+        "mode.staleness = 3: expected a name or a table, [mode.staleness]",
     ),
     "whole cohorts": (
         f"{SMALL}sampling = {{policy = 'poisson', rate = 0.1}}\n[mode]\nkind = 'buffered'\nconcurrency = 3\n",

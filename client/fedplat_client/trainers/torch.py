@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from fedplat.errors import MissingExtraError
+from fedplat.metrics import Metric
 from fedplat.plugins import BUILTIN, Plugins
 from fedplat_client._state.privacy_ledger import PrivacyLimit
 from fedplat_client.task import EvaluateResult, Scalar, Task, TrainResult
@@ -59,6 +60,8 @@ class TorchTrainer:
     """Mean loss of a batch of (output, target)."""
     personal: tuple[str, ...] = ()
     """Names of tensors that stay on the client and are not in the model, see `fedplat.pytorch.training.Learner`."""
+    metrics: tuple[Metric, ...] = ()
+    """Metrics of evaluations, such as `fedplat.metrics.F1()`, besides `loss` and `accuracy`."""
     optimizer: MakeOptimizer | None = None
     """Creates an optimizer to replace SGD, from the parameters and the job's configuration."""
     private: PrivacyLimit | None = None
@@ -155,7 +158,7 @@ class TorchTrainer:
         return torch.device(automatic if self.device == "auto" else self.device)
 
     def _build_trainee(self, task: Task, strategy: TrainingStrategy) -> tuple[training.Trainee, training.Examples]:
-        learner = training.Learner(model=self.model, loss=self.loss, personal=self.personal)
+        learner = training.Learner(model=self.model, loss=self.loss, personal=self.personal, metrics=self.metrics)
         trainee = training.Trainee(learner, strategy.device, self.seed)
         examples = self._examples(task, strategy.device)
         strategy.check(trainee, len(examples))

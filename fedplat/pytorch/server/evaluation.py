@@ -17,7 +17,7 @@ _BATCH_SIZE = 256
 def evaluate(
     ranks: Ranks, trainer: ServerTrainer, parameters: Parameters, batch_size: int = _BATCH_SIZE
 ) -> dict[str, float]:
-    """Return `loss` and, for classification, `accuracy` of a model on the trainer's held-out examples.
+    """Return `loss`, `accuracy` for classification, and the trainer's metrics of a model on its held-out examples.
 
     Every rank calls it with the same arguments, computes every n-th batch of n ranks, and gets the result. Raises
     `TrainingError` on all of them alike.
@@ -32,4 +32,4 @@ def evaluate(
 
     trainee, examples = make_on_all_ranks(ranks, build)
     order = itertools.islice(iterate_batches(len(examples), batch_size), ranks.rank, None, ranks.size)
-    return sum_scores(ranks, evaluate_batches(trainee, examples, order)).means()
+    return sum_scores(ranks, evaluate_batches(trainee, examples, order)).means(trainer.metrics)

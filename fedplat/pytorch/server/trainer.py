@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from fedplat.errors import TrainingError
 from fedplat.job.pool import ServerLearning
+from fedplat.metrics import Metric
 from fedplat.pytorch import training
 from fedplat.pytorch.distributed import Ranks
 
@@ -43,11 +44,13 @@ class ServerTrainer:
     """Held-out examples, for `evaluate`."""
     optimizer: MakeOptimizer | None = None
     """Creates an optimizer to replace SGD, from the parameters and the job's table; its learning rates are scaled."""
+    metrics: tuple[Metric, ...] = ()
+    """Metrics of evaluations, such as `fedplat.metrics.F1()`, besides `loss` and `accuracy`."""
 
     @property
     def learner(self) -> training.Learner:
-        """The module and the loss."""
-        return training.Learner(model=self.model, loss=self.loss)
+        """The module, the loss and the metrics."""
+        return training.Learner(model=self.model, loss=self.loss, metrics=self.metrics)
 
 
 def load_examples(data: Data, device: torch.device) -> training.Examples:

@@ -15,7 +15,9 @@ from torch import nn
 from fedplat.aggregate.local import CONTROL
 from fedplat.client_state import ClientState
 from fedplat.errors import ModelError
+from fedplat.metrics import Metric
 from fedplat.model import Parameters
+from fedplat.plugins import adopt
 from fedplat.pytorch import convert as backend
 
 Loss: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -28,7 +30,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 @dataclass(frozen=True, kw_only=True)
 class Learner:
-    """A module's factory and its loss.
+    """A module's factory, its loss and its metrics.
 
     `personal` are names of tensors, with wildcards ("head.*"), that stay on the client: they are not part of the job's
     model, are never sent, and are stored in the client state. Source: Arivazhagan et al. 2019, "Federated Learning with
@@ -40,6 +42,12 @@ class Learner:
     loss: Loss = nn.functional.cross_entropy
     """Mean loss of a batch of (output, target)."""
     personal: tuple[str, ...] = ()
+    metrics: tuple[Metric, ...] = ()
+    """Metrics of evaluations, besides `loss` and `accuracy`; training does not compute them."""
+
+    def __post_init__(self) -> None:
+        for metric in self.metrics:
+            adopt(metric, Metric)
 
     def make(self, device: torch.device | str = "cpu", seed: int = 0) -> nn.Module:
         """Create the module with initial values from a seed. PyTorch's global random state is restored afterwards."""

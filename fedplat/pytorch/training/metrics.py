@@ -1,39 +1,55 @@
-"""Means over examples."""
+"""Means over examples, and the values of metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from msgspec import Struct
 
+from fedplat.metrics import Metric, compute_all, measure
+
 
 class Sums(Struct, frozen=True, array_like=True):
-    """Sums over `num_examples` examples; `hits` of `num_answers` answers were correct."""
+    """Sums over `num_examples` examples; `hits` of `num_answers` answers were correct.
+
+    `totals` are the sums of each metric's measurements: numbers, and lists of them.
+    """
 
     loss: float
     num_examples: int
     hits: int
     num_answers: int
+    totals: list[dict[str, Any]] = []
 
-    def means(self) -> dict[str, float]:
-        """Return `loss`, and `accuracy` for classification."""
+    def means(self, metrics: Sequence[Metric] = ()) -> dict[str, float]:
+        """Return `loss`, `accuracy` for classification, and the values of the metrics that were measured."""
         means = {"loss": self.loss / self.num_examples}
         if self.num_answers:
             means["accuracy"] = self.hits / self.num_answers
-        return means
+        arrays = [{name: np.array(total, np.float64) for name, total in each.items()} for each in self.totals]
+        return means | compute_all(metrics, arrays, means)
 
     @classmethod
     def total(cls, parts: Iterable[Sums]) -> Sums:
         """Add up parts, in their order."""
+        parts = list(parts)
         columns = zip(*((each.loss, each.num_examples, each.hits, each.num_answers) for each in parts), strict=True)
-        return cls(*(sum(column) for column in columns))
+        measured = zip(*(each.totals for each in parts), strict=True)
+        return cls(*(sum(column) for column in columns), totals=[_add_up(each) for each in measured])
 
 
 class Scores:
-    """Sums of a loss and, if the targets are classes, of correct answers; on the device until they are read."""
+    """Sums of a loss, of correct answers if the targets are classes, and of the measurements of metrics.
 
-    def __init__(self) -> None:
+    They stay on the device until they are read.
+    """
+
+    def __init__(self, metrics: Sequence[Metric] = ()) -> None:
+        self._metrics = metrics
+        self._totals: list[dict[str, torch.Tensor]] = [{} for _ in metrics]
         self._losses: list[torch.Tensor] = []
         self._hits: list[torch.Tensor] = []
         self._num_examples = 0
@@ -46,6 +62,9 @@ class Scores:
         if outputs.ndim == targets.ndim + 1 and not targets.is_floating_point():
             self._hits.append((outputs.detach().argmax(1) == targets).sum())
             self._num_answers += targets.numel()
+        for metric, totals in zip(self._metrics, self._totals, strict=True):
+            measured = measure(metric, outputs.detach(), targets)
+            _add_to(totals, {name: torch.as_tensor(value).double() for name, value in measured.items()})
 
     def extend(self, others: Scores) -> None:
         """Add the scores of other batches."""
@@ -53,13 +72,25 @@ class Scores:
         self._hits += others._hits
         self._num_examples += others._num_examples
         self._num_answers += others._num_answers
+        for totals, more in zip(self._totals, others._totals, strict=True):
+            _add_to(totals, more)
 
     def sums(self) -> Sums:
         """Return the sums so far."""
         loss = torch.stack(self._losses).double().sum().item() if self._losses else 0.0
         hits = int(torch.stack(self._hits).sum().item()) if self._hits else 0
-        return Sums(loss, self._num_examples, hits, self._num_answers)
+        totals = [{name: total.tolist() for name, total in each.items()} for each in self._totals]
+        return Sums(loss, self._num_examples, hits, self._num_answers, totals)
 
     def means(self) -> dict[str, float]:
-        """Return `loss`, and `accuracy` for classification."""
-        return self.sums().means()
+        """Return `loss`, `accuracy` for classification, and the values of the metrics."""
+        return self.sums().means(self._metrics)
+
+
+def _add_to(totals: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:
+    for name, value in more.items():
+        totals[name] = totals[name] + value if name in totals else value
+
+
+def _add_up(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: np.sum([each[name] for each in parts], axis=0, dtype=np.float64).tolist() for name in parts[0]}

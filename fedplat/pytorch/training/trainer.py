@@ -77,7 +77,7 @@ def evaluate_batches(
     `after_batch` is called with the number of examples done.
     """
     trainee.module.eval()
-    scores, done = Scores(), 0
+    scores, done = Scores(trainee.learner.metrics), 0
     with torch.no_grad():
         for inputs, targets in examples.batches(order):
             outputs = trainee.module(inputs)

@@ -7,19 +7,23 @@ no state, so a million clients cost a few arrays.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Annotated, Protocol
+from collections.abc import Callable, Mapping
+from typing import Annotated, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 from typing_extensions import override
 
+from fedplat import user_code
+from fedplat.errors import PluginError
+from fedplat.plugins import Kind, build_checked, by_name, define, is_builtin, name_of
 from fedplat.simulation.clients.distributions import (
     Constant,
     Distribution,
     Floats,
     UniformRange,
+    draw,
     hash_uniform,
     smallest,
 )
@@ -28,10 +32,12 @@ Clients = npt.NDArray[np.int64]
 Spells = tuple[Floats, Floats]
 Probability = Annotated[float, Meta(gt=0.0, le=1.0)]
 DAY_S, HOUR_S = 86_400.0, 3_600.0
+AVAILABILITY_KEY = "simulation.fleet.availability"
 _MAX_TRIES = 10_000
 _MAX_SLOTS = 100
 
 
+@runtime_checkable
 class Availability(Protocol):
     """A model of when clients are online."""
 
@@ -40,6 +46,15 @@ class Availability(Protocol):
 
         A client whose spell begins before `at` is online at that moment.
         """
+        ...
+
+
+@runtime_checkable
+class AvailabilityOptions(Protocol):
+    """The `availability` table of a fleet: the options of a model, selected by the key `kind`."""
+
+    def build(self, num_clients: int, rng: np.random.Generator) -> Availability:
+        """Build the model of a fleet, all of whose randomness is from `rng`."""
         ...
 
 
@@ -84,13 +99,51 @@ class DiurnalOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field=
 
     def build(self, num_clients: int, rng: np.random.Generator) -> Availability:
         """Build the model of a fleet."""
-        begins_h = self.begins_h.draw(num_clients, rng) - self.offset_h.draw(num_clients, rng) - self.start_h
-        lasts_s = np.clip(self.lasts_h.draw(num_clients, rng) * HOUR_S, 60.0, DAY_S)
+        drawn = {
+            name: draw(getattr(self, name), num_clients, rng, f"{AVAILABILITY_KEY}.{name}", positive=name == "lasts_h")
+            for name in ("begins_h", "offset_h", "lasts_h")
+        }
+        begins_h = drawn["begins_h"] - drawn["offset_h"] - self.start_h
+        lasts_s = np.clip(drawn["lasts_h"] * HOUR_S, 60.0, DAY_S)
         return Diurnal(begins_h * HOUR_S % DAY_S, lasts_s, self.probability, int(rng.integers(2**63)))
 
 
-AvailabilityOptions = AlwaysOptions | SometimesOptions | DiurnalOptions
-"""The `availability` table of a fleet; its key `kind` selects the model."""
+AVAILABILITY_MODELS: Mapping[str, type[AvailabilityOptions]] = by_name(AlwaysOptions, SometimesOptions, DiurnalOptions)
+"""The options record of each built-in model, by its name in a simulation file."""
+
+define(Kind("availability", "kind", "an availability model", AvailabilityOptions, ("build",), AVAILABILITY_MODELS))
+
+
+def build_availability(options: AvailabilityOptions, num_clients: int, rng: np.random.Generator) -> Availability:
+    """Build the model of a fleet. A model of a plugin is checked each time that it computes spells."""
+    model = build_checked(options, Availability, AVAILABILITY_KEY, num_clients, rng)
+    return model if is_builtin(options, AvailabilityOptions) else CheckedAvailability(model, name_of(options))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CheckedAvailability(Availability):
+    """A model of a plugin. Raises `PluginError` or `UserCodeError` if its spells are impossible."""
+
+    model: Availability
+    name: str
+
+    @override
+    def spells(self, clients: Clients, at: Floats) -> Spells:
+        action = f'{AVAILABILITY_KEY} = "{self.name}": spells()'
+        with user_code.wrap_errors(action):
+            begin, end = map(np.asarray, self.model.spells(clients, at))
+        for found in (begin, end):
+            if found.shape != clients.shape or found.dtype.kind not in "fiu":
+                raise PluginError(
+                    f"{action} returned {found.dtype}{list(found.shape)}; expected two arrays float64[{len(clients)}]"
+                )
+        wrong = ~((end > at) & (begin <= end))  # also if one of them is NaN
+        if wrong.any():
+            raise PluginError(
+                f"{action} returned a spell from {begin[wrong][0]} to {end[wrong][0]} for client {clients[wrong][0]} "
+                f"and the moment {at[wrong][0]:g}; expected that it ends after that moment, and not before it begins"
+            )
+        return begin.astype(np.float64), end.astype(np.float64)
 
 
 class Always(Availability):

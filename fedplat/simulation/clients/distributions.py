@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
+from fedplat import user_code
+from fedplat.errors import PluginError
+from fedplat.plugins import Kind, by_name, define, is_builtin, name_of
+
 Floats = npt.NDArray[np.float64]
 Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]
 NotNegative = Annotated[float, Meta(ge=0.0, le=1e15)]
 AboveZero = Annotated[float, Meta(gt=0.0, le=1e15)]
+
+
+@runtime_checkable
+class Distribution(Protocol):
+    """A table of a simulation file: the options of a distribution, selected by the key `kind`."""
+
+    def draw(self, count: int, rng: np.random.Generator) -> Floats:
+        """Draw `count` values."""
+        ...
 
 
 class Constant(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="constant"):
@@ -78,23 +92,44 @@ class Empirical(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind
         return np.array(self.values)[rng.choice(len(self.values), count, p=weights)]
 
 
-Distribution = Constant | UniformRange | Lognormal | Pareto | Empirical
-"""A table whose key `kind` selects the distribution."""
+DISTRIBUTIONS: Mapping[str, type[Distribution]] = by_name(Constant, UniformRange, Lognormal, Pareto, Empirical)
+"""The options record of each built-in distribution, by its name in a simulation file."""
+
+define(Kind("distributions", "kind", "a distribution", Distribution, ("draw",), DISTRIBUTIONS))
+
+
+def draw(distribution: Distribution, count: int, rng: np.random.Generator, key: str, *, positive: bool) -> Floats:
+    """Draw finite values, above 0 if `positive`; `key` is that of the distribution in a file.
+
+    Raises `PluginError` or `UserCodeError` for a plugin that draws something else.
+    """
+    if is_builtin(distribution, Distribution):
+        return distribution.draw(count, rng)
+    action = f'{key} = "{name_of(distribution)}": draw()'
+    with user_code.wrap_errors(action):
+        drawn = np.asarray(distribution.draw(count, rng))
+    if drawn.shape != (count,) or drawn.dtype.kind not in "fiu":
+        raise PluginError(f"{action} returned {drawn.dtype}{list(drawn.shape)}; expected float64[{count}]")
+    wrong = ~np.isfinite(drawn) | (positive & (drawn <= 0))
+    if wrong.any():
+        expected = "above 0" if positive else "only"
+        raise PluginError(f"{action} returned {drawn[wrong][0]} for a client; expected finite numbers {expected}")
+    return drawn.astype(np.float64)
 
 
 def smallest(distribution: Distribution) -> float:
-    """Return the smallest value that can be drawn, to validate options; 0 for a lognormal distribution."""
+    """Return the smallest value that can be drawn, to validate options; 0 if it is not known."""
     match distribution:
         case Constant():
             return distribution.value
         case UniformRange():
             return distribution.low
-        case Lognormal():
-            return 0.0
         case Pareto():
             return distribution.minimum
         case Empirical():
             return min(distribution.values)
+        case _:  # lognormal, or a plugin, whose values are checked when they are drawn
+            return 0.0
 
 
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from fedplat.errors import JobFileError
 from fedplat.simulation.clients import trace
-from fedplat.simulation.clients.availability import Availability, Clients
-from fedplat.simulation.clients.distributions import Floats
+from fedplat.simulation.clients.availability import Availability, Clients, build_availability
+from fedplat.simulation.clients.distributions import Floats, draw
 from fedplat.simulation.clients.options import FleetOptions
 
 MIN_SPEED = 1e-9
@@ -88,7 +88,9 @@ def build_fleet(options: FleetOptions, seed: int, num_clients: int = 0, folder: 
     rows = _rows(devices.num_devices, count, rng)
     drawn: dict[str, Floats] = {}
     for name in ("speed", "download", "upload", "latency_s", "examples"):
-        values = getattr(options, name).draw(count, rng)  # even if a trace replaces it: the other draws stay the same
+        # Draw even if a trace replaces it, so that the other draws stay the same.
+        key, positive = f"simulation.fleet.{name}", name != "latency_s"
+        values = draw(getattr(options, name), count, rng, key, positive=positive)
         drawn[name] = devices.numbers[name][rows] if name in devices.numbers else values
     for name in ("speed", "download", "upload"):
         drawn[name] = np.maximum(drawn[name], MIN_SPEED)
@@ -100,7 +102,7 @@ def build_fleet(options: FleetOptions, seed: int, num_clients: int = 0, folder: 
         path = (folder or Path()) / options.availability_trace
         availability: Availability = trace.read_intervals(path, devices.names, rows, count, options.repeat_s, rng)
     else:
-        availability = options.availability.build(count, rng)
+        availability = build_availability(options.availability, count, rng)
     held_out = np.zeros(count)
     return Fleet(options=options, labels=labels, availability=availability, held_out=held_out, **drawn)
 

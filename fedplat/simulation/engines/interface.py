@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from fedplat.model import Parameters
 
@@ -38,6 +38,7 @@ class LocalUpdate:
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Trains simulated clients. All engines return the same updates for the same tasks, to 1e-6.
 

@@ -125,13 +125,17 @@ class ProcessEngine(Engine):
 
     @override
     def evaluate(self, model: Parameters) -> Mapping[str, float]:
-        """Score a model on the central test data, of which each worker scores a part."""
+        """Score a model on the central test data: each worker a part of it, or one worker all of it if it has metrics.
+
+        The mean of parts is not the value of every metric.
+        """
         total = len(self._federation.test_targets)
         if not total:
             return {}
         workers, shared = self._start(model.schema)
         slot = self._place_model(model, shared)
-        bounds = np.linspace(0, total, min(len(workers), total) + 1).astype(int).tolist()
+        num_parts = 1 if self._trainer.trainee.learner.metrics else min(len(workers), total)
+        bounds = np.linspace(0, total, num_parts + 1).astype(int).tolist()
         requests = [ScoreRequest(self._queue.new_number(), slot, *part) for part in itertools.pairwise(bounds)]
         for request in requests:
             self._send(request)

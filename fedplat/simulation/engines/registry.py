@@ -1,39 +1,100 @@
-"""The engines, by the names of `simulation.engine` in a simulation file."""
+"""The engines, by their names in the key `simulation.engine` of a simulation file.
+
+PyTorch is imported only when an engine is built.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from msgspec import Struct
+
+from fedplat.plugins import Kind, build_checked, by_name, define, is_builtin
 from fedplat.simulation.engines import malloc
-from fedplat.simulation.engines.auto import AutoEngine
-from fedplat.simulation.engines.client_trainer import ClientTraining
 from fedplat.simulation.engines.interface import Engine
-from fedplat.simulation.engines.loop import LoopEngine
-from fedplat.simulation.engines.processes import ProcessEngine
-from fedplat.simulation.engines.vmap import VmapEngine
 
-ENGINES: Mapping[str, Callable[[ClientTraining, int], Engine]] = {
-    "auto": lambda task, num_workers: AutoEngine(task, num_workers or len(os.sched_getaffinity(0))),
-    "loop": lambda task, num_workers: LoopEngine(task),
-    "processes": ProcessEngine,
-    "ray": lambda task, num_workers: _ray(task, num_workers),
-    "vmap": lambda task, num_workers: VmapEngine(task),
-}
+if TYPE_CHECKING:
+    from fedplat.simulation.engines.client_trainer import ClientTraining
 
 
-def open_engine(name: str, task: ClientTraining, num_workers: int = 0) -> Engine:
+@runtime_checkable
+class EngineOptions(Protocol):
+    """The key `simulation.engine`: the options of an engine, selected by the key `name`, or only its name."""
+
+    def build(self, task: ClientTraining, num_workers: int) -> Engine:
+        """Create the engine; it has `num_workers` processes (0: as many as are useful), if it has any."""
+        ...
+
+
+class AutoOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="auto"):
+    """The fastest of the engines, as measured in the first rounds."""
+
+    def build(self, task: ClientTraining, num_workers: int) -> Engine:
+        """Create the engine."""
+        from fedplat.simulation.engines.auto import AutoEngine
+
+        return AutoEngine(task, num_workers or len(os.sched_getaffinity(0)))
+
+
+class LoopOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="loop"):
+    """One client after the other, in this process."""
+
+    def build(self, task: ClientTraining, num_workers: int) -> Engine:
+        """Create the engine."""
+        from fedplat.simulation.engines.loop import LoopEngine
+
+        return LoopEngine(task)
+
+
+class ProcessesOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="processes"):
+    """Worker processes on this machine."""
+
+    def build(self, task: ClientTraining, num_workers: int) -> Engine:
+        """Create the engine."""
+        from fedplat.simulation.engines.processes import ProcessEngine
+
+        return ProcessEngine(task, num_workers)
+
+
+class RayOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="ray"):
+    """Actors of a Ray cluster."""
+
+    def build(self, task: ClientTraining, num_workers: int) -> Engine:
+        """Create the engine. Raises `MissingExtraError` without Ray."""
+        from fedplat.simulation.engines.ray.engine import RayEngine
+
+        return RayEngine(task, num_workers)
+
+
+class VmapOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="vmap"):
+    """Many clients in each operation."""
+
+    def build(self, task: ClientTraining, num_workers: int) -> Engine:
+        """Create the engine."""
+        from fedplat.simulation.engines.vmap import VmapEngine
+
+        return VmapEngine(task)
+
+
+ENGINES: Mapping[str, type[EngineOptions]] = by_name(
+    AutoOptions, LoopOptions, ProcessesOptions, RayOptions, VmapOptions
+)
+"""The options record of each built-in engine, by its name in a simulation file."""
+
+define(Kind("engines", "name", "a training engine", EngineOptions, ("build",), ENGINES, plain=True))
+
+
+def open_engine(options: EngineOptions, task: ClientTraining, num_workers: int = 0) -> Engine:
     """Create an engine, which the caller closes; it has `num_workers` processes, unless it trains in this one.
 
     `num_workers` = 0 stands for one process for each core; with `ray`, for each core of the cluster. Also makes this
     process keep freed memory for later tensors (see `malloc`). Raises `EngineError` for a task that the engine does not
-    support, and `MissingExtraError` if a package is not installed.
+    support, `MissingExtraError` if a package is not installed, and `PluginError` or `UserCodeError` for a plugin that
+    builds no engine.
     """
     malloc.keep_freed_memory()
-    return ENGINES[name](task, num_workers)
-
-
-def _ray(task: ClientTraining, num_workers: int) -> Engine:
-    from fedplat.simulation.engines.ray.engine import RayEngine
-
-    return RayEngine(task, num_workers)
+    if is_builtin(options, EngineOptions):
+        return options.build(task, num_workers)
+    return build_checked(options, Engine, "simulation.engine", task, num_workers)

@@ -13,6 +13,7 @@ Files are replaced as a whole; `rounds.jsonl` grows by whole lines, and a resume
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +36,7 @@ RUN, ROUNDS, RESULTS, MODEL, PARTICIPATION, EVENTS, JOURNAL = (
     "journal",
 )
 
-CHANGEABLE_KEYS = frozenset({"simulation.engine", "simulation.workers"})
+CHANGEABLE_KEYS = re.compile(r"simulation\.(engine|workers)(\.|$)")
 """Keys that may change when a run is resumed: they determine only where training is computed."""
 
 
@@ -108,8 +109,8 @@ def resume(folder: Path, inputs: Mapping[str, Any]) -> None:
     recorded = read_json(folder / RUN)
     before = dict(_flatten(recorded.get("simulation", {})))
     now = dict(_flatten(json.loads(json.dumps(inputs["simulation"], default=str))))
-    for key in sorted((before.keys() | now.keys()) - CHANGEABLE_KEYS):
-        if before.get(key) != now.get(key):
+    for key in sorted(before.keys() | now.keys()):
+        if not CHANGEABLE_KEYS.match(key) and before.get(key) != now.get(key):
             raise DataError(
                 f"the run in {folder} has {key} = {format_value(before.get(key))}, "
                 f"and this one {format_value(now.get(key))}; resume with the same file, seed and changes"

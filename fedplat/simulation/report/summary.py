@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from fedplat.metrics import is_smaller_better
 from fedplat.simulation.recording.result import AttemptResult, Result
 
 Floats = npt.NDArray[np.float64]
@@ -61,7 +62,7 @@ def collect_federated(attempts: Sequence[AttemptResult], metric: str) -> Series:
 
 
 def summarize(result: Result, metric: str = "accuracy", target: float = 0.0) -> Summary:
-    """Summarize a run. Smaller values are better if the metric's name ends in "loss", else larger ones."""
+    """Summarize a run."""
     central = series(result.attempts, metric)
     trained = [record for record in result.attempts if record.kind == "TRAIN" and metric in record.metrics]
     of_clients = trained[-1].metrics[metric] if trained else None
@@ -69,7 +70,7 @@ def summarize(result: Result, metric: str = "accuracy", target: float = 0.0) -> 
     on_clients = _score(of_evaluations, -1) if len(of_evaluations.values) else None
     if not len(central.values):
         return Summary(metric=metric, target=target, of_clients=of_clients, federated=on_clients)
-    sign = -1.0 if metric.endswith("loss") else 1.0
+    sign = -1.0 if is_smaller_better(metric) else 1.0
     best = int(np.nanargmax(sign * central.values)) if np.isfinite(central.values).any() else len(central.values) - 1
     reached = _find_crossing(central, sign, target) if target else None
     return Summary(

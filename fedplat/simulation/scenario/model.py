@@ -80,7 +80,7 @@ def build_learner(file: SimulationFile) -> tuple[Learner, Parameters]:
         )
     loss = LOSSES.get(options.loss) or OwnLoss(options.loss, file.folder)
     module = OwnModule(options.module or named, file.folder)
-    learner = Learner(model=module, loss=loss, personal=tuple(options.personal))
+    learner = Learner(model=module, loss=loss, personal=tuple(options.personal), metrics=options.metrics)
     seed = file.simulation.seed
     try:
         if not options.module:

@@ -6,11 +6,14 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from fedplat.metrics import Metric
 from fedplat.simulation.clients import FleetOptions
 from fedplat.simulation.data import DataSource, Partition
+from fedplat.simulation.engines.registry import AutoOptions, EngineOptions
 from fedplat.user_code import Reference
 
 YEAR_S = 365 * 86_400.0
+MAX_METRICS = 20
 
 
 class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -18,11 +21,13 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
     `module` is a function that creates the PyTorch module; "" stands for the job's `model.initial`. `loss` is the name
     of a mean loss of outputs and targets, or a function. `personal` names the tensors that clients do not share.
+    `metrics` are those of evaluations, besides the loss and the accuracy: names, or tables with the key `name`.
     """
 
     module: Literal[""] | Reference = ""
     loss: Literal["cross_entropy", "mse", "bce_with_logits"] | Reference = "cross_entropy"
     personal: list[str] = []
+    metrics: Annotated[tuple[Metric, ...], Meta(max_length=MAX_METRICS)] = ()
 
 
 class SimulationOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,7 +41,7 @@ class SimulationOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
-    engine: Literal["auto", "loop", "processes", "ray", "vmap"] = "auto"
+    engine: EngineOptions = AutoOptions()
     workers: Annotated[int, Meta(ge=0, le=4096)] = 0
     training: bool = True
     model_bytes: Annotated[int, Meta(ge=0, le=10**15)] = 0

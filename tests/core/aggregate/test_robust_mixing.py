@@ -6,9 +6,27 @@ import numpy as np
 import pytest
 
 from fedplat.aggregate import Robust
-from fedplat.aggregate.robust import Bucketing, FLTrust, Median, NearestNeighbours, Rows
+from fedplat.aggregate.robust import (
+    PRE_AGGREGATORS,
+    Bucketing,
+    FLTrust,
+    Median,
+    NearestNeighbours,
+    PreAggregator,
+    Rows,
+)
 from fedplat.model import VectorBlocks
+from fedplat.testing import check_pre_aggregator
 from support.robust_cases import CASES, MIXABLE, NUM_UPDATES, F, cohort, distances, run
+
+
+@pytest.mark.parametrize("options", [Bucketing(), Bucketing(size=5), NearestNeighbours()])
+def test_the_public_checks(options: PreAggregator) -> None:
+    check_pre_aggregator(options)
+
+
+def test_every_pre_aggregator_has_a_row() -> None:
+    assert set(PRE_AGGREGATORS.values()) == {Bucketing, NearestNeighbours}
 
 
 @pytest.mark.parametrize("name", MIXABLE)

@@ -114,6 +114,7 @@ def test_an_evaluation_is_that_of_one_process(of_one: Found, of_two: Found) -> N
     one, two = of_one("scored"), of_two("scored")
     assert two["accuracy"] == one["accuracy"]
     assert two["loss"] == pytest.approx(float(one["loss"]), rel=1e-6)
+    assert two["f1"] == one["f1"]
 
 
 def test_what_one_rank_cannot_do_all_of_them_refuse(of_one: Found, of_two: Found) -> None:

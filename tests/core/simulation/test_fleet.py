@@ -10,9 +10,19 @@ import numpy as np
 import pytest
 
 from fedplat.errors import JobFileError
+from fedplat.plugins import BUILTIN
 from fedplat.simulation.clients import Availability, FleetOptions, build_fleet
-from fedplat.simulation.clients.availability import DAY_S, HOUR_S
-from fedplat.simulation.clients.distributions import Distribution, hash_uniform, hashed_normal
+from fedplat.simulation.clients.availability import (
+    AVAILABILITY_MODELS,
+    DAY_S,
+    HOUR_S,
+    AlwaysOptions,
+    AvailabilityOptions,
+    DiurnalOptions,
+    SometimesOptions,
+)
+from fedplat.simulation.clients.distributions import DISTRIBUTIONS, Distribution, hash_uniform, hashed_normal
+from fedplat.testing import check_availability, check_distribution
 from fedplat.toml import read_record, read_toml
 from support.simulation.cases import make_fleet
 
@@ -33,8 +43,38 @@ def is_there(model: Availability, client: int, moments: np.ndarray[Any, Any]) ->
     ],
 )
 def test_distributions_have_the_quantiles_that_they_name(table: dict[str, Any], expected: tuple[float, ...]) -> None:
-    drawn = msgspec.convert(table, Distribution).draw(200_000, np.random.default_rng(5))
+    drawn = BUILTIN.decode(Distribution, table).draw(200_000, np.random.default_rng(5))
     assert np.quantile(drawn, (0.1, 0.5, 0.9)) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_distributions_pass_the_public_checks(name: str) -> None:
+    needed: dict[str, dict[str, Any]] = {
+        "constant": {"value": 3.0},
+        "uniform": {"low": 10.0, "high": 20.0},
+        "lognormal": {"median": 10.0},
+        "pareto": {"minimum": 1.0},
+        "empirical": {"values": [1.0, 2.0]},
+    }
+    check_distribution(BUILTIN.decode(Distribution, {"kind": name, **needed[name]}))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        AlwaysOptions(),
+        SometimesOptions(0.3),
+        SometimesOptions(0.97, slot_s=60.0),
+        DiurnalOptions(),
+        DiurnalOptions(probability=0.5),
+    ],
+)
+def test_availability_models_pass_the_public_checks(options: AvailabilityOptions) -> None:
+    check_availability(options)
+
+
+def test_every_availability_model_has_a_row() -> None:
+    assert set(AVAILABILITY_MODELS.values()) == {AlwaysOptions, SometimesOptions, DiurnalOptions}
 
 
 def test_hashed_numbers_are_uniform_and_depend_on_their_arguments_only() -> None:
@@ -86,24 +126,6 @@ def test_clients_are_there_as_often_as_the_probability_says(options: dict[str, A
     fleet = make_fleet(200, availability=options)
     shares = [is_there(fleet.availability, client, np.linspace(0, 40 * DAY_S, 300)).mean() for client in range(200)]
     assert np.mean(shares) == pytest.approx(0.3, abs=0.02)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"kind": "probability", "probability": 0.7, "slot_s": 120.0},
-        {"kind": "diurnal", "probability": 0.5},
-        {"kind": "always"},
-    ],
-)
-def test_a_spell_that_ends_is_followed_by_a_later_one(options: dict[str, Any]) -> None:
-    fleet = make_fleet(300, availability=options)
-    clients, at = np.arange(300), np.zeros(300)
-    for _ in range(50):
-        begin, end = fleet.availability.spells(clients, at)
-        assert (end > at).all()
-        assert (begin <= end).all()
-        at = np.where(np.isfinite(end), end, at)
 
 
 def test_devices_and_spells_come_from_traces(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from fedplat.errors import DataError, MissingExtraError, UserCodeError
 from fedplat.simulation.data import DataSource, Federation, federation, partitioners, sources
 from fedplat.simulation.data.sources import text
+from fedplat.testing import check_source
 
 IID = partitioners.Iid(clients=4)
 MODULE = """
@@ -64,6 +65,7 @@ def test_mnist(folder: Path) -> None:
     assert found.inputs.dtype == np.float32
     assert found.targets.dtype == np.int64
     np.testing.assert_allclose(found.inputs[:, 0], images(40) / 255.0, atol=1e-7)
+    check_source(sources.Mnist())
     standard = federation(sources.Mnist(scale="standard"), IID)
     np.testing.assert_allclose(standard.inputs, (found.inputs - 0.1307) / 0.3081, atol=1e-5)
 
@@ -82,12 +84,14 @@ def test_digits_hold_out_the_same_for_every_seed() -> None:
     np.testing.assert_array_equal(one.test_inputs, other.test_inputs)
     assert not np.array_equal(one.parts[0], other.parts[0])
     assert len(federation(sources.Digits(test_fraction=0.0), IID).test_inputs) == 0
+    check_source(sources.Digits())
 
 
 def test_shakespeares_speakers_are_clients(folder: Path) -> None:
     (folder / "tinyshakespeare.txt").write_text(PLAY)
     found = federation(sources.Shakespeare(length=10, min_examples=2, test_fraction=0.25), None)
     assert found.names == ("All", "First Citizen")
+    check_source(sources.Shakespeare(length=10, min_examples=2, test_fraction=0.25))
     assert found.sizes().tolist() == [2, 64]  # 13 - 10 = 3 and 96 - 10 = 86 examples, a quarter of which is held out
     said = text.codes("Speak, speak.")
     inputs, targets = found.examples(0)
@@ -110,6 +114,7 @@ def test_npz_with_owners(folder: Path) -> None:
     owners = np.array(["a", "b", "b", "c"] * 5)
     write_npz(folder / "own.npz", a=images(20, 4), b=labels, who=owners)
     source = sources.Npz("own.npz", inputs="a", targets="b", test_inputs="", groups="who", scale="unit")
+    check_source(source, folder)
     found = federation(source, None, folder=folder)
     assert found.names == ("a", "b", "c")
     assert found.sizes().sum() == 16
@@ -139,6 +144,8 @@ def test_functions_of_the_users_own(folder: Path) -> None:
     assert four.inputs.max() == 2.5
     assert len(four.test_inputs) == 2
     assert federation(sources.Function("owndata:whole"), IID, folder=folder).num_clients == 4
+    check_source(sources.Function("owndata:pair"), folder)
+    check_source(sources.Function("owndata:dealt"), folder)
     dealt = federation(sources.Function("owndata:dealt"), None, folder=folder)
     assert isinstance(dealt, Federation)
     assert dealt.num_clients == 2
@@ -171,6 +178,7 @@ def test_leaf_folders(folder: Path) -> None:
     assert found.targets.tolist() == [1, 2, 3, 4, 5]
     assert found.test_targets.tolist() == [7]
     write_leaf(folder / "plays/train/a.json", {"HAMLET": (["to be"] * 10, ["o"] * 10)})
+    check_source(sources.Leaf("femnist", shape=[1, 2, 2]), folder)
     plays = federation(sources.Leaf("plays"), None, folder=folder)
     assert plays.inputs.shape == (8, 5)
     assert set(plays.targets) == set(text.codes("o"))
@@ -211,6 +219,7 @@ def test_hugging_face_from_the_disk(folder: Path) -> None:
     assert found.inputs.shape == (10, 4, 4)
     assert found.inputs.dtype == np.float32
     assert found.test_targets.tolist() == [0, 1]
+    check_source(source, folder)
     held_out = federation(sources.HuggingFace("one", inputs="pixels"), IID, folder=folder)
     assert (len(held_out.inputs), len(held_out.test_inputs)) == (8, 2)
     for wrong, words in (

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 from fedplat.errors import TrainingError
 from fedplat.job.pool import ServerLearning, ServerStep, WarmStart
+from fedplat.metrics import F1
 from fedplat.model import Parameters
 from fedplat.pytorch import server
 from fedplat.pytorch.distributed import Ranks
@@ -91,7 +92,7 @@ def halves(ranks: Ranks, folder: Path) -> Arrays:
 
 
 def scored(ranks: Ranks, folder: Path) -> Arrays:
-    trainer = ServerTrainer(model=mlp, data=examples, evaluation=examples(1001, 7))
+    trainer = ServerTrainer(model=mlp, data=examples, evaluation=examples(1001, 7), metrics=(F1(),))
     found = server.evaluate(ranks, trainer, trainer.learner.initial(1), batch_size=32)
     return {name: np.array(value) for name, value in found.items()}
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from fedplat.job import JobSpec
+from fedplat.plugins import BUILTIN
 from fedplat.simulation.clients import Fleet, FleetOptions, build_fleet
 from support.rounds.driver import make_spec
 
@@ -24,7 +23,7 @@ BAD: dict[str, Any] = {
 
 
 def make_fleet(num_clients: int = 40, seed: int = 3, **options: Any) -> Fleet:
-    return build_fleet(msgspec.convert({"num_clients": num_clients, **options}, FleetOptions), seed)
+    return build_fleet(BUILTIN.convert({"num_clients": num_clients, **options}, FleetOptions), seed)
 
 
 def job(goal: int = 8, rounds: int = 6, **sections: Any) -> JobSpec:

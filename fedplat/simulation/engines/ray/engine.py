@@ -129,7 +129,10 @@ class RayEngine(Engine):
 
     @override
     def evaluate(self, model: Parameters) -> Mapping[str, float]:
-        """Score a model on the central test data, of which each actor scores a part."""
+        """Score a model on the central test data: each actor a part of it, or one actor all of it if it has metrics.
+
+        The mean of parts is not the value of every metric.
+        """
         total = len(self._federation.test_targets)
         if not total:
             return {}
@@ -180,7 +183,8 @@ class RayEngine(Engine):
 
     def _place_test(self, total: int) -> None:
         data = self._federation
-        bounds = np.linspace(0, total, min(self.num_workers, total) + 1).astype(int).tolist()
+        num_parts = 1 if self._trainer.trainee.learner.metrics else min(self.num_workers, total)
+        bounds = np.linspace(0, total, num_parts + 1).astype(int).tolist()
         for start, stop in itertools.pairwise(bounds):
             piece = make_piece(data.test_inputs[start:stop], data.test_targets[start:stop])
             self._test.append((stop - start, self._ray.put(piece)))

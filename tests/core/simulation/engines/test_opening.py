@@ -15,7 +15,7 @@ from support.simulation.tasks import task
 )
 def test_every_engine_can_be_opened_by_its_name(name: str) -> None:
     given = task()
-    engine = open_engine(name, given, 1)
+    engine = open_engine(ENGINES[name](), given, 1)
     engine.publish(0, given.learner.initial())
     engine.begin([ClientTask(1, 0, 0)])
     assert engine.result(ClientTask(1, 0, 0)).num_examples == engine.num_examples(1)

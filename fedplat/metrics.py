@@ -1,0 +1,173 @@
+"""Metrics of evaluations, besides the loss and the accuracy: numbers over all examples, from sums over batches.
+
+A metric measures each batch. Its measurements are added over all batches and processes, and its numbers are computed
+once, from the sums; the mean of the F1 scores of batches, for instance, is not the F1 score of the examples. This
+module does not import PyTorch.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta, Struct
+
+from fedplat import user_code
+from fedplat.errors import PluginError
+from fedplat.plugins import Kind, by_name, define, name_of
+
+if TYPE_CHECKING:
+    import torch
+
+Totals = Mapping[str, npt.NDArray[np.float64]]
+MAX_NAME = 64
+"""Length of a metric's name, in characters."""
+
+
+@runtime_checkable
+class Metric(Protocol):
+    """One of the metrics of a model: its options, selected by the key `name`, or only its name.
+
+    >>> F1().compute({"hits": np.array([3.0, 1.0]), "found": np.array([4.0, 2.0]), "real": np.array([4.0, 2.0])})
+    {'f1': 0.625}
+    """
+
+    def measure(self, outputs: torch.Tensor, targets: torch.Tensor) -> Mapping[str, torch.Tensor | float]:
+        """Return numbers and tensors of a batch, whose sums over all batches determine the metric."""
+        ...
+
+    def compute(self, totals: Totals) -> Mapping[str, float]:
+        """Return the values by name, from the sums of the measurements over all examples: arrays, float64."""
+        ...
+
+
+class F1(Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="f1"):
+    """`f1`: the mean of the F1 scores of all classes that occur, in the targets or the answers (macro average)."""
+
+    def measure(self, outputs: torch.Tensor, targets: torch.Tensor) -> Mapping[str, torch.Tensor | float]:
+        """Count the answers of each class, those that are correct, and the targets."""
+        _check_classes(outputs, targets)
+        found, real, classes = outputs.argmax(1).flatten(), targets.flatten(), outputs.shape[1]
+        hits = real[found == real]
+        columns = {"hits": hits, "found": found, "real": real}
+        return {name: column.bincount(minlength=classes) for name, column in columns.items()}
+
+    def compute(self, totals: Totals) -> Mapping[str, float]:
+        """Return the mean over the classes."""
+        counts = totals["found"] + totals["real"]
+        occurs = counts > 0
+        return {"f1": float((2.0 * totals["hits"][occurs] / counts[occurs]).mean())}
+
+
+class TopKAccuracy(Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="top_k"):
+    """`top_5` with `k` = 5: the fraction of examples whose class is among the k most probable answers."""
+
+    k: Annotated[int, Meta(ge=1, le=1_000_000)] = 5
+
+    def measure(self, outputs: torch.Tensor, targets: torch.Tensor) -> Mapping[str, torch.Tensor | float]:
+        """Count the correct answers."""
+        _check_classes(outputs, targets)
+        if self.k > outputs.shape[1]:
+            raise ValueError(f"k = {self.k}: the model has {outputs.shape[1]} classes; expected at most as many")
+        hits = (outputs.topk(self.k, dim=1).indices == targets.unsqueeze(1)).sum()
+        return {"hits": hits, "answers": targets.numel()}
+
+    def compute(self, totals: Totals) -> Mapping[str, float]:
+        """Return the fraction."""
+        return {f"top_{self.k}": float(totals["hits"] / totals["answers"])}
+
+
+class MeanAbsoluteError(Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="mae"):
+    """`mae`: the mean of |output - target|, over all examples and outputs."""
+
+    def measure(self, outputs: torch.Tensor, targets: torch.Tensor) -> Mapping[str, torch.Tensor | float]:
+        """Add up the errors."""
+        errors = (_match(outputs, targets) - targets).abs()
+        return {"error": errors.double().sum(), "answers": targets.numel()}
+
+    def compute(self, totals: Totals) -> Mapping[str, float]:
+        """Return the mean."""
+        return {"mae": float(totals["error"] / totals["answers"])}
+
+
+class R2(Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="r2"):
+    """`r2`: the coefficient of determination, the mean of those of all outputs.
+
+    It is 1 - Σ(t - o)² / Σ(t - mean of t)²; for constant targets 1 if the outputs are the targets, else 0.
+    """
+
+    def measure(self, outputs: torch.Tensor, targets: torch.Tensor) -> Mapping[str, torch.Tensor | float]:
+        """Add up the squares of the errors, the targets, and their squares, for each output."""
+        errors, wide = _match(outputs, targets).double() - targets.double(), targets.double()
+        columns = {"residual": errors**2, "targets": wide, "squares": wide**2}
+        return {**{name: column.sum(0) for name, column in columns.items()}, "examples": len(targets)}
+
+    def compute(self, totals: Totals) -> Mapping[str, float]:
+        """Return the mean over the outputs."""
+        residual, squares = np.atleast_1d(totals["residual"]), np.atleast_1d(totals["squares"])
+        spread = squares - np.atleast_1d(totals["targets"]) ** 2 / totals["examples"]
+        varies = spread > 1e-12 * squares  # a smaller one is rounding
+        scores = np.where(varies, 1.0 - residual / np.where(varies, spread, 1.0), np.where(residual == 0.0, 1.0, 0.0))
+        return {"r2": float(scores.mean())}
+
+
+METRICS: Mapping[str, type[Metric]] = by_name(F1, TopKAccuracy, MeanAbsoluteError, R2)
+"""The options record of each built-in metric, by its name in a simulation file."""
+
+define(Kind("metrics", "name", "a metric", Metric, ("measure", "compute"), METRICS, plain=True))
+
+
+def measure(metric: Metric, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
+    """Measure a batch. Raises `PluginError` or `UserCodeError` if the metric cannot."""
+    action = f'the metric "{name_of(metric)}": measure()'
+    with user_code.wrap_errors(action):
+        found = cast(object, metric.measure(outputs, targets))
+    if not isinstance(found, Mapping):
+        raise PluginError(f"{action} returned a {type(found).__name__}; expected a dict of numbers and tensors")
+    return dict(cast(Mapping[str, Any], found))
+
+
+def compute_all(metrics: Sequence[Metric], totals: Sequence[Totals], taken: Iterable[str] = ()) -> dict[str, float]:
+    """Compute the values of all metrics. Raises `PluginError` or `UserCodeError` if one has no numbers.
+
+    `taken` are the names of other values, which no metric may have.
+    """
+    values: dict[str, float] = {}
+    for metric, total in zip(metrics, totals, strict=True):
+        action = f'the metric "{name_of(metric)}": compute()'
+        with user_code.wrap_errors(action):
+            found: dict[Any, Any] = dict(metric.compute(total))
+        for name, value in found.items():
+            if not isinstance(name, str) or not name.isprintable() or not 1 <= len(name) <= MAX_NAME:
+                raise PluginError(
+                    f"{action} returned the name {name!r:.99}; expected text of 1 to {MAX_NAME} characters"
+                )
+            if name in values or name in taken:
+                raise PluginError(f"{action} returned {name!r}, the name of another metric; expected a different name")
+            if not isinstance(value, numbers.Real):
+                raise PluginError(f"{action} returned {value!r:.99} for {name!r}; expected a number")
+            values[name] = float(value)
+    return values
+
+
+def is_smaller_better(name: str) -> bool:
+    """Return whether smaller values of a metric are better: if its name ends in loss, error or mae."""
+    return name.endswith(("loss", "error", "mae"))
+
+
+def _check_classes(outputs: torch.Tensor, targets: torch.Tensor) -> None:
+    if outputs.ndim != targets.ndim + 1 or targets.is_floating_point():
+        raise ValueError(
+            f"outputs are {list(outputs.shape)}, targets {targets.dtype} {list(targets.shape)}; expected "
+            "[examples, classes] and a class for each example"
+        )
+
+
+def _match(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the outputs in the shape of the targets."""
+    if outputs.numel() != targets.numel():
+        raise ValueError(f"outputs are {list(outputs.shape)}, targets {list(targets.shape)}; expected as many numbers")
+    return outputs.reshape(targets.shape)
