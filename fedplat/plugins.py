@@ -49,6 +49,8 @@ class Kind:
     methods: tuple[str, ...]
     builtin: Mapping[str, type]
     base: type[Struct] = Struct
+    default: str = ""
+    """The name that is assumed for a table without the key; "": the key is required."""
 
     def check(self, record: object, name: str) -> type[Struct]:
         """Return an options record of this kind. Raises `PluginError` if it is not one."""
@@ -185,7 +187,7 @@ class Plugins:
             raise NotImplementedError(f"{annotation} is not the contract of a kind")
         if not isinstance(value, Mapping):
             return value
-        name = cast(Mapping[str, object], value).get(kind.key)
+        name = cast(Mapping[str, object], value).get(kind.key, kind.default)
         record = self.find(kind, name) if isinstance(name, str) else None
         if record is None:
             raise ValueError(f"{kind.key} = {name!r}: {kind.noun} of this name is not known")

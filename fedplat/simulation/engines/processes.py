@@ -19,16 +19,10 @@ from fedplat.errors import EngineError, ModelError
 from fedplat.model import Parameters, Schema
 from fedplat.simulation.engines import messages
 from fedplat.simulation.engines.client_states import ClientStates
-from fedplat.simulation.engines.client_trainer import (
-    NO_UPDATE,
-    ClientTraining,
-    Contents,
-    InProcessTrainer,
-    num_examples,
-)
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
 from fedplat.simulation.engines.messages import Done, ScoreRequest, StateSlot, TrainTask
 from fedplat.simulation.engines.shared_memory import Arrays, Texts
+from fedplat.simulation.engines.tasks import NO_UPDATE, ClientTraining, Contents, make_trainer, num_examples
 from fedplat.simulation.engines.version_refs import Versions
 from fedplat.simulation.engines.work_queue import WorkQueue, make_error
 from fedplat.simulation.engines.worker import EngineWorker, Shared, serve
@@ -48,7 +42,7 @@ class ProcessEngine(Engine):
     def __init__(self, task: ClientTraining, num_workers: int | None = None) -> None:
         self._federation = task.federation
         self._num_workers = num_workers or len(os.sched_getaffinity(0))
-        self._trainer = InProcessTrainer(task)
+        self._trainer = make_trainer(task)
         self._started: tuple[ForkedWorkers, Shared] | None = None
         self._versions = Versions(self._forget)
         self._slots: dict[int, int] = {}
@@ -125,13 +119,14 @@ class ProcessEngine(Engine):
 
     @override
     def evaluate(self, model: Parameters) -> Mapping[str, float]:
-        """Score a model on the central test data, of which each worker scores a part."""
+        """Score a model on the central test data, of which each worker scores a part if metrics allow it."""
         total = len(self._federation.test_targets)
         if not total:
             return {}
         workers, shared = self._start(model.schema)
         slot = self._place_model(model, shared)
-        bounds = np.linspace(0, total, min(len(workers), total) + 1).astype(int).tolist()
+        num_parts = min(len(workers), total) if self._trainer.splits_test else 1
+        bounds = np.linspace(0, total, num_parts + 1).astype(int).tolist()
         requests = [ScoreRequest(self._queue.new_number(), slot, *part) for part in itertools.pairwise(bounds)]
         for request in requests:
             self._send(request)

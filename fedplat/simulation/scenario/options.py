@@ -8,21 +8,9 @@ from msgspec import Meta, Struct
 
 from fedplat.simulation.clients import FleetOptions
 from fedplat.simulation.data import DataSource, Partition
-from fedplat.user_code import Reference
+from fedplat.simulation.scenario.learners import LearnerOptions, ModelOptions
 
 YEAR_S = 365 * 86_400.0
-
-
-class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """The table `[simulation.model]`: the model that clients train.
-
-    `module` is a function that creates the PyTorch module; "" stands for the job's `model.initial`. `loss` is the name
-    of a mean loss of outputs and targets, or a function. `personal` names the tensors that clients do not share.
-    """
-
-    module: Literal[""] | Reference = ""
-    loss: Literal["cross_entropy", "mse", "bce_with_logits"] | Reference = "cross_entropy"
-    personal: list[str] = []
 
 
 class SimulationOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,4 +35,4 @@ class SimulationOptions(Struct, frozen=True, forbid_unknown_fields=True):
     data: DataSource | None = None
     partition: Partition | None = None
     fleet: FleetOptions = FleetOptions()
-    model: ModelOptions = ModelOptions()
+    model: LearnerOptions = ModelOptions()
