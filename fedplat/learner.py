@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from fedplat.errors import DataError
+from fedplat.errors import DataError, JobFileError
 from fedplat.model import Parameters
+from fedplat.toml import format_value
 
 Config: TypeAlias = Mapping[str, bool | int | float | str]
 """A job's `[config]`."""
@@ -80,11 +81,18 @@ def check_data(data: Data) -> Data:
     return data
 
 
-def check_config(config: Config) -> None:
-    """Raise `ValueError` for options that only PyTorch modules have, and whose silent absence would be a mistake."""
+def check_config(learner: ArrayLearner, config: Config) -> None:
+    """Raise `JobFileError` for options that only PyTorch modules have, and for those that the learner refuses.
+
+    A learner refuses options in a method `check_config(config)`, if it has one.
+    """
     for key, expected in (("algorithm", "sgd"), ("dp", "none"), ("partial_work", False)):
         if config.get(key, expected) != expected:
-            raise ValueError(f'config.{key} = {config[key]!r}: only the learner "torch" supports it; leave the key out')
+            raise JobFileError(
+                f'config.{key} = {format_value(config[key])}: only the learner "torch" supports it; leave the key out'
+            )
+    if refuse := getattr(learner, "check_config", None):
+        refuse(config_of_round(config, 1))
 
 
 def config_of_round(config: Config, round_number: int) -> Config:

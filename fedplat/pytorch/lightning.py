@@ -139,6 +139,10 @@ class LightningLearner:
                 trainer.validate(module, loader, verbose=False)
             return _metrics(trainer.callback_metrics, "val_")
 
+    def check_config(self, config: Config) -> None:
+        """Raise `JobFileError` for an invalid value of `epochs` or `batch_size`."""
+        _read(config)
+
     def _load(self, parameters: Parameters, config: Config) -> LightningModule:
         module = self.module()
         convert.load_into(module, parameters)

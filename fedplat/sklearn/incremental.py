@@ -8,7 +8,7 @@ import numpy as np
 from msgspec import Meta, Struct
 from typing_extensions import override
 
-from fedplat.sklearn.problem import Arrays, Fit, Problem, Work, as_float64
+from fedplat.sklearn.problem import Arrays, Fit, Problem, Work, as_float64, attributes_of
 
 _TINY = 1e-300
 """A learning rate that changes no weight: the first call of `partial_fit` creates the weights, and makes a step."""
@@ -29,35 +29,33 @@ class LinearFit(Fit):
 
     @override
     def initial(self, problem: Problem, seed: int) -> Arrays:
-        fitted = self._make(problem, seed)
-        return {name: np.zeros_like(getattr(fitted, name)) for name in ("coef_", "intercept_")}
+        if problem.classes is None:
+            return {"coef_": np.zeros(problem.features), "intercept_": np.zeros(1)}
+        rows = 1 if len(problem.classes) == 2 else len(problem.classes)
+        return {"coef_": np.zeros((rows, problem.features)), "intercept_": np.zeros(rows)}
 
     @override
     def train(self, problem: Problem, arrays: Arrays, work: Work) -> tuple[Arrays, int]:
         rate = {} if work.config.learning_rate is None else {"eta0": work.config.learning_rate}
         if rate and "learning_rate" in problem.estimator().get_params():  # a perceptron's rate is always constant
             rate["learning_rate"] = "constant"
-        fitted = self._load(self._make(problem, work.seed, shuffle=False, **rate), arrays)
+        fitted = self._load(problem, problem.make(shuffle=False, random_state=to_state(work.seed), **rate), arrays)
         _train_epochs(fitted, work)
-        count = work.config.epochs * len(work.data[1])
-        return {"coef_": fitted.coef_, "intercept_": fitted.intercept_}, count
+        return {"coef_": fitted.coef_, "intercept_": fitted.intercept_}, work.config.epochs * len(work.data[1])
 
     @override
     def restore(self, problem: Problem, arrays: Arrays) -> Any:
-        return self._load(self._make(problem, 0), arrays)
+        return self._load(problem, problem.make(), arrays)
 
-    def _make(self, problem: Problem, seed: int, **replaced: Any) -> Any:
-        return _begin(problem, problem.make(random_state=_state(seed), **replaced))
-
-    def _load(self, fitted: Any, arrays: Arrays) -> Any:
-        for name, values in as_float64(arrays).items():
+    def _load(self, problem: Problem, fitted: Any, arrays: Arrays) -> Any:
+        # With these attributes, `partial_fit` continues as if it had created them in an earlier call.
+        for name, values in {**as_float64(arrays), **attributes_of(problem), "t_": 1.0}.items():
             setattr(fitted, name, values)
-        fitted.t_ = 1.0
         return fitted
 
 
 class PerceptronFit(Fit):
-    """Steps of batches: `MLPClassifier` and `MLPRegressor`. The optimizer's memory begins anew in each training."""
+    """Steps of batches: `MLPClassifier`, `MLPRegressor`. The optimizer's memory begins anew in each training."""
 
     config = IncrementalConfig
 
@@ -78,11 +76,17 @@ class PerceptronFit(Fit):
         return self._load(self._make(problem, 0), arrays)
 
     def _make(self, problem: Problem, seed: int) -> Any:
-        fitted = problem.make(random_state=_state(seed), learning_rate_init=_TINY, early_stopping=False)
-        _begin(problem, fitted, batch_size="auto")
+        """Let an estimator create its attributes, by a first call with an example of zeros for each class."""
+        fitted, classes = problem.make(random_state=to_state(seed), learning_rate_init=_TINY), problem.classes
+        if fitted.solver == "lbfgs":
+            raise ValueError('solver = "lbfgs" makes no steps of batches; use "sgd" or "adam"')
+        if classes is None:
+            fitted.partial_fit(np.zeros((1, problem.features)), np.zeros(1))
+        else:
+            fitted.partial_fit(np.zeros((len(classes), problem.features)), classes, classes=classes)
         vars(fitted).pop("_optimizer")  # it has the tiny learning rate
-        whole = problem.make()
-        return fitted.set_params(**{name: getattr(whole, name) for name in ("learning_rate_init", "batch_size")})
+        fitted.learning_rate_init = problem.make().learning_rate_init
+        return fitted
 
     def _load(self, fitted: Any, arrays: Arrays) -> Any:
         values = as_float64(arrays)
@@ -97,15 +101,6 @@ class PerceptronFit(Fit):
             for name in ("coefs_", "intercepts_")
             for layer, values in enumerate(getattr(fitted, name))
         }
-
-
-def _begin(problem: Problem, fitted: Any, **replaced: Any) -> Any:
-    """Let an estimator create its attributes, by a first call with an example of zeros for each class."""
-    fitted.set_params(**replaced)
-    classes = problem.classes
-    if classes is None:
-        return fitted.partial_fit(np.zeros((1, problem.features)), np.zeros(1))
-    return fitted.partial_fit(np.zeros((len(classes), problem.features)), classes, classes=classes)
 
 
 def _train_epochs(fitted: Any, work: Work) -> int:
@@ -124,6 +119,6 @@ def _train_epochs(fitted: Any, work: Work) -> int:
     return work.config.epochs * per_epoch
 
 
-def _state(seed: int) -> int:
+def to_state(seed: int) -> int:
     """Return a seed of 32 bits, as scikit-learn expects."""
     return int(np.random.SeedSequence([seed, 1]).generate_state(1)[0])

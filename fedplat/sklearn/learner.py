@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self, cast
 
 import msgspec
@@ -38,6 +39,7 @@ _STEPS = {
     "early_stopping": "the server ends a job",
     "warm_start": "every training starts from the received model",
 }
+_BATCHES = {**_STEPS, "batch_size": "config.batch_size takes its place"}
 _ONE_PASS = {"positive": "the sums of all clients do not give such a fit"}
 ESTIMATORS: Mapping[str, _Supported] = {
     "sklearn.linear_model:SGDClassifier": _Supported(LinearFit(), True, _STEPS),
@@ -48,8 +50,8 @@ ESTIMATORS: Mapping[str, _Supported] = {
     ),
     "sklearn.linear_model:LinearRegression": _Supported(LeastSquaresFit(), False, _ONE_PASS),
     "sklearn.linear_model:Ridge": _Supported(LeastSquaresFit(), False, {**_STATE, **_ONE_PASS}, needs_total=True),
-    "sklearn.neural_network:MLPClassifier": _Supported(PerceptronFit(), True, _STEPS),
-    "sklearn.neural_network:MLPRegressor": _Supported(PerceptronFit(), False, _STEPS),
+    "sklearn.neural_network:MLPClassifier": _Supported(PerceptronFit(), True, _BATCHES),
+    "sklearn.neural_network:MLPRegressor": _Supported(PerceptronFit(), False, _BATCHES),
     "sklearn.naive_bayes:GaussianNB": _Supported(GaussianFit(), True),
     "sklearn.naive_bayes:MultinomialNB": _Supported(CountsFit(), True, needs_total=True),
     "sklearn.naive_bayes:BernoulliNB": _Supported(CountsFit(), True, needs_total=True),
@@ -76,18 +78,21 @@ class SklearnLearner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     options: dict[str, Any] = {}
     total_examples: Annotated[int, Meta(ge=0, le=10**15)] = 0
 
-    def build(self, folder: Any) -> Self:
+    def build(self, folder: Path | None = None) -> Self:
         """Return the learner. Raises `JobFileError` for an estimator, or options, that cannot be used."""
-        self.initial(0)
+        fit, problem = self._supported.fit, self._problem()
+        targets = np.zeros(1) if problem.classes is None else problem.classes
+        examples = np.zeros((len(targets), self.features)), targets
+        try:
+            _check_options(problem, examples)
+            fit.train(problem, fit.initial(problem, 0), Work(examples, fit.config(), seed=0))
+        except (ValueError, TypeError) as exc:
+            raise JobFileError(f"options: {_first_line(exc)}") from exc
         return self
 
     def initial(self, seed: int = 0) -> Parameters:
-        """Return the initial model. Raises `JobFileError` for options that cannot be used."""
-        problem = self._problem()
-        try:
-            return _pack(self._supported.fit.initial(problem, seed))
-        except (ValueError, TypeError) as exc:
-            raise JobFileError(f"simulation.model.options: {_first_line(exc)}") from exc
+        """Return the initial model. Raises `JobFileError`."""
+        return _pack(self._supported.fit.initial(self._problem(), seed))
 
     def train(
         self,
@@ -107,21 +112,25 @@ class SklearnLearner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
         work = Work(examples, read_record(config, fit.config, "config."), seed, after_step)
         with _one_thread():
             trained, steps = fit.train(problem, self._arrays(parameters), work)
+            scores = _score(fit, problem, trained, examples)
         for name, values in trained.items():
             parameters[name][...] = values
         if not parameters.is_finite():
             raise DataError(
                 "the training has diverged: the model holds NaN or infinite values; use a lower learning rate"
             )
-        return {**self.evaluate(parameters, data), "local_steps": float(steps)}
+        return {**scores, "local_steps": float(steps)}
 
     def evaluate(self, parameters: Parameters, data: Data) -> dict[str, float]:
         """Score a model: `loss` and `accuracy` of a classifier, `loss` and `r2` of a regression."""
         problem = self._problem()
         examples = self._convert(problem, data)
         with _one_thread():
-            fitted = self._supported.fit.restore(problem, self._arrays(parameters))
-            return (score_regressor if problem.classes is None else score_classifier)(fitted, examples)
+            return _score(self._supported.fit, problem, self._arrays(parameters), examples)
+
+    def check_config(self, config: Config) -> None:
+        """Raise `JobFileError` for a key of `[config]` that the estimator does not have, or a value out of range."""
+        read_record(config, self._supported.fit.config, "config.")
 
     def restore(self, parameters: Parameters) -> Any:
         """Return a fitted estimator of scikit-learn with the values of a model. Raises `ModelError`."""
@@ -133,7 +142,7 @@ class SklearnLearner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
         if found is None:
             close = difflib.get_close_matches(self.estimator, ESTIMATORS, n=1, cutoff=0.8)
             raise JobFileError(
-                f"simulation.model.estimator = {self.estimator!r}: an estimator needs arrays that can be averaged, so "
+                f"estimator = {self.estimator!r}: an estimator needs arrays that can be averaged, so "
                 f"expected one of {', '.join(ESTIMATORS)}" + "".join(f"; did you mean {name}?" for name in close)
             )
         return found
@@ -142,17 +151,17 @@ class SklearnLearner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
         supported = self._supported
         for name, reason in supported.refused.items():
             if name in self.options:
-                raise JobFileError(f"simulation.model.options.{name} = {format_value(self.options[name])}: {reason}")
+                raise JobFileError(f"options.{name} = {format_value(self.options[name])}: {reason}")
         if supported.needs_total and not self.total_examples:
             raise JobFileError(
-                f"simulation.model.total_examples = 0: {self.estimator} weighs a prior or a penalty against the "
+                f"total_examples = 0: {self.estimator} weighs a prior or a penalty against the "
                 "examples; expected the number of examples of all clients together"
             )
         estimator = _import(self.estimator)
         known = estimator().get_params()
         if unknown := sorted(self.options.keys() - known.keys()):
             raise JobFileError(
-                f"simulation.model.options.{unknown[0]}: {estimator.__name__} has no such parameter; known parameters: "
+                f"options.{unknown[0]}: {estimator.__name__} has no such parameter; known parameters: "
                 f"{', '.join(sorted(known))}"
             )
         return Problem(
@@ -167,12 +176,11 @@ class SklearnLearner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
         labels = np.arange(self.classes) if isinstance(self.classes, int) else np.unique(np.array(self.classes))
         if not classifies:
             if len(labels):
-                raise JobFileError(f"simulation.model.classes: {self.estimator} predicts numbers; leave the key out")
+                raise JobFileError(f"classes: {self.estimator} predicts numbers; leave the key out")
             return None
         if len(labels) < 2:
             raise JobFileError(
-                f"simulation.model.classes: {self.estimator} is a classifier; expected its labels, at least two, or "
-                "their number"
+                f"classes: {self.estimator} is a classifier; expected its labels, at least two, or their number"
             )
         return labels
 
@@ -197,6 +205,21 @@ class SklearnLearner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
         if difference := parameters.schema.difference_from(expected):
             raise ModelError(f"the model does not fit {self.estimator}: {difference}")
         return dict(parameters)
+
+
+def _check_options(problem: Problem, examples: Data) -> None:
+    """Let scikit-learn check the options, which it does in the first training of an estimator only."""
+    fitted = problem.make()
+    if not hasattr(fitted, "partial_fit"):
+        fitted.fit(*examples)
+    elif problem.classes is None:
+        fitted.partial_fit(*examples)
+    else:
+        fitted.partial_fit(*examples, classes=problem.classes)
+
+
+def _score(fit: Fit, problem: Problem, arrays: Arrays, examples: Data) -> dict[str, float]:
+    return (score_regressor if problem.classes is None else score_classifier)(fit.restore(problem, arrays), examples)
 
 
 def _pack(arrays: Arrays) -> Parameters:

@@ -56,7 +56,7 @@ class LogisticFit(Fit):
 
     def _load(self, problem: Problem, fitted: Any, arrays: Arrays) -> Any:
         if fitted.solver == "liblinear":
-            raise ValueError('options.solver = "liblinear": it cannot continue from given weights; use "lbfgs"')
+            raise ValueError('solver = "liblinear" cannot continue from given weights; use "lbfgs"')
         for name, value in {**as_float64(arrays), **attributes_of(problem)}.items():
             setattr(fitted, name, value)
         return fitted

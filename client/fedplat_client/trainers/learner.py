@@ -9,8 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.learner import ArrayLearner, Config, Data, check_config, check_data, config_of_round
-from fedplat.model import Parameters
+from fedplat.learner import ArrayLearner, Data, check_config, check_data, config_of_round
 from fedplat_client.task import EvaluateResult, Task, TrainResult
 
 ClientData: TypeAlias = tuple[npt.NDArray[Any], npt.NDArray[Any]] | Callable[[Task], Data]
@@ -39,7 +38,7 @@ class LearnerTrainer:
     def __call__(self, task: Task) -> TrainResult:
         """Train the task's model."""
         data = check_data(self.data(task) if callable(self.data) else self.data)
-        metrics = train(self.learner.train, task, data, self.seed)
+        metrics = train(self.learner, task, data, self.seed)
         return TrainResult(parameters=task.parameters, num_examples=len(data[1]), metrics=metrics)
 
     def evaluate(self, task: Task) -> EvaluateResult:
@@ -48,18 +47,17 @@ class LearnerTrainer:
         return EvaluateResult(num_examples=len(data[1]), metrics=self.learner.evaluate(task.parameters, data))
 
 
-def train(
-    function: Callable[[Parameters, Any, Config, int], Mapping[str, float]], task: Task, data: object, seed: Seed
-) -> Mapping[str, float]:
-    """Call the training of a learner for a task; return the metrics. Raises `Cancelled` before or after it."""
-    check_config(task.config)
+def train(learner: ArrayLearner, task: Task, data: Any, seed: Seed, **options: object) -> Mapping[str, float]:
+    """Train a learner for a task, and return the metrics. Raises `JobFileError` and `Cancelled`."""
+    check_config(learner, task.config)
     task.progress(0.0)
-    metrics = function(task.parameters, data, config_of_round(task.config, task.round), seed_of(task, seed))
+    config = config_of_round(task.config, task.round)
+    metrics = learner.train(task.parameters, data, config, _seed_of(task, seed), **options)
     task.progress(1.0)
     return metrics
 
 
-def seed_of(task: Task, seed: Seed) -> int:
+def _seed_of(task: Task, seed: Seed) -> int:
     """Return the seed of a training: a new one for each round and attempt."""
     if callable(seed):
         return seed(task)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -51,8 +50,7 @@ class LightningTrainer:
         """Train for `config["epochs"]` epochs."""
         data = self._data(task)
         count = count_examples(data)
-        step = functools.partial(self._learner.train, after_step=task.progress)
-        metrics = train(step, task, data, self.seed)
+        metrics = train(self._learner, task, data, self.seed, after_step=task.progress)
         return TrainResult(parameters=task.parameters, num_examples=count, metrics=metrics)
 
     def evaluate(self, task: Task) -> EvaluateResult:

@@ -50,7 +50,7 @@ class SklearnTrainer:
     """Seeds all randomness; or a function of the task that returns the seed of its training."""
 
     def __post_init__(self) -> None:
-        self.learner.build(None)  # mistakes are reported here, not in the first round
+        self.learner.build()  # mistakes are reported here, not in the first round
 
     @functools.cached_property
     def learner(self) -> SklearnLearner:
@@ -66,8 +66,7 @@ class SklearnTrainer:
     def __call__(self, task: Task) -> TrainResult:
         """Train for `config["epochs"]` epochs."""
         data = check_data(self.data(task) if callable(self.data) else self.data)
-        step = functools.partial(self.learner.train, after_step=task.progress)
-        metrics = train(step, task, data, self.seed)
+        metrics = train(self.learner, task, data, self.seed, after_step=task.progress)
         return TrainResult(parameters=task.parameters, num_examples=len(data[1]), metrics=metrics)
 
     def evaluate(self, task: Task) -> EvaluateResult:

@@ -19,17 +19,14 @@ from fedplat.simulation.engines.tasks import NO_UPDATE, ClientTraining, Contents
 class ArrayTrainer:
     """Trains clients one after the other with a learner, on the examples that the caller passes.
 
-    Raises `EngineError` for options that only PyTorch modules have.
+    Raises `JobFileError` for options that the learner does not support.
     """
 
     splits_test = False
 
     def __init__(self, learner: ArrayLearner, config: Config, seed: int = 0) -> None:
         self._learner, self._config = learner, config
-        try:
-            check_config(config)
-        except ValueError as exc:
-            raise EngineError(str(exc)) from exc
+        check_config(learner, config)
         self._schema: Schema = learner.initial(seed).schema
         self._versions: dict[int, Parameters] = {}
 

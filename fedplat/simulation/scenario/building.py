@@ -30,7 +30,10 @@ def build_learner(file: SimulationFile) -> tuple[Learner | ArrayLearner, Paramet
         check_torch()
         if not options.module:
             return _build_from_initial(options, file)
-    learner = options.build(file.folder)
+    try:
+        learner = options.build(file.folder)
+    except JobFileError as exc:
+        raise JobFileError(f"simulation.model: {exc}") from exc
     try:
         with _use_seed(seed):
             start = initial.resolve(named, file.folder)
