@@ -69,7 +69,7 @@ class BaseLearner(Struct, frozen=True):
 
 
 def check_data(data: Data) -> Data:
-    """Return inputs and targets. Raises `DataError` if there are none, or if any is NaN or infinite."""
+    """Return inputs and targets. Raises `DataError` for no examples, and for NaN or infinite values."""
     inputs, targets = data
     if len(inputs) != len(targets):
         raise DataError(f"there are {len(inputs)} inputs and {len(targets)} targets; expected one target for each")

@@ -106,8 +106,9 @@ class LightningLearner:
         The prefix "train_" of a metric is removed. Raises `ModelError`, `DataError`, and what the module raises.
         """
         options = _read(config)
-        with _RUNS, _quiet(), use_seed(torch.device("cpu"), seed):
+        with _RUNS, _quiet(), use_seed(torch.device("cpu"), 0):
             module = self._load(parameters, config)
+        with _RUNS, _quiet(), use_seed(torch.device("cpu"), seed):
             observer = _Observer(options.epochs, after_step)
             trainer = self._trainer(max_epochs=options.epochs, limit_val_batches=0, callbacks=[observer])
             if isinstance(data, LightningDataModule):
@@ -284,6 +285,7 @@ def _quiet() -> Generator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PossibleUserWarning)
+            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)  # of PyTorch, to it
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):

@@ -113,8 +113,9 @@ class SklearnLearner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
         with _one_thread():
             trained, steps = fit.train(problem, self._arrays(parameters), work)
             scores = _score(fit, problem, trained, examples)
-        for name, values in trained.items():
-            parameters[name][...] = values
+        with np.errstate(over="ignore"):
+            for name, values in trained.items():
+                parameters[name][...] = values
         if not parameters.is_finite():
             raise DataError(
                 "the training has diverged: the model holds NaN or infinite values; use a lower learning rate"
@@ -197,7 +198,7 @@ class SklearnLearner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
         if problem.classes is None:
             return inputs, targets.astype(np.float64)
         if len(other := np.setdiff1d(targets, problem.classes)):
-            raise DataError(f"the targets have the label {other[0]!r}; expected one of classes: {self.classes}")
+            raise DataError(f"the targets have the label {other[0]}; expected one of classes: {self.classes}")
         return inputs, targets
 
     def _arrays(self, parameters: Parameters) -> Arrays:

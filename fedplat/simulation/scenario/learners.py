@@ -38,7 +38,7 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="l
         """Return the learner."""
         from fedplat.simulation.scenario.model import make_learner
 
-        return make_learner(self, folder)
+        return make_learner(self.module, self.loss, self.personal, folder)
 
 
 class LightningOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="learner", tag="lightning"):
