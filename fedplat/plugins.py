@@ -51,6 +51,8 @@ class Kind:
     builtin: Mapping[str, type]
     base: type[Struct] = Struct
     plain: bool = False
+    default: str = ""
+    """The name that is assumed for a table without the key; "": the key is required."""
 
     def check(self, record: object, name: str) -> type[Struct]:
         """Return an options record of this kind. Raises `PluginError` if it is not one."""
@@ -199,7 +201,7 @@ class Plugins:
             value = {kind.key: value}
         if not isinstance(value, Mapping):
             return value
-        name = cast(Mapping[str, object], value).get(kind.key)
+        name = cast(Mapping[str, object], value).get(kind.key, kind.default)
         record = self.find(kind, name) if isinstance(name, str) else None
         if record is None:
             raise ValueError(f"{kind.key} = {name!r}: {kind.noun} of this name is not known")

@@ -125,8 +125,8 @@ class _Checker:
         if tag is None:
             yield from self.of_record(table, cast(list[type[Struct]], records)[0], prefix)
             return
-        name = table.get(tag)
-        if tag not in table:
+        name = table.get(tag, records.default if isinstance(records, Kind) else "")
+        if not name and tag not in table:
             yield f"{prefix}{tag}: this key is required and missing; {_one_of(names, None)}"
             return
         if isinstance(records, Kind):

@@ -14,6 +14,7 @@ import numpy as np
 
 import fedplat
 from fedplat.job import find_mechanism
+from fedplat.learner import ArrayLearner
 from fedplat.model import Parameters
 from fedplat.plugins import digests
 from fedplat.privacy.cost import Cost, cost_of
@@ -112,7 +113,7 @@ def simulate(
     changes: Mapping[str, object] | Sequence[str] = (),
     *,
     data: Federation | None = None,
-    learner: Learner | None = None,
+    learner: Learner | ArrayLearner | None = None,
     observe: Observer = lambda record: None,
     run_folder: RunFolderOptions | None = None,
 ) -> Run:

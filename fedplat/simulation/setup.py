@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING
 
 from fedplat import initial
 from fedplat.aggregate import LocalAlgorithmOptions
-from fedplat.errors import JobFileError, MissingExtraError, ModelError
+from fedplat.errors import JobFileError, ModelError
 from fedplat.job import build_rule, calibrate
+from fedplat.learner import ArrayLearner
 from fedplat.model import Parameters
 from fedplat.plugins import name_of
 from fedplat.simulation.clients import build_fleet
 from fedplat.simulation.data import Federation, federation
 from fedplat.simulation.engines.interface import Engine
 from fedplat.simulation.engines.registry import open_engine
+from fedplat.simulation.engines.tasks import ClientTraining
 from fedplat.simulation.run import Simulation
 from fedplat.simulation.scenario import unsupported
+from fedplat.simulation.scenario.building import build_learner, make_initial
 from fedplat.simulation.scenario.file import SimulationFile
 
 if TYPE_CHECKING:
@@ -52,7 +55,7 @@ class Setup:
 def prepare(
     file: SimulationFile,
     data: Federation | None = None,
-    learner: Learner | None = None,
+    learner: Learner | ArrayLearner | None = None,
     on_progress: OnProgress = lambda text: None,
 ) -> Generator[Setup]:
     """Build all parts; the engine's processes end with the block. `on_progress` gets a text before a slow step.
@@ -115,30 +118,26 @@ def _hold_out(file: SimulationFile, data: Federation) -> Federation:
 
 
 def _open_engine(
-    file: SimulationFile, data: Federation, learner: Learner | None
-) -> tuple[Engine, Parameters, LocalAlgorithmOptions]:
+    file: SimulationFile, data: Federation, given: Learner | ArrayLearner | None
+) -> tuple[Engine, Parameters, LocalAlgorithmOptions | None]:
     """Return the engine, the initial model, and the clients' algorithm."""
-    try:
-        import torch
-    except ModuleNotFoundError as exc:
-        raise MissingExtraError(
-            "training needs PyTorch; install it with: pip install 'fedplat[torch]', or use --no-training"
-        ) from exc
-    del torch
-    from fedplat.pytorch.training import LocalOptions
-    from fedplat.simulation.engines.client_trainer import ClientTraining
-    from fedplat.simulation.scenario.model import build_learner
-
-    options = LocalOptions.from_config(file.job.config, file.plugins)
-    if learner is None:
+    if given is None:
         learner, initial_model = build_learner(file)
     else:
-        initial_model = learner.initial(file.simulation.seed)
+        learner, initial_model = given, make_initial(given, file.simulation.seed)
     try:
         initial_model = build_rule(file.job).requirements.extend(initial_model)
     except ModelError as exc:
         raise JobFileError(f"model.initial = {file.job.model.initial!r}: {exc}") from exc
-    if learner.personal:  # without a client's personal layers a model cannot be scored
-        data = dataclasses.replace(data, test_inputs=data.test_inputs[:0], test_targets=data.test_targets[:0])
-    task = ClientTraining(data, learner, options, file.simulation.seed)
-    return open_engine(file.simulation.engine, task, file.simulation.workers), initial_model, options.algorithm
+    algorithm: LocalAlgorithmOptions | None = None
+    if isinstance(learner, ArrayLearner):
+        task = ClientTraining(data, learner, file.job.config, file.simulation.seed)
+    else:
+        from fedplat.pytorch.training import LocalOptions
+
+        options = LocalOptions.from_config(file.job.config, file.plugins)
+        algorithm = options.algorithm
+        if learner.personal:  # without a client's personal layers a model cannot be scored
+            data = dataclasses.replace(data, test_inputs=data.test_inputs[:0], test_targets=data.test_targets[:0])
+        task = ClientTraining(data, learner, options, file.simulation.seed)
+    return open_engine(file.simulation.engine, task, file.simulation.workers), initial_model, algorithm

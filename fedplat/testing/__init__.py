@@ -15,6 +15,7 @@ from fedplat.errors import MissingExtraError
 from fedplat.testing.codecs import check_codec
 from fedplat.testing.errors import ConformanceError
 from fedplat.testing.fleets import check_availability, check_distribution
+from fedplat.testing.learners import check_learner
 from fedplat.testing.partitions import check_partition
 from fedplat.testing.policies import check_policy
 from fedplat.testing.robust import check_pre_aggregator, check_robust_rule
@@ -72,6 +73,7 @@ __all__ = [
     "check_codec",
     "check_distribution",
     "check_engine",
+    "check_learner",
     "check_metric",
     "check_partition",
     "check_policy",

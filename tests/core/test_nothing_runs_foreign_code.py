@@ -63,6 +63,7 @@ ALLOWED = {
         "fedplat/simulation/engines/ray/cluster.py": "pickles between machines of a researcher's own cluster",
         "benchmarks/peers/flower_simulation.py": "a peer's own simulation, on this machine",
     },
+    "pickle": {"fedplat/testing/learners.py": "a test's own object, pickled and read in memory"},
     "np.load": {"fedplat/simulation/data/sources/paths.py": "arrays of the researcher's own file, without pickle"},
     "np.savez": {"benchmarks/peers/nvflare_app/noop_nvflare.py": "writes what a peer would write, and never reads it"},
 }

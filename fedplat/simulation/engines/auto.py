@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing_extensions import override
 
 from fedplat.errors import EngineError
+from fedplat.learner import ArrayLearner
 from fedplat.model import Parameters
-from fedplat.simulation.engines.client_trainer import ClientTraining, Contents
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
 from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.engines.processes import ProcessEngine
-from fedplat.simulation.engines.vmap import VmapEngine
+from fedplat.simulation.engines.tasks import ClientTraining, Contents
 
 ROUNDS = 3
 """Rounds of a trial: in the first ones an engine starts, allocates memory and records its operations."""
@@ -190,6 +190,10 @@ class AutoEngine(Engine):
 
 
 def _make_vmap(task: ClientTraining) -> Engine:
+    if isinstance(task.learner, ArrayLearner):
+        raise EngineError("only PyTorch modules can be vectorized")
+    from fedplat.simulation.engines.vmap import VmapEngine
+
     engine = VmapEngine(task)
     if engine.at_once < 2:
         raise EngineError("the model is too large to train several copies of it at once")

@@ -1,10 +1,9 @@
-"""Trainers of clients, each in one process for its lifetime: a module, the data, and the versions in use."""
+"""Trainers of PyTorch modules, each in one process for its lifetime: a module, the data, and the versions in use."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,44 +14,16 @@ from fedplat.pytorch.training import Learner, LocalOptions, LocalTraining, Train
 from fedplat.pytorch.vectorized.examples import PartExamples
 from fedplat.pytorch.vectorized.layout import Base, UnsuitableError
 from fedplat.pytorch.vectorized.trainer import FlatTrainer
-from fedplat.simulation.data.federation import Array, Federation
+from fedplat.simulation.data.federation import Array, Part
 from fedplat.simulation.engines.interface import ClientTask
-
-Contents = Mapping[str, Parameters]
-"""A client state: parameters by name, as in `ClientState`."""
-
-
-NO_UPDATE = Parameters.from_arrays({})
-"""The update of a task that scores."""
-
-
-class LocalResult(NamedTuple):
-    """The result of a task; `contents` is the new client state, or None if it did not change."""
-
-    update: Parameters
-    metrics: Mapping[str, float]
-    contents: Contents | None
-
-
-def num_examples(federation: Federation, task: ClientTask) -> float:
-    """Return the number of examples that a task trains on or scores."""
-    return float((federation.num_held_out if task.scores else federation.num_examples)(task.client))
-
-
-class ClientTraining(NamedTuple):
-    """The model to train, the data and the options of local training."""
-
-    federation: Federation
-    learner: Learner
-    options: LocalOptions
-    seed: int = 0
-    """The seed of the initial values of clients' personal layers."""
+from fedplat.simulation.engines.tasks import NO_UPDATE, ClientTraining, Contents, LocalResult
 
 
 class ModuleTrainer:
     """Trains clients one after the other with one module, on the examples that the caller passes."""
 
     def __init__(self, learner: Learner, options: LocalOptions, seed: int = 0, device: str = "cpu") -> None:
+        self.splits_test = not learner.metrics
         self._options = options
         self.trainee = Trainee(learner, device, seed=seed)
         if options.is_private:
@@ -106,6 +77,10 @@ class ModuleTrainer:
         with one_thread():
             return evaluate(self.trainee, model, examples, client_state=state) if len(examples) else {}
 
+    def examples(self, inputs: Array, targets: Array, part: Part) -> PartExamples:
+        """Return the examples at the indices `part` of arrays that have the types of tensors."""
+        return PartExamples(torch.from_numpy(inputs), torch.from_numpy(targets), part)
+
     def training_on(self, examples: PartExamples, task: ClientTask, state: ClientState) -> LocalTraining:
         """Return the local training of a task on a client's examples."""
         return LocalTraining(
@@ -138,6 +113,8 @@ class InProcessTrainer(ModuleTrainer):
     """Trains clients on data in the memory of this process."""
 
     def __init__(self, task: ClientTraining, device: str = "cpu") -> None:
+        assert isinstance(task.learner, Learner)
+        assert isinstance(task.options, LocalOptions)
         super().__init__(task.learner, task.options, task.seed, device)
         federation = task.federation
         self._parts, self._held_out = federation.parts, federation.held_out

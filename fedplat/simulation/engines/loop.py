@@ -8,8 +8,8 @@ from typing_extensions import override
 
 from fedplat.model import Parameters
 from fedplat.simulation.engines.client_states import ClientStates
-from fedplat.simulation.engines.client_trainer import ClientTraining, Contents, InProcessTrainer, num_examples
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
+from fedplat.simulation.engines.tasks import ClientTraining, Contents, make_trainer, num_examples
 from fedplat.simulation.engines.version_refs import Versions
 
 
@@ -18,7 +18,7 @@ class LoopEngine(Engine):
 
     def __init__(self, task: ClientTraining) -> None:
         self._federation = task.federation
-        self._trainer = InProcessTrainer(task)
+        self._trainer = make_trainer(task)
         self._versions = Versions(self._trainer.retire)
         self._states = ClientStates[Contents]()
         self._begun: set[ClientTask] = set()

@@ -19,16 +19,10 @@ from fedplat.errors import EngineError, ModelError
 from fedplat.model import Parameters, Schema
 from fedplat.simulation.engines import messages
 from fedplat.simulation.engines.client_states import ClientStates
-from fedplat.simulation.engines.client_trainer import (
-    NO_UPDATE,
-    ClientTraining,
-    Contents,
-    InProcessTrainer,
-    num_examples,
-)
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
 from fedplat.simulation.engines.messages import Done, ScoreRequest, StateSlot, TrainTask
 from fedplat.simulation.engines.shared_memory import Arrays, Texts
+from fedplat.simulation.engines.tasks import NO_UPDATE, ClientTraining, Contents, make_trainer, num_examples
 from fedplat.simulation.engines.version_refs import Versions
 from fedplat.simulation.engines.work_queue import WorkQueue, make_error
 from fedplat.simulation.engines.worker import EngineWorker, Shared, serve
@@ -48,7 +42,7 @@ class ProcessEngine(Engine):
     def __init__(self, task: ClientTraining, num_workers: int | None = None) -> None:
         self._federation = task.federation
         self._num_workers = num_workers or len(os.sched_getaffinity(0))
-        self._trainer = InProcessTrainer(task)
+        self._trainer = make_trainer(task)
         self._started: tuple[ForkedWorkers, Shared] | None = None
         self._versions = Versions(self._forget)
         self._slots: dict[int, int] = {}
@@ -125,7 +119,7 @@ class ProcessEngine(Engine):
 
     @override
     def evaluate(self, model: Parameters) -> Mapping[str, float]:
-        """Score a model on the central test data: each worker a part of it, or one worker all of it if it has metrics.
+        """Score a model on the central test data: each worker a part of it, or one worker all of it.
 
         The mean of parts is not the value of every metric.
         """
@@ -134,7 +128,7 @@ class ProcessEngine(Engine):
             return {}
         workers, shared = self._start(model.schema)
         slot = self._place_model(model, shared)
-        num_parts = 1 if self._trainer.trainee.learner.metrics else min(len(workers), total)
+        num_parts = min(len(workers), total) if self._trainer.splits_test else 1
         bounds = np.linspace(0, total, num_parts + 1).astype(int).tolist()
         requests = [ScoreRequest(self._queue.new_number(), slot, *part) for part in itertools.pairwise(bounds)]
         for request in requests:

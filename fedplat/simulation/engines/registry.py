@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from msgspec import Struct
 
+from fedplat.errors import EngineError
+from fedplat.learner import ArrayLearner
 from fedplat.plugins import Kind, build_checked, by_name, define, is_builtin
 from fedplat.simulation.engines import malloc
 from fedplat.simulation.engines.interface import Engine
 
 if TYPE_CHECKING:
-    from fedplat.simulation.engines.client_trainer import ClientTraining
+    from fedplat.simulation.engines.tasks import ClientTraining
 
 
 @runtime_checkable
@@ -72,7 +74,9 @@ class VmapOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="na
     """Many clients in each operation."""
 
     def build(self, task: ClientTraining, num_workers: int) -> Engine:
-        """Create the engine."""
+        """Create the engine. Raises `EngineError` for a learner that is not a PyTorch module."""
+        if isinstance(task.learner, ArrayLearner):
+            raise EngineError('engine = "vmap": the learner is not a PyTorch module; use "loop" or "processes"')
         from fedplat.simulation.engines.vmap import VmapEngine
 
         return VmapEngine(task)

@@ -13,18 +13,13 @@ from typing_extensions import override
 from fedplat.client_state import ClientState
 from fedplat.errors import EngineError
 from fedplat.model import Parameters
+from fedplat.pytorch.training import LocalOptions
 from fedplat.pytorch.vectorized.batched import CohortTrainer
 from fedplat.pytorch.vectorized.layout import Base, UnsuitableError
 from fedplat.simulation.engines.client_states import ClientStates
-from fedplat.simulation.engines.client_trainer import (
-    ClientTraining,
-    Contents,
-    InProcessTrainer,
-    LocalResult,
-    num_examples,
-    one_thread,
-)
+from fedplat.simulation.engines.client_trainer import InProcessTrainer, one_thread
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
+from fedplat.simulation.engines.tasks import ClientTraining, Contents, LocalResult, num_examples
 from fedplat.simulation.engines.version_refs import Versions
 
 
@@ -36,6 +31,7 @@ class VmapEngine(Engine):
     """
 
     def __init__(self, task: ClientTraining, device: str | None = None) -> None:
+        assert isinstance(task.options, LocalOptions)
         self._federation = task.federation
         self._trainer = InProcessTrainer(task, device or ("cuda" if torch.cuda.is_available() else "cpu"))
         try:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import gc
 import signal
 import socket
+import sys
 from typing import NamedTuple
-
-import torch
 
 from fedplat.model import Parameters, Schema
 from fedplat.simulation.engines import malloc, messages
-from fedplat.simulation.engines.client_trainer import InProcessTrainer
 from fedplat.simulation.engines.interface import ClientTask
 from fedplat.simulation.engines.messages import Done, ScoreRequest, StateSlot, TrainTask
 from fedplat.simulation.engines.shared_memory import Arrays, Texts
+from fedplat.simulation.engines.tasks import TaskTrainer
 
 
 class Shared(NamedTuple):
@@ -29,7 +28,7 @@ class Shared(NamedTuple):
 class EngineWorker:
     """Answers requests with the trainer of this process."""
 
-    def __init__(self, trainer: InProcessTrainer, shared: Shared) -> None:
+    def __init__(self, trainer: TaskTrainer, shared: Shared) -> None:
         self._trainer, self._shared = trainer, shared
         self._loaded: dict[int, int] = {}  # versions by slot
 
@@ -74,7 +73,8 @@ def serve(worker: EngineWorker, queue: socket.socket, answers: socket.socket, cu
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    torch.set_num_threads(1)
+    if torch := sys.modules.get("torch"):  # a learner need not use it
+        torch.set_num_threads(1)
     malloc.keep_freed_memory()
     gc.freeze()  # else each collection would visit, and so copy, all objects from before the fork
     while content := queue.recv(messages.MAX_BYTES):

@@ -1,6 +1,6 @@
-"""The model that simulated clients train: the module and the loss that a simulation file names, and initial values.
+"""The PyTorch module and the loss that a simulation file names.
 
-All of it can be sent to worker processes: the user's functions are pickled by name and folder.
+Both can be sent to worker processes: the user's functions are pickled by name and folder.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedplat import initial, user_code
+from fedplat import user_code
 from fedplat.errors import JobFileError
-from fedplat.model import Parameters
-from fedplat.pytorch.training import Learner, use_seed
-from fedplat.simulation.scenario.file import SimulationFile
+from fedplat.pytorch.training import Learner
+from fedplat.simulation.scenario.learners import ModelOptions
 
 LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "cross_entropy": nn.functional.cross_entropy,
@@ -66,30 +65,11 @@ class OwnLoss:
         return {"name": self.name, "folder": self.folder}  # each process imports the function itself
 
 
-def build_learner(file: SimulationFile) -> tuple[Learner, Parameters]:
-    """Return the learner of a simulation file, and the initial model, whose random values follow from the seed.
-
-    Raises `JobFileError` and `UserCodeError`.
-    """
-    named, options = file.job.model.initial, file.simulation.model
-    is_tensors = named.endswith(".safetensors")
-    if is_tensors and not options.module:
-        raise JobFileError(
-            f"model.initial = {named!r} has tensors and no module; name the function that creates the module: "
-            '[simulation.model] module = "module:function"'
-        )
-    loss = LOSSES.get(options.loss) or OwnLoss(options.loss, file.folder)
-    module = OwnModule(options.module or named, file.folder)
-    learner = Learner(model=module, loss=loss, personal=tuple(options.personal), metrics=options.metrics)
-    seed = file.simulation.seed
-    try:
-        if not options.module:
-            return learner, learner.initial(seed)
-        with use_seed(torch.device("cpu"), seed):
-            start = initial.resolve(named, file.folder)
-        expected = learner.initial(seed)
-    except ValueError as exc:  # `personal` names a tensor that the module does not have
-        raise JobFileError(f"simulation.model: {exc}") from exc
-    if difference := start.schema.difference_from(expected.schema):
-        raise JobFileError(f"model.initial = {named!r} does not fit {options.module}: {difference}")
-    return learner, start
+def make_learner(options: ModelOptions, folder: Path) -> Learner:
+    """Return the learner of a table `[simulation.model]`; its functions are relative to `folder`."""
+    return Learner(
+        model=OwnModule(options.module, folder),
+        loss=LOSSES.get(options.loss) or OwnLoss(options.loss, folder),
+        personal=tuple(options.personal),
+        metrics=options.metrics,
+    )

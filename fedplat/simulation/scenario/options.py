@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from fedplat.metrics import Metric
 from fedplat.simulation.clients import FleetOptions
 from fedplat.simulation.data import DataSource, Partition
 from fedplat.simulation.engines.registry import AutoOptions, EngineOptions
-from fedplat.user_code import Reference
+from fedplat.simulation.scenario.learners import LearnerOptions, ModelOptions
 
 YEAR_S = 365 * 86_400.0
-MAX_METRICS = 20
-
-
-class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """The table `[simulation.model]`: the model that clients train.
-
-    `module` is a function that creates the PyTorch module; "" stands for the job's `model.initial`. `loss` is the name
-    of a mean loss of outputs and targets, or a function. `personal` names the tensors that clients do not share.
-    `metrics` are those of evaluations, besides the loss and the accuracy: names, or tables with the key `name`.
-    """
-
-    module: Literal[""] | Reference = ""
-    loss: Literal["cross_entropy", "mse", "bce_with_logits"] | Reference = "cross_entropy"
-    personal: list[str] = []
-    metrics: Annotated[tuple[Metric, ...], Meta(max_length=MAX_METRICS)] = ()
 
 
 class SimulationOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,4 +36,4 @@ class SimulationOptions(Struct, frozen=True, forbid_unknown_fields=True):
     data: DataSource | None = None
     partition: Partition | None = None
     fleet: FleetOptions = FleetOptions()
-    model: ModelOptions = ModelOptions()
+    model: LearnerOptions = ModelOptions()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -27,8 +28,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_its_plugins_learn_to_read_digits(folder: Path) -> None:
-    plugins = {"lion.py", "moon.py", "halves.py", "turns.py", "signs.py", "similar.py"}
-    assert set(FILES) == {*plugins, "digits.toml", "test_own.py"}
+    plugins = {"lion.py", "moon.py", "halves.py", "turns.py", "signs.py", "similar.py", "centroids.py"}
+    assert set(FILES) == {*plugins, "digits.toml", "centroids.toml", "test_own.py"}
     assert all(len(text.splitlines()) <= 60 for text in FILES.values())
     run = simulate(folder / "digits.toml")
     assert run.result.status == "COMPLETED"
@@ -37,6 +38,19 @@ def test_its_plugins_learn_to_read_digits(folder: Path) -> None:
     merged = run.result.participation.merged
     assert merged.sum() == 20 * 10
     assert merged.max() - merged.min() <= 1  # clients take turns
+
+
+@pytest.mark.parametrize("engine", ["loop", "processes", "auto"])
+def test_its_learner_finds_the_means_of_all_data(folder: Path, engine: str) -> None:
+    run = simulate(folder / "centroids.toml", {"simulation.engine": engine})
+    assert run.result.status == "COMPLETED"
+    assert run.model is not None
+    assert run.federation is not None
+    inputs, targets = run.federation.inputs.reshape(-1, 64), run.federation.targets
+    means = np.stack([inputs[targets == label].mean(0) for label in range(10)])
+    np.testing.assert_allclose(run.model["sums"] / run.model["counts"][:, None], means, atol=1e-5)
+    assert run.summary.best is not None
+    assert run.summary.best.value > 0.85
 
 
 def test_its_plugins_pass_the_checks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

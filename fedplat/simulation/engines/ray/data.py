@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from fedplat.simulation.data.federation import Federation, Part
-from fedplat.simulation.engines.ray.worker import Piece, make_piece
+from fedplat.simulation.engines.ray.worker import Piece
 
 _PIECE = 1 << 24
 """The approximate size of a piece in bytes: few objects, and little in each that a machine does not need."""
 
 
 class DataShards:
-    """Pieces with the `parts` of several clients each; `put` stores a piece and returns its reference."""
+    """Pieces with the `parts` of several clients each; `put` stores inputs and targets and returns their reference."""
 
     def __init__(self, federation: Federation, parts: Sequence[Part], put: Callable[[Piece], Any]) -> None:
         self._spans: list[tuple[Any, tuple[int, int]]] = []
@@ -38,6 +38,6 @@ class DataShards:
 
     def _place(self, federation: Federation, parts: list[Part], put: Callable[[Piece], Any]) -> None:
         indices = np.concatenate(parts)
-        reference = put(make_piece(federation.inputs[indices], federation.targets[indices]))
+        reference = put((federation.inputs[indices], federation.targets[indices]))
         ends = np.cumsum([0, *map(len, parts)]).tolist()
         self._spans += [(reference, (start, stop)) for start, stop in itertools.pairwise(ends)]

@@ -15,14 +15,15 @@ import numpy as np
 from typing_extensions import override
 
 from fedplat.errors import EngineError
+from fedplat.learner import ArrayLearner
 from fedplat.model import Parameters, Schema
 from fedplat.simulation.engines import messages
 from fedplat.simulation.engines.client_states import ClientStates
-from fedplat.simulation.engines.client_trainer import NO_UPDATE, ClientTraining, Contents, ModuleTrainer, num_examples
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
 from fedplat.simulation.engines.ray.cluster import Cluster
 from fedplat.simulation.engines.ray.data import DataShards
-from fedplat.simulation.engines.ray.worker import Answer, RayWorker, make_piece
+from fedplat.simulation.engines.ray.worker import Answer, Piece, RayWorker, make_piece, make_trainer
+from fedplat.simulation.engines.tasks import NO_UPDATE, ClientTraining, Contents, num_examples
 from fedplat.simulation.engines.version_refs import Versions
 from fedplat.simulation.engines.work_queue import WorkQueue, make_error
 
@@ -47,7 +48,8 @@ class RayEngine(Engine):
 
     def __init__(self, task: ClientTraining, num_workers: int = 0, address: str | None = None) -> None:
         self._federation = task.federation
-        self._trainer = ModuleTrainer(task.learner, task.options, task.seed)
+        self._trainer = make_trainer(task.learner, task.options, task.seed)
+        self._is_module = not isinstance(task.learner, ArrayLearner)
         data = (task.federation.inputs, task.federation.test_inputs)
         self._cluster = Cluster(num_workers, sum(array.nbytes for array in data), address)
         self._ray = self._cluster.ray
@@ -56,8 +58,8 @@ class RayEngine(Engine):
         self._names: list[str] = []
         try:
             self._start(task)
-            self._pieces = DataShards(task.federation, task.federation.parts, self._ray.put)
-            self._held_out = DataShards(task.federation, task.federation.held_out, self._ray.put)
+            self._pieces = DataShards(task.federation, task.federation.parts, self._put_piece)
+            self._held_out = DataShards(task.federation, task.federation.held_out, self._put_piece)
         except BaseException:
             self.close()
             raise
@@ -183,11 +185,14 @@ class RayEngine(Engine):
 
     def _place_test(self, total: int) -> None:
         data = self._federation
-        num_parts = 1 if self._trainer.trainee.learner.metrics else min(self.num_workers, total)
+        num_parts = min(self.num_workers, total) if self._trainer.splits_test else 1
         bounds = np.linspace(0, total, num_parts + 1).astype(int).tolist()
         for start, stop in itertools.pairwise(bounds):
-            piece = make_piece(data.test_inputs[start:stop], data.test_targets[start:stop])
-            self._test.append((stop - start, self._ray.put(piece)))
+            piece = data.test_inputs[start:stop], data.test_targets[start:stop]
+            self._test.append((stop - start, self._put_piece(piece)))
+
+    def _put_piece(self, piece: Piece) -> Any:
+        return self._ray.put(make_piece(*piece, self._is_module))
 
     def _forget(self, version: int) -> None:
         del self._models[version]

@@ -7,18 +7,19 @@ import socket
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
-import torch
 
+from fedplat.learner import ArrayLearner, Config
 from fedplat.model import Bytes, Parameters, Schema
-from fedplat.pytorch.training import Learner, LocalOptions
-from fedplat.pytorch.vectorized.examples import PartExamples
 from fedplat.simulation.data.federation import Array
 from fedplat.simulation.engines import malloc, messages
-from fedplat.simulation.engines.client_trainer import ModuleTrainer, to_tensor
+from fedplat.simulation.engines.array_trainer import ArrayTrainer
 from fedplat.simulation.engines.interface import ClientTask
+
+if TYPE_CHECKING:
+    from fedplat.pytorch.training import Learner, LocalOptions
 
 Piece = tuple[Array, Array]
 """Inputs and targets, as they are stored in Ray's object store."""
@@ -43,15 +44,16 @@ class RayWorker:
 
     def __init__(self, path: Sequence[str]) -> None:
         sys.path += [entry for entry in path if entry not in sys.path]  # where the user's modules are
-        torch.set_num_threads(1)
         malloc.keep_freed_memory()
         # Arrays in the object store are read-only. Batches are copies, so nothing writes to the arrays.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
         self._loaded: set[int] = set()
 
-    def load(self, task: tuple[Learner, LocalOptions, int]) -> str:
-        """Create the module; returns a description of this process for error messages."""
-        self._trainer = ModuleTrainer(*task)
+    def load(self, task: tuple[Learner | ArrayLearner, LocalOptions | Config, int]) -> str:
+        """Create the trainer; returns a description of this process for error messages."""
+        if torch := sys.modules.get("torch"):
+            torch.set_num_threads(1)
+        self._trainer: Any = make_trainer(*task)
         self._schema: Schema | None = None
         return f"process {os.getpid()} on {socket.gethostname()}"
 
@@ -62,7 +64,7 @@ class RayWorker:
                 self._trainer.publish(task.version, self._parameters(model))
                 self._loaded.add(task.version)
             contents = {} if note is None else messages.unpack_state(note)
-            outcome = self._trainer.answer_on(_examples(piece, span), task, contents)
+            outcome = self._trainer.answer_on(self._examples(piece, span), task, contents)
         except Exception as exc:  # the process boundary: the engine raises it
             return _make_failure(exc)
         after = None if outcome.contents is None else messages.pack_state(outcome.contents)
@@ -71,7 +73,7 @@ class RayWorker:
     def score(self, model: Model, piece: Piece) -> Answer:
         """Score a model on all examples of a piece."""
         try:
-            examples = _examples(piece, (0, len(piece[1])))
+            examples = self._examples(piece, (0, len(piece[1])))
             return Answer(self._trainer.evaluate_on(examples, self._parameters(model)))
         except Exception as exc:  # as above
             return _make_failure(exc)
@@ -82,6 +84,9 @@ class RayWorker:
             self._loaded.remove(version)
             self._trainer.retire(version)
 
+    def _examples(self, piece: Piece, span: tuple[int, int]) -> Any:
+        return self._trainer.examples(*piece, np.arange(*span))
+
     def _parameters(self, model: Model) -> Parameters:
         schema, buffer = model
         if self._schema is None or self._schema != schema:
@@ -89,13 +94,21 @@ class RayWorker:
         return Parameters(self._schema, buffer.copy())  # the store may free its own when the version is retired
 
 
-def _examples(piece: Piece, span: tuple[int, int]) -> PartExamples:
-    inputs, targets = (torch.from_numpy(array) for array in piece)
-    return PartExamples(inputs, targets, np.arange(*span))
+def make_trainer(learner: Learner | ArrayLearner, options: LocalOptions | Config, seed: int) -> Any:
+    """Return the trainer of a learner, which receives the examples with each task."""
+    if isinstance(learner, ArrayLearner):
+        return ArrayTrainer(learner, cast(Config, options), seed)
+    from fedplat.simulation.engines.client_trainer import ModuleTrainer
+
+    return ModuleTrainer(learner, cast("LocalOptions", options), seed)
 
 
-def make_piece(inputs: Array, targets: Array) -> Piece:
-    """Convert examples to the types that training requires."""
+def make_piece(inputs: Array, targets: Array, as_tensors: bool) -> Piece:
+    """Convert examples to the types of tensors if the learner is a PyTorch module."""
+    if not as_tensors:
+        return inputs, targets
+    from fedplat.simulation.engines.client_trainer import to_tensor
+
     return to_tensor(inputs).numpy(), to_tensor(targets).numpy()
 
 

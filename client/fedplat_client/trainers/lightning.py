@@ -1,0 +1,67 @@
+"""Local training with PyTorch Lightning (extra "lightning")."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from fedplat.errors import MissingExtraError
+from fedplat_client.task import EvaluateResult, Task, TrainResult
+from fedplat_client.trainers.learner import Seed, train
+
+try:
+    from fedplat.pytorch.lightning import LightningData, LightningLearner, count_examples
+except MissingExtraError as exc:
+    raise MissingExtraError(
+        "LightningTrainer needs PyTorch Lightning, which is not installed; install it with: "
+        "pip install 'fedplat-client[lightning]'"
+    ) from exc
+from lightning.pytorch import LightningModule
+
+OwnData: TypeAlias = LightningData | Callable[[Task], LightningData]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LightningTrainer:
+    """A trainer and an evaluator for a module of PyTorch Lightning.
+
+    ```python
+    trainer = LightningTrainer(module=MyModule, data=dataset)
+    client.add_trainer("digits", trainer)
+    client.add_evaluator("digits", trainer.evaluate)
+    ```
+
+    Lightning's own `Trainer` runs `config["epochs"]` epochs from the received weights. The module finds the job's
+    configuration in its attribute `job_config`, in `configure_optimizers` for instance. Equal seeds, data and tasks
+    give equal bits on one CPU, if `data` is a dataset or arrays; a loader and a data module have their own order.
+    """
+
+    module: Callable[[], LightningModule]
+    """The module's class, or a function that creates it; the server's values replace its initial ones."""
+    data: OwnData
+    """A dataset, a pair of arrays, a loader or a `LightningDataModule`; or a function that returns one for a task."""
+    device: str = "auto"
+    """Lightning's `accelerator`: "auto", "cpu", "gpu" and so on; one device."""
+    seed: Seed = 0
+    """Seeds all randomness; or a function of the task that returns the seed of its training."""
+
+    def __call__(self, task: Task) -> TrainResult:
+        """Train for `config["epochs"]` epochs."""
+        data = self._data(task)
+        count = count_examples(data)
+        metrics = train(self._learner, task, data, self.seed, after_step=task.progress)
+        return TrainResult(parameters=task.parameters, num_examples=count, metrics=metrics)
+
+    def evaluate(self, task: Task) -> EvaluateResult:
+        """Return what the module's `validation_step` logs, without training."""
+        data = self._data(task)
+        metrics = self._learner.evaluate(task.parameters, data, task.config)
+        return EvaluateResult(num_examples=count_examples(data), metrics=metrics)
+
+    @property
+    def _learner(self) -> LightningLearner:
+        return LightningLearner(self.module, self.device)
+
+    def _data(self, task: Task) -> LightningData:
+        return self.data(task) if callable(self.data) else self.data

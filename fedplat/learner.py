@@ -1,0 +1,104 @@
+"""The contract of learners: what a model needs so that simulated and real clients can train it.
+
+Models are `Parameters` and data are NumPy arrays, so a learner may use any library. PyTorch modules have a richer
+contract of their own, `fedplat.pytorch.training`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, Self, TypeAlias, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from fedplat.errors import DataError, JobFileError
+from fedplat.model import Parameters
+from fedplat.toml import format_value
+
+Config: TypeAlias = Mapping[str, bool | int | float | str]
+"""A job's `[config]`."""
+Data: TypeAlias = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+"""Inputs and targets; the first dimension of both is the number of examples."""
+
+
+@runtime_checkable
+class ArrayLearner(Protocol):
+    """A model, and how one client trains it.
+
+    A learner has no memory: all that a training starts from are its arguments. It can be pickled.
+
+    >>> class Mean:
+    ...     def initial(self, seed: int) -> Parameters:
+    ...         return Parameters.from_arrays({"mean": np.zeros(1, np.float32)})
+    ...
+    ...     def train(self, parameters: Parameters, data: Data, config: Config, seed: int) -> dict[str, float]:
+    ...         parameters["mean"][:] = check_data(data)[1].mean()
+    ...         return self.evaluate(parameters, data)
+    ...
+    ...     def evaluate(self, parameters: Parameters, data: Data) -> dict[str, float]:
+    ...         return {"loss": float(((data[1] - parameters["mean"]) ** 2).mean())}
+    >>> isinstance(Mean(), ArrayLearner)
+    True
+    """
+
+    def initial(self, seed: int) -> Parameters:
+        """Return the initial model; equal seeds give equal bits."""
+        ...
+
+    def train(self, parameters: Parameters, data: Data, config: Config, seed: int) -> Mapping[str, float]:
+        """Train the model in place on a client's examples, and return metrics; the seed determines all randomness.
+
+        Raises `DataError` for examples that it cannot use.
+        """
+        ...
+
+    def evaluate(self, parameters: Parameters, data: Data) -> Mapping[str, float]:
+        """Score a model on examples, without a change; return metrics, such as `loss` and `accuracy`."""
+        ...
+
+
+class BaseLearner(Struct, frozen=True):
+    """The base of learners that a simulation file names: the table `[simulation.model]`."""
+
+    def build(self, folder: Path) -> Self:
+        """Return the learner; its files are relative to `folder`."""
+        return self
+
+
+def check_data(data: Data) -> Data:
+    """Return inputs and targets. Raises `DataError` for no examples, and for NaN or infinite values."""
+    inputs, targets = data
+    if len(inputs) != len(targets):
+        raise DataError(f"there are {len(inputs)} inputs and {len(targets)} targets; expected one target for each")
+    if not len(targets):
+        raise DataError("there are no examples; expected at least one")
+    for name, array in (("inputs", inputs), ("targets", targets)):
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise DataError(f"the {name} hold NaN or infinite values; expected finite ones")
+    return data
+
+
+def check_config(learner: ArrayLearner, config: Config) -> None:
+    """Raise `JobFileError` for options that only PyTorch modules have, and for those that the learner refuses.
+
+    A learner refuses options in a method `check_config(config)`, if it has one.
+    """
+    for key, expected in (("algorithm", "sgd"), ("dp", "none"), ("partial_work", False)):
+        if config.get(key, expected) != expected:
+            raise JobFileError(
+                f'config.{key} = {format_value(config[key])}: only the learner "torch" supports it; leave the key out'
+            )
+    if refuse := getattr(learner, "check_config", None):
+        refuse(config_of_round(config, 1))
+
+
+def config_of_round(config: Config, round_number: int) -> Config:
+    """Return a job's configuration with the learning rate of a round, which counts from 1."""
+    rate, decay = config.get("learning_rate"), config.get("learning_rate_decay", 1.0)
+    if isinstance(rate, bool | str | None) or isinstance(decay, bool | str):
+        return config
+    kept = {key: value for key, value in config.items() if key != "learning_rate_decay"}
+    return {**kept, "learning_rate": rate * decay ** (round_number - 1)}

@@ -1,0 +1,78 @@
+"""The table `[simulation.model]`: the learner that simulated clients train, selected by the key `learner`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+
+from msgspec import Meta, Struct
+
+from fedplat.learner import ArrayLearner, BaseLearner
+from fedplat.metrics import Metric
+from fedplat.plugins import Kind, by_name, define
+from fedplat.sklearn import SklearnLearner
+from fedplat.user_code import Reference
+
+MAX_METRICS = 20
+
+
+@runtime_checkable
+class LearnerOptions(Protocol):
+    """The `[simulation.model]` table."""
+
+    def build(self, folder: Path) -> Any:
+        """Return the learner; its files are relative to `folder`. Raises `JobFileError` and `UserCodeError`."""
+        ...
+
+
+class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="learner", tag="torch"):
+    """A PyTorch module and its loss.
+
+    `module` is a function that creates the PyTorch module; "" stands for the job's `model.initial`. `loss` is the name
+    of a mean loss of outputs and targets, or a function. `personal` names the tensors that clients do not share.
+    `metrics` are those of evaluations, besides the loss and the accuracy: names, or tables with the key `name`.
+    """
+
+    module: Literal[""] | Reference = ""
+    loss: Literal["cross_entropy", "mse", "bce_with_logits"] | Reference = "cross_entropy"
+    personal: list[str] = []
+    metrics: Annotated[tuple[Metric, ...], Meta(max_length=MAX_METRICS)] = ()
+
+    def build(self, folder: Path) -> Any:
+        """Return the learner."""
+        from fedplat.simulation.scenario.model import make_learner
+
+        return make_learner(self, folder)
+
+
+class LightningOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="learner", tag="lightning"):
+    """A module of PyTorch Lightning: `module` is its class, or a function that creates it, with keyword `options`."""
+
+    module: Reference
+    options: dict[str, Any] = {}
+
+    def build(self, folder: Path) -> ArrayLearner:
+        """Return the learner."""
+        from fedplat.pytorch.lightning import LightningLearner, OwnLightningModule
+
+        return LightningLearner(OwnLightningModule(self.module, folder, self.options))
+
+
+LEARNERS: Mapping[str, type[LearnerOptions]] = by_name(ModelOptions, SklearnLearner, LightningOptions)
+"""The options record of each built-in learner, by its name in a simulation file."""
+
+define(
+    Kind(
+        "learners",
+        "learner",
+        "a learner",
+        LearnerOptions,
+        ("initial", "train", "evaluate"),
+        LEARNERS,
+        BaseLearner,
+        default="torch",
+    )
+)
+
+__all__ = ["LEARNERS", "LearnerOptions", "LightningOptions", "ModelOptions"]

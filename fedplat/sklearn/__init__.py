@@ -1,0 +1,11 @@
+"""Federated training of scikit-learn's estimators (extra "sklearn").
+
+`learner.py` is the learner; `incremental.py` and `logistic.py` train estimators by steps, and `statistics.py` computes
+the sums of those whose fit needs nothing but sums. Models are arrays only: nothing is pickled.
+"""
+
+from __future__ import annotations
+
+from fedplat.sklearn.learner import SklearnLearner
+
+__all__ = ["SklearnLearner"]
