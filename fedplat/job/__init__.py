@@ -29,7 +29,7 @@ from fedplat.job.sections import (
     Selection,
     Updates,
 )
-from fedplat.job.spec import JobSpec, parse_job
+from fedplat.job.spec import JobSpec, job_file, parse_job
 
 __all__ = [
     "Adaptive",
@@ -56,6 +56,7 @@ __all__ = [
     "build_rule",
     "calibrate",
     "find_mechanism",
+    "job_file",
     "parse_job",
     "plan_charge",
     "warnings",

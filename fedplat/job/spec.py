@@ -9,6 +9,7 @@ from typing import Literal
 from msgspec import Struct
 
 from fedplat import aggregate, codecs, modes, privacy
+from fedplat.errors import JobFileError
 from fedplat.job.pool import PoolOptions, ServerStep, WarmStart
 from fedplat.job.sections import (
     Compression,
@@ -23,9 +24,9 @@ from fedplat.job.sections import (
     Selection,
     Updates,
 )
-from fedplat.plugins import BUILTIN, Plugins, build_checked, name_of
+from fedplat.plugins import BUILTIN, Plugins, adopt_fields, build_checked, name_of
 from fedplat.sampling import Poisson, Uniform
-from fedplat.toml import format_value, read_record, read_toml, shown_key
+from fedplat.toml import format_value, normalize, read_record, read_toml, shown_key, to_table, write_toml
 
 OUTLIER_FACTOR = 1000.0
 MAX_WEIGHT_FACTOR = 10.0
@@ -81,6 +82,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """Training on the server's data at the end of rounds; none: only clients train."""
 
     def __post_init__(self) -> None:
+        adopt_fields(self)
         if len(self.config) > 1000:
             raise ValueError(f"config has {len(self.config)} keys; expected at most 1000")
         for key, value in self.config.items():
@@ -153,6 +155,22 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
 def parse_job(text: str, plugins: Plugins = BUILTIN) -> JobSpec:
     """Parse a job file, which may use the names of `plugins`. Raises `JobFileError`, with one line per mistake."""
     return read_record(read_toml(text), JobSpec, plugins=plugins)
+
+
+def job_file(spec: JobSpec) -> str:
+    """Return the text of the job file of a job that was made from objects.
+
+    Raises `JobFileError` with one line for each mistake, and for a plugin, because servers have only the built-in
+    names.
+    """
+    text = write_toml(to_table(normalize(spec)))
+    parse_job(text)
+    if spec.model.initial.startswith("__main__:"):
+        raise JobFileError(
+            f'model.initial = "{spec.model.initial}": the function is defined in a notebook or script; expected one of '
+            "a module, module:function, or a .safetensors file"
+        )
+    return text
 
 
 def _check(spec: JobSpec) -> None:
