@@ -186,7 +186,7 @@ def adopt_fields(record: Struct, prefix: str = "") -> None:
 
 
 def plugins_in(value: object) -> Plugins:
-    """Return the adopted plugins among the fields of a record, as names that a file may use."""
+    """Return the adopted plugins among the fields of a record, or of several, as names that a file may use."""
     given: dict[tuple[str, str], type[Struct]] = {}
 
     def collect(item: object) -> None:
@@ -196,14 +196,15 @@ def plugins_in(value: object) -> Plugins:
                 for each in cast(Sequence[object], held) if isinstance(held, tuple | list) else (held,):
                     if isinstance(each, Struct) and type(each) not in kind.builtin.values():
                         given[kind.name, name_of(each)] = type(each)
-            for field in item.__struct_fields__:
-                collect(getattr(item, field))
+            item = msgspec.structs.astuple(item)
+        for each in cast(Sequence[object], item) if isinstance(item, tuple | list) else ():
+            collect(each)
 
     collect(value)
     return Plugins(given)
 
 
-@functools.cache
+@functools.lru_cache(1000)
 def _kinds_of_fields(record: type[Struct]) -> Mapping[str, Kind]:
     """Return the kind of each field that holds records of a kind, or a list of them."""
     found: dict[str, Kind] = {}

@@ -22,7 +22,7 @@ from msgspec.structs import FieldInfo
 from msgspec.structs import fields as struct_fields
 
 from fedplat.errors import JobFileError, PluginError, UserCodeError
-from fedplat.plugins import BUILTIN, Kind, Plugins, find_kind, plugins_in
+from fedplat.plugins import BUILTIN, Kind, Plugins, adopt_fields, find_kind, plugins_in
 
 MAX_MISTAKES = 20
 """Maximum number of mistakes in one error; about as many fit into a server's reply."""
@@ -48,6 +48,18 @@ def read_record(raw: Mapping[str, Any], record: type[Record], prefix: str = "", 
     if mistakes:
         raise JobFileError("\n".join(mistakes))
     return plugins.convert(raw, record)
+
+
+def make_record(record: type[Record], values: Mapping[str, object], prefix: str = "") -> Record:
+    """Return a record with these fields, which may hold plugins and tables, after the same checks as for a file.
+
+    Fields with None have their default. Raises `JobFileError` with one line for each mistake.
+    """
+    known = {field.name: field.type for field in struct_fields(record)}
+    given = {key: value for key, value in values.items() if value is not None}
+    holder = msgspec.defstruct("Fields", [(key, known.get(key, Any)) for key in given], frozen=True)(**given)
+    adopt_fields(holder, prefix)
+    return read_record(to_table(holder), record, prefix, plugins_in(holder))
 
 
 def normalize(record: Record, prefix: str = "") -> Record:

@@ -29,7 +29,7 @@ from fedplat.job.sections import (
     Selection,
     Updates,
 )
-from fedplat.job.spec import JobSpec, job_file, parse_job
+from fedplat.job.spec import JobSpec, check_main, job_file, parse_job
 
 __all__ = [
     "Adaptive",
@@ -55,6 +55,7 @@ __all__ = [
     "build_mechanism",
     "build_rule",
     "calibrate",
+    "check_main",
     "find_mechanism",
     "job_file",
     "parse_job",

@@ -164,13 +164,17 @@ def job_file(spec: JobSpec) -> str:
     names.
     """
     text = write_toml(to_table(normalize(spec)))
-    parse_job(text)
-    if spec.model.initial.startswith("__main__:"):
-        raise JobFileError(
-            f'model.initial = "{spec.model.initial}": the function is defined in a notebook or script; expected one of '
-            "a module, module:function, or a .safetensors file"
-        )
+    check_main(parse_job(text).model.initial)
     return text
+
+
+def check_main(initial: str) -> None:
+    """Raise `JobFileError` if `model.initial` names a function that only the running program has."""
+    if initial.startswith("__main__:"):
+        raise JobFileError(
+            f'model.initial = "{initial}": the function is defined in a notebook or script; expected a function of a '
+            "module, module:function, or a .safetensors file"
+        )
 
 
 def _check(spec: JobSpec) -> None:

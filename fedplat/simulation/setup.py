@@ -13,11 +13,12 @@ from fedplat.errors import JobFileError, MissingExtraError, ModelError
 from fedplat.job import build_rule, calibrate
 from fedplat.model import Parameters
 from fedplat.simulation.clients import build_fleet
-from fedplat.simulation.data import Federation, federation
+from fedplat.simulation.data import Dataset, Federation, divide, federation
 from fedplat.simulation.engines.interface import Engine
 from fedplat.simulation.run import Simulation
 from fedplat.simulation.scenario import unsupported
 from fedplat.simulation.scenario.file import SimulationFile
+from fedplat.simulation.scenario.objects import OF_LEARNER
 
 if TYPE_CHECKING:
     from fedplat.pytorch.training import Learner
@@ -44,16 +45,19 @@ class Setup:
 @contextlib.contextmanager
 def prepare(
     file: SimulationFile,
-    data: Federation | None = None,
+    data: Federation | Dataset | None = None,
     learner: Learner | None = None,
     on_progress: OnProgress = lambda text: None,
 ) -> Generator[Setup]:
     """Build all parts; the engine's processes end with the block. `on_progress` gets a text before a slow step.
 
-    `data` and `learner` replace the file's data and model. Raises `JobFileError`, `DataError`, `MissingExtraError`.
+    `data` and `learner` replace the file's data and model; the file's partition divides a `Dataset`. Raises
+    `JobFileError`, `DataError`, `MissingExtraError`.
     """
     unsupported.check(file.job)
     options = file.simulation
+    if isinstance(data, Dataset):
+        data = divide(data, options.partition, options.seed)
     clients_data = data if data is not None else load_data(file, on_progress)
     num_clients = clients_data.num_clients if clients_data is not None else 0
     fleet = build_fleet(options.fleet, options.seed, num_clients, file.folder)
@@ -122,6 +126,8 @@ def _open_engine(file: SimulationFile, data: Federation, learner: Learner | None
     from fedplat.simulation.scenario.model import build_learner
 
     options = LocalOptions.from_config(file.job.config)
+    if learner is None and file.job.model.initial == OF_LEARNER:
+        raise JobFileError("model: missing; expected make_job(model, ...) or simulate(..., learner=Learner(model=...))")
     if learner is None:
         learner, initial_model = build_learner(file)
     else:

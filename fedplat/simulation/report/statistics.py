@@ -1,7 +1,7 @@
-"""The mean of a number over seeds, and its confidence interval.
+"""Means over seeds, and their confidence intervals.
 
 >>> print(mean_interval([0.90, 0.92, 0.94]))
-0.92 ± 0.05
+0.920 ± 0.050
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ import math
 import statistics
 from collections.abc import Iterable
 
+import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
+
+Floats = npt.NDArray[np.float64]
 
 CONFIDENCE = 0.95
 _STEPS = 60
@@ -42,7 +46,24 @@ class MeanInterval(Struct, frozen=True, kw_only=True):
         return None if self.half_width is None else self.mean + self.half_width
 
     def __str__(self) -> str:
-        return f"{self.mean:.4g}" if self.half_width is None else f"{self.mean:.4g} ± {self.half_width:.2g}"
+        if not self.half_width or not math.isfinite(self.half_width):
+            return f"{self.mean:.4g}" if self.half_width is None else f"{self.mean:.4g} ± {self.half_width:g}"
+        decimals = min(max(0, 1 - math.floor(math.log10(self.half_width))), 9)  # two digits of the half width
+        return f"{self.mean:.{decimals}f} ± {self.half_width:.{decimals}f}"
+
+
+class MeanSeries(Struct, frozen=True, kw_only=True):
+    """A metric in the rounds that all seeds evaluated, as arrays of equal length.
+
+    `at_s` is the mean virtual second of the round; `low` and `high` are the ends of the confidence interval of the
+    mean, NaN with a single seed.
+    """
+
+    rounds: Floats
+    at_s: Floats
+    mean: Floats
+    low: Floats
+    high: Floats
 
 
 def mean_interval(values: Iterable[float], confidence: float = CONFIDENCE) -> MeanInterval:

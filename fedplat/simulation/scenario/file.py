@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from fedplat.errors import JobFileError
-from fedplat.job import JobSpec
-from fedplat.plugins import Plugins
+from fedplat.job import JobSpec, check_main, job_file
+from fedplat.plugins import Plugins, plugins_in
 from fedplat.simulation.scenario.options import SimulationOptions
-from fedplat.toml import format_value, read_record, read_toml
+from fedplat.toml import format_value, read_record, read_toml, to_table, write_toml
 
 TABLE = "simulation"
 _HEADER = re.compile(r"\s*\[\[?\s*([\w-]+|\"[^\"]*\"|'[^']*')")
@@ -30,6 +30,20 @@ class SimulationFile:
     simulation: SimulationOptions
     folder: Path
     raw: Mapping[str, Any]
+
+    def to_toml(self) -> str:
+        """Return the text of the file. Raises `JobFileError` if no file can name one of its classes or functions."""
+        text = write_toml(self.raw)
+        try:
+            read = parse(text, self.folder)
+        except JobFileError as exc:
+            raise JobFileError(f"{exc}; a file names only built-in classes, and those of files and modules") from exc
+        check_main(read.job.model.initial)
+        return text
+
+    def job_text(self) -> str:
+        """Return the text of the job file, for a server. Raises `JobFileError` for a job that a server cannot run."""
+        return job_file(self.job)
 
 
 def read(path: Path, changes: Sequence[str] = ()) -> SimulationFile:
@@ -47,9 +61,23 @@ def parse(text: str, folder: Path, changes: Sequence[str] = ()) -> SimulationFil
 
     It may name plugins of installed packages, and of modules and files relative to `folder`.
     """
-    raw, plugins = read_toml(text), Plugins(installed=True, folder=folder)
+    raw = read_toml(text)
     for change in changes:
         _change(raw, change)
+    return _read(raw, folder, Plugins(installed=True, folder=folder))
+
+
+def of_records(job: JobSpec, simulation: SimulationOptions, folder: Path | None = None) -> SimulationFile:
+    """Return the simulation file that has these records, after the same checks; `raw` are the equivalent tables.
+
+    Plugins are named by their class. Paths are relative to `folder`, by default the working directory. Raises
+    `JobFileError` with a line for each mistake.
+    """
+    raw = {**to_table(job), TABLE: to_table(simulation)}
+    return _read(raw, folder or Path.cwd(), plugins_in([job, simulation]))
+
+
+def _read(raw: Mapping[str, Any], folder: Path, plugins: Plugins) -> SimulationFile:
     job = {key: value for key, value in raw.items() if key != TABLE}
     mistakes: list[str] = []
     spec, options = None, None

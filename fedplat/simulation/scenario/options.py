@@ -51,4 +51,4 @@ class SimulationOptions(Struct, frozen=True, forbid_unknown_fields=True):
     model: ModelOptions = ModelOptions()
 
     def __post_init__(self) -> None:
-        adopt_fields(self)
+        adopt_fields(self, "simulation.")
