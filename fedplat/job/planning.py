@@ -23,6 +23,7 @@ from fedplat.privacy.accounting import epsilon, epsilon_rdp, epsilons, max_relea
 from fedplat.privacy.descriptions import describe_adjacency
 from fedplat.privacy.losses import FINE, ROUGH, Precision
 from fedplat.sampling import Poisson
+from fedplat.toml import normalize
 
 PARTS_OF_ROUNDS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -121,13 +122,14 @@ def plan(
     progress: Callable[[int, int], object] = lambda done, total: None,
     run: MapFunction = map,
 ) -> PrivacyPlan:
-    """Return the plan of a job; `multipliers` are compared instead of some around the job's own.
+    """Return the plan of a job, from a file or made from objects; `multipliers` are compared instead of some around the job's own.
 
     `progress` is called with the number of computed rows, and of all rows. `run` computes the rows of other cohorts and
     other noise, possibly in other processes, while this process computes the job's own.
 
     Raises `JobFileError` for a job that cannot keep its privacy guarantee, and `MissingExtraError`.
     """
+    spec = normalize(spec)
     options = require_privacy(spec)
     num_clients = num_clients or _population(spec)
     budget = options.epsilon or epsilon([Charge(_mechanism(spec), spec.rounds)], options.delta)

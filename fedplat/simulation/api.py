@@ -97,7 +97,7 @@ class Run:
 
     def to_json(self) -> str:
         """Return the text of `results.json`."""
-        return json.dumps(self.to_dict(), indent=2, allow_nan=False, default=str) + "\n"
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False, default=folders.describe) + "\n"
 
     def to_pandas(self) -> DataFrame:
         """Return one row for each committed round; `frames.list_rounds` describes the columns.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from fedplat.errors import ModelError
+from fedplat.errors import ModelError, ReplayError
 from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters
 from fedplat.simulation.clients import Fleet
@@ -109,12 +110,24 @@ def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
 
 def compute_identity(simulation: Simulation, fleet: Fleet) -> str:
     """Return a text that only equal simulations share, as far as they can be compared without training."""
-    digest = hashlib.sha256(msgspec.json.encode([simulation.spec, fleet.options, simulation.seed]))
+    content = [simulation.spec, fleet.options, simulation.seed]
+    digest = hashlib.sha256(msgspec.json.encode(content, enc_hook=_digest_of_object))
     digest.update(fleet.examples.tobytes())
     if simulation.initial is not None:
         digest.update(simulation.initial.schema.header)
         digest.update(simulation.initial.buffer.data)
     return digest.hexdigest()
+
+
+def _digest_of_object(value: object) -> str:
+    """Return a text for a value of a plugin's option that JSON does not have, such as an array."""
+    try:
+        return hashlib.sha256(pickle.dumps(value)).hexdigest()
+    except (pickle.PicklingError, AttributeError, TypeError) as exc:
+        raise ReplayError(
+            f"an option of a plugin is a {type(value).__name__} that cannot be pickled, as a run folder requires; "
+            "expected another type, or no run folder"
+        ) from exc
 
 
 def _extend_initial(spec: JobSpec, initial: Parameters) -> Parameters:

@@ -128,6 +128,12 @@ def _open_engine(file: SimulationFile, data: Federation, learner: Learner | None
     options = LocalOptions.from_config(file.job.config)
     if learner is None and file.job.model.initial == OF_LEARNER:
         raise JobFileError("model: missing; expected make_job(model, ...) or simulate(..., learner=Learner(model=...))")
+    named = (file.job.model.initial, file.simulation.model.module, file.simulation.model.loss)
+    if learner is None and file.simulation.engine == "ray" and any(each.startswith("__main__:") for each in named):
+        raise JobFileError(
+            'simulation.engine = "ray": its workers cannot import a model from a notebook or script; define it in a '
+            "module, or call simulate(..., learner=Learner(model=...))"
+        )
     if learner is None:
         learner, initial_model = build_learner(file)
     else:

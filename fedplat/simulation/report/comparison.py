@@ -88,7 +88,8 @@ class Comparison:
 
     def _draw(self, figure: Figure) -> None:
         lines = {each.name: each.curve for each in self.configurations}
-        plots.draw_bands(figure, lines, self.metric, self.target)
+        title = f"mean over seeds, with its {100 * self.confidence:g} % confidence interval"
+        plots.draw_means(figure, lines, self.metric, self.target, title)
 
     def __str__(self) -> str:
         header, *rows = [self._header(), *self._rows()]

@@ -113,8 +113,8 @@ def draw_accuracy(figure: Figure, result: Result, summary: Summary) -> None:
         figure.suptitle(f"{result.job}: best {summary.metric} {summary.best.value:.4g} in round {summary.best.round}")
 
 
-def draw_bands(figure: Figure, lines: Mapping[str, MeanSeries], metric: str, target: float) -> None:
-    """Plot means with their intervals, by name, over rounds and over virtual time."""
+def draw_means(figure: Figure, lines: Mapping[str, MeanSeries], metric: str, target: float, title: str) -> None:
+    """Plot means with their intervals, by name, over rounds and over virtual time; `title` is a note in the corner."""
     seconds, unit = _time_unit(max(float(line.at_s.max(initial=0.0)) for line in lines.values()))
     figure.set_size_inches(10, 4)
     axes: Sequence[Axes] = figure.subplots(1, 2, sharey=True)
@@ -132,9 +132,9 @@ def draw_bands(figure: Figure, lines: Mapping[str, MeanSeries], metric: str, tar
     _whole_numbers(axes[0])
     axes[0].set_ylabel(f"{metric} on held-out data")
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside upper center", ncols=min(4, len(lines)), frameon=False, fontsize="small"
-    )
+    columns = min(4, len(lines))
+    figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False, fontsize="small")
+    figure.text(0.995, 0.995, title, ha="right", va="top", fontsize="x-small", color=QUIET)
 
 
 def draw_time(figure: Figure, result: Result) -> None:
