@@ -122,7 +122,7 @@ def plan(
     progress: Callable[[int, int], object] = lambda done, total: None,
     run: MapFunction = map,
 ) -> PrivacyPlan:
-    """Return the plan of a job, from a file or made from objects; `multipliers` are compared instead of some around the job's own.
+    """Return the plan of a job; `multipliers` are compared instead of some around the job's own.
 
     `progress` is called with the number of computed rows, and of all rows. `run` computes the rows of other cohorts and
     other noise, possibly in other processes, while this process computes the job's own.

@@ -60,7 +60,7 @@ class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Run:
     """A finished simulation: all numbers (`result`), the most important ones (`summary`), and the data.
 
@@ -121,6 +121,11 @@ class Run:
     def save_plots(self, folder: str | Path) -> list[Path]:
         """Draw all plots into a folder and return their paths. Raises `MissingExtraError` without matplotlib."""
         return plots.draw(self.result, self.summary, Path(folder), self.federation)
+
+    def __repr__(self) -> str:
+        result, last = self.result, self.summary.last
+        score = "" if last is None else f", {self.summary.metric} {last.value:.4g}"
+        return f"<Run of {result.job}, seed {result.seed}: {result.status}, {result.totals.rounds} rounds{score}>"
 
     def _repr_html_(self) -> str:
         return page.format_run(self.result, self.summary)

@@ -40,7 +40,7 @@ class ComparedRuns:
     seconds_to_target: MeanInterval | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Comparison:
     """Configurations by a metric on held-out data, with confidence intervals over their seeds.
 
@@ -91,7 +91,7 @@ class Comparison:
         title = f"mean over seeds, with its {100 * self.confidence:g} % confidence interval"
         plots.draw_means(figure, lines, self.metric, self.target, title)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         header, *rows = [self._header(), *self._rows()]
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         lines = (

@@ -19,17 +19,14 @@ if TYPE_CHECKING:
 
 
 def format_table(rows: Iterable[Sequence[str]], header: Sequence[str] = ()) -> str:
-    """Return an HTML table of texts; the first column is aligned to the left, the others to the right."""
+    """Return an HTML table of texts, aligned to the left."""
     lines = [_format_row(header, "th")] if header else []
     lines += [_format_row(row, "td") for row in rows]
     return f"<table>{''.join(lines)}</table>"
 
 
 def _format_row(cells: Sequence[str], tag: str) -> str:
-    shown = (
-        f'<{tag} style="text-align: {"right" if number else "left"}">{html.escape(texts.shorten(cell))}</{tag}>'
-        for number, cell in enumerate(cells)
-    )
+    shown = (f'<{tag} style="text-align: left">{html.escape(texts.shorten(cell))}</{tag}>' for cell in cells)
     return f"<tr>{''.join(shown)}</tr>"
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from fedplat import texts
 from fedplat.errors import MissingExtraError
 from fedplat.simulation.data import Federation
 from fedplat.simulation.recording.result import Group, Result
@@ -120,9 +121,10 @@ def draw_means(figure: Figure, lines: Mapping[str, MeanSeries], metric: str, tar
     axes: Sequence[Axes] = figure.subplots(1, 2, sharey=True)
     for number, (name, line) in enumerate(lines.items()):
         color = COLORS[number % len(COLORS)]
+        # A label that begins with "_" would be left out of the legend, and text between "$" would be a formula.
+        label = texts.shorten(name).lstrip("_").replace("$", r"\$")
         for axis, steps in ((axes[0], line.rounds), (axes[1], line.at_s / seconds)):
-            # A label that begins with "_" would be left out of the legend.
-            axis.plot(steps, line.mean, color=color, linewidth=1.5, label=name.lstrip("_").replace("$", r"\$"))
+            axis.plot(steps, line.mean, color=color, linewidth=1.5, label=label)
             axis.fill_between(steps, line.low, line.high, color=color, alpha=0.2, linewidth=0)
     for axis, label in ((axes[0], "round"), (axes[1], f"mean virtual {unit}")):
         if target:

@@ -46,9 +46,11 @@ class MeanInterval(Struct, frozen=True, kw_only=True):
         return None if self.half_width is None else self.mean + self.half_width
 
     def __str__(self) -> str:
-        if not self.half_width or not math.isfinite(self.half_width):
-            return f"{self.mean:.4g}" if self.half_width is None else f"{self.mean:.4g} ± {self.half_width:g}"
-        decimals = min(max(0, 1 - math.floor(math.log10(self.half_width))), 9)  # two digits of the half width
+        if self.half_width is None:
+            return f"{self.mean:.4g}"
+        if not self.half_width > 1e-9 * abs(self.mean):  # NaN, or a rounding error
+            return f"{self.mean:.4g} ± {0.0 if self.half_width >= 0.0 else self.half_width:g}"
+        decimals = max(0, 1 - math.floor(math.log10(self.half_width)))  # two digits of the half width
         return f"{self.mean:.{decimals}f} ± {self.half_width:.{decimals}f}"
 
 

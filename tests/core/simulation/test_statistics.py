@@ -42,6 +42,20 @@ def test_an_interval_with_a_value_that_is_not_finite_is_nan() -> None:
     assert math.isnan(found.half_width)
 
 
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([0.9, 0.92, 0.94], "0.920 ± 0.050"),
+        ([100.0, 300.0, 500.0], "300 ± 497"),
+        ([0.1, 0.1, 0.1], "0.1 ± 0"),
+        ([math.nan, 1.0], "nan ± nan"),
+        ([1234.5678], "1235"),
+    ],
+)
+def test_text_has_two_digits_of_the_half_width(values: list[float], text: str) -> None:
+    assert str(mean_interval(values)) == text
+
+
 def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="there are no values; expected at least one"):
         mean_interval([])
