@@ -27,7 +27,7 @@ class ComparedRuns:
     """The runs of one configuration: `last`, `best` and `curve` are means over the seeds.
 
     `num_reached` is the number of seeds whose run reached the target; `rounds_to_target` and `seconds_to_target` are
-    means over these runs, None if there are none.
+    means over these runs, None without such a run.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Comparison:
     """Configurations by a metric on held-out data, with confidence intervals over their seeds.
 
     The intervals describe the seeds that were simulated: they need at least two for each configuration, and with few
-    they are wide. `target` is 0 if there is none.
+    they are wide. `target` is 0 without a target.
     """
 
     metric: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import runpy
 import sys
 import types
 from pathlib import Path
@@ -187,6 +188,13 @@ def test_a_learner_and_a_data_set_in_memory() -> None:
         simulate(job, options, data=data)
     with pytest.raises(DataError, match="the data is not partitioned"):
         simulate(job, msgspec.structs.replace(options, partition=None), data=data, learner=learner)
+
+
+def test_the_example_with_data_in_memory() -> None:
+    found = runpy.run_path(str(Path(__file__).resolve().parents[3] / "examples" / "own_data.py"))
+    run = found["main"]()
+    assert run.summary.best.value < 0.02  # the noise has a variance of 0.01
+    assert run.result.num_clients == 40
 
 
 def make_memory_job(label: Any = np.argmax) -> tuple[JobSpec, SimulationOptions]:
