@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from fedplat.errors import ModelError, ReplayError
 from fedplat.job import JobSpec, build_rule
@@ -120,14 +120,16 @@ def compute_identity(simulation: Simulation, fleet: Fleet) -> str:
 
 
 def _digest_of_object(value: object) -> str:
-    """Return a text for a value of a plugin's option that JSON does not have, such as an array."""
-    try:
-        return hashlib.sha256(pickle.dumps(value)).hexdigest()
-    except (pickle.PicklingError, AttributeError, TypeError) as exc:
+    """Return a text for a value of a plugin's option that JSON does not have: an array, or a function with a name."""
+    if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
+        return f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
+    name = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '<>')}"
+    if "<" in name:
         raise ReplayError(
-            f"an option of a plugin is a {type(value).__name__} that cannot be pickled, as a run folder requires; "
-            "expected another type, or no run folder"
-        ) from exc
+            f"an option of a plugin is a {type(value).__name__} without a name, so a resumed run could not be compared "
+            "with this one; expected numbers, text, arrays or functions that are defined with def, or no run folder"
+        )
+    return name
 
 
 def _extend_initial(spec: JobSpec, initial: Parameters) -> Parameters:

@@ -62,11 +62,12 @@ def new_figure() -> Figure:
     """Return an empty figure, which notebooks show as a picture. Raises `MissingExtraError` without matplotlib."""
     try:
         from fedplat.simulation.report.figure import ShownFigure
+
+        return ShownFigure(layout="constrained")
     except ModuleNotFoundError as exc:
         raise MissingExtraError(
             "plots need matplotlib; install it with: pip install 'fedplat[plots]', or use --no-plots"
         ) from exc
-    return ShownFigure(layout="constrained")
 
 
 def save(path: Path, picture: Callable[[Figure], object]) -> Path:

@@ -243,8 +243,10 @@ def test_an_option_that_cannot_be_stored_prevents_a_run_folder(tmp_path: Path) -
     with pytest.raises(JobFileError, match=r"simulation.data.inputs: a file cannot have a value of type ndarray"):
         run.file.to_toml()
     job, options = digits()
+    scheduled = msgspec.structs.replace(job, aggregation=Scheduled([small, np.arange(3)]))
+    assert simulate(scheduled, options, run_folder=RunFolderOptions(tmp_path / "named")).result.status == "COMPLETED"
     job = msgspec.structs.replace(job, aggregation=Scheduled(lambda: 1.0))
-    with pytest.raises(ReplayError, match=r"an option of a plugin is a function that cannot be pickled"):
+    with pytest.raises(ReplayError, match=r"an option of a plugin is a function without a name, so a resumed"):
         simulate(job, options, run_folder=RunFolderOptions(tmp_path))
 
 
