@@ -1,45 +1,43 @@
-"""Simulate hospitals that learn one linear model, with data and a model defined in Python.
+"""Simulate forty hospitals that learn one linear model; job, data and model are Python objects.
 
 Run it with: python examples/own_data.py
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 from torch import nn
 
+from fedplat.job import Selection
 from fedplat.pytorch.training import Learner
-from fedplat.simulation import Dataset, Federation, Run, simulate
-from fedplat.simulation.data import deal, partitioners
-from fedplat.simulation.scenario.file import parse
-
-JOB = """
-name = "hospitals"
-population = "hospitals"
-trainer = "linear"
-rounds = 15
-model = { initial = "unused:here" } # the learner creates the initial model
-config = { epochs = 1, batch_size = 32, learning_rate = 0.05 }
-selection = { goal = 5, over_selection = 1.2 }
-simulation = { target_metric = "loss", fleet = { speed = { kind = "uniform", low = 10.0, high = 200.0 } } }
-"""
+from fedplat.simulation import Dataset, FleetOptions, Run, SimulationOptions, make_job, simulate
+from fedplat.simulation.clients.distributions import UniformRange
+from fedplat.simulation.data import partitioners
 
 
-def data() -> Federation:
-    """Return the data of forty hospitals of unequal size: one linear function with noise."""
+def data() -> Dataset:
+    """Return examples of one linear function with noise."""
     rng = np.random.default_rng(7)
     inputs = rng.normal(size=(5000, 4)).astype(np.float32)
     targets = inputs @ np.array([[1.0], [-2.0], [0.5], [3.0]], np.float32)
     targets += 0.1 * rng.normal(size=targets.shape).astype(np.float32)
-    dataset = Dataset.from_arrays(inputs[:4000], targets[:4000], (inputs[4000:], targets[4000:]))
-    return deal(dataset, partitioners.Quantity(clients=40, distribution="lognormal", min_examples=10), seed=7)
+    return Dataset.from_arrays(inputs[:4000], targets[:4000], (inputs[4000:], targets[4000:]))
 
 
 def main() -> Run:
+    job = make_job(
+        name="hospitals",
+        rounds=15,
+        selection=Selection(goal=5, over_selection=1.2),
+        config={"epochs": 1, "batch_size": 32, "learning_rate": 0.05},
+    )
+    hospitals = SimulationOptions(
+        target_metric="loss",
+        partition=partitioners.Quantity(clients=40, distribution="lognormal", min_examples=10),
+        fleet=FleetOptions(speed=UniformRange(low=10.0, high=200.0)),
+    )
     learner = Learner(model=lambda: nn.Linear(4, 1), loss=nn.functional.mse_loss)
-    return simulate(parse(JOB, Path.cwd()), data=data(), learner=learner)
+    return simulate(job, hospitals, data=data(), learner=learner)
 
 
 if __name__ == "__main__":

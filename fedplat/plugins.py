@@ -8,14 +8,17 @@ if a file names it. `BUILTIN`, the default of all functions that read files, fin
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
+import inspect
+import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast, get_args, get_origin
 
 import msgspec
 from msgspec import Struct
@@ -134,27 +137,125 @@ def is_builtin(options: object, contract: type) -> bool:
 
 
 def digests(value: object) -> dict[str, str]:
-    """Return the SHA-256 of the file of each plugin among the fields of a record, by the plugin's name."""
+    """Return the SHA-256 of the file of each plugin among the fields of a record, by the plugin's name.
+
+    For a class that is defined in a notebook, it is that of the source text of its functions.
+    """
     found: dict[str, str] = {}
     if isinstance(value, Struct):
-        file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
-        if not type(value).__module__.startswith("fedplat.") and file is not None:
-            found[name_of(value)] = sha256(Path(file).read_bytes()).hexdigest()
+        if not type(value).__module__.startswith("fedplat."):
+            found[name_of(value)] = sha256(_read_source(type(value))).hexdigest()
         value = msgspec.structs.astuple(value)
-    for item in cast(tuple[object, ...], value) if isinstance(value, tuple) else ():
+    for item in cast(Sequence[object], value) if isinstance(value, tuple | list) else ():
         found |= digests(item)
     return found
 
 
-def adopt(options: Contract, contract: type[Contract]) -> Contract:
-    """Return options as if a file had named their class: with all attributes of the kind. Raises `PluginError`."""
+def _read_source(record: type[Struct]) -> bytes:
+    file = getattr(sys.modules.get(record.__module__), "__file__", None)
+    if file is not None:
+        return Path(file).read_bytes()
+    functions = [
+        each
+        for base in record.__mro__
+        if base.__module__ == record.__module__
+        for each in vars(base).values()
+        if inspect.isfunction(each) and each.__module__ == record.__module__
+    ]
+    try:
+        return "\n".join(map(inspect.getsource, functions)).encode()
+    except OSError:  # typed into an interpreter that keeps no text
+        return b"".join(each.__code__.co_code for each in functions)
+
+
+def adopt(options: Contract, contract: type[Contract], name: str = "") -> Contract:
+    """Return options as if a file had named their class: with all attributes of the kind. Raises `PluginError`.
+
+    `name` is the name in the file, by default that of the class.
+    """
     kind = find_kind(contract)
     assert kind is not None
     record = kind.check(type(options), type(options).__name__)
-    if record in kind.builtin.values() or issubclass(record, kind.base):
+    if record.__struct_config__.tag_field == kind.key:
         return options
-    values = {name: getattr(options, name) for name in record.__struct_fields__}
-    return cast(Contract, _with_name(record, kind, record.__name__)(**values))
+    values = {field: getattr(options, field) for field in record.__struct_fields__}
+    return cast(Contract, _with_name(record, kind, name or record.__name__)(**values))
+
+
+def adopt_fields(record: Struct, prefix: str = "") -> None:
+    """Adopt the plugins among the fields of a new record and of the records in it, in place.
+
+    So a record that is made from objects equals one that was read from a file. The name of a class in an importable
+    module is its reference, `module:class`. Raises `PluginError`, whose message begins with the key of the field.
+    """
+    for field, kind in _kinds_of_fields(type(record)).items():
+        value: object = getattr(record, field)
+        adopted = _adopt_values(value, kind, f"{prefix}{field}")
+        if adopted is not value:
+            msgspec.structs.force_setattr(record, field, adopted)
+    for field in record.__struct_fields__:
+        if isinstance(inner := getattr(record, field), Struct):
+            adopt_fields(inner, f"{prefix}{field}.")
+
+
+def plugins_in(value: object) -> Plugins:
+    """Return the adopted plugins among the fields of a record, or of several, as names that a file may use."""
+    given: dict[tuple[str, str], type[Struct]] = {}
+
+    def collect(item: object) -> None:
+        if isinstance(item, Struct):
+            for field, kind in _kinds_of_fields(type(item)).items():
+                held: object = getattr(item, field)
+                for each in cast(Sequence[object], held) if isinstance(held, tuple | list) else (held,):
+                    if isinstance(each, Struct) and type(each) not in kind.builtin.values():
+                        given[kind.name, name_of(each)] = type(each)
+            item = msgspec.structs.astuple(item)
+        for each in cast(Sequence[object], item) if isinstance(item, tuple | list) else ():
+            collect(each)
+
+    collect(value)
+    return Plugins(given)
+
+
+@functools.lru_cache(1000)
+def _kinds_of_fields(record: type[Struct]) -> Mapping[str, Kind]:
+    """Return the kind of each field that holds records of a kind, or a list of them."""
+    found: dict[str, Kind] = {}
+    for field in msgspec.structs.fields(record):
+        pending: list[object] = [field.type]
+        while pending:
+            each = pending.pop()
+            if (kind := find_kind(each)) is not None:
+                found[field.name] = kind
+            pending += get_args(each) if get_origin(each) is not Literal else ()
+    return found
+
+
+def _adopt_values(value: object, kind: Kind, key: str) -> object:
+    if isinstance(value, tuple | list):
+        items = cast(Sequence[object], value)
+        adopted = [_adopt_values(each, kind, f"{key}[{number}]") for number, each in enumerate(items)]
+        return value if all(map(operator.is_, adopted, items)) else type(value)(adopted)
+    if value is None or isinstance(value, Mapping):  # `toml.read_record` checks those
+        return value
+    if isinstance(value, type):
+        raise PluginError(f"{key} = {value.__name__}: expected an object, such as {value.__name__}(), not the class")
+    if not isinstance(value, Struct):
+        example = f", such as {next(iter(kind.builtin.values())).__name__}()" if kind.builtin else ""
+        raise PluginError(f"{key} = {value!r:.60}: expected {kind.noun} as an object{example}")
+    try:
+        return adopt(value, kind.contract, _reference(type(value)))
+    except PluginError as exc:
+        raise PluginError(f"{key}: {exc}") from exc
+
+
+def _reference(record: type) -> str:
+    """Return the reference by which a file may name a class; its name if there is no other."""
+    found: Any = sys.modules.get(record.__module__) if record.__module__ != "__main__" else None
+    with contextlib.suppress(AttributeError):
+        if found is not None and operator.attrgetter(record.__qualname__)(found) is record:
+            return f"{record.__module__}:{record.__qualname__}"
+    return record.__name__
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +297,7 @@ class Plugins:
         """Convert a table to a record of a kind: the `dec_hook` of msgspec. Raises `ValueError` for an unknown name."""
         kind = find_kind(annotation)
         if kind is None:
-            raise NotImplementedError(f"{annotation} is not the contract of a kind")
+            return value  # a type of a plugin's own; msgspec checks it
         if kind.plain and isinstance(value, str):
             value = {kind.key: value}
         if not isinstance(value, Mapping):
@@ -233,6 +334,8 @@ def _with_name(record: type[Struct], kind: Kind, name: str, folder: Path | None 
 
     `folder` is the folder to which the name, a reference, is relative.
     """
+    if (record.__struct_config__.tag_field, record.__struct_config__.tag) == (kind.key, name):
+        return record
     inherited = [field for field in msgspec.structs.fields(kind.base) if field.name not in record.__struct_fields__]
     has_base = issubclass(record, kind.base) or bool(inherited)  # two bases with fields cannot be combined
     return msgspec.defstruct(

@@ -8,18 +8,21 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+import json
 import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import date, time
+from pathlib import PurePath
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import FieldInfo
 from msgspec.structs import fields as struct_fields
 
 from fedplat.errors import JobFileError, PluginError, UserCodeError
-from fedplat.plugins import BUILTIN, Kind, Plugins, find_kind
+from fedplat.plugins import BUILTIN, Kind, Plugins, adopt_fields, find_kind, plugins_in
 
 MAX_MISTAKES = 20
 """Maximum number of mistakes in one error; about as many fit into a server's reply."""
@@ -58,6 +61,99 @@ def read_name(name: object, kind: Kind, path: str, plugins: Plugins = BUILTIN) -
     if record is None:
         raise JobFileError(f"{path} = {format_value(name)}: {_one_of(plugins.names(kind), name)}")
     return record
+
+
+def make_record(record: type[Record], values: Mapping[str, object], prefix: str = "") -> Record:
+    """Return a record with these fields, which may hold plugins and tables, after the same checks as for a file.
+
+    Fields with None have their default. Raises `JobFileError` with one line for each mistake.
+    """
+    known = {field.name: field.type for field in struct_fields(record)}
+    given = {key: value for key, value in values.items() if value is not None}
+    holder = msgspec.defstruct("Fields", [(key, known.get(key, Any)) for key in given], frozen=True)(**given)
+    adopt_fields(holder, prefix)
+    return read_record(to_table(holder), record, prefix, plugins_in(holder))
+
+
+def normalize(record: Record, prefix: str = "") -> Record:
+    """Return a record that was made from objects as if it had been read from a file, with the same checks.
+
+    `prefix` precedes the keys in the message. Raises `JobFileError` with one line for each mistake.
+    """
+    return read_record(to_table(record), type(record), prefix, plugins_in(record))
+
+
+def to_table(record: Struct) -> dict[str, Any]:
+    """Return the table from which a record can be read: its tag, and the fields that differ from their defaults."""
+    tag, config = {}, record.__struct_config__
+    if config.tag_field is not None:
+        tag = {config.tag_field: config.tag}
+    values = {field.encode_name: (field, getattr(record, field.name)) for field in struct_fields(type(record))}
+    return tag | {key: _to_value(value) for key, (field, value) in values.items() if not _is_default(value, field)}
+
+
+def _is_default(value: object, field: FieldInfo) -> bool:
+    if field.required:
+        return False
+    default: object = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+    try:
+        return value is default or bool(value == default)
+    except ValueError:  # arrays
+        return False
+
+
+def _to_value(value: Any) -> Any:
+    match value:
+        case Struct():
+            return to_table(value)
+        case Mapping():
+            return {str(key): _to_value(item) for key, item in cast(Mapping[Any, Any], value).items()}
+        case list() | tuple():
+            return [_to_value(item) for item in cast(Sequence[Any], value)]
+        case PurePath():
+            return str(value)
+        case _:
+            # A NumPy scalar becomes a number of Python.
+            return value.item() if getattr(value, "shape", None) == () else value
+
+
+def write_toml(table: Mapping[str, Any]) -> str:
+    """Return the text of a TOML file with these tables. Raises `JobFileError` for a value that TOML does not have."""
+    return "".join(_write_table(table, ())).lstrip("\n")
+
+
+def _write_table(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+    inner = {key: value for key, value in table.items() if isinstance(value, Mapping)}
+    if path and (len(inner) < len(table) or not table):
+        yield f"\n[{'.'.join(map(_write_key, path))}]\n"
+    for key, value in table.items():
+        if key not in inner:
+            yield f"{_write_key(key)} = {_write_value(value, (*path, key))}\n"
+    for key, value in inner.items():
+        yield from _write_table(value, (*path, key))
+
+
+def _write_value(value: Any, path: tuple[str, ...]) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return repr(value)
+        case str():
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+        case date() | time():
+            return value.isoformat()
+        case list():
+            return f"[{', '.join(_write_value(item, path) for item in cast(list[Any], value))}]"
+        case Mapping():
+            items = [(_write_key(key), _write_value(item, path)) for key, item in value.items()]
+            return f"{{ {', '.join(f'{key} = {item}' for key, item in items)} }}" if items else "{}"
+        case _:
+            raise JobFileError(f"{'.'.join(path)}: a file cannot have a value of type {type(value).__name__}")
+
+
+def _write_key(key: str) -> str:
+    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else _write_value(key, ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +202,7 @@ class _Checker:
                 yield from self._of_value(item, items, f"{path}[{number}]")
         else:
             try:
-                msgspec.convert(value, annotation)
+                msgspec.convert(value, annotation, dec_hook=self.plugins.decode)
             except msgspec.ValidationError as exc:
                 yield f"{path} = {format_value(value)}: {_expectation(str(exc), value, annotation)}"
 

@@ -6,15 +6,18 @@ import hashlib
 import math
 import os
 import time
+import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from fedplat import durable
+from fedplat import durable, wire
 from fedplat.admin.connection import AdminConnection
 from fedplat.admin.profile import Profile
 from fedplat.errors import ModelError, ServerRefusedError, ServerUnreachableError
+from fedplat.job import JobSpec, build_rule, job_file
+from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, model_pb2
 
 ProgressCallback = Callable[[int, int], object]
@@ -99,6 +102,18 @@ class AdminClient:
             job_file=job_file, initial_digest=initial_digest, idempotency_key=idempotency_key
         )
         return self._connection.call(self._jobs.CreateJob, request)
+
+    def submit_job(self, job: JobSpec, initial: Parameters, idempotency_key: str = "") -> admin_pb2.Job:
+        """Upload the initial model of a job that was made from objects, create the job and start it.
+
+        With the same `idempotency_key` a repeated call returns the same job. Raises `JobFileError` for a job that no
+        file can describe.
+        """
+        text, key = job_file(job), idempotency_key or uuid.uuid4().hex
+        extended = build_rule(job).requirements.extend(initial)
+        uploaded = self.upload_model(chunks(extended))
+        created = self.create_job(text, uploaded.digest, key)
+        return self.start(created.job_id) if created.status == admin_pb2.JOB_STATUS_DRAFT else created
 
     def list_jobs(self) -> Sequence[admin_pb2.Job]:
         """Return all jobs, without their job files; `show_job` returns one with it."""
@@ -291,3 +306,15 @@ class AdminClient:
                 f"{digest.hexdigest()}; try again"
             )
         return model
+
+
+def chunks(parameters: Parameters, progress: ProgressCallback | None = None) -> Iterator[bytes]:
+    """Yield the safetensors file in chunks; `progress` is called with the bytes taken so far and the total."""
+    done, total = 0, parameters.schema.file_size_bytes
+    for part in (memoryview(parameters.schema.header), parameters.buffer.data):
+        for start in range(0, len(part), wire.UPLOAD_CHUNK_BYTES):
+            chunk = bytes(part[start : start + wire.UPLOAD_CHUNK_BYTES])
+            yield chunk
+            done += len(chunk)
+            if progress is not None:
+                progress(done, total)

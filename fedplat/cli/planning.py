@@ -153,15 +153,7 @@ def _run(out: Output, file: SimulationFile, name: str, data: Federation | None) 
 def _draw(path: Path, file: SimulationFile, found: PrivacyPlan, scores: dict[float, float | None] | None) -> None:
     from fedplat.simulation.report import plots, privacy
 
-    lines = [
-        (multiplier, *planning.curve(file.job, multiplier))
-        for multiplier in (found.noise_multiplier / 2, found.noise_multiplier, 2 * found.noise_multiplier)
-    ]
-    known = [(choice.epsilon, scores[choice.noise_multiplier]) for choice in found.by_noise] if scores else []
-    points = [(epsilon, value) for epsilon, value in known if value is not None]
-    baseline = scores[0.0] if scores else None
-    metric = file.simulation.target_metric
-    picture = privacy.PrivacyChart(plan=found, lines=lines, scores=points, baseline=baseline, metric=metric)
+    picture = privacy.make_chart(file.job, found, scores, file.simulation.target_metric)
     try:
         plots.save(path, lambda figure: privacy.draw(figure, picture))
     except (OSError, ValueError) as exc:

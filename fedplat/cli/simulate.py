@@ -144,7 +144,7 @@ def _draw(out: Output, run: Run, folder: Path, plots: bool | None) -> None:
     if plots is False:
         return
     try:
-        run.plot(folder)
+        run.save_plots(folder)
     except MissingExtraError as exc:
         if plots:
             raise

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from fedplat import initial, wire
+from fedplat import initial
 from fedplat.admin import AdminClient, ProgressCallback
+from fedplat.admin.client import chunks
 from fedplat.cli.patience import Patience
 from fedplat.errors import FedplatError, JobFileError, ServerUnreachableError
 from fedplat.job import JobSpec
@@ -80,15 +80,3 @@ def _start_draft(client: AdminClient, job_id: str) -> admin_pb2.Job:
     """Start a draft. It may have been started already, if the answer to an earlier try was lost."""
     job = client.show_job(job_id)
     return client.start(job_id) if job.status == admin_pb2.JOB_STATUS_DRAFT else job
-
-
-def chunks(parameters: Parameters, progress: Callable[[int, int], object] | None = None) -> Iterator[bytes]:
-    """Yield the safetensors file in chunks; `progress` is called with the bytes taken so far and the total."""
-    done, total = 0, parameters.schema.file_size_bytes
-    for part in (memoryview(parameters.schema.header), parameters.buffer.data):
-        for start in range(0, len(part), wire.UPLOAD_CHUNK_BYTES):
-            chunk = bytes(part[start : start + wire.UPLOAD_CHUNK_BYTES])
-            yield chunk
-            done += len(chunk)
-            if progress is not None:
-                progress(done, total)

@@ -29,7 +29,7 @@ from fedplat.job.sections import (
     Selection,
     Updates,
 )
-from fedplat.job.spec import JobSpec, check_algorithm, parse_job
+from fedplat.job.spec import JobSpec, check_algorithm, check_main, job_file, parse_job
 
 __all__ = [
     "Adaptive",
@@ -56,7 +56,9 @@ __all__ = [
     "build_rule",
     "calibrate",
     "check_algorithm",
+    "check_main",
     "find_mechanism",
+    "job_file",
     "parse_job",
     "plan_charge",
     "warnings",

@@ -23,6 +23,7 @@ from fedplat.privacy.accounting import epsilon, epsilon_rdp, epsilons, max_relea
 from fedplat.privacy.descriptions import describe_adjacency
 from fedplat.privacy.losses import FINE, ROUGH, Precision
 from fedplat.sampling import Poisson
+from fedplat.toml import normalize
 
 PARTS_OF_ROUNDS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -128,6 +129,7 @@ def plan(
 
     Raises `JobFileError` for a job that cannot keep its privacy guarantee, and `MissingExtraError`.
     """
+    spec = normalize(spec)
     options = require_privacy(spec)
     num_clients = num_clients or _population(spec)
     budget = options.epsilon or epsilon([Charge(_mechanism(spec), spec.rounds)], options.delta)

@@ -24,9 +24,18 @@ from fedplat.job.sections import (
     Selection,
     Updates,
 )
-from fedplat.plugins import BUILTIN, Plugins, build_checked, name_of
+from fedplat.plugins import BUILTIN, Plugins, adopt_fields, build_checked, name_of
 from fedplat.sampling import Poisson, Uniform
-from fedplat.toml import format_value, read_name, read_record, read_toml, shown_key
+from fedplat.toml import (
+    format_value,
+    normalize,
+    read_name,
+    read_record,
+    read_toml,
+    shown_key,
+    to_table,
+    write_toml,
+)
 
 OUTLIER_FACTOR = 1000.0
 MAX_WEIGHT_FACTOR = 10.0
@@ -82,6 +91,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """Training on the server's data at the end of rounds; none: only clients train."""
 
     def __post_init__(self) -> None:
+        adopt_fields(self)
         if len(self.config) > 1000:
             raise ValueError(f"config has {len(self.config)} keys; expected at most 1000")
         for key, value in self.config.items():
@@ -175,6 +185,26 @@ def check_algorithm(spec: JobSpec, plugins: Plugins = BUILTIN) -> None:
             f'aggregation.rule = "{name_of(spec.aggregation)}": clients must run their part of it; expected [config] '
             f"algorithm = a name of the class {required.__name__} ({required.__module__}), and "
             f'"{given.__struct_config__.tag}" is another'
+        )
+
+
+def job_file(spec: JobSpec) -> str:
+    """Return the text of the job file of a job that was made from objects.
+
+    Raises `JobFileError` with one line for each mistake, and for a plugin, because servers have only the built-in
+    names.
+    """
+    text = write_toml(to_table(normalize(spec)))
+    check_main(parse_job(text).model.initial)
+    return text
+
+
+def check_main(initial: str) -> None:
+    """Raise `JobFileError` if `model.initial` names a function that only the running program has."""
+    if initial.startswith("__main__:"):
+        raise JobFileError(
+            f'model.initial = "{initial}": the function is defined in a notebook or script; expected a function of a '
+            "module, module:function, or a .safetensors file"
         )
 
 

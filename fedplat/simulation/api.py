@@ -1,37 +1,48 @@
-"""The simulation API: `simulate("job.toml")`."""
+"""The simulation API: `simulate("job.toml")`, `simulate(job, options)`, and `compare(runs)`."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import msgspec
 import numpy as np
 
 import fedplat
-from fedplat.job import find_mechanism
+from fedplat.errors import JobFileError
+from fedplat.job import JobSpec, find_mechanism
 from fedplat.learner import ArrayLearner
 from fedplat.model import Parameters
 from fedplat.plugins import digests
 from fedplat.privacy.cost import Cost, cost_of
-from fedplat.simulation.data import Federation
+from fedplat.simulation.data import Dataset, Federation
 from fedplat.simulation.engines.registry import AutoOptions
 from fedplat.simulation.recording import folder as folders
-from fedplat.simulation.recording.result import Result
+from fedplat.simulation.recording.result import AttemptResult, Result
+from fedplat.simulation.report import frames, page, plots
+from fedplat.simulation.report.comparison import Comparison, compare_results
+from fedplat.simulation.report.progress import ProgressEstimate, ShowProgress, show_bar
+from fedplat.simulation.report.statistics import CONFIDENCE
 from fedplat.simulation.report.summary import Series, Summary, series, summarize
 from fedplat.simulation.run import run as play
 from fedplat.simulation.run_folder import Observer, RunFolderOptions, open_run_folder, remove_journal
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import SimulationFile
+from fedplat.simulation.scenario.options import SimulationOptions
 from fedplat.simulation.setup import Setup, prepare
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
     from fedplat.pytorch.training import Learner
 
+PlotName = Literal["accuracy", "time", "participation", "staleness", "data"]
 FORMAT = 1
 """The version of the format of `results.json`; it changes when a program that reads the file would break."""
 
@@ -51,7 +62,7 @@ class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Run:
     """A finished simulation: all numbers (`result`), the most important ones (`summary`), and the data.
 
@@ -88,13 +99,38 @@ class Run:
 
     def to_json(self) -> str:
         """Return the text of `results.json`."""
-        return json.dumps(self.to_dict(), indent=2, allow_nan=False, default=str) + "\n"
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False, default=folders.describe) + "\n"
 
-    def plot(self, folder: str | Path) -> list[Path]:
+    def to_pandas(self) -> DataFrame:
+        """Return one row for each committed round; `frames.list_rounds` describes the columns.
+
+        Raises `MissingExtraError` without pandas.
+        """
+        return frames.to_frame(frames.list_rounds(self.result))
+
+    def plot(self, name: PlotName = "accuracy") -> Figure:
+        """Return a plot as a figure, which a notebook shows.
+
+        Raises `ValueError` if the run has no numbers for it, and `MissingExtraError` without matplotlib.
+        """
+        known = plots.pictures(self.result, self.summary, self.federation)
+        if name not in known:
+            raise ValueError(f"{name!r}: the run has no such plot; expected one of {', '.join(known)}")
+        figure = plots.new_figure()
+        known[name](figure)
+        return figure
+
+    def save_plots(self, folder: str | Path) -> list[Path]:
         """Draw all plots into a folder and return their paths. Raises `MissingExtraError` without matplotlib."""
-        from fedplat.simulation.report import plots
-
         return plots.draw(self.result, self.summary, Path(folder), self.federation)
+
+    def __repr__(self) -> str:
+        result, last = self.result, self.summary.last
+        score = "" if last is None else f", {self.summary.metric} {last.value:.4g}"
+        return f"<Run of {result.job}, seed {result.seed}: {result.status}, {result.totals.rounds} rounds{score}>"
+
+    def _repr_html_(self) -> str:
+        return page.format_run(self.result, self.summary)
 
     def save(self, folder: Path) -> None:
         """Write `results.json`, the participation of every client, and the model to a folder."""
@@ -108,29 +144,99 @@ class Run:
         folders.write(folder / folders.RESULTS, self.to_json().encode())
 
 
+@overload
 def simulate(
     file: str | Path | SimulationFile,
-    changes: Mapping[str, object] | Sequence[str] = (),
+    changes: Mapping[str, object] | Sequence[str] = ...,
     *,
-    data: Federation | None = None,
+    data: Federation | Dataset | None = ...,
+    learner: Learner | ArrayLearner | None = ...,
+    observe: Observer = ...,
+    run_folder: RunFolderOptions | None = ...,
+    progress: ShowProgress = ...,
+) -> Run: ...
+@overload
+def simulate(
+    file: JobSpec,
+    changes: SimulationOptions = ...,
+    /,
+    *,
+    data: Federation | Dataset | None = ...,
+    learner: Learner | ArrayLearner | None = ...,
+    observe: Observer = ...,
+    run_folder: RunFolderOptions | None = ...,
+    progress: ShowProgress = ...,
+) -> Run: ...
+def simulate(  # noqa: PLR0913 - one call for scripts and notebooks; every argument but the first has a default
+    file: str | Path | SimulationFile | JobSpec,
+    changes: Mapping[str, object] | Sequence[str] | SimulationOptions = (),
+    *,
+    data: Federation | Dataset | None = None,
     learner: Learner | ArrayLearner | None = None,
     observe: Observer = lambda record: None,
     run_folder: RunFolderOptions | None = None,
+    progress: ShowProgress = "auto",
 ) -> Run:
-    """Simulate a job.
+    """Simulate a job: a simulation file with `changes` of its keys, or a `JobSpec` and `SimulationOptions`.
 
-    `changes` replace keys of the file. `data` and `learner` replace the file's data and model. `observe` is called with
-    each attempt that has ended. With `run_folder`, the run is written to a folder, from which it can be resumed. Raises
-    `JobFileError`, `DataError`, `MissingExtraError`, and what training raises.
+    `data` and `learner` replace the file's data and model; the file's partition divides a `Dataset`. `observe` is
+    called with each attempt that has ended. With `run_folder`, the run is written to a folder, from which it can be
+    resumed. `progress` shows a bar, by default on a terminal and in a notebook. Raises `JobFileError`, `DataError`,
+    `PluginError`, `MissingExtraError`, and what training raises.
 
     >>> run = simulate("examples/digits-iid.toml", {"rounds": 3})
     >>> run.summary.last.round, run.series("accuracy").values.shape
     (3, (3,))
     """
-    if not isinstance(file, SimulationFile):
-        file = files.read(Path(file), changes if not isinstance(changes, Mapping) else format_changes(changes))
-    with prepare(file, data, learner) as setup:
-        return execute(file, setup, observe, run_folder)
+    file = _read(file, changes)
+    name, rounds, metric = file.job.name, file.job.rounds, file.simulation.target_metric
+    estimate = ProgressEstimate(name, rounds, metric, time.monotonic)
+    with prepare(file, data, learner) as setup, show_bar(estimate, progress, time.monotonic) as add:
+
+        def notify(record: AttemptResult) -> None:
+            add(record)
+            observe(record)
+
+        return execute(file, setup, notify, run_folder, estimate.begin)
+
+
+def _read(
+    file: str | Path | SimulationFile | JobSpec, changes: Mapping[str, object] | Sequence[str] | SimulationOptions
+) -> SimulationFile:
+    if isinstance(file, JobSpec):
+        if not isinstance(changes, SimulationOptions):
+            if changes:
+                raise JobFileError(
+                    "changes: expected SimulationOptions after a JobSpec; msgspec.structs.replace changes a JobSpec"
+                )
+            changes = SimulationOptions()
+        return files.of_records(file, changes)
+    if isinstance(changes, SimulationOptions):
+        raise JobFileError("SimulationOptions: expected a JobSpec before them; a file has its own, [simulation]")
+    if isinstance(file, SimulationFile):
+        if changes:
+            raise JobFileError("changes: expected none with a SimulationFile; they apply to the path of a file")
+        return file
+    return files.read(Path(file), changes if not isinstance(changes, Mapping) else format_changes(changes))
+
+
+def compare(
+    runs: Mapping[str, Run | Sequence[Run]],
+    *,
+    metric: str = "",
+    target: float | None = None,
+    confidence: float = CONFIDENCE,
+) -> Comparison:
+    """Compare configurations by their names: the mean of a metric over the runs of each, one for each seed.
+
+    `metric` and `target` are by default those of the first run. Raises `ValueError` if a configuration has no run, two
+    runs with the same seed, or a run that has no value of the metric.
+    """
+    named = {name: [each] if isinstance(each, Run) else list(each) for name, each in runs.items()}
+    first = next((run for each in named.values() for run in each), None)
+    summary = first.summary if first is not None else Summary(metric=metric)
+    results = {name: [run.result for run in each] for name, each in named.items()}
+    return compare_results(results, metric or summary.metric, summary.target if target is None else target, confidence)
 
 
 def execute(

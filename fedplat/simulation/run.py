@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
-from fedplat.errors import ModelError
+from fedplat.errors import ModelError, ReplayError
 from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters
 from fedplat.simulation.clients import Fleet
@@ -109,12 +110,26 @@ def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
 
 def compute_identity(simulation: Simulation, fleet: Fleet) -> str:
     """Return a text that only equal simulations share, as far as they can be compared without training."""
-    digest = hashlib.sha256(msgspec.json.encode([simulation.spec, fleet.options, simulation.seed]))
+    content = [simulation.spec, fleet.options, simulation.seed]
+    digest = hashlib.sha256(msgspec.json.encode(content, enc_hook=_digest_of_object))
     digest.update(fleet.examples.tobytes())
     if simulation.initial is not None:
         digest.update(simulation.initial.schema.header)
         digest.update(simulation.initial.buffer.data)
     return digest.hexdigest()
+
+
+def _digest_of_object(value: object) -> str:
+    """Return a text for a value of a plugin's option that JSON does not have: an array, or a function with a name."""
+    if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
+        return f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
+    name = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '<>')}"
+    if "<" in name:
+        raise ReplayError(
+            f"an option of a plugin is a {type(value).__name__} without a name, so a resumed run could not be compared "
+            "with this one; expected numbers, text, arrays or functions that are defined with def, or no run folder"
+        )
+    return name
 
 
 def _extend_initial(spec: JobSpec, initial: Parameters) -> Parameters:

@@ -16,14 +16,15 @@ from fedplat.learner import ArrayLearner
 from fedplat.model import Parameters
 from fedplat.plugins import name_of
 from fedplat.simulation.clients import build_fleet
-from fedplat.simulation.data import Federation, federation
+from fedplat.simulation.data import Dataset, Federation, divide, federation
 from fedplat.simulation.engines.interface import Engine
-from fedplat.simulation.engines.registry import open_engine
+from fedplat.simulation.engines.registry import RayOptions, open_engine
 from fedplat.simulation.engines.tasks import ClientTraining
 from fedplat.simulation.run import Simulation
 from fedplat.simulation.scenario import unsupported
 from fedplat.simulation.scenario.building import build_learner, make_initial
 from fedplat.simulation.scenario.file import SimulationFile
+from fedplat.simulation.scenario.objects import OF_LEARNER
 
 if TYPE_CHECKING:
     from fedplat.pytorch.training import Learner
@@ -54,16 +55,19 @@ class Setup:
 @contextlib.contextmanager
 def prepare(
     file: SimulationFile,
-    data: Federation | None = None,
+    data: Federation | Dataset | None = None,
     learner: Learner | ArrayLearner | None = None,
     on_progress: OnProgress = lambda text: None,
 ) -> Generator[Setup]:
     """Build all parts; the engine's processes end with the block. `on_progress` gets a text before a slow step.
 
-    `data` and `learner` replace the file's data and model. Raises `JobFileError`, `DataError`, `MissingExtraError`.
+    `data` and `learner` replace the file's data and model; the file's partition divides a `Dataset`. Raises
+    `JobFileError`, `DataError`, `MissingExtraError`.
     """
     unsupported.check(file.job)
     options = file.simulation
+    if isinstance(data, Dataset):
+        data = divide(data, options.partition, options.seed)
     clients_data = data if data is not None else load_data(file, on_progress)
     num_clients = clients_data.num_clients if clients_data is not None else 0
     fleet = build_fleet(options.fleet, options.seed, num_clients, file.folder)
@@ -122,6 +126,7 @@ def _open_engine(
 ) -> tuple[Engine, Parameters, LocalAlgorithmOptions | None]:
     """Return the engine, the initial model, and the clients' algorithm."""
     if given is None:
+        _check_references(file)
         learner, initial_model = build_learner(file)
     else:
         learner, initial_model = given, make_initial(given, file.simulation.seed)
@@ -141,3 +146,16 @@ def _open_engine(
             data = dataclasses.replace(data, test_inputs=data.test_inputs[:0], test_targets=data.test_targets[:0])
         task = ClientTraining(data, learner, options, file.simulation.seed)
     return open_engine(file.simulation.engine, task, file.simulation.workers), initial_model, algorithm
+
+
+def _check_references(file: SimulationFile) -> None:
+    """Raise `JobFileError` if no model is named, or one that the workers of Ray cannot import."""
+    if file.job.model.initial == OF_LEARNER:
+        raise JobFileError("model: missing; expected make_job(model, ...) or simulate(..., learner=Learner(model=...))")
+    options = file.simulation.model
+    named = (file.job.model.initial, getattr(options, "module", ""), getattr(options, "loss", ""))
+    if isinstance(file.simulation.engine, RayOptions) and any(each.startswith("__main__:") for each in named):
+        raise JobFileError(
+            'simulation.engine = "ray": its workers cannot import a model from a notebook or script; define it in a '
+            "module, or call simulate(..., learner=Learner(model=...))"
+        )

@@ -69,11 +69,27 @@ def federation(
         if partition is not None:
             raise DataError("the data is already partitioned over clients; leave [simulation.partition] out")
         return loaded
+    return divide(loaded, partition, seed)
+
+
+def divide(dataset: Dataset, partition: Partition | None, seed: int) -> Federation:
+    """Divide examples between clients; without a partition, between the owners in the data. Raises `DataError`."""
     if partition is None:
-        if loaded.groups is None:
+        if dataset.groups is None:
             raise DataError("the data is not partitioned: add a table [simulation.partition] with a scheme")
         partition = partitioners.Natural()
-    return deal(loaded, partition, seed)
+    return deal(dataset, partition, seed)
 
 
-__all__ = ["DataSource", "Dataset", "Federation", "Part", "Partition", "deal", "federation", "partitioners", "sources"]
+__all__ = [
+    "DataSource",
+    "Dataset",
+    "Federation",
+    "Part",
+    "Partition",
+    "deal",
+    "divide",
+    "federation",
+    "partitioners",
+    "sources",
+]

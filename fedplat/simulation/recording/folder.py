@@ -64,6 +64,11 @@ def finite(value: Any) -> Any:
     return value
 
 
+def describe(value: object) -> str:
+    """Return a text for a value that JSON does not have: the name of a function, which has no address in memory."""
+    return getattr(value, "__qualname__", None) or str(value)
+
+
 class Lines:
     """The file `rounds.jsonl`, written from the start."""
 
@@ -95,7 +100,7 @@ def begin(folder: Path, inputs: Mapping[str, Any]) -> None:
         raise DataError(f"{folder} has a run already; resume it (--resume), or choose another folder (--output)")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write(folder / RUN, (json.dumps(inputs, indent=2, default=str) + "\n").encode())
+        write(folder / RUN, (json.dumps(inputs, indent=2, default=describe) + "\n").encode())
     except OSError as exc:
         raise DataError(f"{folder} cannot be written: {exc.strerror or exc}") from exc
 
@@ -108,7 +113,7 @@ def resume(folder: Path, inputs: Mapping[str, Any]) -> None:
         raise DataError(f"the run in {folder} is over and has results; start another one without --resume")
     recorded = read_json(folder / RUN)
     before = dict(_flatten(recorded.get("simulation", {})))
-    now = dict(_flatten(json.loads(json.dumps(inputs["simulation"], default=str))))
+    now = dict(_flatten(json.loads(json.dumps(inputs["simulation"], default=describe))))
     for key in sorted(before.keys() | now.keys()):
         if not CHANGEABLE_KEYS.match(key) and before.get(key) != now.get(key):
             raise DataError(

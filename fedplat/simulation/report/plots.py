@@ -5,17 +5,19 @@ Each function draws one figure. Nothing is shown on a screen, and pyplot's globa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from fedplat import texts
 from fedplat.errors import MissingExtraError
 from fedplat.simulation.data import Federation
 from fedplat.simulation.recording.result import Group, Result
 from fedplat.simulation.report.data import label_table
+from fedplat.simulation.report.statistics import MeanSeries
 from fedplat.simulation.report.summary import Summary, collect_federated, series
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAIN, SECOND, QUIET, BAD, SPARE = "#1f5f8b", "#d9822b", "#888888", "#a8324a", "#9db8cc"
+COLORS = (MAIN, SECOND, BAD, "#3f8f5b", "#7b5ea7", "#8a6d3b", "#4aa5a8", QUIET)
+"""The colors of lines in the order of their configurations."""
 MAX_ROWS = 200
 """The most clients in the plot of labels; of a larger fleet, this many evenly spaced clients are shown."""
 _MAX_GROUPS = 24
@@ -30,31 +34,45 @@ _MAX_GROUPS = 24
 
 def draw(result: Result, summary: Summary, folder: Path, federation: Federation | None = None) -> list[Path]:
     """Draw the plots that the run has numbers for as PNG files. Raises `MissingExtraError` without matplotlib."""
-    pictures: dict[str, Callable[[Figure], object]] = {}
-    if any(len(each(result.attempts, summary.metric).values) for each in (series, collect_federated)):
-        pictures["accuracy"] = lambda figure: draw_accuracy(figure, result, summary)
+    return [save(folder / f"{name}.png", draw) for name, draw in pictures(result, summary, federation).items()]
+
+
+def pictures(result: Result, summary: Summary, federation: Federation | None) -> dict[str, Callable[[Figure], object]]:
+    """Return the functions that draw the plots that the run has numbers for, by the plots' names."""
+    found: dict[str, Callable[[Figure], object]] = {}
+    if has_metric(result, summary):
+        found["accuracy"] = lambda figure: draw_accuracy(figure, result, summary)
     if result.rounds:
-        pictures["time"] = lambda figure: draw_time(figure, result)
+        found["time"] = lambda figure: draw_time(figure, result)
     if result.participation.merged.any():
-        pictures["participation"] = lambda figure: draw_participation(figure, result)
+        found["participation"] = lambda figure: draw_participation(figure, result)
     if any(result.staleness):
-        pictures["staleness"] = lambda figure: draw_staleness(figure, result)
+        found["staleness"] = lambda figure: draw_staleness(figure, result)
     if federation is not None:
-        pictures["data"] = lambda figure: draw_data(figure, federation)
-    return [save(folder / f"{name}.png", picture) for name, picture in pictures.items()]
+        found["data"] = lambda figure: draw_data(figure, federation)
+    return found
 
 
-def save(path: Path, picture: Callable[[Figure], object]) -> Path:
-    """Draw one plot into a PNG file and return the path. Raises `MissingExtraError` without matplotlib."""
+def has_metric(result: Result, summary: Summary) -> bool:
+    """Return whether the metric of the summary was evaluated in any round."""
+    return any(len(each(result.attempts, summary.metric).values) for each in (series, collect_federated))
+
+
+def new_figure() -> Figure:
+    """Return an empty figure, which notebooks show as a picture. Raises `MissingExtraError` without matplotlib."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        from fedplat.simulation.report.figure import ShownFigure
+
+        return ShownFigure(layout="constrained")
     except ModuleNotFoundError as exc:
         raise MissingExtraError(
             "plots need matplotlib; install it with: pip install 'fedplat[plots]', or use --no-plots"
         ) from exc
-    figure = Figure(layout="constrained")
-    FigureCanvasAgg(figure)
+
+
+def save(path: Path, picture: Callable[[Figure], object]) -> Path:
+    """Draw one plot into a PNG file and return the path. Raises `MissingExtraError` without matplotlib."""
+    figure = new_figure()
     picture(figure)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
@@ -95,6 +113,31 @@ def draw_accuracy(figure: Figure, result: Result, summary: Summary) -> None:
         )
     if summary.best is not None:
         figure.suptitle(f"{result.job}: best {summary.metric} {summary.best.value:.4g} in round {summary.best.round}")
+
+
+def draw_means(figure: Figure, lines: Mapping[str, MeanSeries], metric: str, target: float, title: str) -> None:
+    """Plot means with their intervals, by name, over rounds and over virtual time; `title` is a note in the corner."""
+    seconds, unit = _time_unit(max(float(line.at_s.max(initial=0.0)) for line in lines.values()))
+    figure.set_size_inches(10, 4)
+    axes: Sequence[Axes] = figure.subplots(1, 2, sharey=True)
+    for number, (name, line) in enumerate(lines.items()):
+        color = COLORS[number % len(COLORS)]
+        # A label that begins with "_" would be left out of the legend, and text between "$" would be a formula.
+        label = texts.shorten(name).lstrip("_").replace("$", r"\$")
+        for axis, steps in ((axes[0], line.rounds), (axes[1], line.at_s / seconds)):
+            axis.plot(steps, line.mean, color=color, linewidth=1.5, label=label)
+            axis.fill_between(steps, line.low, line.high, color=color, alpha=0.2, linewidth=0)
+    for axis, label in ((axes[0], "round"), (axes[1], f"mean virtual {unit}")):
+        if target:
+            axis.axhline(target, linestyle="--", linewidth=1, color=QUIET)
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3)
+    _whole_numbers(axes[0])
+    axes[0].set_ylabel(f"{metric} on held-out data")
+    handles, labels = axes[0].get_legend_handles_labels()
+    columns = min(4, len(lines))
+    figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False, fontsize="small")
+    figure.text(0.995, 0.995, title, ha="right", va="top", fontsize="x-small", color=QUIET)
 
 
 def draw_time(figure: Figure, result: Result) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from fedplat.job import JobSpec, planning
 from fedplat.job.planning import PrivacyPlan
+from fedplat.simulation.report import plots
 from fedplat.simulation.report.plots import BAD, MAIN, QUIET, SECOND
 
 if TYPE_CHECKING:
@@ -30,6 +32,33 @@ class PrivacyChart:
     scores: Sequence[tuple[float, float]] = ()
     baseline: float | None = None
     metric: str = "accuracy"
+
+
+def make_chart(
+    job: JobSpec,
+    plan: PrivacyPlan,
+    scores: Mapping[float, float | None] | None = None,
+    metric: str = "accuracy",
+) -> PrivacyChart:
+    """Return the chart of a job's plan; `scores` are simulated metrics by noise multiplier, 0 without noise."""
+    own, scores = plan.noise_multiplier, scores or {}
+    points = [(choice.epsilon, scores.get(choice.noise_multiplier)) for choice in plan.by_noise]
+    return PrivacyChart(
+        plan=plan,
+        lines=[(multiplier, *planning.curve(job, multiplier)) for multiplier in (own / 2, own, 2 * own)],
+        scores=[(epsilon, value) for epsilon, value in points if value is not None],
+        baseline=scores.get(0.0),
+        metric=metric,
+    )
+
+
+def plot(
+    job: JobSpec, plan: PrivacyPlan, scores: Mapping[float, float | None] | None = None, metric: str = "accuracy"
+) -> Figure:
+    """Return a plot of a job's plan, with the arguments of `make_chart`. Raises `MissingExtraError`."""
+    figure = plots.new_figure()
+    draw(figure, make_chart(job, plan, scores, metric))
+    return figure
 
 
 def draw(figure: Figure, picture: PrivacyChart) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from fedplat.errors import JobFileError
-from fedplat.job import JobSpec, check_algorithm
-from fedplat.plugins import Plugins
+from fedplat.job import JobSpec, check_algorithm, check_main, job_file
+from fedplat.plugins import BUILTIN, Plugins, plugins_in
 from fedplat.simulation.scenario.options import SimulationOptions
-from fedplat.toml import format_value, read_record, read_toml
+from fedplat.toml import format_value, read_record, read_toml, to_table, write_toml
 
 TABLE = "simulation"
 _HEADER = re.compile(r"\s*\[\[?\s*([\w-]+|\"[^\"]*\"|'[^']*')")
@@ -24,17 +24,30 @@ _HEADER = re.compile(r"\s*\[\[?\s*([\w-]+|\"[^\"]*\"|'[^']*')")
 
 @dataclasses.dataclass(frozen=True)
 class SimulationFile:
-    """A job and its environment. Paths and modules are relative to `folder`; `raw` is the parsed TOML."""
+    """A job and its environment. Paths and modules are relative to `folder`; `raw` is the parsed TOML.
+
+    `plugins` are the names that the file may use besides the built-in ones.
+    """
 
     job: JobSpec
     simulation: SimulationOptions
     folder: Path
     raw: Mapping[str, Any]
+    plugins: Plugins = BUILTIN
 
-    @property
-    def plugins(self) -> Plugins:
-        """The names that the file may use besides the built-in ones."""
-        return _plugins(self.folder)
+    def to_toml(self) -> str:
+        """Return the text of the file. Raises `JobFileError` if no file can name one of its classes or functions."""
+        text = write_toml(self.raw)
+        try:
+            read = parse(text, self.folder)
+        except JobFileError as exc:
+            raise JobFileError(f"{exc}; a file names only built-in classes, and those of files and modules") from exc
+        check_main(read.job.model.initial)
+        return text
+
+    def job_text(self) -> str:
+        """Return the text of the job file, for a server. Raises `JobFileError` for a job that a server cannot run."""
+        return job_file(self.job)
 
 
 def read(path: Path, changes: Sequence[str] = ()) -> SimulationFile:
@@ -52,9 +65,24 @@ def parse(text: str, folder: Path, changes: Sequence[str] = ()) -> SimulationFil
 
     It may name plugins of installed packages, and of modules and files relative to `folder`.
     """
-    raw, plugins = read_toml(text), _plugins(folder)
+    raw = read_toml(text)
     for change in changes:
         _change(raw, change)
+    return _read(raw, folder, Plugins(installed=True, folder=folder))
+
+
+def of_records(job: JobSpec, simulation: SimulationOptions, folder: Path | None = None) -> SimulationFile:
+    """Return the simulation file that has these records, after the same checks; `raw` are the equivalent tables.
+
+    Plugins are named by their class. Paths are relative to `folder`, by default the working directory. Raises
+    `JobFileError` with a line for each mistake.
+    """
+    raw = {**to_table(job), TABLE: to_table(simulation)}
+    folder = folder or Path.cwd()
+    return _read(raw, folder, dataclasses.replace(plugins_in([job, simulation]), installed=True, folder=folder))
+
+
+def _read(raw: Mapping[str, Any], folder: Path, plugins: Plugins) -> SimulationFile:
     job = {key: value for key, value in raw.items() if key != TABLE}
     mistakes: list[str] = []
     spec, options = None, None
@@ -72,7 +100,7 @@ def parse(text: str, folder: Path, changes: Sequence[str] = ()) -> SimulationFil
         mistakes.append(str(exc))
     if mistakes or spec is None or options is None:
         raise JobFileError("\n".join(mistakes))
-    return SimulationFile(spec, options, folder, raw)
+    return SimulationFile(spec, options, folder, raw, plugins)
 
 
 def job_text(text: str) -> str:
@@ -98,10 +126,6 @@ def job_text(text: str) -> str:
         pass
     # Keys such as `simulation.seed = 1` or `simulation = {...}`, or a text of several lines that looks like a header.
     raise JobFileError(f"{TABLE}: expected a table of its own, [{TABLE}], and tables such as [{TABLE}.data] below it")
-
-
-def _plugins(folder: Path) -> Plugins:
-    return Plugins(installed=True, folder=folder)
 
 
 def _change(raw: dict[str, Any], change: str) -> None:

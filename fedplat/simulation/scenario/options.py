@@ -6,6 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from fedplat.plugins import adopt_fields
 from fedplat.simulation.clients import FleetOptions
 from fedplat.simulation.data import DataSource, Partition
 from fedplat.simulation.engines.registry import AutoOptions, EngineOptions
@@ -37,3 +38,6 @@ class SimulationOptions(Struct, frozen=True, forbid_unknown_fields=True):
     partition: Partition | None = None
     fleet: FleetOptions = FleetOptions()
     model: LearnerOptions = ModelOptions()
+
+    def __post_init__(self) -> None:
+        adopt_fields(self, "simulation.")

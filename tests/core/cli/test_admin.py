@@ -8,12 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
+import msgspec
+import numpy as np
 import pytest
 
 from faults import proxy
 from fedplat.admin import AdminClient
 from fedplat.admin.profile import Profile
-from fedplat.errors import FedplatError, ModelError, ServerRefusedError, ServerUnreachableError
+from fedplat.aggregate import FedAdam
+from fedplat.errors import FedplatError, JobFileError, ModelError, ServerRefusedError, ServerUnreachableError
+from fedplat.job import JobSpec, Model, Selection, parse_job
+from fedplat.model import Parameters
 from support.cli.fake_admin import FakeServer, S, State
 from support.cli.story import ending, script
 
@@ -52,6 +57,26 @@ def test_a_refusal_is_the_servers_text(call: Callable[[AdminClient], object], st
     state.refusal = (grpc.StatusCode.PERMISSION_DENIED, "operators only")
     with pytest.raises(ServerRefusedError, match=r"^operators only$"):
         call(client)
+
+
+def test_a_job_of_objects_is_submitted(state: State, client: AdminClient):
+    model = Parameters.from_arrays({"weight": np.ones(3, np.float32)})
+    job = JobSpec(
+        name="made",
+        population="demo",
+        trainer="linear",
+        rounds=3,
+        model=Model("trainer:model"),
+        selection=Selection(goal=2),
+        aggregation=FedAdam(learning_rate=0.1),
+    )
+    created = client.submit_job(job, model, "key")
+    assert created.status == S.JOB_STATUS_RUNNING
+    assert parse_job(state.jobs[created.job_id].job_file) == job
+    assert Parameters.from_bytes(state.models[created.model.digest]) == model
+    assert client.submit_job(job, model, "key") == created
+    with pytest.raises(JobFileError, match=r"^rounds = 0: expected a whole number >= 1$"):
+        client.submit_job(msgspec.structs.replace(job, rounds=0), model)
 
 
 def test_a_failure_of_the_server_points_to_its_log(state: State, server: FakeServer, client: AdminClient):

@@ -79,7 +79,12 @@ def test_what_is_kept(run: Run) -> None:
     lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
     assert lines == json.loads(run.to_json())["attempts"]
     assert list((folder / "tensorboard").iterdir())
-    assert {path.name for path in run.plot(folder)} >= {"accuracy.png", "time.png", "participation.png", "data.png"}
+    assert {path.name for path in run.save_plots(folder)} >= {
+        "accuracy.png",
+        "time.png",
+        "participation.png",
+        "data.png",
+    }
     with pytest.raises(DataError, match="has a run already"):
         simulate(run.file, run_folder=RunFolderOptions(folder))
 

@@ -1,0 +1,201 @@
+"""Runs over several seeds: means, confidence intervals, data frames, plots and HTML."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import json
+import math
+from html.parser import HTMLParser
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from fedplat.errors import MissingExtraError
+from fedplat.simulation import Comparison, Run, compare, simulate
+from fedplat.simulation.recording.result import Result
+from fedplat.simulation.report import page, plots
+from fedplat.simulation.report.comparison import compare_results
+from fedplat.simulation.report.frames import list_rounds
+from fedplat.simulation.report.summary import summarize
+from support.simulation.runs import attempt, result, write_digits
+
+VALUES = {
+    "one": [[0.1, 0.5, 0.8], [0.2, 0.4, 0.9], [0.1, 0.6, 0.7]],
+    "other": [[0.3, 0.6, 0.5], [0.2, 0.7, 0.6], [0.2, 0.5, 0.4]],
+}
+
+
+def make(values: list[float], seed: int, job: str = "made") -> Result:
+    attempts = [attempt(number, {"accuracy": value}) for number, value in enumerate(values, 1)]
+    return dataclasses.replace(result(*attempts), seed=seed, job=job)
+
+
+@pytest.fixture
+def compared() -> Comparison:
+    runs = {name: [make(values, seed) for seed, values in enumerate(rows)] for name, rows in VALUES.items()}
+    return compare_results(runs, "accuracy", target=0.65)
+
+
+def test_means_and_intervals_are_those_of_scipy(compared: Comparison) -> None:
+    for name, rows in VALUES.items():
+        values = np.array(rows)
+        low, high = stats.t.interval(0.95, 2, loc=values.mean(axis=0), scale=stats.sem(values))
+        curve = compared[name].curve
+        np.testing.assert_allclose(curve.mean, values.mean(axis=0), rtol=1e-12)
+        np.testing.assert_allclose(curve.low, low, rtol=1e-9)
+        np.testing.assert_allclose(curve.high, high, rtol=1e-9)
+        assert curve.rounds.tolist() == [1.0, 2.0, 3.0]
+        assert curve.at_s.tolist() == [10.0, 20.0, 30.0]
+        assert compared[name].last.mean == pytest.approx(values[:, -1].mean())
+        assert compared[name].best.mean == pytest.approx(values.max(axis=1).mean())
+
+
+def test_rounds_to_the_target_are_means_over_the_runs_that_reached_it(compared: Comparison) -> None:
+    """Of "one", the target 0.65 is between the rounds 2 and 3: at a half, at a half and at a half of the way."""
+    one, other = compared["one"], compared["other"]
+    assert one.num_reached == 3
+    assert one.rounds_to_target is not None
+    assert one.rounds_to_target.mean == pytest.approx(np.mean([2.5, 2.5, 2.5]))
+    assert one.seconds_to_target is not None
+    assert one.seconds_to_target.mean == pytest.approx(25.0)
+    assert other.num_reached == 1
+    assert other.rounds_to_target is not None
+    assert other.rounds_to_target.half_width is None
+    table = str(compared).splitlines()
+    assert table[0] == "configuration  seeds  last accuracy  best accuracy  rounds to 0.65      virtual time"
+    assert table[1] == "one            3      0.80 ± 0.25    0.80 ± 0.25    2.5 ± 0             25.0 s"
+    assert "1.9 (1 of 3 seeds)" in table[2]
+    never = compare_results({"one": [make([0.1], 0)]}, "accuracy", target=0.9)
+    assert "not reached" in str(never)
+
+
+def test_rounds_that_all_seeds_evaluated() -> None:
+    short = dataclasses.replace(result(attempt(2, {"accuracy": 0.4})), seed=1)
+    found = compare_results({"a": [make([0.1, 0.2, 0.3], 0), short]}, "accuracy")
+    assert found["a"].curve.rounds.tolist() == [2.0]
+    assert found["a"].curve.mean.tolist() == pytest.approx([0.3])
+
+
+def test_numbers_for_json_and_data_frames(compared: Comparison) -> None:
+    numbers = json.loads(json.dumps(compared.to_dict(), allow_nan=False))
+    assert [each["name"] for each in numbers["configurations"]] == ["one", "other"]
+    assert numbers["configurations"][0]["curve"]["rounds"] == [1.0, 2.0, 3.0]
+    assert numbers["configurations"][0]["last"]["count"] == 3
+    frame = compared.to_pandas()
+    assert list(frame.columns) == ["configuration", "round", "at_s", "mean", "low", "high"]
+    assert frame["configuration"].tolist() == ["one"] * 3 + ["other"] * 3
+    assert frame["round"].tolist() == [1, 2, 3] * 2
+    single = compare_results({"a": [make([0.1], 0)]}, "accuracy")
+    assert single.to_dict()["configurations"][0]["curve"]["low"] == [None]
+    assert math.isnan(single["a"].curve.low[0])
+
+
+def test_mistakes_are_named() -> None:
+    run = make([0.1], 3)
+    with pytest.raises(ValueError, match="there are no configurations to compare"):
+        compare({})
+    with pytest.raises(ValueError, match="FedAvg: it has no runs; expected one for each seed"):
+        compare_results({"FedAvg": []}, "accuracy")
+    with pytest.raises(ValueError, match="FedAvg: the seed 3 occurs twice; expected independent runs"):
+        compare_results({"FedAvg": [run, run]}, "accuracy")
+    with pytest.raises(ValueError, match="FedAvg: the run with seed 3 has no loss on held-out data"):
+        compare_results({"FedAvg": [run]}, "loss")
+    with pytest.raises(KeyError, match="'x': expected one of FedAvg"):
+        compare_results({"FedAvg": [run]}, "accuracy")["x"]
+
+
+class Page(HTMLParser):
+    """The names of elements, and the text."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.sources: list[str] = []
+        self.text = ""
+        self.feed(content)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.append(tag)
+        self.sources += [value or "" for key, value in attrs if key == "src"]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+EVIL = "<script>alert('x')</script>\x1b[2J $\\frac"
+
+
+def test_html_is_escaped_and_has_no_script() -> None:
+    run = make([0.1, 0.2], 0)
+    found = Page(page.format_run(dataclasses.replace(run, reason=EVIL), summarize(run)))
+    assert set(found.names) == {"div", "table", "tr", "td", "img"}
+    assert found.sources[0].startswith("data:image/png;base64,")
+    assert "<script>alert('x')</script>\ufffd[2J" in found.text
+    compared = compare_results({EVIL: [run], "_hidden": [run], "": [run]}, "accuracy")
+    assert "script" not in Page(compared._repr_html_()).names  # pyright: ignore[reportPrivateUsage]
+
+
+def test_without_matplotlib_the_page_has_only_the_table(monkeypatch: pytest.MonkeyPatch, compared: Comparison) -> None:
+    def missing() -> Any:
+        raise MissingExtraError("plots need matplotlib")
+
+    monkeypatch.setattr(plots, "new_figure", missing)
+    assert "img" not in Page(compared._repr_html_()).names  # pyright: ignore[reportPrivateUsage]
+
+
+def test_without_pandas_the_package_is_named(monkeypatch: pytest.MonkeyPatch, compared: Comparison) -> None:
+    real = builtins.__import__
+
+    def find(name: str, *rest: Any, **more: Any) -> Any:
+        if name == "pandas":
+            raise ModuleNotFoundError(name)
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", find)
+    with pytest.raises(MissingExtraError, match=r"data frames need pandas; .* pip install 'fedplat\[notebook\]'"):
+        compared.to_pandas()
+
+
+def test_a_plot_of_means_has_a_line_and_a_band_for_each_configuration(compared: Comparison) -> None:
+    figure = compared.plot()
+    assert [len(axes.collections) for axes in figure.axes] == [2, 2]
+    assert [line.get_label() for line in figure.axes[0].lines[:2]] == ["one", "other"]
+    shown: Any = figure
+    assert shown._repr_png_().startswith(b"\x89PNG")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    more = '[evaluation]\nevery = 2\n[evaluation.clients]\nevaluator = "digits"\ngoal = 3\n'
+    path = write_digits(tmp_path_factory.mktemp("run"))
+    path.write_text(path.read_text().replace("[simulation]", f"{more}[simulation]\nheld_out = 0.2"))
+    return simulate(path)
+
+
+def test_a_data_frame_has_one_row_for_each_committed_round(run: Run) -> None:
+    frame = run.to_pandas()
+    assert frame["round"].tolist() == [1, 2, 3, 4]
+    assert frame["at_s"].tolist() == [record.ended_at for record in run.result.rounds]
+    assert sum(frame["duration_s"].tolist()) == pytest.approx(frame["at_s"].tolist()[-1])
+    assert frame["accuracy"].dropna().tolist() == run.series("accuracy").values.tolist()
+    assert frame["merged"].tolist() == [record.num_updates for record in run.result.rounds]
+    assert frame["federated/accuracy"].notna().tolist() == [False, True, False, True]
+    assert {"clients/loss", "updates", "bytes_up", "bytes_down", "late", "abandoned"} <= set(frame.columns)
+    abandoned = dataclasses.replace(run.result, attempts=(attempt(1, {}, phase="ABANDONED"), attempt(1, {})))
+    assert [row["abandoned"] for row in list_rounds(abandoned)] == [1]
+
+
+def test_figures_of_a_run(run: Run) -> None:
+    assert run.plot().get_suptitle().startswith("digits: best accuracy")
+    assert len(run.plot("data").axes) == 3
+    with pytest.raises(ValueError, match="'staleness': the run has no such plot; expected one of accuracy, time"):
+        run.plot("staleness")
+    assert repr(run).startswith("<Run of digits, seed 0: COMPLETED, 4 rounds, accuracy 0.")
+    assert "on clients" in Page(run._repr_html_()).text  # pyright: ignore[reportPrivateUsage]
+    compared = compare({"digits": run})
+    assert (compared.metric, compared.target) == ("accuracy", 0.05)
+    assert run.summary.last is not None
+    assert compared["digits"].last.mean == run.summary.last.value
