@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -120,17 +120,36 @@ def build_checked(options: Buildable, expected: type[Built], key: str) -> Built:
     return built
 
 
+def find_records(value: object) -> Iterator[Struct]:
+    """Yield a record and all records among its fields."""
+    if isinstance(value, Struct):
+        yield value
+        value = msgspec.structs.astuple(value)
+    for item in cast(tuple[object, ...], value) if isinstance(value, tuple) else ():
+        yield from find_records(item)
+
+
+def find_file(record: type) -> Path | None:
+    """Return the file that defines a class; None for a class without one."""
+    file = getattr(sys.modules.get(record.__module__), "__file__", None)
+    return None if file is None else Path(file)
+
+
 def digests(value: object) -> dict[str, str]:
     """Return the SHA-256 of the file of each plugin among the fields of a record, by the plugin's name."""
     found: dict[str, str] = {}
-    if isinstance(value, Struct):
-        file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
-        if not type(value).__module__.startswith("fedplat.") and file is not None:
-            found[name_of(value)] = sha256(Path(file).read_bytes()).hexdigest()
-        value = msgspec.structs.astuple(value)
-    for item in cast(tuple[object, ...], value) if isinstance(value, tuple) else ():
-        found |= digests(item)
+    for record in find_records(value):
+        file = find_file(type(record))
+        if not type(record).__module__.startswith("fedplat.") and file is not None:
+            found[name_of(record)] = sha256(file.read_bytes()).hexdigest()
     return found
+
+
+class AbsentPlugin(Struct, frozen=True):
+    """The options of a plugin whose code this process does not have. All its functions raise `PluginError`.
+
+    It makes stored jobs readable, but they cannot run with it.
+    """
 
 
 def adopt(options: Contract, contract: type[Contract]) -> Contract:
@@ -149,7 +168,8 @@ class Plugins:
     """The names that a file may use besides the built-in ones.
 
     `given` are records by kind and name. With `installed`, the entry points of installed packages are names, too. With
-    `folder`, a name may be a reference, `module:object` or `path/to/file.py:object`, relative to that folder.
+    `folder`, a name may be a reference, `module:object` or `path/to/file.py:object`, relative to that folder. `absent`
+    are kinds and names of plugins whose code this process does not have (`AbsentPlugin`).
     """
 
     given: Mapping[tuple[str, str], type[Struct]] = dataclasses.field(
@@ -157,10 +177,11 @@ class Plugins:
     )
     installed: bool = False
     folder: Path | None = None
+    absent: frozenset[tuple[str, str]] = frozenset()
 
     def names(self, kind: Kind) -> list[str]:
         """Return all names of a kind, without importing any plugin."""
-        given = [name for group, name in self.given if group == kind.name]
+        given = [name for group, name in (*self.given, *sorted(self.absent)) if group == kind.name]
         return [*kind.builtin, *given, *(_entry_points(kind.name) if self.installed else ())]
 
     def find(self, kind: Kind, name: str) -> type[Struct] | None:
@@ -175,7 +196,7 @@ class Plugins:
         elif self.folder is not None and ":" in name:
             record = user_code.load(name, self.folder)
         else:
-            return None
+            return _make_absent(kind, name) if (kind.name, name) in self.absent else None
         return _with_name(kind.check(record, name), kind, name)
 
     def decode(self, annotation: type, value: Any) -> Any:
@@ -227,6 +248,20 @@ def _with_name(record: type[Struct], kind: Kind, name: str) -> type[Struct]:
         frozen=True,
         forbid_unknown_fields=True,
         kw_only=True,
+    )
+
+
+@functools.cache
+def _make_absent(kind: Kind, name: str) -> type[Struct]:
+    """Return the record that stands for a plugin, and accepts any options."""
+
+    def fail(*_: object) -> object:
+        raise PluginError(f"the plugin {kind.name}.{name} is not available in this process")
+
+    bases = (AbsentPlugin,) if kind.base is Struct else (AbsentPlugin, kind.base)
+    methods = dict.fromkeys(kind.methods, fail)
+    return msgspec.defstruct(
+        "Absent", [], bases=bases, namespace=methods, tag_field=kind.key, tag=name, frozen=True, kw_only=True
     )
 
 

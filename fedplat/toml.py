@@ -19,7 +19,7 @@ from msgspec import Struct
 from msgspec.structs import fields as struct_fields
 
 from fedplat.errors import JobFileError, PluginError, UserCodeError
-from fedplat.plugins import BUILTIN, Kind, Plugins, find_kind
+from fedplat.plugins import BUILTIN, AbsentPlugin, Kind, Plugins, find_kind
 
 MAX_MISTAKES = 20
 """Maximum number of mistakes in one error; about as many fit into a server's reply."""
@@ -117,8 +117,11 @@ class _Checker:
         elif isinstance(name, str) and name in names:
             record = cast(list[type[Struct]], records)[names.index(name)]
         if record is None:
-            yield f"{prefix}{tag} = {format_value(name)}: {_one_of(names, name)}"
-        else:
+            text = f"{prefix}{tag} = {format_value(name)}: {_one_of(names, name)}"
+            if isinstance(records, Kind) and isinstance(name, str) and ":" in name:
+                text += f"; a job cannot name code of a server or client, to which --plugin {records.name}.NAME adds it"
+            yield text
+        elif not issubclass(record, AbsentPlugin):
             yield from self.of_record(table, record, prefix)
 
 
