@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -30,6 +30,7 @@ CLIENT_KINDS = ("codecs", "algorithms")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _DIGITS = 12
 _EXPECTED = "expected KIND.NAME=/path/to/file.py:NAME, KIND.NAME=module:NAME, or KIND.NAME of an installed package"
+Request = TypeVar("Request", bound=Struct)
 ShortText = Annotated[str, Meta(max_length=200)]
 
 
@@ -66,7 +67,7 @@ class PluginReference(Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True)
 class LoadedPlugins:
-    """The imported plugins of a process: by kind and name in `table`, with their versions and references."""
+    """The imported plugins of a process: by kind and name in `table`, with their versions, in order, and references."""
 
     table: Plugins = BUILTIN
     versions: tuple[PluginVersion, ...] = ()
@@ -97,7 +98,10 @@ NO_PLUGINS = LoadedPlugins()
 
 
 def parse_plugins(texts: Iterable[str]) -> dict[str, str]:
-    """Return the references of texts `KIND.NAME=REFERENCE` by `KIND.NAME`; "" for entry points. Raises `PluginError`."""
+    """Return the references of texts `KIND.NAME=REFERENCE` by `KIND.NAME`; "" for entry points.
+
+    Raises `PluginError`.
+    """
     found: dict[str, str] = {}
     for text in texts:
         label, sign, reference = text.partition("=")
@@ -128,6 +132,7 @@ def load_plugins(
         versions.append(version)
         if reference is not None:
             references.append(reference)
+    versions.sort(key=lambda version: version.label)
     return LoadedPlugins(Plugins(given), tuple(versions), tuple(references))
 
 
@@ -144,6 +149,27 @@ def load_references(references: Iterable[PluginReference]) -> LoadedPlugins:
             )
         given[version.kind, version.name] = kinds()[version.kind].check(record, version.name)
     return LoadedPlugins(Plugins(given), tuple(each.version for each in wanted), wanted)
+
+
+def select_references(
+    references: Iterable[PluginReference], versions: Iterable[PluginVersion]
+) -> tuple[PluginReference, ...]:
+    """Return the references of plugins by kind and name."""
+    labels = {version.label for version in versions}
+    return tuple(each for each in references if each.version.label in labels)
+
+
+def decode_with_plugins(content: bytes, record: type[Request]) -> Request:
+    """Decode a request of another process as msgpack, with the plugins of its field `plugins`, which are imported.
+
+    Raises `PluginError` or `UserCodeError` if one of them cannot be used.
+    """
+    plugins = load_references(msgspec.msgpack.decode(content, type=_WithPlugins).plugins)
+    return msgspec.msgpack.decode(content, type=record, dec_hook=plugins.table.decode)
+
+
+class _WithPlugins(Struct, frozen=True):
+    plugins: tuple[PluginReference, ...] = ()
 
 
 def _parse_label(label: str, allowed: Collection[str]) -> tuple[Kind, str]:
@@ -187,9 +213,7 @@ def _absolute(reference: str, folder: Path) -> str:
 
 def _find_entry_point(kind: Kind, name: str) -> tuple[str, str]:
     """Return the reference and the package's version of an entry point."""
-    points = [
-        point for point in importlib.metadata.entry_points(group=ENTRY_POINTS + kind.name) if point.name == name
-    ]
+    points = [point for point in importlib.metadata.entry_points(group=ENTRY_POINTS + kind.name) if point.name == name]
     if not points:
         raise PluginError(
             f"no installed package has an entry point {name!r} in the group {ENTRY_POINTS}{kind.name}; install it, or "
@@ -207,6 +231,11 @@ def _find_package(record: type) -> str:
 def _digest(record: object) -> str:
     file = find_file(record) if inspect.isclass(record) else None
     return "" if file is None else sha256(file.read_bytes()).hexdigest()
+
+
+def describe_versions(versions: Iterable[PluginVersion]) -> str:
+    """Return versions as text for people."""
+    return " and ".join(f"{version.label} {version.short}" for version in versions)
 
 
 def versions_to_builtins(versions: Iterable[PluginVersion]) -> list[dict[str, str]]:

@@ -24,8 +24,8 @@ class JobAction(StrEnum):
 class OperatorCommand:
     """An operator starts, pauses, resumes or cancels a job.
 
-    `plugins` are the versions that the server has of the job's plugins, `problem` the first mistake in the job file with
-    them. A start or a resumption adopts these versions.
+    `plugins` are the versions that the server has of the job's plugins, `problem` the first mistake in the job file
+    with them. A start or a resumption adopts these versions.
     """
 
     job_id: str
@@ -96,8 +96,8 @@ class CandidatesDrawn:
     """The clients that the waiting room drew for an attempt that selects. `final`: no more will follow.
 
     They were drawn from `num_eligible` clients. `num_resting` other clients wait that a later round may draw, and
-    `num_spent` that have reached the participation limit, so that no later round may. `num_unable` other clients have the
-    trainer, but not the job's codec or algorithm. `error` is the error of a policy that failed to draw.
+    `num_spent` that have reached the participation limit, so that no later round may. `num_unable` other clients have
+    the trainer, but not the job's codec or algorithm. `error` is the error of a policy that failed to draw.
     """
 
     job_id: str

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from fedplat.loaded_plugins import PluginVersion
+from fedplat.loaded_plugins import PluginVersion, describe_versions
 from fedplat.rounds import closing
 from fedplat.rounds.records import JobState
 from fedplat.rounds.states import ENDED_JOBS, JobStatus, Reason
@@ -33,7 +33,7 @@ def describe_missing(job: JobState, loaded: tuple[PluginVersion, ...], problem: 
     if problem:
         return (
             f"the job cannot use the server's plugins: {problem[:MAX_PROBLEM]}; start the server with "
-            f"{_join(job.plugins)}, then resume the job"
+            f"{describe_versions(job.plugins)}, then resume the job"
         )
     return ""
 
@@ -44,15 +44,11 @@ def describe_changed(job: JobState, loaded: tuple[PluginVersion, ...]) -> str:
     changed = [version for version in job.plugins if found.get(version.label, version) != version]
     if not changed:
         return ""
-    now = _join(tuple(found[version.label] for version in changed))
+    now = describe_versions(found[version.label] for version in changed)
     return (
-        f"the job has {_join(tuple(changed))}, but the server has {now}; start the server with the former plugin, then "
-        "resume the job, or resume it now to continue with the other code"
+        f"the job has {describe_versions(changed)}, but the server has {now}; start the server with the former plugin, "
+        "then resume the job, or resume it now to continue with the other code"
     )
-
-
-def _join(versions: tuple[PluginVersion, ...]) -> str:
-    return " and ".join(f"{version.label} {version.short}" for version in versions)
 
 
 def pause(job: JobState, text: str, context: Context) -> Transition:

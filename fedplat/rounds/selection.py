@@ -22,8 +22,8 @@ from fedplat.sampling import Policy, Uniform
 class Demand:
     """The demand of an attempt: `target` clients, drawn by `sampling` once `min_eligible` eligible clients wait.
 
-    Without `min_eligible` they are drawn when the time for selection is over. `codecs` and `algorithms` are those that a
-    client must support. Clients in `excluded` are not drawn: they take part already.
+    Without `min_eligible` they are drawn when the time for selection is over. `codecs` and `algorithms` are those that
+    a client must support. Clients in `excluded` are not drawn: they take part already.
     """
 
     key: AttemptKey
@@ -200,7 +200,7 @@ class WaitingRoom:
         return self._eligible_for(job_id).num_spent
 
     def count_unable(self, job_id: str) -> int:
-        """Return the number of waiting clients that the job may not draw only because they lack a codec or an algorithm.
+        """Return the number of waiting clients that the job may not draw only for lack of a codec or an algorithm.
 
         Examines all waiting clients of a job that requires one.
         """

@@ -42,12 +42,15 @@ def read(path: Path, changes: Sequence[str] = ()) -> SimulationFile:
     return parse(text, path.absolute().parent, changes)
 
 
-def parse(text: str, folder: Path, changes: Sequence[str] = ()) -> SimulationFile:
+def parse(
+    text: str, folder: Path, changes: Sequence[str] = (), absent: frozenset[tuple[str, str]] = frozenset()
+) -> SimulationFile:
     """Parse the text of a simulation file. Raises `JobFileError` with a line for each table that has a mistake.
 
-    It may name plugins of installed packages, and of modules and files relative to `folder`.
+    It may name plugins of installed packages, and of modules and files relative to `folder`; and for a job that is only
+    submitted, the `absent` plugins of the server, by kind and name.
     """
-    raw, plugins = read_toml(text), Plugins(installed=True, folder=folder)
+    raw, plugins = read_toml(text), Plugins(installed=True, folder=folder, absent=absent)
     for change in changes:
         _change(raw, change)
     job = {key: value for key, value in raw.items() if key != TABLE}
