@@ -18,7 +18,7 @@ from fedplat import user_code
 from fedplat.errors import JobFileError, ModelError, UserCodeError
 from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters
-from fedplat.plugins import AbsentPlugin, find_records
+from fedplat.plugins import has_absent
 
 
 def of_job(spec: JobSpec, folder: Path) -> Parameters:
@@ -27,7 +27,7 @@ def of_job(spec: JobSpec, folder: Path) -> Parameters:
     Nothing is added if a plugin of the job is absent.
     """
     parameters = resolve(spec.model.initial, folder)
-    if any(isinstance(record, AbsentPlugin) for record in find_records(spec)):
+    if has_absent(spec):
         return parameters  # the server checks the model
     try:
         return build_rule(spec).requirements.extend(parameters)

@@ -174,7 +174,7 @@ class _WithPlugins(Struct, frozen=True):
 
 def _parse_label(label: str, allowed: Collection[str]) -> tuple[Kind, str]:
     group, dot, name = label.partition(".")
-    known = {kind_name: kind for kind_name, kind in kinds().items() if kind_name in allowed}
+    known = {each: kinds()[each] for each in allowed if each in kinds()}
     if not dot or not _NAME.fullmatch(name):
         raise PluginError(f"{label}: {_EXPECTED}; a NAME has at most 63 letters, digits, '_', '.' and '-'")
     if group not in known:

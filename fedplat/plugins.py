@@ -163,6 +163,11 @@ def adopt(options: Contract, contract: type[Contract]) -> Contract:
     return cast(Contract, _with_name(record, kind, record.__name__)(**values))
 
 
+def has_absent(options: Struct) -> bool:
+    """Return whether a record, or one among its fields, stands for a plugin that this process does not have."""
+    return any(isinstance(record, AbsentPlugin) for record in find_records(options))
+
+
 @dataclasses.dataclass(frozen=True)
 class Plugins:
     """The names that a file may use besides the built-in ones.

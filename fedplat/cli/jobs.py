@@ -265,17 +265,14 @@ def _load_for(client: AdminClient, file: Path) -> Submission:
     """Load a job file, which may name plugins that only the server has."""
     try:
         return _load(file)
-    except JobFileError as exc:
+    except JobFileError:
         try:
             found = frozenset((plugin.kind, plugin.name) for plugin in client.status().plugins)
-        except FedplatError:
+        except FedplatError:  # the mistakes in the file are certain
             found = frozenset[tuple[str, str]]()
         if not found:
             raise
-        try:
-            return _load(file, found)
-        except JobFileError:
-            raise exc from None
+    return _load(file, found)
 
 
 def _load(file: Path, server_plugins: frozenset[tuple[str, str]] = frozenset()) -> Submission:

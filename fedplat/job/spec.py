@@ -23,7 +23,7 @@ from fedplat.job.sections import (
     Selection,
     Updates,
 )
-from fedplat.plugins import BUILTIN, AbsentPlugin, Plugins, build_checked, find_records, name_of
+from fedplat.plugins import BUILTIN, Plugins, build_checked, has_absent, name_of
 from fedplat.sampling import Poisson, Uniform
 from fedplat.toml import format_value, read_record, read_toml, shown_key
 
@@ -160,7 +160,7 @@ def _check(spec: JobSpec) -> None:
 
     A stored job whose plugins are absent was checked when it was created.
     """
-    if any(isinstance(record, AbsentPlugin) for record in find_records(spec)):
+    if has_absent(spec):
         return
     _check_rule(spec, build_checked(spec.aggregation, aggregate.Rule, "aggregation.rule"))
     for name in ("uplink", "downlink"):
