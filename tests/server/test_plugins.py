@@ -84,10 +84,13 @@ async def test_the_policy_of_a_plugin_draws(folder: Path, loaded: LoadedPlugins)
     async with daemons.running(folder, plugins=loaded) as site:
         await site.operator.start(text)
         clients = await site.fleet(3)
-        polls = [asyncio.ensure_future(client.check_in(1.0)) for client in clients[:2]]
+        polls = [asyncio.ensure_future(client.check_in()) for client in clients[:2]]
         await site.waiting(2)
         assert (await clients[2].assignment(labels={"first": "yes"})).round == 1
-        assert not any(response.HasField("assignment") for response in await asyncio.gather(*polls))
+        assert not any(poll.done() for poll in polls)
+        assert (await site.status()).num_waiting == 2
+        for poll in polls:
+            poll.cancel()
 
 
 async def test_a_client_without_the_codec_is_not_drawn_and_the_operator_sees_why(
