@@ -32,7 +32,7 @@ from fedplat.codecs import with_error_feedback
 from fedplat.codecs.guard import guard
 from fedplat.errors import CodecError, ModelError
 from fedplat.model import DTYPES, FLOATING, Blocks, ModelFile, Schema, Segment, Values, Vector, blocks, part_of
-from fedplat.plugins import BUILTIN, Plugins, name_of
+from fedplat.plugins import BUILTIN, Plugins, build_checked, name_of
 
 MAGIC = b"fedplat encoded update 1\n"
 _LONGEST_LINE = 1000
@@ -71,8 +71,9 @@ class Format:
     @cached_property
     def codec(self) -> codecs.Codec:
         """The codec with its options; the codec of a plugin has a guard."""
-        codec = self.options.build()
-        return codec if type(self.options) in codecs.CODECS.values() else guard(codec, name_of(self.options))
+        if type(self.options) in codecs.CODECS.values():
+            return self.options.build()
+        return guard(build_checked(self.options, codecs.Codec, "codec"), name_of(self.options))
 
     @property
     def needs_feedback(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec import Struct, structs
 
@@ -24,8 +26,8 @@ CHANGED = (
 )
 
 
-def begun(num_clients: int = 2, **fields: object) -> Driver:
-    driver = Driver(make_job(plugins=(OLD,), **fields))
+def begun(num_clients: int = 2) -> Driver:
+    driver = Driver(make_job(plugins=(OLD,)))
     driver.check_in(*(f"c{number}" for number in range(num_clients)))
     assert driver.verdict(OperatorCommand("j", JobAction.START, (OLD,))).accepted
     return driver
@@ -117,7 +119,7 @@ class Raising(Struct, frozen=True):
         raise KeyError("utility")
 
 
-def raising(**sections: object) -> JobState:
+def raising(**sections: Any) -> JobState:
     spec = make_spec(1, **sections)
     return make_job("bad", structs.replace(spec, selection=structs.replace(spec.selection, sampling=Raising())))
 

@@ -31,7 +31,7 @@ async def test_versions_are_kept_and_replaced(store: SqlStore, database: str, tm
     assert has_absent(without.state.spec)
     assert name_of(without.state.spec.aggregation) == "scaled"
     assert without.state.spec.compression.names == {"halves"}
-    with pytest.raises(PluginError, match="the plugin rules.scaled is not available in this process"):
+    with pytest.raises(PluginError, match=r"the plugin rules\.scaled is not available in this process"):
         without.state.spec.aggregation.build()
 
     reader = await open_store(database, plugins=loaded.table)
