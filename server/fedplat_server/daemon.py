@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequ
 from typing import Any, TypeVar
 from uuid import uuid4
 
+from fedplat.loaded_plugins import describe_versions
 from fedplat.rounds import Change, Coordinator, HistoryRow, JobState, ModelVersion
 from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, Restart, RunWarmStart
 from fedplat.rounds.events import ServerRestarted
@@ -270,6 +271,8 @@ class _LeaderParts:
         await asyncio.to_thread(spool.keep, jobs.needed_updates())
         clients = ClientDirectory(store.clients)
         bounded_audit = BoundedAudit(store.audit, config.limits.notes_per_minute, loop.time)
+        if config.plugins.versions:
+            logs.get().info("plugins were loaded", plugins=describe_versions(config.plugins.versions))
         references = config.plugins.references
         training = ServerTraining(config.trainers, config.data_dir, blobs, runner.post, references)
         await asyncio.to_thread(training.keep, jobs.pending_warm_starts())

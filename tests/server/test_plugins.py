@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from fedplat.codecs.container import Format, options_from_text
 from fedplat.loaded_plugins import LoadedPlugins
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
+from fedplat_server.config import LeaseTimes
 from fedplat_server.verify.checker import verify
-from support import commands, daemons, plugins
+from support import commands, daemons, gateways, plugins
 from support.daemons import RawClient, Site, initial_model, update_of
 from support.jobs import job_file
 
@@ -164,6 +166,25 @@ async def test_a_job_continues_with_another_version_only_if_it_is_resumed(folder
     async with daemons.running(folder, plugins=changed) as site:
         assert (await site.operator.show(job)).status == RUNNING
         assert (await site.operator.show(draft)).status == RUNNING
+
+
+@pytest.mark.slow
+@pytest.mark.fault("F51")
+async def test_a_daemon_without_the_plugin_that_takes_over_pauses_the_job(
+    folder: Path, postgres: str, loaded: LoadedPlugins
+) -> None:
+    settings: dict[str, Any] = {"database": postgres, "lease": LeaseTimes(valid_s=60.0, renew_s=0.2, poll_s=0.05)}
+    async with contextlib.AsyncExitStack() as stack:
+        leader = await stack.enter_async_context(daemons.running(folder, plugins=loaded, **settings))
+        job = await leader.operator.start(job_file(goal=1, more=RULE))
+        async with daemons.running(folder, **settings) as other:
+            assert (await other.operator.show(job)).status == RUNNING, "it passes the call on"
+            await stack.aclose()
+            await gateways.leading(other, 2)
+            shown = await other.operator.show(job)
+            assert shown.status == PAUSED
+            assert shown.reason.startswith("the server has no plugin rules.scaled")
+            assert [plugin.name for plugin in shown.plugins] == ["scaled"]
 
 
 @pytest.mark.fault("F51")
