@@ -18,11 +18,17 @@ from fedplat import user_code
 from fedplat.errors import JobFileError, ModelError, UserCodeError
 from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters
+from fedplat.plugins import has_absent
 
 
 def of_job(spec: JobSpec, folder: Path) -> Parameters:
-    """Return the model that a job starts from, with the tensors that its rule adds. Raises `JobFileError`."""
+    """Return the model that a job starts from, with the tensors that its rule adds. Raises `JobFileError`.
+
+    Nothing is added if a plugin of the job is absent.
+    """
     parameters = resolve(spec.model.initial, folder)
+    if has_absent(spec):
+        return parameters  # the server checks the model
     try:
         return build_rule(spec).requirements.extend(parameters)
     except ModelError as exc:

@@ -18,11 +18,13 @@ from msgspec.structs import replace
 
 from fedplat import user_code
 from fedplat.errors import PluginError
-from fedplat.plugins import Kind, by_name, define, is_builtin, name_of
+from fedplat.plugins import AbsentPlugin, Kind, by_name, define, is_builtin, name_of
 
 Exponent = Annotated[float, Meta(ge=0.0, le=100.0)]
 Slope = Annotated[float, Meta(gt=0.0, le=1e6)]
 Versions = Annotated[int, Meta(ge=0, le=1_000_000)]
+MAX_OF_PLUGIN = 10_000
+"""Largest `max_staleness` with a staleness weight of a plugin."""
 
 
 @runtime_checkable
@@ -118,7 +120,7 @@ class Buffered(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"
                 )
             if self.staleness != owner():
                 raise ValueError(f"{name} = {value}: [mode.staleness] has options; expected {name} in it, too")
-        self.weight(0)  # so that a plugin that fails does so before the job begins
+        self._check_plugin()
 
     def weight(self, staleness: int) -> float:
         """Return the weight of an update with a base version that is `staleness` versions old; 1 for a fresh one.
@@ -133,6 +135,18 @@ class Buffered(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"
         if not isinstance(found, numbers.Real) or not 0.0 <= float(found) < math.inf:
             raise PluginError(f"{name} returned {str(found)[:100]}; expected a finite number of at least 0")
         return float(found)
+
+    def _check_plugin(self) -> None:
+        """Compute all weights of a plugin, so that one that fails does so before the job begins."""
+        if is_builtin(self.staleness, StalenessWeight) or isinstance(self.staleness, AbsentPlugin):
+            return
+        if self.max_staleness is None or self.max_staleness > MAX_OF_PLUGIN:
+            raise ValueError(
+                f"max_staleness = {self.max_staleness or 'none'}: expected at most {MAX_OF_PLUGIN} with the staleness "
+                "weight of a plugin, whose weights are all computed before the job begins"
+            )
+        for staleness in range(self.max_staleness + 1):
+            self.weight(staleness)
 
     def _weight(self) -> StalenessWeight:
         """Return the built-in weight with the options beside `staleness`."""

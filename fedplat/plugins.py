@@ -15,7 +15,7 @@ import importlib.metadata
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast, get_args, get_origin
@@ -136,25 +136,37 @@ def is_builtin(options: object, contract: type) -> bool:
     return kind is not None and type(options) in kind.builtin.values()
 
 
+def find_records(value: object) -> Iterator[Struct]:
+    """Yield a record, or those of a sequence, and all records among their fields."""
+    if isinstance(value, Struct):
+        yield value
+        value = msgspec.structs.astuple(value)
+    for item in cast(Sequence[object], value) if isinstance(value, tuple | list) else ():
+        yield from find_records(item)
+
+
+def find_file(record: type) -> Path | None:
+    """Return the file that defines a class; None for a class without one."""
+    file = getattr(sys.modules.get(record.__module__), "__file__", None)
+    return None if file is None else Path(file)
+
+
 def digests(value: object) -> dict[str, str]:
     """Return the SHA-256 of the file of each plugin among the fields of a record, by the plugin's name.
 
     For a class that is defined in a notebook, it is that of the source text of its functions.
     """
     found: dict[str, str] = {}
-    if isinstance(value, Struct):
-        if not type(value).__module__.startswith("fedplat."):
-            found[name_of(value)] = sha256(_read_source(type(value))).hexdigest()
-        value = msgspec.structs.astuple(value)
-    for item in cast(Sequence[object], value) if isinstance(value, tuple | list) else ():
-        found |= digests(item)
+    for record in find_records(value):
+        if not type(record).__module__.startswith("fedplat."):
+            found[name_of(record)] = sha256(_read_source(type(record))).hexdigest()
     return found
 
 
 def _read_source(record: type[Struct]) -> bytes:
-    file = getattr(sys.modules.get(record.__module__), "__file__", None)
+    file = find_file(record)
     if file is not None:
-        return Path(file).read_bytes()
+        return file.read_bytes()
     functions = [
         each
         for base in record.__mro__
@@ -166,6 +178,13 @@ def _read_source(record: type[Struct]) -> bytes:
         return "\n".join(map(inspect.getsource, functions)).encode()
     except OSError:  # typed into an interpreter that keeps no text
         return b"".join(each.__code__.co_code for each in functions)
+
+
+class AbsentPlugin(Struct, frozen=True):
+    """The options of a plugin whose code this process does not have. All its functions raise `PluginError`.
+
+    It makes stored jobs readable, but they cannot run with it.
+    """
 
 
 def adopt(options: Contract, contract: type[Contract], name: str = "") -> Contract:
@@ -201,19 +220,12 @@ def adopt_fields(record: Struct, prefix: str = "") -> None:
 def plugins_in(value: object) -> Plugins:
     """Return the adopted plugins among the fields of a record, or of several, as names that a file may use."""
     given: dict[tuple[str, str], type[Struct]] = {}
-
-    def collect(item: object) -> None:
-        if isinstance(item, Struct):
-            for field, kind in _kinds_of_fields(type(item)).items():
-                held: object = getattr(item, field)
-                for each in cast(Sequence[object], held) if isinstance(held, tuple | list) else (held,):
-                    if isinstance(each, Struct) and type(each) not in kind.builtin.values():
-                        given[kind.name, name_of(each)] = type(each)
-            item = msgspec.structs.astuple(item)
-        for each in cast(Sequence[object], item) if isinstance(item, tuple | list) else ():
-            collect(each)
-
-    collect(value)
+    for record in find_records(value):
+        for field, kind in _kinds_of_fields(type(record)).items():
+            held: object = getattr(record, field)
+            for each in cast(Sequence[object], held) if isinstance(held, tuple | list) else (held,):
+                if isinstance(each, Struct) and type(each) not in kind.builtin.values():
+                    given[kind.name, name_of(each)] = type(each)
     return Plugins(given)
 
 
@@ -258,12 +270,18 @@ def _reference(record: type) -> str:
     return record.__name__
 
 
+def has_absent(options: Struct) -> bool:
+    """Return whether a record, or one among its fields, stands for a plugin that this process does not have."""
+    return any(isinstance(record, AbsentPlugin) for record in find_records(options))
+
+
 @dataclasses.dataclass(frozen=True)
 class Plugins:
     """The names that a file may use besides the built-in ones.
 
     `given` are records by kind and name. With `installed`, the entry points of installed packages are names, too. With
-    `folder`, a name may be a reference, `module:object` or `path/to/file.py:object`, relative to that folder.
+    `folder`, a name may be a reference, `module:object` or `path/to/file.py:object`, relative to that folder. `absent`
+    are kinds and names of plugins whose code this process does not have (`AbsentPlugin`).
     """
 
     given: Mapping[tuple[str, str], type[Struct]] = dataclasses.field(
@@ -271,10 +289,11 @@ class Plugins:
     )
     installed: bool = False
     folder: Path | None = None
+    absent: frozenset[tuple[str, str]] = frozenset()
 
     def names(self, kind: Kind) -> list[str]:
         """Return all names of a kind, without importing any plugin."""
-        given = [name for group, name in self.given if group == kind.name]
+        given = [name for group, name in (*self.given, *sorted(self.absent)) if group == kind.name]
         return [*kind.builtin, *given, *(_entry_points(kind.name) if self.installed else ())]
 
     def find(self, kind: Kind, name: str) -> type[Struct] | None:
@@ -289,7 +308,7 @@ class Plugins:
         elif self.folder is not None and ":" in name:
             record = user_code.load(name, self.folder)
         else:
-            return None
+            return _make_absent(kind, name) if (kind.name, name) in self.absent else None
         folder = self.folder if ":" in name and (kind.name, name) not in self.given else None
         return _with_name(kind.check(record, name), kind, name, folder)
 
@@ -349,6 +368,20 @@ def _with_name(record: type[Struct], kind: Kind, name: str, folder: Path | None 
         frozen=True,
         forbid_unknown_fields=True,
         kw_only=True,
+    )
+
+
+@functools.cache
+def _make_absent(kind: Kind, name: str) -> type[Struct]:
+    """Return the record that stands for a plugin, and accepts any options."""
+
+    def fail(*_: object) -> object:
+        raise PluginError(f"the plugin {kind.name}.{name} is not available in this process")
+
+    bases = (AbsentPlugin,) if kind.base is Struct else (AbsentPlugin, kind.base)
+    methods = dict.fromkeys(kind.methods, fail)
+    return msgspec.defstruct(
+        "Absent", [], bases=bases, namespace=methods, tag_field=kind.key, tag=name, frozen=True, kw_only=True
     )
 
 

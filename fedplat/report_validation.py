@@ -19,7 +19,7 @@ from fedplat import claims, codecs
 from fedplat.aggregate import Rule, describe_metrics_problem, l2_norm
 from fedplat.claims import MetricLimits
 from fedplat.codecs.container import Format
-from fedplat.errors import CodecError, ModelError
+from fedplat.errors import CodecError, ModelError, PluginError, UserCodeError
 from fedplat.model import Blocks, ModelFile, Parameters, Schema, header
 from fedplat.rounds.states import AttemptKind, Reason
 from fedplat.rounds.transition import ACCEPTED, Verdict
@@ -75,7 +75,7 @@ def validate_file(update: Path, base: Path, codec: codecs.CodecOptions | None) -
     if codec is not None:
         try:
             return measure_norm(Format(codec, expected).open(update).to_blocks())
-        except (ModelError, CodecError) as exc:
+        except (ModelError, CodecError, PluginError, UserCodeError) as exc:
             return Verdict(Reason.REJECTED_SCHEMA, str(exc))
     with update.open("rb") as file:
         same = file.read(len(expected.header)) == expected.header

@@ -22,7 +22,7 @@ from msgspec.structs import FieldInfo
 from msgspec.structs import fields as struct_fields
 
 from fedplat.errors import JobFileError, PluginError, UserCodeError
-from fedplat.plugins import BUILTIN, Kind, Plugins, adopt_fields, find_kind, plugins_in
+from fedplat.plugins import BUILTIN, AbsentPlugin, Kind, Plugins, adopt_fields, find_kind, plugins_in
 
 MAX_MISTAKES = 20
 """Maximum number of mistakes in one error; about as many fit into a server's reply."""
@@ -59,7 +59,10 @@ def read_name(name: object, kind: Kind, path: str, plugins: Plugins = BUILTIN) -
         except (PluginError, UserCodeError) as exc:
             raise JobFileError(f"{path} = {format_value(name)}: {exc}") from exc
     if record is None:
-        raise JobFileError(f"{path} = {format_value(name)}: {_one_of(plugins.names(kind), name)}")
+        hint = ""
+        if isinstance(name, str) and ":" in name:
+            hint = f"; a job cannot name code of a server or client, to which --plugin {kind.name}.NAME adds it"
+        raise JobFileError(f"{path} = {format_value(name)}: {_one_of(plugins.names(kind), name)}{hint}")
     return record
 
 
@@ -236,7 +239,8 @@ class _Checker:
         else:
             yield f"{prefix}{tag} = {format_value(name)}: {_one_of(names, name)}"
             return
-        yield from self.of_record(table, record, prefix)
+        if not issubclass(record, AbsentPlugin):
+            yield from self.of_record(table, record, prefix)
 
 
 def _tables_of(options: Sequence[Any]) -> Kind | list[type[Struct]] | None:

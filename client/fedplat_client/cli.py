@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import click
 
 from fedplat import user_code
-from fedplat.errors import FedplatError, TicketError
+from fedplat.errors import FedplatError, PluginError, TicketError, UserCodeError
+from fedplat.loaded_plugins import parse_plugins
 from fedplat.wire import process_tuning
 from fedplat_client._auth import tickets
 from fedplat_client._version import __version__
@@ -60,11 +61,19 @@ class _RunOptions(TypedDict):
     population: str | None
     trainers: tuple[str, ...]
     evaluators: tuple[str, ...]
+    plugins: tuple[str, ...]
     labels: tuple[str, ...]
     data_dir: Path | None
     mtls: bool
     max_tasks: int | None
     log_level: str
+
+
+class _ClientArguments(TypedDict):
+    labels: dict[str, str]
+    data_dir: Path | None
+    options: ClientOptions
+    plugins: Mapping[str, type | str]
 
 
 @click.group(help="The client of fedplat: training stays where the data is.")
@@ -103,6 +112,14 @@ def main() -> None:
 )
 @click.option(
     "--evaluator", "evaluators", multiple=True, metavar="[NAME=]MODULE:FUNCTION", help="Add an evaluator; repeatable."
+)
+@click.option(
+    "--plugin",
+    "plugins",
+    multiple=True,
+    metavar="KIND.NAME=REF",
+    help="Add a plugin that jobs may name, as module:class or file.py:class; KIND.NAME alone for one of an installed "
+    "package. KIND is codecs or algorithms; repeatable.",
 )
 @click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Add a label; repeatable.")
 @click.option("--data-dir", type=click.Path(path_type=Path, file_okay=False), help="Directory for identity and models.")
@@ -148,6 +165,8 @@ def _create_client(options: _RunOptions) -> Client:
             name, function = _load("--evaluator", spec)
             # A trainer object such as TorchTrainer has its evaluator as a method.
             client.add_evaluator(name, getattr(function, "evaluate", function))
+    except (PluginError, UserCodeError) as exc:
+        raise _UsageError(f"--plugin {exc}") from exc
     except (ValueError, TicketError, DataDirectoryError) as exc:
         raise _UsageError(str(exc)) from exc
     return client
@@ -155,7 +174,13 @@ def _create_client(options: _RunOptions) -> Client:
 
 def _open_client(options: _RunOptions, labels: dict[str, str]) -> Client:
     """Open the client named by the ticket or the options; without either, the one enrolled in the data directory."""
-    server, population, settings = options["server"], options["population"], ClientOptions(mtls=options["mtls"])
+    server, population = options["server"], options["population"]
+    given: _ClientArguments = {
+        "labels": labels,
+        "data_dir": options["data_dir"],
+        "options": ClientOptions(mtls=options["mtls"]),
+        "plugins": parse_plugins(options["plugins"]),
+    }
     ticket = tickets.find(options["ticket"], options["ticket_file"])
     if ticket is not None:
         if (server or ticket.server, population or ticket.population) != (ticket.server, ticket.population):
@@ -163,12 +188,12 @@ def _open_client(options: _RunOptions, labels: dict[str, str]) -> Client:
                 f"the ticket is for {ticket.population!r} at {ticket.server}, but --server or --population differs; "
                 "use either the ticket or the options"
             )
-        return Client.from_ticket(ticket.to_text(), labels=labels, data_dir=options["data_dir"], options=settings)
+        return Client.from_ticket(ticket.to_text(), **given)
     if server and population:
-        return Client(server, population=population, labels=labels, data_dir=options["data_dir"], options=settings)
+        return Client(server, population=population, **given)
     if server or population:
         raise _UsageError("--server and --population must be used together; a ticket contains both")
-    return Client.from_ticket(labels=labels, data_dir=options["data_dir"], options=settings)
+    return Client.from_ticket(**given)
 
 
 def _parse_label(text: str) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from fedplat.auth import Ticket
+from fedplat.loaded_plugins import CLIENT_KINDS, load_plugins
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import cancellation, transport
 from fedplat_client._auth import tickets
@@ -62,9 +63,14 @@ class Client:
             on one machine need separate directories.
         options: timeouts, sizes and the random generator.
         ticket: the enrollment ticket from an operator; needed until the client has enrolled.
+        plugins: codecs and local algorithms that jobs may name: their classes by `KIND.NAME`, such as
+            `{"codecs.signs": Signs}`, or references such as `"signs.py:Signs"`, or "" for the entry point of an
+            installed package.
+
+    Raises `PluginError` or `UserCodeError` if a plugin cannot be used.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- one keyword for each property of a client
         self,
         server: str,
         *,
@@ -73,6 +79,7 @@ class Client:
         data_dir: str | os.PathLike[str] | None = None,
         options: ClientOptions | None = None,
         ticket: Ticket | None = None,
+        plugins: Mapping[str, type | str] | None = None,
     ) -> None:
         self._server = server
         self._ticket = ticket
@@ -80,6 +87,7 @@ class Client:
         self._labels = _validate_labels(labels or {})
         self._directory = data_directory.DataDirectory(_resolve_data_dir(data_dir), server, population)
         self._options = options or ClientOptions()
+        self._plugins = load_plugins(plugins or {}, CLIENT_KINDS)
         self._trainers: dict[str, TrainFunction] = {}
         self._evaluators: dict[str, EvaluateFunction] = {}
         self._stop = cancellation.StopSignal()
@@ -92,6 +100,7 @@ class Client:
         labels: Mapping[str, str] | None = None,
         data_dir: str | os.PathLike[str] | None = None,
         options: ClientOptions | None = None,
+        plugins: Mapping[str, type | str] | None = None,
     ) -> Client:
         """Create a client of the server and population named by a ticket.
 
@@ -105,7 +114,15 @@ class Client:
             server, population = identity.server, identity.population
         else:
             server, population = parsed.server, parsed.population
-        return cls(server, population=population, labels=labels, data_dir=data_dir, options=options, ticket=parsed)
+        return cls(
+            server,
+            population=population,
+            labels=labels,
+            data_dir=data_dir,
+            options=options,
+            ticket=parsed,
+            plugins=plugins,
+        )
 
     def trainer(self, name: str) -> Callable[[TrainFunction], TrainFunction]:
         """Register the decorated function as the trainer `name`."""
@@ -189,6 +206,7 @@ class Client:
                 labels=self._labels,
                 trainers=sorted(self._trainers),
                 evaluators=sorted(self._evaluators),
+                plugins=self._plugins,
             )
             try:
                 cache = ModelCache(self._directory.models, self._options.cache_limit_bytes)
@@ -206,6 +224,7 @@ class Client:
                 evaluators=self._evaluators,
                 options=self._options,
                 stop=self._stop,
+                plugins=self._plugins.table,
             )
             endpoints = Endpoints(signed, connection)
             yield ClientSession(endpoints, self._directory, identity, description, self._stop), worker.run

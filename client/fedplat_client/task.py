@@ -12,6 +12,7 @@ import numpy.typing as npt
 from fedplat import claims
 from fedplat.client_state import ClientState
 from fedplat.model import Parameters, Schema
+from fedplat.plugins import BUILTIN, Plugins
 from fedplat.wire.v1 import model_pb2
 from fedplat_client._state.privacy_ledger import PrivacyLedger
 from fedplat_client.cancellation import Stop, StopSignal
@@ -96,6 +97,8 @@ class Task:
     """What the trainer stores between rounds of the job; kept only if this training's update is merged."""
     ledger: PrivacyLedger = field(default_factory=PrivacyLedger, repr=False)
     """The privacy cost of single examples so far, over all jobs; for trainers with example-level privacy."""
+    plugins: Plugins = field(default=BUILTIN, repr=False)
+    """The plugins of the client's owner; for trainers whose job names one, such as a local algorithm."""
     control: Control = field(default_factory=Control, repr=False, compare=False)
     """The SDK's side of the task; not for trainers."""
 

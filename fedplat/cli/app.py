@@ -115,6 +115,7 @@ def status(
                 "jobs": jobs_by_state or "none",
                 "evaluators": ", ".join(state.evaluators) or "none",
                 "trainers": ", ".join(state.trainers) or "none",
+                "plugins": formats.plugins(state.plugins) or "none",
             }
         )
 

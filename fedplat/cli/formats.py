@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 
 from google.protobuf.descriptor import EnumDescriptor
 
 from fedplat import texts
+from fedplat.loaded_plugins import PluginVersion
 from fedplat.wire.v1 import admin_pb2
 
 NOTHING = "-"
@@ -92,3 +93,11 @@ def attempt_kind(kind: int) -> str:
 def printable(text: str) -> str:
     """Escape every control character of a text: labels and reasons are received from devices."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def plugins(found: Iterable[admin_pb2.Plugin]) -> str:
+    """Return the plugins of a server or a job, with their versions and the beginning of their digests."""
+    return ", ".join(
+        f"{plugin.kind}.{plugin.name} ({PluginVersion(plugin.kind, plugin.name, plugin.version, plugin.digest).short})"
+        for plugin in found
+    )

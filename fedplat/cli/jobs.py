@@ -28,8 +28,10 @@ from fedplat.cli.session import (
 )
 from fedplat.cli.submission import Submission, load, submit
 from fedplat.codecs.container import options_to_text
-from fedplat.errors import JobFileError, ServerUnreachableError
-from fedplat.job import parse_job, warnings
+from fedplat.errors import FedplatError, JobFileError, ServerUnreachableError
+from fedplat.job import JobSpec, warnings
+from fedplat.plugins import Plugins
+from fedplat.toml import read_record, read_toml
 from fedplat.wire.v1 import admin_pb2
 
 app = typer.Typer(no_args_is_help=True, help="Submit, follow and control jobs.", rich_markup_mode=None)
@@ -53,7 +55,7 @@ def submit_job(  # noqa: PLR0913 - a command's parameters are its options
 ) -> None:
     """Submit a job: upload its initial model, create and start it."""
     with session(context, server, as_json, own_timeout_s(context, timeout)) as command:
-        submission = _load(file)
+        submission = _load_for(command.client, file)
         with command.output.transfer("uploading the model") as progress:
             job = submit(
                 command.client,
@@ -147,9 +149,11 @@ def show_job(
             "status": formats.job_status(found.status) + (f" ({found.reason})" if found.reason else ""),
             "rounds": f"{found.round} of {found.num_rounds} committed",
             "model": _model(found),
-            "updates": _encoding(found.job_file),
+            "updates": _encoding(found),
             "created": formats.moment(found.created_unix_s),
         }
+        if found.plugins:
+            fields["plugins"] = formats.plugins(found.plugins)
         if found.HasField("current"):
             fields["attempt"] = _sentence(found.current)
             if found.current.HasField("progress"):
@@ -257,9 +261,23 @@ def rollback_job(
         )
 
 
-def _load(file: Path) -> Submission:
+def _load_for(client: AdminClient, file: Path) -> Submission:
+    """Load a job file, which may name plugins that only the server has."""
     try:
-        return load(file)
+        return _load(file)
+    except JobFileError:
+        try:
+            found = frozenset((plugin.kind, plugin.name) for plugin in client.status().plugins)
+        except FedplatError:  # the mistakes in the file are certain
+            found = frozenset[tuple[str, str]]()
+        if not found:
+            raise
+    return _load(file, found)
+
+
+def _load(file: Path, server_plugins: frozenset[tuple[str, str]] = frozenset()) -> Submission:
+    try:
+        return load(file, server_plugins)
     except JobFileError as exc:
         raise JobFileError("\n".join(f"{file}: {line}" for line in str(exc).splitlines())) from exc
 
@@ -306,10 +324,11 @@ def _model(job: admin_pb2.Job) -> str:
     return text + (f" (restored from version {job.restored_from})" if job.HasField("restored_from") else "")
 
 
-def _encoding(job_file: str) -> str:
-    """Describe the encoding of a job's updates."""
+def _encoding(job: admin_pb2.Job) -> str:
+    """Describe the encoding of a job's updates; of the codec of a plugin only the name."""
+    absent = frozenset((plugin.kind, plugin.name) for plugin in job.plugins)
     try:
-        uplink = parse_job(job_file).compression.uplink
+        uplink = read_record(read_toml(job.job_file), JobSpec, plugins=Plugins(absent=absent)).compression.uplink
     except JobFileError:  # from a newer server
         return formats.NOTHING
     return "not compressed" if uplink is None else f"compressed with {options_to_text(uplink)}"

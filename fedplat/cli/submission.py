@@ -26,10 +26,11 @@ class Submission:
     parameters: Parameters
 
 
-def load(path: Path) -> Submission:
+def load(path: Path, server_plugins: frozenset[tuple[str, str]] = frozenset()) -> Submission:
     """Read a job file, or the job of a simulation file, and build its initial model. Raises `JobFileError`.
 
-    The table `[simulation]` is checked and then removed: it is not sent to the server.
+    `server_plugins` are kinds and names that only the server knows, and whose options only the server checks. The table
+    `[simulation]` is checked and then removed: it is not sent to the server.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -37,7 +38,7 @@ def load(path: Path) -> Submission:
         reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
         raise JobFileError(f"the file cannot be read: {reason}") from exc
     folder = path.absolute().parent
-    spec = simulation_file.parse(text, folder).job
+    spec = simulation_file.parse(text, folder, absent=server_plugins).job
     return Submission(simulation_file.job_text(text), spec, initial.of_job(spec, folder))
 
 

@@ -29,9 +29,10 @@ import numpy.typing as npt
 
 from fedplat import codecs
 from fedplat.codecs import with_error_feedback
+from fedplat.codecs.guard import guard
 from fedplat.errors import CodecError, ModelError
 from fedplat.model import DTYPES, FLOATING, Blocks, ModelFile, Schema, Segment, Values, Vector, blocks, part_of
-from fedplat.plugins import BUILTIN, Plugins
+from fedplat.plugins import BUILTIN, Plugins, build_checked, name_of
 
 MAGIC = b"fedplat encoded update 1\n"
 _LONGEST_LINE = 1000
@@ -69,8 +70,10 @@ class Format:
 
     @cached_property
     def codec(self) -> codecs.Codec:
-        """The codec with its options."""
-        return self.options.build()
+        """The codec with its options; the codec of a plugin has a guard."""
+        if type(self.options) in codecs.CODECS.values():
+            return self.options.build()
+        return guard(build_checked(self.options, codecs.Codec, "codec"), name_of(self.options))
 
     @property
     def needs_feedback(self) -> bool:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import structs
 
+from fedplat.errors import FedplatError
 from fedplat.rounds import closing, pacing, privacy_rules, selection, sync
 from fedplat.rounds.changes import Change, difference
 from fedplat.rounds.commands import Assign, Command, Refuse
@@ -47,7 +48,7 @@ class Proposal:
     `timers` has the moment of the next `TimerFired` of each job for which that moment has changed; None: never.
     `drawn` maps the clients that were given work to their attempts; the coordinator records them only on `accept`.
     `moved` maps each client that entered or left the waiting room in the batch to its entry before (None: not waiting),
-    so that `reject` can restore it.
+    so that `reject` can restore it. `errors` are those of policies of plugins, whose attempts have failed.
     """
 
     jobs: dict[str, JobState] = dataclasses.field(default_factory=dict[str, JobState])
@@ -57,6 +58,7 @@ class Proposal:
     verdicts: list[Verdict] = dataclasses.field(default_factory=list[Verdict])
     drawn: dict[str, AttemptKey] = dataclasses.field(default_factory=dict[str, AttemptKey])
     moved: dict[str, ClientCheckedIn | None] = dataclasses.field(default_factory=dict[str, ClientCheckedIn | None])
+    errors: list[FedplatError] = dataclasses.field(default_factory=list[FedplatError])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,10 +315,16 @@ class Coordinator:
     def _draw(self, proposal: Proposal, job_id: str, context: Context, *, final: bool) -> None:
         demand, room = self.room.demands[job_id], self.room
         counts = room.num_resting(job_id), room.num_eligible(job_id), room.num_spent(job_id)
-        key, drawn = demand.key, self.room.draw(job_id, context.rng)
+        key, error = demand.key, ""
+        try:
+            drawn = room.draw(job_id, context.rng)
+        except FedplatError as exc:  # of a plugin: only its job is affected
+            proposal.errors.append(exc)
+            drawn, error = list[ClientCheckedIn](), str(exc)
         client_ids = tuple(client.client_id for client in drawn)
         final = final or demand.sampling.is_trial  # trials of each client are not repeated
-        self._step(proposal, CandidatesDrawn(job_id, client_ids, final, *counts), context)
+        num_unable = room.count_unable(job_id) if final else 0
+        self._step(proposal, CandidatesDrawn(job_id, client_ids, final, *counts, num_unable, error), context)
         attempt = proposal.jobs[job_id].attempt
         taken = attempt.assignments if attempt is not None and attempt.key == key else {}
         for client in drawn:

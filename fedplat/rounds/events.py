@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from enum import StrEnum
 
+from fedplat.loaded_plugins import PluginVersion
 from fedplat.rounds.records import AttemptKey, ModelVersion
 from fedplat.rounds.states import Reason
 
@@ -21,10 +22,16 @@ class JobAction(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OperatorCommand:
-    """An operator starts, pauses, resumes or cancels a job."""
+    """An operator starts, pauses, resumes or cancels a job.
+
+    `plugins` are the versions that the server has of the job's plugins, `problem` the first mistake in the job file
+    with them. A start or a resumption adopts these versions.
+    """
 
     job_id: str
     action: JobAction
+    plugins: tuple[PluginVersion, ...] = ()
+    problem: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,9 +47,14 @@ class RollbackOrdered:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServerRestarted:
-    """The job was read back after a restart. Its workers are gone; the contents of store and spool are not."""
+    """The job was read back after a restart. Its workers are gone; the contents of store and spool are not.
+
+    `plugins` and `problem` are as in `OperatorCommand`.
+    """
 
     job_id: str
+    plugins: tuple[PluginVersion, ...] = ()
+    problem: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,6 +74,7 @@ class ClientCheckedIn:
     trainers: frozenset[str] = frozenset()
     evaluators: frozenset[str] = frozenset()
     codecs: frozenset[str] = frozenset()
+    algorithms: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,7 +96,8 @@ class CandidatesDrawn:
     """The clients that the waiting room drew for an attempt that selects. `final`: no more will follow.
 
     They were drawn from `num_eligible` clients. `num_resting` other clients wait that a later round may draw, and
-    `num_spent` that have reached the participation limit, so that no later round may.
+    `num_spent` that have reached the participation limit, so that no later round may. `num_unable` other clients have
+    the trainer, but not the job's codec or algorithm. `error` is the error of a policy that failed to draw.
     """
 
     job_id: str
@@ -92,6 +106,8 @@ class CandidatesDrawn:
     num_resting: int = 0
     num_eligible: int = 0
     num_spent: int = 0
+    num_unable: int = 0
+    error: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

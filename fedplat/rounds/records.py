@@ -17,6 +17,7 @@ from msgspec import Struct, field, structs
 
 from fedplat.aggregate import Contribution
 from fedplat.job import JobSpec
+from fedplat.loaded_plugins import PluginVersion
 from fedplat.rounds.persistent_map import PersistentMap, to_persistent
 from fedplat.rounds.states import (
     BUSY_STATES,
@@ -249,7 +250,8 @@ class JobState(Struct, frozen=True):
     row; `durations` holds how long the latest reported assignments took, in seconds. `revision` grows with each stored
     change; the store refuses a change to a revision other than its own. `carried_over` are assignments to train that
     have outlived their attempt, while no other attempt to train collects. `claims` holds the latest claim of each
-    client, in order, if the job judges reports by more than one attempt (`influence.looks_back`).
+    client, in order, if the job judges reports by more than one attempt (`influence.looks_back`). `plugins` are the
+    versions of the plugins that it runs with.
     """
 
     job_id: str
@@ -265,6 +267,12 @@ class JobState(Struct, frozen=True):
     revision: int = 0
     carried_over: AssignmentSet = NO_ASSIGNMENTS
     claims: tuple[Claim, ...] = ()
+    plugins: tuple[PluginVersion, ...] = ()
+
+    @property
+    def algorithms(self) -> frozenset[str]:
+        """The algorithms of plugins that a client must have to train."""
+        return frozenset(version.name for version in self.plugins if version.kind == "algorithms")
 
     @property
     def open_attempt(self) -> Attempt | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import structs
 
-from fedplat.rounds import buffered, closing, privacy_rules, reporting, warm_start
+from fedplat.rounds import buffered, closing, plugin_rules, privacy_rules, reporting, warm_start
 from fedplat.rounds.commands import Command, Commit
 from fedplat.rounds.events import ServerRestarted
 from fedplat.rounds.records import Assignment, Attempt, JobState
@@ -20,11 +20,14 @@ from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, Re
 from fedplat.rounds.transition import Context, Transition
 
 
-def on_restart(job: JobState, _: ServerRestarted, context: Context) -> Transition:
-    """Resume the open attempt, or abandon it; a back-off ends early.
+def on_restart(job: JobState, event: ServerRestarted, context: Context) -> Transition:
+    """Resume the open attempt, or abandon it; a back-off ends early. A job whose plugins are not the same is paused.
 
     A job that does not change keeps its revision, so that it is not written: servers keep thousands of ended jobs.
     """
+    missing = plugin_rules.describe_missing(job, event.plugins, event.problem)
+    if text := missing or plugin_rules.describe_changed(job, event.plugins):
+        return plugin_rules.pause(job, text, context)
     fresh = structs.replace(job, resume_at=None) if job.resume_at is not None else job
     attempt = job.open_attempt
     if attempt is None:

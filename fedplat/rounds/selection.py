@@ -22,8 +22,8 @@ from fedplat.sampling import Policy, Uniform
 class Demand:
     """The demand of an attempt: `target` clients, drawn by `sampling` once `min_eligible` eligible clients wait.
 
-    Without `min_eligible` they are drawn when the time for selection is over. `codecs` are those that a client must
-    support. Clients in `excluded` are not drawn: they take part already.
+    Without `min_eligible` they are drawn when the time for selection is over. `codecs` and `algorithms` are those that
+    a client must support. Clients in `excluded` are not drawn: they take part already.
     """
 
     key: AttemptKey
@@ -36,14 +36,24 @@ class Demand:
     codecs: frozenset[str]
     sampling: Policy
     excluded: Mapping[str, object] = dataclasses.field(default_factory=dict[str, object], compare=False)
+    algorithms: frozenset[str] = frozenset()
 
     def accepts(self, client: ClientCheckedIn) -> bool:
         """Return whether the client may take part."""
+        return self._wants(client) and self._supports(client)
+
+    def misses(self, client: ClientCheckedIn) -> bool:
+        """Return whether the client may not take part only because it lacks a codec or an algorithm."""
+        return self._wants(client) and not self._supports(client)
+
+    def _supports(self, client: ClientCheckedIn) -> bool:
+        return self.codecs <= client.codecs and self.algorithms <= client.algorithms
+
+    def _wants(self, client: ClientCheckedIn) -> bool:
         installed = client.trainers if self.kind is AttemptKind.TRAIN else client.evaluators
         return (
             client.population == self.population
             and self.handler in installed
-            and self.codecs <= client.codecs
             and label_expressions.compile_expression(self.where)(client.labels)
         )
 
@@ -96,12 +106,14 @@ def _training_demand(job: JobState, attempt: Attempt, target: int, min_eligible:
         spec.compression.names,
         spec.selection.sampling,
         attempt.assignments,
+        job.algorithms,
     )
 
 
 def may_train(job: JobState, client: ClientCheckedIn) -> bool:
     """Return whether the job may have this client train, now or later."""
-    supported = job.spec.trainer in client.trainers and job.spec.compression.names <= client.codecs
+    has_plugins = job.spec.compression.names <= client.codecs and job.algorithms <= client.algorithms
+    supported = job.spec.trainer in client.trainers and has_plugins
     return supported and label_expressions.compile_expression(job.spec.selection.where)(client.labels)
 
 
@@ -187,8 +199,19 @@ class WaitingRoom:
         """Return the number of waiting clients that have reached the job's participation limit."""
         return self._eligible_for(job_id).num_spent
 
+    def count_unable(self, job_id: str) -> int:
+        """Return the number of waiting clients that the job may not draw only for lack of a codec or an algorithm.
+
+        Examines all waiting clients of a job that requires one.
+        """
+        demand = self.demands[job_id]
+        return sum(map(demand.misses, self.clients.values())) if demand.codecs or demand.algorithms else 0
+
     def draw(self, job_id: str, rng: np.random.Generator) -> list[ClientCheckedIn]:
-        """Draw clients by the job's policy, and remove them from the waiting room."""
+        """Draw clients by the job's policy, and remove them from the waiting room.
+
+        Raises `PluginError` or `UserCodeError` if the policy of a plugin fails; then no client is removed.
+        """
         demand, eligible = self.demands[job_id], self._eligible_for(job_id)
         drawn = [eligible[index] for index in sampling.draw(demand.sampling, eligible, demand.target, rng)]
         for client in drawn:

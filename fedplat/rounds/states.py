@@ -95,7 +95,7 @@ class Reason(StrEnum):
 REASON_TEXTS: Mapping[Reason, str] = {
     Reason.NO_WORK: "no running job of this population needs clients now",
     Reason.NOT_SELECTED: "enough other clients were selected, or this one took part recently",
-    Reason.NOT_ELIGIBLE: "no running job accepts this client's labels, trainers, evaluators or codecs",
+    Reason.NOT_ELIGIBLE: "no running job accepts this client's labels, trainers, evaluators, codecs or algorithms",
     Reason.DRAINING: "the server is stopping",
     Reason.OVERLOADED: "the server has reached its limit of waiting clients",
     Reason.LIMIT_REACHED: "this client took part in as many rounds as the job's privacy.max_participations allows",

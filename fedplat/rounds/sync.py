@@ -20,6 +20,7 @@ from fedplat.rounds import (
     closing,
     influence,
     pacing,
+    plugin_rules,
     privacy_rules,
     reporting,
     restart,
@@ -145,7 +146,10 @@ def _on_operator(job: JobState, event: OperatorCommand, context: Context) -> Tra
     if event.action is JobAction.RESUME and (spent := privacy_rules.describe_spent_budget(job)):
         return Transition(job, verdict=Verdict(None, f"cannot resume: {spent}"))
     if reason is None:
-        return Transition(structs.replace(closing.set_status(job, status, ""), failures=0, resume_at=None))
+        if missing := plugin_rules.describe_missing(job, event.plugins, event.problem):
+            return Transition(job, verdict=Verdict(None, f"cannot {event.action}: {missing}"))
+        running = closing.set_status(job, status, "")
+        return Transition(structs.replace(running, failures=0, resume_at=None, plugins=event.plugins))
     attempt = job.open_attempt
     # A pause lets a version that is being written become durable; a cancellation does not. A warm start may take
     # hours: it is stopped, and resumes from its checkpoint.
@@ -175,6 +179,8 @@ def _on_candidates(job: JobState, event: CandidatesDrawn, context: Context) -> T
     attempt = job.open_attempt
     if attempt is None or not reporting.wants_clients(job, attempt):
         return Transition(job, verdict=Verdict(Reason.NOT_SELECTED))
+    if event.error:
+        return closing.fail_attempt(job, event.error, context)
     found, needed = len(event.client_ids), attempt.minimum if event.final else 1
     if privacy_rules.makes_release(job, attempt):
         found, needed = privacy_rules.count_candidates(job, event)
@@ -193,6 +199,10 @@ def _on_candidates(job: JobState, event: CandidatesDrawn, context: Context) -> T
 def _describe_excluded(job: JobState, event: CandidatesDrawn) -> str:
     """Return why other waiting clients were not available for selection."""
     text, selection = "", job.spec.selection
+    if event.num_unable:
+        needed = [f"codecs.{name}" for name in sorted(job.spec.compression.names)]
+        needed += [f"algorithms.{name}" for name in sorted(job.algorithms)]
+        text += f"; {event.num_unable} more do not have {' and '.join(needed)}"
     if event.num_resting:
         text += (
             f"; {event.num_resting} more must rest (selection.min_separation = {selection.min_separation}, "

@@ -11,11 +11,13 @@ and determined by the policy. Both are false unless a policy overrides them.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
+from fedplat import user_code
 from fedplat.errors import PluginError
 from fedplat.plugins import Kind, by_name, define, name_of
 from fedplat.sampling.candidates import BasePolicy, Candidates, ClientHistory, Labels
@@ -49,10 +51,14 @@ define(Kind("policies", "policy", "a sampling policy", Policy, ("draw",), POLICI
 
 
 def draw(policy: Policy, candidates: Candidates, count: int, rng: np.random.Generator) -> list[int]:
-    """Return the candidates that a policy draws. Raises `PluginError` if a policy of a plugin draws impossible ones."""
-    drawn = policy.draw(candidates, count, rng)
+    """Return the candidates that a policy draws.
+
+    Raises `UserCodeError` if the policy of a plugin raises an error, `PluginError` if it draws impossible candidates.
+    """
     if type(policy) in POLICIES.values():
-        return drawn
+        return policy.draw(candidates, count, rng)
+    with user_code.wrap_errors(f'the sampling policy "{name_of(policy)}": draw()'):
+        drawn = [operator.index(index) for index in policy.draw(candidates, count, rng)]
     most = len(candidates) if policy.is_trial else min(count, len(candidates))
     if len(drawn) > most or len({*drawn}) < len(drawn) or any(not 0 <= index < len(candidates) for index in drawn):
         raise PluginError(

@@ -112,6 +112,8 @@ class Driver:
 
     def _process(self, events: list[Event]) -> None:
         proposal = self.coordinator.propose(events, Context(self.now, self._rng, self._tokens))
+        if proposal.errors:  # a server tries again; here the same would happen
+            raise proposal.errors[0]
         self.coordinator.accept(proposal)
         self._statistics.events += len(events)
         self._statistics.batches += 1

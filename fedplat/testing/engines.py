@@ -72,7 +72,7 @@ class FieldClients:
 
     def __init__(self, task: ClientTraining) -> None:
         self._task = task
-        self._trainee = Trainee(task.learner, seed=task.seed)
+        self._trainee = Trainee(cast(Learner, task.learner), seed=task.seed)
         self._states: dict[int, ClientState] = {}
 
     def train(self, model: Parameters, task: ClientTask) -> LocalUpdate:
@@ -82,7 +82,7 @@ class FieldClients:
         parameters = model.copy()
         training = LocalTraining(
             examples=TensorExamples(inputs, targets),
-            options=self._task.options,
+            options=cast(LocalOptions, self._task.options),
             seed=task.seed,
             round_number=task.version + 1,
             fraction=task.fraction,

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from fedplat.claims import MetricLimits
+from fedplat.loaded_plugins import NO_PLUGINS, LoadedPlugins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +24,10 @@ class TlsFiles:
 class Limits(msgspec.Struct, frozen=True):
     """Upper limits on what callers may request; the server enforces them itself.
 
-    `max_calls`: open calls of one client, of which `max_streams` may be uploads and downloads. `max_names`: trainers
-    of one client, and as many evaluators. `idle_s`: the longest silence of a stream that sends to the server, which
-    must also send `min_bytes_per_s` on average over this time. `requests_per_minute`: requests of one client, in one
+    `max_calls`: open calls of one client, of which `max_streams` may be uploads and downloads. `max_names`:
+    trainers of one client, and as many evaluators, codecs and algorithms. `idle_s`: the longest silence of a stream
+    that sends to the server, which must also send `min_bytes_per_s` on average over this time.
+    `requests_per_minute`: requests of one client, in one
     burst or evenly. `anonymous_per_minute`: requests of one address (one /64 with IPv6) without an enrolled client.
     `challenges_per_minute`: nonces in addition to these, of all addresses together. `max_upload_factor`: the bytes
     that a client may send for one attempt, because transfers broke, in multiples of the largest accepted update.
@@ -104,6 +106,7 @@ class ServerConfig(msgspec.Struct, frozen=True):
 
     `listen` is `host:port` (port 0: any free one). `database` is a URL; `evaluators` and `trainers` map the names that
     jobs use to `module:name` or `/path/to/file.py:name`; one call of an evaluator may last `evaluation_s`.
+    `plugins` are those that jobs may name.
     Other daemons of the database reach this one at `advertise` (empty: at `listen`). With `share_port` several daemons
     of one host share `listen`, and each also listens at its own port, that of `advertise`.
     `reflection` enables gRPC server reflection. Without `tls` the server speaks plaintext.
@@ -117,6 +120,7 @@ class ServerConfig(msgspec.Struct, frozen=True):
     database: str
     evaluators: Mapping[str, str] = {}
     trainers: Mapping[str, str] = {}
+    plugins: LoadedPlugins = NO_PLUGINS
     evaluation_s: float = 600.0
     limits: Limits = Limits()
     grace_s: float = 10.0

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import functools
 import signal
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from typing import Any, TypeVar
 from uuid import uuid4
 
+from fedplat.loaded_plugins import describe_versions
 from fedplat.rounds import Change, Coordinator, HistoryRow, JobState, ModelVersion
 from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, Restart, RunWarmStart
 from fedplat.rounds.events import ServerRestarted
@@ -37,7 +39,7 @@ from fedplat_server.coordination.revocation import Revocation
 from fedplat_server.coordination.runner import STORE_RETRY_S, Runner
 from fedplat_server.database.engine import async_url, sqlite_path
 from fedplat_server.database.ports import Store, recall_participations
-from fedplat_server.database.store import open_store
+from fedplat_server.database.store import open_store as _open_store
 from fedplat_server.errors import LeadershipLostError, StoreError, StoreUnavailableError
 from fedplat_server.leadership.election import Election, open_election
 from fedplat_server.records import audit
@@ -73,14 +75,14 @@ class Daemon:
     def __init__(
         self,
         config: ServerConfig,
-        open_store: OpenStore = open_store,
+        open_store: OpenStore | None = None,
         utc_now: Callable[[], datetime.datetime] = tls.utc_now,
         store_retry_s: float = STORE_RETRY_S,
     ) -> None:
         self._config = config
         self._store_retry_s = store_retry_s
         self._utc_now = utc_now
-        self._open_store = open_store
+        self._open_store = open_store or functools.partial(_open_store, plugins=config.plugins.table)
         self.port = self.mtls_port = 0
         self.started = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -269,7 +271,10 @@ class _LeaderParts:
         await asyncio.to_thread(spool.keep, jobs.needed_updates())
         clients = ClientDirectory(store.clients)
         bounded_audit = BoundedAudit(store.audit, config.limits.notes_per_minute, loop.time)
-        training = ServerTraining(config.trainers, config.data_dir, blobs, runner.post)
+        if config.plugins.versions:
+            logs.get().info("plugins were loaded", plugins=describe_versions(config.plugins.versions))
+        references = config.plugins.references
+        training = ServerTraining(config.trainers, config.data_dir, blobs, runner.post, references)
         await asyncio.to_thread(training.keep, jobs.pending_warm_starts())
         evaluation = EvaluationScheduler(
             config.evaluators,
@@ -311,7 +316,7 @@ class _LeaderParts:
         )
         pool = WorkerPool.at(config.data_dir)
         retention = RetentionTask(blobs, store, jobs.state, clients.drain_last_seen)
-        accelerators = Accelerators(pool, training)
+        accelerators = Accelerators(pool, training, references)
         aggregation = Aggregation(
             blobs, spool, store.jobs.find_version, runner.post, accelerators, on_leftovers=retention.schedule_blobs
         )
@@ -319,9 +324,10 @@ class _LeaderParts:
 
     async def restore(self) -> None:
         """Resume every job, and score the versions that have no metrics yet."""
-        services = self.services
+        services, config_plugins = self.services, self.services.config.plugins
         for record in services.jobs.all():
-            await services.runner.submit(ServerRestarted(record.state.job_id))
+            loaded = config_plugins.select(record.state.plugins)
+            await services.runner.submit(ServerRestarted(record.state.job_id, loaded, record.problem))
             for version in await services.store.jobs.list_versions(record.state.job_id):
                 if not version.metrics and version.model_removed_unix_s is None:
                     self._score(record.state, version.version)

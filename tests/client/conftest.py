@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -68,8 +68,11 @@ def make_client(fleet: FakeFleet, tmp_path: Path, delays: list[float]) -> MakeCl
         delays.append(seconds)
         return stop.is_set()
 
-    def make(data_dir: Path = tmp_path / "data", **options: object) -> Client:
+    def make(
+        data_dir: Path = tmp_path / "data", plugins: Mapping[str, type | str] | None = None, **options: object
+    ) -> Client:
         given = ClientOptions(**({"rng": random.Random(0), "wait": wait, "inline_limit_bytes": 0} | options))  # type: ignore[arg-type]
-        return Client.from_ticket(fleet.ticket.to_text(), labels={"region": "eu"}, data_dir=data_dir, options=given)
+        text, labels = fleet.ticket.to_text(), {"region": "eu"}
+        return Client.from_ticket(text, labels=labels, data_dir=data_dir, options=given, plugins=plugins)
 
     return make

@@ -20,10 +20,10 @@ from fedplat_server.aggregation import pooled
 from fedplat_server.aggregation.backend import Aggregate
 from fedplat_server.aggregation.local import LocalAggregation
 from fedplat_server.aggregation.pooled import PoolAggregation, WithFallback
-from fedplat_server.errors import BlobFullError
+from fedplat_server.errors import BlobFullError, PoolError
 from fedplat_server.workers.attempt_inputs import AttemptInputs, CloseAttempt
 from fedplat_server.workers.client import WorkerPool
-from support import daemons
+from support import daemons, plugins
 from support.daemons import Site
 from support.jobs import job_file
 from support.pool import PoolProcess, pool
@@ -106,6 +106,20 @@ async def test_a_counter_is_the_largest_of_all_reports(ranks: PoolProcess, tmp_p
         assert await on_pool(spool, spool.inputs(), await ranks.ready()) == alone
         steps = Parameters.open(spool.blobs.path(alone.model.digest))["steps"]
         assert steps.tolist() == [NUM_UPDATES - 1, 100]
+
+
+async def test_the_ranks_import_the_plugins_of_a_job_and_refuse_changed_ones(
+    ranks: PoolProcess, tmp_path: Path
+) -> None:
+    file = plugins.write_file(tmp_path)
+    tables = '[aggregation]\nrule = "scaled"\n[compression]\nuplink = { codec = "halves" }\n' + BY_COLUMNS
+    link, spool = await ranks.ready(), Spool(tmp_path, tables, plugins=plugins.load(file))
+    alone = await spool.done(LocalAggregation(spool.inputs(), spool.blobs))
+    assert await on_pool(spool, spool.inputs(), link) == alone
+    plugins.write_file(tmp_path, "# changed\n")
+    with pytest.raises(PoolError, match=r"the file of the plugin \S+ has changed since the server imported it"):
+        await on_pool(spool, spool.inputs(), link)
+    assert await spool.done(WithFallback(spool.inputs(), spool.blobs, link)) == alone
 
 
 async def test_updates_from_another_version_and_a_model_of_one_entry(ranks: PoolProcess, tmp_path: Path) -> None:

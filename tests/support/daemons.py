@@ -324,7 +324,7 @@ async def running(
     store = FaultyStore()  # opened once the daemon leads
 
     async def open_faulty(database: str) -> Store:
-        store.inner = await open_store(database, clock)
+        store.inner = await open_store(database, clock, made.plugins.table)
         return cast(Store, store)
 
     settings: dict[str, Any] = {"database": f"sqlite:///{folder / 'fedplat.sqlite'}", "grace_s": 5.0, **config}

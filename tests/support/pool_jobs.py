@@ -11,6 +11,7 @@ from msgspec import structs
 from fedplat.aggregate import Contribution
 from fedplat.codecs.container import Format
 from fedplat.job import parse_job
+from fedplat.loaded_plugins import NO_PLUGINS, LoadedPlugins
 from fedplat.model import WINDOW, Parameters
 from fedplat.rounds import JobState, ModelVersion
 from fedplat_server.aggregation.backend import Aggregate, AggregationBackend
@@ -46,11 +47,14 @@ def base_model(size: int = SIZE) -> Parameters:
 class Spool:
     """A folder with blobs and updates, and what a job makes of them, wherever it is computed."""
 
-    def __init__(self, folder: Path, tables: str, base: Parameters | None = None) -> None:
+    def __init__(
+        self, folder: Path, tables: str, base: Parameters | None = None, plugins: LoadedPlugins = NO_PLUGINS
+    ) -> None:
         self.folder = folder
         self.blobs = BlobStore(folder / "blobs")
         text = job_file("toy", 2, NUM_UPDATES, more=tables, close="deadline" if "[privacy]" in tables else "goal")
-        self.spec = parse_job(text)
+        self.spec = parse_job(text, plugins.table)
+        self.plugins = plugins
         base = base or base_model()
         model = self.blobs.put_chunks([base.to_bytes()])
         self.version = ModelVersion(0, 0, 0, model.digest, model.size_bytes)
@@ -67,7 +71,8 @@ class Spool:
         return SpooledUpdate(str(path), Contribution(1.0, 10.0, metrics, client_id=f"c{number}"))
 
     def inputs(self) -> AttemptInputs:
-        return AttemptInputs.of(JobState("job", self.spec, self.version), self.blobs)
+        job = JobState("job", self.spec, self.version, plugins=self.plugins.find_used(self.spec))
+        return AttemptInputs.of(job, self.blobs, self.plugins.references)
 
     async def done(self, folding: AggregationBackend) -> Aggregate:
         try:

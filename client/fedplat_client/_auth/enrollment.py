@@ -11,6 +11,7 @@ import msgspec
 from fedplat import wire
 from fedplat.auth import Ticket
 from fedplat.codecs import CODECS
+from fedplat.loaded_plugins import NO_PLUGINS, LoadedPlugins
 from fedplat.wire import handshake
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client._auth.authenticator import SignedAccess
@@ -40,6 +41,7 @@ class ClientDescription:
     labels: Mapping[str, str]
     trainers: Sequence[str]
     evaluators: Sequence[str]
+    plugins: LoadedPlugins = NO_PLUGINS
     ticket: Ticket | None = None
 
 
@@ -109,7 +111,8 @@ class ClientSession:
             labels=self._description.labels,
             trainers=self._description.trainers,
             evaluators=self._description.evaluators,
-            codecs=sorted(CODECS),
+            codecs=sorted([*CODECS, *self._description.plugins.names("codecs")]),
+            algorithms=self._description.plugins.names("algorithms"),
             wait_s=wait_s,
         )
         return self._endpoints.connection.check_in(request, self._stop)

@@ -12,8 +12,9 @@ from typing import TypeVar, cast
 from fedplat import codecs
 from fedplat.client_state import ClientState
 from fedplat.codecs.container import Format, options_from_text
-from fedplat.errors import CodecError, FedplatError, ModelError, PrivacyLimitError
+from fedplat.errors import CodecError, FedplatError, ModelError, PluginError, PrivacyLimitError, UserCodeError
 from fedplat.model import Parameters
+from fedplat.plugins import BUILTIN, Plugins
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._auth.calls import Connection
 from fedplat_client._state.client_state import ClientStateStore
@@ -81,6 +82,7 @@ class AssignmentWorker:
     evaluators: Mapping[str, EvaluateFunction]
     options: ClientOptions
     stop: StopSignal
+    plugins: Plugins = BUILTIN
 
     def run(self, assignment: fleet_pb2.Assignment) -> CheckInResult:
         """Run an assignment until it ends, in success or failure. Raises `IdentityError` only."""
@@ -113,7 +115,7 @@ class AssignmentWorker:
     ) -> tuple[fleet_pb2.ReportRequest, Content | None]:
         """Do everything up to the report, with heartbeats."""
         run = self._function(assignment)
-        _codec(assignment)  # fail before the training if the codec is unknown
+        self._codec(assignment)  # fail before the training if the codec is unknown
         heartbeat = Heartbeat(self.connection, assignment.token, assignment.heartbeat_s, control)
         with self._stoppable(control), heartbeat:
             base = self._model(assignment, control)
@@ -157,12 +159,15 @@ class AssignmentWorker:
             attempt=assignment.attempt,
             client_state=client_state,
             ledger=self.ledger,
+            plugins=self.plugins,
             control=control,
         )
 
     def _model(self, assignment: fleet_pb2.Assignment, control: Control) -> Parameters:
         try:
-            return Downloader(self.connection, self.cache, self.options.max_model_bytes).get(assignment, control)
+            return Downloader(self.connection, self.cache, self.options.max_model_bytes, self.plugins).get(
+                assignment, control
+            )
         except (TransferError, ModelError, OSError) as exc:
             control.signal.check()
             raise _AssignmentFailedError(
@@ -173,16 +178,23 @@ class AssignmentWorker:
         self, assignment: fleet_pb2.Assignment, result: TrainResult, base: Parameters, merged: WasMerged
     ) -> Content:
         """Return the bytes to send: the update, encoded if the job has a codec."""
-        update, codec = _update(result, base), _codec(assignment)
+        update, codec = _update(result, base), self._codec(assignment)
         if codec is None:
             return Content.of(update)
         seed = self.options.rng.getrandbits(128)
         try:
             return encoding.encode(assignment, update, Format(codec, base.schema), seed, self.residuals, merged)
-        except CodecError as exc:
+        except (CodecError, PluginError, UserCodeError) as exc:
             raise _AssignmentFailedError(
                 model_pb2.REASON_TRAINER_ERROR, f"the trainer's result cannot be encoded: {exc}"
             ) from exc
+
+    def _codec(self, assignment: fleet_pb2.Assignment) -> codecs.CodecOptions | None:
+        """Return the codec that the update must be encoded with, or None."""
+        try:
+            return options_from_text(assignment.uplink, self.plugins) if assignment.uplink else None
+        except CodecError as exc:
+            raise _AssignmentFailedError(model_pb2.REASON_UNKNOWN_CODEC, str(exc)) from exc
 
     def _stage_client_state(
         self, assignment: fleet_pb2.Assignment, content: Content, client_state: ClientState
@@ -268,14 +280,6 @@ def _update(result: TrainResult, base: Parameters) -> Parameters:
         raise _AssignmentFailedError(
             model_pb2.REASON_TRAINER_ERROR, f"the trainer's result does not fit the model: {exc}"
         ) from exc
-
-
-def _codec(assignment: fleet_pb2.Assignment) -> codecs.CodecOptions | None:
-    """Return the codec that the update must be encoded with, or None."""
-    try:
-        return options_from_text(assignment.uplink) if assignment.uplink else None
-    except CodecError as exc:
-        raise _AssignmentFailedError(model_pb2.REASON_UNKNOWN_CODEC, str(exc)) from exc
 
 
 def _find_trainer(functions: Mapping[str, Function], kind: str, name: str) -> Function:

@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.codecs.container import Format, options_from_text
-from fedplat.errors import CodecError, ModelError
+from fedplat.errors import CodecError, ModelError, PluginError, UserCodeError
 from fedplat.model import ModelFile, Parameters, Read, Segment, Values, apply_step, read_base_values
+from fedplat.plugins import BUILTIN, Plugins
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._auth.calls import Connection
 from fedplat_client._state.model_cache import ModelCache
@@ -35,6 +36,7 @@ class Downloader:
     connection: Connection
     cache: ModelCache
     max_model_bytes: int
+    plugins: Plugins = BUILTIN
 
     def get(self, assignment: fleet_pb2.Assignment, control: Control) -> Parameters:
         """Return the model of an assignment.
@@ -74,7 +76,7 @@ class Downloader:
                 _logger.info("The delta's base is not in the cache; downloading the full model.", extra=fields)
                 return None
             path = self._rebuild(model, delta, base, control)
-        except (TransferError, ModelError, CodecError, OSError) as exc:
+        except (TransferError, ModelError, CodecError, PluginError, UserCodeError, OSError) as exc:
             control.signal.check()
             _logger.warning("The delta cannot be used; downloading the full model: %s", exc, extra=fields)
             return None
@@ -91,7 +93,7 @@ class Downloader:
                 f"a delta of {delta.size_bytes} bytes for a base of {size_bytes} and a model of {model.size_bytes} "
                 "bytes; expected a base and a model of equal size, and a smaller delta"
             )
-        format = Format(options_from_text(delta.codec), base.schema)
+        format = Format(options_from_text(delta.codec, self.plugins), base.schema)
         if not self.cache.make_room(2 * size_bytes + delta.size_bytes, model.digest, delta.digest, delta.base_digest):
             raise TransferError("cache_limit_bytes is too small for the model, its base and the delta together")
         with self.cache.part(delta.digest) as part:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from fedplat.job import build_rule
+from fedplat.plugins import has_absent
 from fedplat.rounds.invariants.records import (
     Location,
     ParticipationRounds,
@@ -71,7 +72,7 @@ def warm_starts_come_first(job: StoredJob) -> Iterator[Violation]:
 
 def optimizer_state_is_kept(job: StoredJob) -> Iterator[Violation]:
     """Check I2: each version that a round of a rule with state made has that state; no other version has a state."""
-    if job.spec is None:
+    if job.spec is None or has_absent(job.spec):
         return
     rule = build_rule(job.spec)
     is_stateful = job.spec.compression.downlink is not None or bool(rule.init(1)) or bool(rule.start(1).scalars)

@@ -7,7 +7,7 @@ exception.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from fedplat.job import JobSpec
 from fedplat.rounds.states import OPEN_PHASES, AttemptKind, JobStatus
@@ -24,6 +24,7 @@ class JobRow:
     latest_version: int
     revision: int
     privacy: Mapping[str, object] | None
+    plugins: Sequence[object] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

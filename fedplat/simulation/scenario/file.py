@@ -60,15 +60,18 @@ def read(path: Path, changes: Sequence[str] = ()) -> SimulationFile:
     return parse(text, path.absolute().parent, changes)
 
 
-def parse(text: str, folder: Path, changes: Sequence[str] = ()) -> SimulationFile:
+def parse(
+    text: str, folder: Path, changes: Sequence[str] = (), absent: frozenset[tuple[str, str]] = frozenset()
+) -> SimulationFile:
     """Parse the text of a simulation file. Raises `JobFileError` with a line for each table that has a mistake.
 
-    It may name plugins of installed packages, and of modules and files relative to `folder`.
+    It may name plugins of installed packages, and of modules and files relative to `folder`; and for a job that is only
+    submitted, the `absent` plugins of the server, by kind and name.
     """
     raw = read_toml(text)
     for change in changes:
         _change(raw, change)
-    return _read(raw, folder, Plugins(installed=True, folder=folder))
+    return _read(raw, folder, Plugins(installed=True, folder=folder, absent=absent))
 
 
 def of_records(job: JobSpec, simulation: SimulationOptions, folder: Path | None = None) -> SimulationFile:

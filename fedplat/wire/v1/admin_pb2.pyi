@@ -147,6 +147,7 @@ class GetStatusResponse(_message.Message):
     INSECURE_FIELD_NUMBER: _builtins.int
     CERTIFICATE_EXPIRES_UNIX_S_FIELD_NUMBER: _builtins.int
     CERTIFICATE_DAYS_LEFT_FIELD_NUMBER: _builtins.int
+    PLUGINS_FIELD_NUMBER: _builtins.int
     software_version: _builtins.str
     protocol_version: _builtins.int
     uptime_s: _builtins.float
@@ -182,6 +183,10 @@ class GetStatusResponse(_message.Message):
     def trainers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the trainers for training on the server's own data."""
 
+    @_builtins.property
+    def plugins(self) -> _containers.RepeatedCompositeFieldContainer[Global___Plugin]:
+        """The plugins that jobs may name."""
+
     def __init__(
         self,
         *,
@@ -204,14 +209,48 @@ class GetStatusResponse(_message.Message):
         insecure: _builtins.bool = ...,
         certificate_expires_unix_s: _builtins.float = ...,
         certificate_days_left: _builtins.float = ...,
+        plugins: _abc.Iterable[Global___Plugin] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_days_left", b"certificate_days_left", "certificate_expires_unix_s", b"certificate_expires_unix_s", "evaluators", b"evaluators", "gateway", b"gateway", "insecure", b"insecure", "leader", b"leader", "leader_address", b"leader_address", "num_busy", b"num_busy", "num_clients", b"num_clients", "num_jobs", b"num_jobs", "num_storage_full", b"num_storage_full", "num_waiting", b"num_waiting", "peak_rss_bytes", b"peak_rss_bytes", "process_id", b"process_id", "protocol_version", b"protocol_version", "software_version", b"software_version", "term", b"term", "trainers", b"trainers", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_days_left", b"certificate_days_left", "certificate_expires_unix_s", b"certificate_expires_unix_s", "evaluators", b"evaluators", "gateway", b"gateway", "insecure", b"insecure", "leader", b"leader", "leader_address", b"leader_address", "num_busy", b"num_busy", "num_clients", b"num_clients", "num_jobs", b"num_jobs", "num_storage_full", b"num_storage_full", "num_waiting", b"num_waiting", "peak_rss_bytes", b"peak_rss_bytes", "plugins", b"plugins", "process_id", b"process_id", "protocol_version", b"protocol_version", "software_version", b"software_version", "term", b"term", "trainers", b"trainers", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class Plugin(_message.Message):
+    """A plugin, as its server's operator named it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """Such as "rules" or "codecs"."""
+    name: _builtins.str
+    version: _builtins.str
+    """The version of its installed package; empty without one."""
+    digest: _builtins.str
+    """SHA-256 of the file that defines it, in hexadecimal; empty without a file."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        name: _builtins.str = ...,
+        version: _builtins.str = ...,
+        digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "kind", b"kind", "name", b"name", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Plugin: _TypeAlias = Plugin  # noqa: Y015
 
 @_typing.final
 class UploadModelRequest(_message.Message):
@@ -366,6 +405,7 @@ class Job(_message.Message):
     JOB_FILE_FIELD_NUMBER: _builtins.int
     CURRENT_FIELD_NUMBER: _builtins.int
     RESTORED_FROM_FIELD_NUMBER: _builtins.int
+    PLUGINS_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     name: _builtins.str
     population: _builtins.str
@@ -385,6 +425,10 @@ class Job(_message.Message):
     def current(self) -> Global___Round:
         """The open attempt, or the last one."""
 
+    @_builtins.property
+    def plugins(self) -> _containers.RepeatedCompositeFieldContainer[Global___Plugin]:
+        """The plugins that the job runs with."""
+
     def __init__(
         self,
         *,
@@ -400,10 +444,11 @@ class Job(_message.Message):
         job_file: _builtins.str = ...,
         current: Global___Round | None = ...,
         restored_from: _builtins.int | None = ...,
+        plugins: _abc.Iterable[Global___Plugin] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from", "current", b"current", "model", b"model", "restored_from", b"restored_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from", "created_unix_s", b"created_unix_s", "current", b"current", "job_file", b"job_file", "job_id", b"job_id", "model", b"model", "name", b"name", "num_rounds", b"num_rounds", "population", b"population", "reason", b"reason", "restored_from", b"restored_from", "round", b"round", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from", "created_unix_s", b"created_unix_s", "current", b"current", "job_file", b"job_file", "job_id", b"job_id", "model", b"model", "name", b"name", "num_rounds", b"num_rounds", "plugins", b"plugins", "population", b"population", "reason", b"reason", "restored_from", b"restored_from", "round", b"round", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__restored_from: _TypeAlias = _typing.Literal["restored_from"]  # noqa: Y015
     _WhichOneofArgType__restored_from: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from"]  # noqa: Y015

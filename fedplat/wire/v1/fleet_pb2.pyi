@@ -289,6 +289,7 @@ class CheckInRequest(_message.Message):
     EVALUATORS_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
     CODECS_FIELD_NUMBER: _builtins.int
+    ALGORITHMS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     software_version: _builtins.str
     wait_s: _builtins.float
@@ -305,7 +306,11 @@ class CheckInRequest(_message.Message):
     def evaluators(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def codecs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of the codecs that the client supports."""
+        """Names of the codecs that the client supports, with those of its plugins."""
+
+    @_builtins.property
+    def algorithms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the algorithms of its plugins."""
 
     def __init__(
         self,
@@ -317,10 +322,11 @@ class CheckInRequest(_message.Message):
         evaluators: _abc.Iterable[_builtins.str] | None = ...,
         wait_s: _builtins.float = ...,
         codecs: _abc.Iterable[_builtins.str] | None = ...,
+        algorithms: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["codecs", b"codecs", "evaluators", b"evaluators", "labels", b"labels", "protocol_version", b"protocol_version", "software_version", b"software_version", "trainers", b"trainers", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithms", b"algorithms", "codecs", b"codecs", "evaluators", b"evaluators", "labels", b"labels", "protocol_version", b"protocol_version", "software_version", b"software_version", "trainers", b"trainers", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,6 +10,7 @@ end of an attempt is posted to the coordinator: an attempt that never ends would
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,9 +18,10 @@ from pathlib import Path
 
 from msgspec import structs
 
-from fedplat import codecs
+from fedplat import codecs, user_code
 from fedplat.codecs.container import Format
 from fedplat.errors import FedplatError
+from fedplat.loaded_plugins import PluginReference
 from fedplat.model import ModelFile
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold, Restart
@@ -50,10 +52,11 @@ class _OpenAttempt:
 
 @dataclasses.dataclass(frozen=True)
 class Accelerators:
-    """The worker pool and the server trainers."""
+    """The worker pool, the server trainers, and the server's plugins, which the ranks import."""
 
     pool: WorkerPool
     training: ServerTraining
+    plugins: tuple[PluginReference, ...] = ()
 
 
 class Aggregation:
@@ -111,7 +114,9 @@ class Aggregation:
         outcome: AttemptAggregated | AggregationFailed
         blobs = self._blobs.recorder()
         try:
-            outcome = await self._aggregate(job, key, queue, blobs)
+            labels = " and ".join(version.label for version in job.plugins)
+            with user_code.wrap_errors(f"a part of {labels}") if job.plugins else contextlib.nullcontext():
+                outcome = await self._aggregate(job, key, queue, blobs)
         except asyncio.CancelledError:
             self._settle(blobs.made)
             raise
@@ -134,7 +139,8 @@ class Aggregation:
     async def _aggregate(
         self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Restart | Commit], blobs: BlobStore
     ) -> AttemptAggregated:
-        inputs = AttemptInputs.of(job, blobs)
+        plugins = self._accelerators.plugins if self._accelerators is not None else ()
+        inputs = AttemptInputs.of(job, blobs, plugins)
         from_latest = inputs.build_rule().from_latest
         backend, paths = self._choose_backend(job, inputs, blobs), list[Path]()
         try:

@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from fedplat import user_code
-from fedplat.errors import UserCodeError
+from fedplat.errors import PluginError, UserCodeError
+from fedplat.loaded_plugins import LoadedPlugins, load_plugins, parse_plugins
 from fedplat.wire import process_tuning
 from fedplat_server import __version__, logs
 from fedplat_server.auth import addresses
@@ -88,6 +89,14 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
             help="ServerTrainer for [warm_start] and [server_step], as module:object or file.py:object; repeatable.",
         ),
     ] = None,
+    plugin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND.NAME=REF",
+            help="Plugin that jobs may name, as module:class or file.py:class; KIND.NAME alone for one of an installed "
+            "package. KIND is rules, robust-rules, pre-aggregators, policies, codecs or algorithms; repeatable.",
+        ),
+    ] = None,
     evaluation_s: Annotated[
         float, typer.Option(metavar="SECONDS", help="Time limit for the evaluation of one model.")
     ] = 600.0,
@@ -153,12 +162,14 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         files = None
     else:
         files = _tls_files(data_dir, tls_certificate, tls_key, tls_ca)
+    plugins = _load_plugins(plugin or [])
     config = ServerConfig(
         listen=listen,
         data_dir=data_dir.resolve(),
         database=database_url(data_dir, database),
         evaluators=scorers,
         trainers=trainers,
+        plugins=plugins,
         evaluation_s=evaluation_s,
         grace_s=grace_s,
         limits=Limits(upload_memory_bytes=upload_memory_mib * 2**20),
@@ -243,6 +254,13 @@ def _parse_references(items: list[str], option: str) -> dict[str, str]:
             raise ConfigError(f"{option} {item}: {exc}") from exc
         references[name] = user_code.make_absolute(reference)
     return references
+
+
+def _load_plugins(items: list[str]) -> LoadedPlugins:
+    try:
+        return load_plugins(parse_plugins(items))
+    except (PluginError, UserCodeError) as exc:
+        raise ConfigError(f"--plugin {exc}") from exc
 
 
 async def _serve(config: ServerConfig) -> None:

@@ -8,21 +8,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedplat.errors import JobFileError, ModelError
+from fedplat import report_validation, user_code
+from fedplat.errors import FedplatError, JobFileError, ModelError, PluginError, UserCodeError
 from fedplat.job import JobSpec, build_rule, parse_job
 from fedplat.model import Parameters
+from fedplat.plugins import BUILTIN, Plugins
+from fedplat.toml import format_value
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.storage import spool_file
 
 
-def parse(job_file: str, max_bytes: int) -> JobSpec:
-    """Parse a job file of at most `max_bytes` bytes in UTF-8."""
+def parse(job_file: str, max_bytes: int, plugins: Plugins = BUILTIN) -> JobSpec:
+    """Parse a job file of at most `max_bytes` bytes in UTF-8, which may use the names of `plugins`."""
     if len(job_file.encode()) > max_bytes:
         raise RefusedError(Code.INVALID_JOB_FILE, f"it has more than {max_bytes} bytes")
     try:
-        return parse_job(job_file)
-    except JobFileError as exc:
+        spec = parse_job(job_file, plugins)
+        with user_code.wrap_errors("selection.sampling"):
+            assert spec.remembers in (True, False)  # a property of the policy, which the coordinator reads at any time
+    except (JobFileError, PluginError, UserCodeError) as exc:
         raise RefusedError(Code.INVALID_JOB_FILE, str(exc)) from exc
+    algorithm = spec.config.get("algorithm")
+    if isinstance(algorithm, str) and ":" in algorithm:
+        raise RefusedError(
+            Code.INVALID_JOB_FILE,
+            f"config.algorithm = {format_value(algorithm)}: a job cannot name code of a client; expected the name of "
+            "an algorithm, which clients add with --plugin algorithms.NAME",
+        )
+    return spec
 
 
 def check_is_runnable(spec: JobSpec, evaluators: Sequence[str], trainers: Sequence[str]) -> None:
@@ -66,4 +79,11 @@ def check_initial_model(path: Path, spec: JobSpec) -> int:
         raise RefusedError(Code.INVALID_MODEL, "it holds NaN or infinite values")
     if misfit := build_rule(spec).requirements.misfit(parameters.schema):
         raise RefusedError(Code.INVALID_MODEL, misfit)
+    for key in ("uplink", "downlink"):
+        if (codec := getattr(spec.compression, key)) is not None:
+            try:
+                with user_code.wrap_errors(f"compression.{key}"):
+                    report_validation.size_limit(path, codec)  # of a plugin: any update needs it
+            except FedplatError as exc:
+                raise RefusedError(Code.INVALID_JOB_FILE, str(exc)) from exc
     return path.stat().st_size

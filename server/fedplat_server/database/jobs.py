@@ -11,11 +11,16 @@ from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobRecord:
-    """A job: its state in the coordinator, its job file and the time of its creation."""
+    """A job: its state in the coordinator, its job file and the time of its creation.
+
+    `problem` is the first mistake in the job file with the plugins that the process has; then the options of plugins in
+    the state are `AbsentPlugin`.
+    """
 
     state: JobState
     job_file: str
     created_unix_s: float
+    problem: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,12 +12,16 @@ import msgspec
 import sqlalchemy
 from sqlalchemy.dialects import postgresql, sqlite
 
-from fedplat.errors import JobFileError
+from fedplat.errors import FedplatError, JobFileError
 from fedplat.job import JobSpec, find_mechanism, parse_job
+from fedplat.loaded_plugins import PluginVersion, versions_to_builtins
+from fedplat.plugins import BUILTIN, Plugins
 from fedplat.privacy import Privacy
 from fedplat.rounds import Assignment, AssignmentSet, Attempt, AttemptKey, HistoryRow, JobState, ModelVersion, influence
+from fedplat.rounds.invariants.records import JobRow
 from fedplat.rounds.records import Claim
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
+from fedplat.toml import read_record, read_toml
 from fedplat_server.database.jobs import AttemptRecord, HistoryRecord, JobRecord, Staleness, VersionRecord
 from fedplat_server.database.ledger import encode_mechanism
 from fedplat_server.errors import StoreError
@@ -230,6 +234,7 @@ def job_values(state: JobState) -> Values:
         "failures": state.failures,
         "latest_version": state.latest.version,
         "revision": state.revision,
+        "plugins": versions_to_builtins(state.plugins) or None,
     }
 
 
@@ -241,10 +246,14 @@ class ReportHistory(NamedTuple):
 
 
 def job_record(
-    row: Row, latest: ModelVersion, last: tuple[Attempt | None, AssignmentSet], past: ReportHistory
+    row: Row,
+    files: JobFileReader,
+    latest: ModelVersion,
+    last: tuple[Attempt | None, AssignmentSet],
+    past: ReportHistory,
 ) -> JobRecord:
     """Read a row of `jobs`, with the job's latest version, last attempt and reports from other tables."""
-    spec = job_spec(row)
+    spec, problem = files.read(row)
     state = JobState(
         job_id=row.job_id,
         spec=spec,
@@ -258,8 +267,9 @@ def job_record(
         durations=past.durations,
         claims=past.claims if influence.looks_back(spec) else (),
         revision=row.revision,
+        plugins=job_plugins(row),
     )
-    return JobRecord(state, row.job_file, row.created_unix_s)
+    return JobRecord(state, row.job_file, row.created_unix_s, problem)
 
 
 def privacy_values(spec: JobSpec) -> Values:
@@ -270,18 +280,42 @@ def privacy_values(spec: JobSpec) -> Values:
     return {"privacy": msgspec.to_builtins(options)}
 
 
-def job_spec(row: Row) -> JobSpec:
-    """Read the job file of a row of `jobs`, with its calibrated `[privacy]`. Raises `StoreError` if it cannot."""
-    try:
-        spec = parse_job_once(row.job_file)
-        return with_calibrated(spec, row.privacy)
-    except (JobFileError, msgspec.ValidationError) as exc:
-        raise StoreError(
-            f"the stored job file of {row.job_id} cannot be read by this version of fedplat: {exc}"
-        ) from exc
+class JobFileReader:
+    """Reads stored job files with the plugins of this process; each is parsed once."""
+
+    def __init__(self, plugins: Plugins = BUILTIN) -> None:
+        self._plugins = plugins
+        self._parse = functools.lru_cache(maxsize=1024)(self._parse_file)
+
+    def read(self, row: Row | JobRow) -> tuple[JobSpec, str]:
+        """Return the job of a row of `jobs`, with its calibrated `[privacy]`, and the first mistake in its file.
+
+        If there is a mistake, or this process lacks a plugin of the job, the options of its plugins are `AbsentPlugin`.
+        Raises `StoreError` for a job file that cannot be read even so.
+        """
+        try:
+            spec, problem = self._parse(row.job_file, job_plugins(row))
+            return with_calibrated(spec, row.privacy), problem
+        except (JobFileError, msgspec.ValidationError) as exc:
+            raise StoreError(
+                f"the stored job file of {row.job_id} cannot be read by this version of fedplat: {exc}"
+            ) from exc
+
+    def _parse_file(self, job_file: str, plugins: tuple[PluginVersion, ...]) -> tuple[JobSpec, str]:
+        try:
+            return parse_job(job_file, self._plugins), ""
+        except FedplatError as exc:  # the code of a plugin may raise any of them
+            if not plugins:
+                raise
+            absent = frozenset((version.kind, version.name) for version in plugins)
+            return read_record(read_toml(job_file), JobSpec, plugins=Plugins(absent=absent)), str(exc).partition("\n")[
+                0
+            ]
 
 
-parse_job_once = functools.lru_cache(maxsize=1024)(parse_job)
+def job_plugins(row: Row | JobRow) -> tuple[PluginVersion, ...]:
+    """Return the versions of a job's plugins. Raises `msgspec.ValidationError`."""
+    return msgspec.convert(row.plugins or (), tuple[PluginVersion, ...])
 
 
 def with_calibrated(spec: JobSpec, privacy: object) -> JobSpec:

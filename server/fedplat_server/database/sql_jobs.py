@@ -46,9 +46,10 @@ _LATER = (
 class SqlJobs(JobStore):
     """The adapter of `ports.JobStore`."""
 
-    def __init__(self, database: Database, clock: Clock) -> None:
+    def __init__(self, database: Database, clock: Clock, files: rows.JobFileReader) -> None:
         self._database = database
         self._clock = clock
+        self._files = files
 
     @override
     async def create_job(
@@ -80,7 +81,7 @@ class SqlJobs(JobStore):
                 connection.execute(model_versions.insert().values(version))
                 connection.execute(history.insert().values(row))
                 append_entries(connection, audit, now)
-            return _load_jobs(connection, now, jobs.c.idempotency_key == idempotency_key)[0]
+            return self._load_jobs(connection, now, jobs.c.idempotency_key == idempotency_key)[0]
 
         with crash_points.step("create_job"):
             return await self._database.write(transaction)
@@ -88,13 +89,13 @@ class SqlJobs(JobStore):
     @override
     async def find_job(self, idempotency_key: str) -> JobRecord | None:
         now, mine = self._clock(), jobs.c.idempotency_key == idempotency_key
-        found = await self._database.read(lambda connection: _load_jobs(connection, now, mine))
+        found = await self._database.read(lambda connection: self._load_jobs(connection, now, mine))
         return found[0] if found else None
 
     @override
     async def load_jobs(self, now: float = 0.0) -> list[JobRecord]:
         epoch_unix_s = self._clock() - now
-        return await self._database.read(lambda connection: _load_jobs(connection, epoch_unix_s))
+        return await self._database.read(lambda connection: self._load_jobs(connection, epoch_unix_s))
 
     @override
     async def save(
@@ -234,24 +235,24 @@ class SqlJobs(JobStore):
         found = await self._database.fetch(select(jobs.c.population).where(mine).distinct())
         return frozenset(row.population for row in found)
 
+    # --- reading jobs ----------------------------------------------------------------------------------------
 
-def _load_jobs(
-    connection: Connection, epoch_unix_s: float, which: sqlalchemy.ColumnElement[bool] | None = None
-) -> list[JobRecord]:
-    query = select(jobs).order_by(jobs.c.sequence)
-    if which is not None:
-        query = query.where(which)
-    return [_load_job(connection, row, epoch_unix_s) for row in connection.execute(query).all()]
+    def _load_jobs(
+        self, connection: Connection, epoch_unix_s: float, which: sqlalchemy.ColumnElement[bool] | None = None
+    ) -> list[JobRecord]:
+        query = select(jobs).order_by(jobs.c.sequence)
+        if which is not None:
+            query = query.where(which)
+        return [self._load_job(connection, row, epoch_unix_s) for row in connection.execute(query).all()]
 
-
-def _load_job(connection: Connection, row: rows.Row, epoch_unix_s: float) -> JobRecord:
-    latest = select(model_versions).where(
-        model_versions.c.job_id == row.job_id, model_versions.c.version == row.latest_version
-    )
-    version = rows.to_record(connection.execute(latest).one(), ModelVersion)
-    last = _last_attempt(connection, row.job_id, epoch_unix_s)
-    past = rows.ReportHistory(_durations(connection, row.job_id), _claims(connection, row.job_id))
-    return rows.job_record(row, version, last, past)
+    def _load_job(self, connection: Connection, row: rows.Row, epoch_unix_s: float) -> JobRecord:
+        latest = select(model_versions).where(
+            model_versions.c.job_id == row.job_id, model_versions.c.version == row.latest_version
+        )
+        version = rows.to_record(connection.execute(latest).one(), ModelVersion)
+        last = _last_attempt(connection, row.job_id, epoch_unix_s)
+        past = rows.ReportHistory(_durations(connection, row.job_id), _claims(connection, row.job_id))
+        return rows.job_record(row, self._files, version, last, past)
 
 
 def _newest(connection: Connection, job_id: str) -> rows.Row | None:

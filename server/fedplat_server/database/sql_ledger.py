@@ -23,9 +23,10 @@ from fedplat_server.records.audit import AuditEntry
 class SqlLedger(LedgerStore):
     """The adapter of `ports.LedgerStore`."""
 
-    def __init__(self, database: Database, clock: Clock) -> None:
+    def __init__(self, database: Database, clock: Clock, files: rows.JobFileReader) -> None:
         self._database = database
         self._clock = clock
+        self._files = files
 
     @override
     async def list_releases(self, job_id: str) -> list[LedgerRow]:
@@ -35,7 +36,7 @@ class SqlLedger(LedgerStore):
 
     @override
     async def load_population(self, name: str) -> Population:
-        return await self._database.read(lambda connection: _population(connection, name))
+        return await self._database.read(lambda connection: self._population(connection, name))
 
     @override
     async def load_populations(self) -> list[Population]:
@@ -43,7 +44,7 @@ class SqlLedger(LedgerStore):
 
         def transaction(connection: Connection) -> list[Population]:
             found = sorted(row.population for row in connection.execute(names))
-            return [_population(connection, name) for name in found]
+            return [self._population(connection, name) for name in found]
 
         return await self._database.read(transaction)
 
@@ -63,6 +64,30 @@ class SqlLedger(LedgerStore):
 
         await self._database.write(transaction)
 
+    def _population(self, connection: Connection, name: str) -> Population:
+        row = connection.execute(select(populations).where(populations.c.population == name)).one_or_none()
+        mine = jobs.c.population == name
+        tally = (
+            select(ledger.c.job_id, ledger.c.mechanism, func.count().label("releases"))
+            .where(ledger.c.job_id.in_(select(jobs.c.job_id).where(mine)))
+            .group_by(ledger.c.job_id, ledger.c.mechanism)
+            .order_by(func.min(ledger.c.version))
+        )
+        released: dict[str, list[Charge]] = {}
+        for group in connection.execute(tally):
+            released.setdefault(group.job_id, []).append(Charge(decode_mechanism(group.mechanism), group.releases))
+        job_rows: Sequence[rows.Row] = connection.execute(select(jobs).where(mine).order_by(jobs.c.sequence)).all()
+        return Population(
+            name=name,
+            revision=row.revision if row is not None else 0,
+            budget=None if row is None or row.epsilon is None else Budget(row.epsilon, row.delta),
+            accounts=tuple(self._account(job, tuple(released.get(job.job_id, ()))) for job in job_rows),
+        )
+
+    def _account(self, row: rows.Row, released: tuple[Charge, ...]) -> Account:
+        planned = plan_charge(self._files.read(row)[0]) if row.privacy is not None else None
+        return Account(row.job_id, JobStatus(row.status), planned, released)
+
 
 def advance_revision(connection: Connection, population: str, expected: int | None) -> None:
     """Increment the revision of a population and lock its row: other transactions see its jobs before or after this.
@@ -80,29 +105,3 @@ def advance_revision(connection: Connection, population: str, expected: int | No
             statement = insert.on_conflict_do_nothing(index_elements=["population"])
     if connection.execute(statement).rowcount != 1:
         raise PopulationChangedError(f"the jobs or the budget of population {population} have changed: read them again")
-
-
-def _population(connection: Connection, name: str) -> Population:
-    row = connection.execute(select(populations).where(populations.c.population == name)).one_or_none()
-    mine = jobs.c.population == name
-    tally = (
-        select(ledger.c.job_id, ledger.c.mechanism, func.count().label("releases"))
-        .where(ledger.c.job_id.in_(select(jobs.c.job_id).where(mine)))
-        .group_by(ledger.c.job_id, ledger.c.mechanism)
-        .order_by(func.min(ledger.c.version))
-    )
-    released: dict[str, list[Charge]] = {}
-    for group in connection.execute(tally):
-        released.setdefault(group.job_id, []).append(Charge(decode_mechanism(group.mechanism), group.releases))
-    job_rows: Sequence[rows.Row] = connection.execute(select(jobs).where(mine).order_by(jobs.c.sequence)).all()
-    return Population(
-        name=name,
-        revision=row.revision if row is not None else 0,
-        budget=None if row is None or row.epsilon is None else Budget(row.epsilon, row.delta),
-        accounts=tuple(_account(job, tuple(released.get(job.job_id, ()))) for job in job_rows),
-    )
-
-
-def _account(row: rows.Row, released: tuple[Charge, ...]) -> Account:
-    planned = plan_charge(rows.job_spec(row)) if row.privacy is not None else None
-    return Account(row.job_id, JobStatus(row.status), planned, released)

@@ -6,8 +6,10 @@ import time
 
 from sqlalchemy import select
 
+from fedplat.plugins import BUILTIN, Plugins
 from fedplat_server.database import drivers, schema
 from fedplat_server.database.engine import async_url
+from fedplat_server.database.rows import JobFileReader
 from fedplat_server.database.sql_audit import SqlAudit
 from fedplat_server.database.sql_clients import SqlClients
 from fedplat_server.database.sql_jobs import SqlJobs
@@ -18,27 +20,28 @@ from fedplat_server.database.sql_retention import SqlRetention
 from fedplat_server.database.transactions import Clock, Database
 
 
-async def open_store(database: str, clock: Clock = time.time) -> SqlStore:
-    """Open the database at a path or URL.
+async def open_store(database: str, clock: Clock = time.time, plugins: Plugins = BUILTIN) -> SqlStore:
+    """Open the database at a path or URL. `plugins` are those of this process, with which it reads job files.
 
     Raises `ConfigError` if that is invalid, `SchemaVersionError` if the database has another schema than this code,
     and `StoreUnavailableError` if it does not answer.
     """
     url = async_url(database)
     await schema.require_head(url)
-    return SqlStore(Database(drivers.for_url(url)), clock)
+    return SqlStore(Database(drivers.for_url(url)), clock, plugins)
 
 
 class SqlStore:
     """The adapter of `ports.Store` for SQL databases, returned by `open_store`, which checks the schema first."""
 
-    def __init__(self, database: Database, clock: Clock) -> None:
+    def __init__(self, database: Database, clock: Clock, plugins: Plugins = BUILTIN) -> None:
         self._database = database
-        self.jobs = SqlJobs(database, clock)
+        files = JobFileReader(plugins)
+        self.jobs = SqlJobs(database, clock, files)
         self.clients = SqlClients(database, clock)
         self.operators = SqlOperators(database, clock)
         self.audit = SqlAudit(database, clock)
-        self.ledger = SqlLedger(database, clock)
+        self.ledger = SqlLedger(database, clock, files)
         self.retention = SqlRetention(database, clock)
 
     async def close(self) -> None:

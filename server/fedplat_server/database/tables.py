@@ -154,6 +154,8 @@ jobs = Table(
     Column("save_id", String, nullable=False, server_default=""),
     # The calibrated table [privacy] of a private job, as of its creation.
     Column("privacy", JSON(none_as_null=True)),
+    # The versions of the plugins that it runs with (`PluginVersion`); NULL: none.
+    Column("plugins", JSON(none_as_null=True)),
 )
 
 attempts = Table(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from msgspec import structs
 
 from fedplat.codecs import container
 from fedplat.job import JobSpec, Scalar
+from fedplat.loaded_plugins import PluginVersion
 from fedplat.rounds import ModelVersion
 from fedplat.rounds.commands import RetryWindow
 from fedplat.rounds.states import REASON_TEXTS, AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
@@ -99,7 +100,13 @@ def job(record: JobRecord, current: admin_pb2.Round | None) -> admin_pb2.Job:
         job_file=record.job_file,
         current=current,
         restored_from=state.latest.restored_from,
+        plugins=plugins(state.plugins),
     )
+
+
+def plugins(versions: Iterable[PluginVersion]) -> list[admin_pb2.Plugin]:
+    """Encode the versions of plugins."""
+    return [admin_pb2.Plugin(**structs.asdict(version)) for version in versions]
 
 
 def progress(summary: ProgressSummary) -> admin_pb2.AttemptProgress:

@@ -60,6 +60,7 @@ class FleetService(EnrollmentService):
             trainers=trainers,
             evaluators=evaluators,
             codecs=validation.names(request.codecs, "codec", self._limits),
+            algorithms=validation.names(request.algorithms, "algorithm", self._limits),
         )
         wait_s = validation.wait_s(request.wait_s, self._limits)
         command = await wait_for_work(self._services.runner, self._services.long_polls, event, wait_s)

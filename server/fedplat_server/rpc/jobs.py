@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 from typing_extensions import override
 
+from fedplat.loaded_plugins import describe_versions
 from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.events import JobAction, OperatorCommand, RollbackOrdered
 from fedplat.rounds.states import ENDED_JOBS
@@ -57,14 +58,16 @@ class JobsService(admin_pb2_grpc.JobsServicer):
     @override
     async def CreateJob(self, request: admin_pb2.CreateJobRequest, context: Context) -> admin_pb2.Job:
         services, max_bytes = self._services, self._services.config.limits.max_job_file_bytes
-        spec = await asyncio.to_thread(job_checks.parse, request.job_file, max_bytes)
+        plugins = services.config.plugins
+        spec = await asyncio.to_thread(job_checks.parse, request.job_file, max_bytes, plugins.table)
         job_checks.check_is_runnable(spec, services.evaluation.names, sorted(services.config.trainers))
         digest = validation.digest(request.initial_digest)
         with services.blobs.protect(digest):
             path = services.blobs.path(digest)
             size_bytes = await asyncio.to_thread(job_checks.check_initial_model, path, spec)
             initial = ModelVersion(version=0, round=0, attempt=0, digest=digest, size_bytes=size_bytes)
-            state = JobState(job_id=services.new_id("j"), spec=spec, latest=initial)
+            used = plugins.find_used(spec, spec.config)
+            state = JobState(job_id=services.new_id("j"), spec=spec, latest=initial, plugins=used)
             entry = AuditEntry(current_operator(), audit.AuditAction.JOB_CREATED, state.job_id, {"name": spec.name})
             key = validation.key(request.idempotency_key)
             record = await services.budgets.create_job(state, request.job_file, key, [entry])
@@ -193,9 +196,15 @@ class JobsService(admin_pb2_grpc.JobsServicer):
             yield admin_pb2.ExportModelResponse(data=model_pb2.Chunk.FromString(message).data)
 
     async def _command(self, name: str, action: JobAction) -> admin_pb2.Job:
-        job_id = self._services.jobs.find(name).state.job_id
-        entry = AuditEntry(current_operator(), _AUDIT_ACTIONS[action], job_id, {"name": name})
-        verdict = await self._services.runner.submit(OperatorCommand(job_id, action), audit=[entry])
+        record = self._services.jobs.find(name)
+        job_id, before = record.state.job_id, record.state.plugins
+        loaded = self._services.config.plugins.select(before)
+        details = {"name": name}
+        if action in (JobAction.START, JobAction.RESUME) and loaded != before:
+            details["plugins"] = describe_versions(loaded)
+        entry = AuditEntry(current_operator(), _AUDIT_ACTIONS[action], job_id, details)
+        command = OperatorCommand(job_id, action, loaded, record.problem)
+        verdict = await self._services.runner.submit(command, audit=[entry])
         if not verdict.accepted:
             raise RefusedError(Code.ILLEGAL_ACTION, verdict.text)
         return await self._job(self._services.jobs.find(job_id))

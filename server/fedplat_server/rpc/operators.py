@@ -18,7 +18,7 @@ from fedplat_server.errors import Code, ConfigError, LastAdminError, OperatorErr
 from fedplat_server.records import operators
 from fedplat_server.records.audit import AuditAction, AuditEntry, AuditRow
 from fedplat_server.records.operators import OperatorRecord
-from fedplat_server.rpc import pages
+from fedplat_server.rpc import convert, pages
 from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.operator_access import current_operator
 from fedplat_server.rpc.services import Services
@@ -48,6 +48,7 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
             process_id=os.getpid(),
             evaluators=services.evaluation.names,
             trainers=sorted(services.config.trainers),
+            plugins=convert.plugins(services.config.plugins.versions),
             num_storage_full=files.num_full(),
             leader=services.lease.holder,
             leader_address=services.lease.address,

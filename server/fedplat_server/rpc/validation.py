@@ -60,7 +60,7 @@ def digest(text: str) -> str:
 
 
 def names(values: Collection[str], field: str, limits: Limits) -> frozenset[str]:
-    """Return valid names of a client's trainers, evaluators or codecs."""
+    """Return valid names of a client's trainers, evaluators, codecs or algorithms."""
     if len(values) > limits.max_names:
         raise RefusedError(Code.INVALID_REQUEST, f"{len(values)} {field}s; at most {limits.max_names} are accepted")
     return _names(tuple(values), field)

@@ -21,6 +21,7 @@ from msgspec import structs
 
 from fedplat.errors import FedplatError
 from fedplat.job import JobSpec, PoolOptions
+from fedplat.loaded_plugins import PluginReference, select_references
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import RunWarmStart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
@@ -66,9 +67,20 @@ class _TaskRequest(NamedTuple):
 
 
 class ServerTraining:
-    """The server's trainers by name, and their running tasks. `post` is called with the results of warm starts."""
+    """The server's trainers by name, and their running tasks. `post` is called with the results of warm starts.
 
-    def __init__(self, trainers: Mapping[str, str], data_dir: Path, blobs: BlobStore, post: Post) -> None:
+    `plugins` are those of the server.
+    """
+
+    def __init__(
+        self,
+        trainers: Mapping[str, str],
+        data_dir: Path,
+        blobs: BlobStore,
+        post: Post,
+        plugins: tuple[PluginReference, ...] = (),
+    ) -> None:
+        self._plugins = plugins
         self._trainers = {name: TrainerReference(reference, os.getcwd()) for name, reference in trainers.items()}
         self._data_dir = data_dir
         self._blobs = blobs
@@ -138,6 +150,7 @@ class ServerTraining:
             warm_start=table,
             checkpoints=str(folder),
             traces=str(self._data_dir / "traces" / job.job_id / "warm_start"),
+            plugins=select_references(self._plugins, job.plugins),
         )
         progress: list[TrainProgress] = []
         try:
@@ -172,6 +185,7 @@ class ServerTraining:
             round_number=round_,
             traces=str(self._data_dir / "traces" / job.job_id / f"round_{round_}"),
             teachers=teachers,
+            plugins=select_references(self._plugins, job.plugins),
         )
         try:
             _, blob = await self._train(request, f"server step of {job.job_id} round {round_}", job.spec.pool)
@@ -183,7 +197,9 @@ class ServerTraining:
 
     async def score(self, name: str, model: Path, spec: JobSpec) -> EvaluateReply:
         """Evaluate a version of a job on a trainer's held-out examples. Errors are in the reply."""
-        request = EvaluateRequest(trainer=self._trainer(name), rule=spec.aggregation, model=str(model))
+        request = EvaluateRequest(
+            trainer=self._trainer(name), rule=spec.aggregation, model=str(model), plugins=self._plugins
+        )
         try:
             return await self._run_task(_TaskRequest("evaluate", request, spec.pool), EvaluateReply)
         except FedplatError as exc:

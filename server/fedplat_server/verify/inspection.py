@@ -9,12 +9,10 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, TypeVar
 
-import msgspec
 import sqlalchemy
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from fedplat.errors import JobFileError
 from fedplat.job import JobSpec
 from fedplat.rounds.invariants.records import (
     AssignmentRow,
@@ -32,10 +30,12 @@ from fedplat.rounds.states import AttemptKind
 from fedplat_server.database import rows, schema, tables
 from fedplat_server.database.engine import async_url, create_engine, translate_errors
 from fedplat_server.database.writes import ParticipationLimits
+from fedplat_server.errors import StoreError
 from fedplat_server.records.audit import AuditHead, AuditRow, head_after
 from fedplat_server.verify.records import AuditEnd, AuditPart, Unit
 
 _Record = TypeVar("_Record")
+_files = rows.JobFileReader()  # imports no plugins: their options are not checked
 _Number = tuple[int, int]
 CLIENTS = 1000
 """Number of clients whose rounds are read at a time."""
@@ -108,9 +108,9 @@ async def _job(connection: AsyncConnection, row: JobRow) -> StoredJob:
 
 def _spec(row: JobRow) -> tuple[JobSpec | None, str]:
     try:
-        return rows.with_calibrated(rows.parse_job_once(row.job_file), row.privacy), ""
-    except (JobFileError, msgspec.ValidationError) as exc:
-        return None, f"its job file cannot be read ({str(exc).splitlines()[0]})"
+        return _files.read(row)[0], ""
+    except StoreError as exc:
+        return None, f"its job file cannot be read ({str(exc.__cause__).splitlines()[0]})"
 
 
 async def _attempts(connection: AsyncConnection, job: StoredJob, now_unix_s: float) -> AsyncIterator[Unit]:

@@ -23,6 +23,7 @@ from fedplat.aggregate import (
 from fedplat.aggregate.state import Columns
 from fedplat.codecs import container
 from fedplat.job import JobSpec, build_rule
+from fedplat.loaded_plugins import PluginReference, select_references
 from fedplat.model import ModelFile, Values
 from fedplat.privacy import KEY_BYTES, Noise
 from fedplat.rounds import JobState
@@ -42,6 +43,7 @@ class AttemptInputs(msgspec.Struct, frozen=True, kw_only=True):
 
     `base_path` is the file of the previous version, `state_path` that of the rule's state ("": it has no state yet).
     `noise_key` is the key of a private job's noise: a backend that computes the aggregate again draws the same noise.
+    `plugins` are the job's plugins, which other processes import.
     """
 
     spec: JobSpec
@@ -50,10 +52,11 @@ class AttemptInputs(msgspec.Struct, frozen=True, kw_only=True):
     base_path: str
     state_path: str = ""
     noise_key: bytes = b""
+    plugins: tuple[PluginReference, ...] = ()
 
     @classmethod
-    def of(cls, job: JobState, blobs: BlobStore) -> AttemptInputs:
-        """Return the inputs for a job's next version."""
+    def of(cls, job: JobState, blobs: BlobStore, plugins: tuple[PluginReference, ...] = ()) -> AttemptInputs:
+        """Return the inputs for a job's next version; `plugins` are those of the server."""
         latest = job.latest
         return cls(
             spec=job.spec,
@@ -63,6 +66,7 @@ class AttemptInputs(msgspec.Struct, frozen=True, kw_only=True):
             state_path=os.path.abspath(blobs.path(latest.state_digest)) if latest.state_digest else "",
             # A new key for each attempt: a discarded release reveals nothing about the next one.
             noise_key=os.urandom(KEY_BYTES) if job.spec.privacy is not None else b"",
+            plugins=select_references(plugins, job.plugins),
         )
 
     def build_rule(self, keep_step: Callable[[bytes], None] = lambda payload: None) -> Rule:

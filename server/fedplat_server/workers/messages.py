@@ -6,6 +6,7 @@ import msgspec
 
 from fedplat import aggregate, codecs
 from fedplat.job.pool import ServerStep, WarmStart
+from fedplat.loaded_plugins import PluginReference
 
 
 class TrainerReference(msgspec.Struct, frozen=True):
@@ -27,7 +28,7 @@ class TrainRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A training by `warm_start` or `server_step`, the job's table of that name; with `teachers`, a distillation.
 
     The model is in the file `model`; the ranks write the trained one to the new file `result`. Entries that belong to
-    the job's rule keep their values. Paths are absolute, and the same for all ranks.
+    the job's rule keep their values. Paths are absolute, and the same for all ranks. `plugins` are the job's plugins.
     """
 
     trainer: TrainerReference
@@ -41,6 +42,7 @@ class TrainRequest(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: str = ""
     traces: str = ""
     teachers: TeacherModels | None = None
+    plugins: tuple[PluginReference, ...] = ()
 
 
 class TrainProgress(msgspec.Struct, frozen=True):
@@ -69,6 +71,7 @@ class EvaluateRequest(msgspec.Struct, frozen=True, kw_only=True):
     trainer: TrainerReference
     rule: aggregate.RuleOptions
     model: str
+    plugins: tuple[PluginReference, ...] = ()
 
 
 class EvaluateReply(msgspec.Struct, frozen=True):

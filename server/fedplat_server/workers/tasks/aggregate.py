@@ -32,9 +32,9 @@ from fedplat.aggregate import (
     state_schema,
 )
 from fedplat.errors import FedplatError
+from fedplat.loaded_plugins import decode_with_plugins
 from fedplat.model import ModelFile, Values, Vector
 from fedplat.model.shards import ShardReduce, Terms, shards, single_shard
-from fedplat.plugins import BUILTIN
 from fedplat.pytorch.distributed import Ranks, VectorLayout, Vectors, make_vectors
 from fedplat.pytorch.distributed.device import DeviceSum, device_sum
 from fedplat_server.workers.attempt_inputs import AddUpdate, AttemptAggregate, AttemptInputs, CloseAttempt
@@ -46,7 +46,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 def aggregate(ranks: Ranks, request: bytes, messages: Iterator[bytes], note: Note) -> bytes:
     """Fold the update of each `AddUpdate`; on `CloseAttempt`, fill its files and return an `AttemptAggregate`."""
-    inputs = msgspec.msgpack.decode(request, type=AttemptInputs, dec_hook=BUILTIN.decode)
+    inputs = decode_with_plugins(request, AttemptInputs)
     assert inputs.spec.pool is not None
     group = ranks.subgroup(inputs.spec.pool.ranks)
     if group is None:  # the job needs fewer ranks, and not this one

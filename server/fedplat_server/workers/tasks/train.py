@@ -16,8 +16,8 @@ from fedplat import durable, user_code
 from fedplat.aggregate import ClientRequirements
 from fedplat.codecs import container
 from fedplat.errors import FedplatError, TrainingError
+from fedplat.loaded_plugins import decode_with_plugins
 from fedplat.model import Parameters, Vector
-from fedplat.plugins import BUILTIN
 from fedplat.pytorch import server
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.server.trainer import make_on_all_ranks
@@ -39,7 +39,7 @@ Note: TypeAlias = Callable[[bytes], None]
 
 def train(ranks: Ranks, request: bytes, messages: Iterator[bytes], note: Note) -> bytes:
     """Train a model by a `TrainRequest`; return a `TrainReply`."""
-    decoded = msgspec.msgpack.decode(request, type=TrainRequest, dec_hook=BUILTIN.decode)
+    decoded = decode_with_plugins(request, TrainRequest)
     try:
         reply = _train(ranks, decoded, note)
     except FedplatError as exc:  # raised on all ranks; any other error ends the ranks
@@ -50,7 +50,7 @@ def train(ranks: Ranks, request: bytes, messages: Iterator[bytes], note: Note) -
 
 def evaluate(ranks: Ranks, request: bytes, messages: Iterator[bytes], note: Note) -> bytes:
     """Evaluate a model by an `EvaluateRequest`; return an `EvaluateReply`."""
-    decoded = msgspec.msgpack.decode(request, type=EvaluateRequest, dec_hook=BUILTIN.decode)
+    decoded = decode_with_plugins(request, EvaluateRequest)
     try:
         trainer = make_on_all_ranks(ranks, lambda: _load(decoded.trainer))
         model = decoded.rule.build().requirements.reduce(Parameters.open(decoded.model))
