@@ -142,6 +142,9 @@ def _print(out: Output, result: SweepResult) -> None:
         out.note("no configuration has a finite score, so there is no best.toml")
     if has_stopped:
         out.note("stopped configurations have the score of the round after which they were stopped")
+    if result.best is not None and result.needs_base_folder:
+        folder = result.file.base_path.parent
+        out.note(f"best.toml names a module beside {result.file.options.base}: copy it to {folder} to use it")
     out.note(f"results: {result.folder}")
 
 

@@ -35,6 +35,9 @@ class SweepFile:
     base_path: Path
     base_text: str
     base: SimulationFile
+    _parsed: dict[tuple[str, ...], SimulationFile] = dataclasses.field(
+        default_factory=dict[tuple[str, ...], SimulationFile]
+    )
 
     @property
     def folder(self) -> Path:
@@ -87,14 +90,16 @@ class SweepFile:
         is_auto = configuration.values.get(_ENGINE, self.base.simulation.engine) == "auto"
         return [*changes, f"{_ENGINE}=loop"] if is_auto else changes
 
-    def parse(self, configuration: Configuration, seed: int | None = None) -> SimulationFile:
+    def parse(self, configuration: Configuration) -> SimulationFile:
         """Return the simulation file of a configuration. Raises `JobFileError`, which names the configuration."""
-        try:
-            read = files.parse(self.base_text, self.folder, self.changes(configuration, seed))
-            unsupported.check(read.job)
-        except JobFileError as exc:
-            raise self._error(configuration, str(exc)) from exc
-        return read
+        changes = tuple(self.changes(configuration))
+        if changes not in self._parsed:
+            try:
+                self._parsed[changes] = files.parse(self.base_text, self.folder, changes)
+                unsupported.check(self._parsed[changes].job)
+            except JobFileError as exc:
+                raise self._error(configuration, str(exc)) from exc
+        return self._parsed[changes]
 
     def check(self, configurations: Sequence[Configuration]) -> list[SimulationFile]:
         """Return the simulation files of configurations. Raises `JobFileError` for the first invalid one."""

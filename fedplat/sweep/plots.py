@@ -54,7 +54,7 @@ def draw_curves(figure: Figure, result: SweepResult) -> None:
         mean = _floats(row.curve.mean)
         axis.plot(row.curve.rounds, mean, color=color, linewidth=1.6, marker=marker, markersize=3, label=label)
         axis.fill_between(
-            row.curve.rounds, _floats(row.curve.low), _floats(row.curve.high), color=color, alpha=0.15, linewidth=0
+            row.curve.rounds, _floats(row.curve.low), _floats(row.curve.high), color=color, alpha=0.1, linewidth=0
         )
     # Intervals of few seeds may be far wider than the differences between configurations.
     means = np.concatenate([_floats(row.curve.mean) for row in rows])
@@ -68,14 +68,15 @@ def draw_curves(figure: Figure, result: SweepResult) -> None:
     axis.grid(alpha=0.3)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     handles, labels = axis.get_legend_handles_labels()
-    more = f", the best {NUM_COLORED} of {len(rows)}" if len(rows) > NUM_COLORED else ""
+    title = f"mean of {_seeds(result)}" + (", 95 % interval" if len(result.file.seeds) > 1 else "")
+    title += f", the best {NUM_COLORED} of {len(rows)}" if len(rows) > NUM_COLORED else ""
     figure.legend(
         handles[::-1],
         labels[::-1],
         loc="outside right upper",
         frameon=False,
         fontsize="small",
-        title=_seeds(result) + more,
+        title=title,
     )
     figure.suptitle(result.file.path.stem)
 
@@ -115,10 +116,8 @@ def draw_heatmap(figure: Figure, result: SweepResult) -> None:
     axis.set_xticks(range(len(across)), across)
     axis.set_ylabel(result.file.names[keys[0]])
     axis.set_xlabel(result.file.names[keys[1]])
-    stopped = any(row.stopped_after for row in result.rows)
-    axis.set_title(
-        result.file.path.stem + (" (“after 5”: stopped early, after round 5)" if stopped else ""), fontsize="medium"
-    )
+    mark = "; “after N”: stopped early, after round N" if any(row.stopped_after for row in result.rows) else ""
+    axis.set_title(result.file.path.stem + mark, fontsize="medium")
 
 
 def _axes(result: SweepResult) -> list[list[str]]:

@@ -76,21 +76,29 @@ class SweepResult:
             writer.writerow([row.rank, row.number, *values, *numbers, *(row.scores[seed] for seed in seeds)])
         return text.getvalue()
 
+    @property
+    def needs_base_folder(self) -> bool:
+        """True if `best.toml` can only be used in the folder of the base file: `model.initial` has no absolute path."""
+        module = self.file.base.job.model.initial.rpartition(":")[0].partition(".")[0]
+        return bool(module) and any((self.file.folder / name).exists() for name in (module, f"{module}.py"))
+
     def best_text(self) -> str | None:
         """Return the best configuration as a simulation file; None if no configuration has a finite score.
 
-        It is the base file with other values. Its relative paths become absolute, because it is in another folder.
+        It is the base file with other values. Its relative paths become absolute, because it is in another folder; see
+        `needs_base_folder`.
         """
         if (best := self.best) is None or best.score is None:
             return None
         raw = read_toml(self.file.base_text)
         changes = {**dict(_find_paths(raw, self.file.folder)), **best.values}
+        place = f"\n# Its modules are in {self.file.folder.resolve()}: run it there." if self.needs_base_folder else ""
         objective = self.file.objective
         values = plan.describe(best.values, self.file.names)
         seeds = f"{best.num_seeds} seed" + ("" if best.num_seeds == 1 else "s")
         score = f"{objective.metric} {best.score:.4g}, {seeds}"
         head = f"# The best configuration of {self.file.path.name}: {values} ({score})"
-        return head + "\n" + change_text(self.file.base_text, changes)
+        return head + place + "\n" + change_text(self.file.base_text, changes)
 
     def plot(self, folder: str | Path | None = None) -> list[Path]:
         """Draw the plots into a folder, by default that of the sweep, and return their paths.
@@ -121,6 +129,8 @@ def _find_paths(tables: Mapping[str, Any], folder: Path, prefix: str = "") -> It
 
 def _absolute(key: str, value: str, folder: Path) -> str:
     module, colon, name = value.rpartition(":")
+    if colon and key == "initial":
+        return ""
     if colon:
         file = folder / (module if module.endswith(".py") else f"{module}.py")
         return f"{file.resolve()}:{name}" if module and file.is_file() else ""
