@@ -116,7 +116,7 @@ def _lines(output: Output, board: SweepBoard) -> Callable[[StepProgress], None]:
             num_stored += not progress.step.until
             return
         if num_stored:
-            output.note(f"{num_stored} runs are finished already")
+            output.note(f"{num_stored} of {board.num_runs} runs are finished already")
             num_stored = 0
         if progress.is_done:
             output.note(f"{board.sentence()}  {board.describe(progress)}")

@@ -21,25 +21,6 @@ from fedplat.sweep.worker import OUTCOME
 from support.sweeps import BASE, GRID, HALVING, FakePool, outcome, write_sweep
 
 
-@pytest.fixture
-def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePool:
-    def write(request: StepRequest) -> None:
-        folder = tmp_path / "out/runs" / request.folder
-        folder.mkdir(parents=True, exist_ok=True)
-        number, seed = re.findall(r"\d+", request.folder)
-        values = [0.01 * int(number) * each + 0.001 * int(seed) for each in range(1, 7)]
-        values = values[: request.until] if request.until else values
-        (folder / OUTCOME).write_bytes(msgspec.json.encode(outcome(values, request.until)))
-
-    made = FakePool(write)
-
-    def open_pool(*arguments: object) -> FakePool:
-        return made
-
-    monkeypatch.setattr(runner, "_open_pool", open_pool)
-    return made
-
-
 def run(path: Path) -> SweepResult:
     return sweep.run(path, path.parent / "out")
 
