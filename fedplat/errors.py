@@ -10,6 +10,7 @@ FedplatError
 ├── LabelError        an invalid expression over client labels
 ├── DataError         data for a simulation that is missing or unsuitable
 ├── ReplayError       a simulation that cannot resume from its run folder
+├── PausedError       a simulation that was paused after a round, as requested, and can be resumed
 ├── EngineError       local training in a simulation failed, or an engine does not support the request
 ├── TrainingError     training on the server's own data failed, because of its trainer or its data
 ├── TicketError       a malformed or damaged ticket
@@ -59,6 +60,10 @@ class DataError(FedplatError):
 
 class ReplayError(FedplatError):
     """A simulation that cannot resume from its run folder."""
+
+
+class PausedError(FedplatError):
+    """A simulation was paused after a round, as requested; its run folder has a checkpoint to resume from."""
 
 
 class EngineError(FedplatError):

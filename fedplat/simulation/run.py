@@ -59,7 +59,7 @@ class Hooks:
     trace: Trace | None = None
     journal: Path | None = None
     checkpoint_every: int = 1
-    checkpoint_due: Callable[[], bool] = lambda: True
+    checkpoint_due: Callable[[int], bool] = lambda version: True
 
 
 def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fedplat.errors import PausedError
 from fedplat.simulation.recording import checkpoint
 from fedplat.simulation.recording import folder as folders
 from fedplat.simulation.recording.result import AttemptResult
@@ -25,13 +26,16 @@ CHECKPOINT_S = 5.0
 class RunFolderOptions:
     """The folder of a run. `resume` continues the run in the folder from its last checkpoint.
 
-    Checkpoints are at least `checkpoint_s` seconds apart. With `tensorboard`, event files are written too.
+    Checkpoints are at least `checkpoint_s` seconds apart. With `tensorboard`, event files are written too. With
+    `pause_after`, the run writes a checkpoint after that round and raises `PausedError`; it can be resumed like any
+    stopped run.
     """
 
     folder: Path
     resume: bool = False
     tensorboard: bool = False
     checkpoint_s: float = CHECKPOINT_S
+    pause_after: int = 0
 
 
 class Pace:
@@ -82,7 +86,7 @@ def open_run_folder(
     """Open the run folder, if there is one; yields the hooks of the run and its pace. `inputs` are recorded in it.
 
     `on_replayed` is called after each replayed attempt. Raises `DataError` if a new run would overwrite another one, or
-    if there is no run to resume or a different one.
+    if there is no run to resume or a different one. After the round `pause_after`, the run raises `PausedError`.
     """
     with contextlib.ExitStack() as stack:
         observers: list[Observer] = []
@@ -92,7 +96,7 @@ def open_run_folder(
             journal = options.folder / folders.JOURNAL
             last = checkpoint.find(journal)
             replayed = 0 if last is None else last.version
-            hooks = dataclasses.replace(hooks, journal=journal, checkpoint_due=Throttle(options.checkpoint_s))
+            hooks = dataclasses.replace(hooks, journal=journal, checkpoint_due=_checkpoints(options))
             observers.append(stack.enter_context(folders.Lines(options.folder)).add)
             if options.tensorboard:
                 events = EventFile(options.folder / folders.EVENTS)
@@ -105,8 +109,20 @@ def open_run_folder(
         def notify(record: AttemptResult) -> None:
             for observer in observers:
                 observer(record)
+            if options is not None and _is_pause(options.pause_after, record):
+                raise PausedError(f"the run in {options.folder} was paused after round {record.round}")
 
         yield dataclasses.replace(hooks, observe=notify), pace
+
+
+def _checkpoints(options: RunFolderOptions) -> Callable[[int], bool]:
+    """Return the function that decides after which versions a checkpoint is written: round N commits version N."""
+    throttle = Throttle(options.checkpoint_s)
+    return lambda version: version == options.pause_after or throttle()
+
+
+def _is_pause(pause_after: int, record: AttemptResult) -> bool:
+    return 0 < pause_after <= record.round and record.kind == "TRAIN" and record.committed
 
 
 def remove_journal(options: RunFolderOptions) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import cast
 
 import numpy as np
 import torch

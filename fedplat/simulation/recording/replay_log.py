@@ -35,7 +35,8 @@ class ReplayLog(TrainingModel):
     """Wraps training: replays the results in a folder, then computes further ones and writes them there.
 
     `identity` is a text that equal simulations share. Raises `ReplayError` for the folder of another simulation, or
-    one that cannot be read. A checkpoint is written after every `every`-th version, if `due` returns true.
+    one that cannot be read. A checkpoint is written after every `every`-th version, if `due` returns true for
+    it.
     """
 
     one_at_a_time = True
@@ -46,7 +47,7 @@ class ReplayLog(TrainingModel):
         folder: Path,
         identity: str,
         every: int = 1,
-        due: Callable[[], bool] = lambda: True,
+        due: Callable[[int], bool] = lambda version: True,
     ) -> None:
         self._learning, self._folder, self._every, self._due = learning, folder, every, due
         self._expected: dict[tuple[int, int], DeviceAssignment] = {}
@@ -150,7 +151,7 @@ class ReplayLog(TrainingModel):
         if not self.is_replaying:
             scores = self._learning.settle(key, version)
             self._write({"settled": list(key[1:]), "scores": dict(scores), "step": self._learning.sizes.step})
-            if version is not None and version % self._every == 0 and self._due():
+            if version is not None and version % self._every == 0 and self._due(version):
                 self._write_checkpoint()
             return scores
         result = self._take("settled", list(key[1:]))

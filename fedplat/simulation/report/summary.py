@@ -72,7 +72,7 @@ def summarize(result: Result, metric: str = "accuracy", target: float = 0.0) -> 
         return Summary(metric=metric, target=target, of_clients=of_clients, federated=on_clients)
     sign = -1.0 if is_smaller_better(metric) else 1.0
     best = int(np.nanargmax(sign * central.values)) if np.isfinite(central.values).any() else len(central.values) - 1
-    reached = _find_crossing(central, sign, target) if target else None
+    reached = find_crossing(central, sign, target) if target else None
     return Summary(
         metric=metric,
         last=_score(central, -1),
@@ -97,7 +97,7 @@ def _score(line: Series, index: int) -> MetricValue:
     return MetricValue(value=float(line.values[index]), round=int(line.rounds[index]), at_s=float(line.at_s[index]))
 
 
-def _find_crossing(line: Series, sign: float, target: float) -> tuple[float, float] | None:
+def find_crossing(line: Series, sign: float, target: float) -> tuple[float, float] | None:
     """Return the round and moment at which the running best reaches the target, interpolated between two rounds."""
     best = np.fmax.accumulate(sign * line.values)
     above = np.flatnonzero(best >= sign * target)

@@ -1,0 +1,168 @@
+"""`fedplat sweep`: simulations with other values of some keys, in parallel, and a table of their results."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedplat import sweep as sweeps
+from fedplat.cli import formats
+from fedplat.cli.output import Output
+from fedplat.cli.session import INTERRUPTED, JsonOption, reporting
+from fedplat.cli.sweep_progress import SweepBoard, showing
+from fedplat.errors import MissingExtraError
+from fedplat.simulation.run_folder import CHECKPOINT_S
+from fedplat.sweep import SweepFile, SweepResult, SweepRow, plan
+from fedplat.sweep.api import default_folder
+from fedplat.sweep.runner import WorkerOptions, num_processes
+from fedplat.sweep.toml_text import format_toml
+
+MAX_LISTED = 20
+
+
+def sweep(  # noqa: PLR0913 - a command's parameters are its options
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Sweep file (TOML): a simulation file and values.")],
+    jobs: Annotated[
+        int, typer.Option("--jobs", "-j", min=0, max=4096, metavar="N", help="Parallel runs; 0: one per core.")
+    ] = 0,
+    ray: Annotated[bool, typer.Option("--ray", help="Compute runs on the Ray cluster at RAY_ADDRESS.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Folder for the results. Default: sweeps/NAME.")
+    ] = None,
+    plots: Annotated[
+        bool | None, typer.Option("--plots/--no-plots", help="Draw plots. Default: if matplotlib is installed.")
+    ] = None,
+    checkpoint_s: Annotated[
+        float, typer.Option(min=0.0, help="Seconds between checkpoints of a run, from which it is continued.")
+    ] = CHECKPOINT_S,
+    show_plan: Annotated[bool, typer.Option("--plan", help="Show the configurations and the work, and exit.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate many configurations with several seeds, and compare them.
+
+    The same command continues a sweep that was stopped or killed, with the same result.
+    """
+    with reporting(context, as_json) as out:
+        read = sweeps.read(file)
+        options = WorkerOptions(jobs=jobs, ray=ray, checkpoint_s=checkpoint_s)
+        if show_plan:
+            _show_plan(out, read, options)
+            return
+        folder = output or default_folder(read)
+        try:
+            result = _run(out, read, folder, options)
+        except KeyboardInterrupt as exc:
+            out.note(f"stopped; continue with: {_command(file, output, options)}")
+            raise typer.Exit(INTERRUPTED) from exc
+        _draw(out, result, plots)
+        _print(out, result)
+
+
+def _command(file: Path, output: Path | None, options: WorkerOptions) -> str:
+    """Return the command that continues a sweep."""
+    words = ["fedplat", "sweep", str(file)]
+    words += ["--jobs", str(options.jobs)] if options.jobs else []
+    words += ["--ray"] if options.ray else []
+    return shlex.join([*words, "--output", str(output)] if output is not None else words)
+
+
+def _run(out: Output, file: SweepFile, folder: Path, options: WorkerOptions) -> SweepResult:
+    if not out.as_json:
+        out.note(f"{_estimate(file, options)}; {folder}")
+    with showing(out, SweepBoard(file, time.monotonic)) as observe:
+        return sweeps.run(
+            file, folder, jobs=options.jobs, ray=options.ray, checkpoint_s=options.checkpoint_s, observe=observe
+        )
+
+
+def _estimate(file: SweepFile, options: WorkerOptions) -> str:
+    """Describe the work of a sweep in one line."""
+    count, seeds = plan.num_configurations(file.options), len(file.seeds)
+    work = _count_work(file)
+    where = "on Ray" if options.ray else f"{num_processes(file, options)} at a time"
+    runs = f"{file.num_runs:,} runs ({count:,} configurations, {seeds} seed{'' if seeds == 1 else 's'})"
+    most = "at most " if file.options.stopping is not None else ""
+    return f"{file.path.stem}: {runs}, {where}; {most}{work['rounds']:,} rounds and {work['updates']:,} client updates"
+
+
+def _count_work(file: SweepFile) -> dict[str, int]:
+    """Count the rounds and client updates of all runs; those of a search have the numbers of the base file."""
+    jobs = [file.parse(each).job for each in file.configurations]
+    jobs = jobs or [file.base.job] * plan.num_configurations(file.options)
+    seeds = len(file.seeds)
+    return {
+        "rounds": seeds * sum(job.rounds for job in jobs),
+        "updates": seeds * sum(job.rounds * job.selection.goal for job in jobs),
+    }
+
+
+def _show_plan(out: Output, file: SweepFile, options: WorkerOptions) -> None:
+    if out.as_json:
+        configurations = [{"number": each.number, "values": dict(each.values)} for each in file.configurations]
+        out.json({"runs": file.num_runs, "seeds": file.seeds, **_count_work(file), "configurations": configurations})
+        return
+    out.line(_estimate(file, options))
+    if file.options.search is not None:
+        out.line(f"{file.options.search.trials} trials, chosen by Optuna in batches of {file.options.search.batch}")
+    keys = plan.keys(file.options)
+    rows = [(str(each.number), *(format_toml(each.values[key]) for key in keys)) for each in file.configurations]
+    if rows:
+        out.table(("#NUMBER", *keys), rows, "")
+
+
+def _draw(out: Output, result: SweepResult, plots: bool | None) -> None:
+    if plots is False:
+        return
+    try:
+        result.plot()
+    except MissingExtraError as exc:
+        if plots:
+            raise
+        out.note(str(exc))
+
+
+def _print(out: Output, result: SweepResult) -> None:
+    if out.as_json:
+        out.json({**result.to_dict(), "output": str(result.folder)})
+        return
+    objective, keys, names = result.file.objective, plan.keys(result.file.options), result.file.names
+    has_target, has_stopped = bool(objective.target), any(row.stopped_after for row in result.rows)
+    columns = ["#RANK", *(f"#{names[key]}" for key in keys), f"#{objective.metric.upper()}", "#95% INTERVAL", "#SEEDS"]
+    columns += [f"#ROUNDS TO {objective.target:g}", "#VIRTUAL TIME"] if has_target else []
+    columns += ["STATUS"]
+    rows = [_row(row, keys, has_target) for row in result.rows]
+    out.table(columns, rows, "there are no configurations")
+    if result.best is None:
+        out.note("no configuration has a finite score, so there is no best.toml")
+    if has_stopped:
+        out.note("stopped configurations have the score of the round after which they were stopped")
+    if result.best is not None and result.needs_base_folder:
+        folder = result.file.base_path.parent
+        out.note(f"best.toml names a module beside {result.file.options.base}: copy it to {folder} to use it")
+    out.note(f"results: {result.folder}")
+
+
+def _row(row: SweepRow, keys: Sequence[str], has_target: bool) -> tuple[str, ...]:
+    interval = formats.NOTHING if row.low is None or row.high is None else f"{row.low:.4f} to {row.high:.4f}"
+    cells = [str(row.rank), *(_short(row.values[key]) for key in keys)]
+    cells += [formats.NOTHING if row.score is None else f"{row.score:.4f}", interval, str(row.num_seeds)]
+    if has_target:
+        cells += _target(row)
+    return (*cells, f"stopped after round {row.stopped_after}" if row.stopped_after else row.status.lower())
+
+
+def _target(row: SweepRow) -> list[str]:
+    if row.target_rounds is None or row.target_s is None:
+        return ["not reached", formats.NOTHING]
+    part = "" if row.num_reached == row.num_seeds else f" ({row.num_reached} of {row.num_seeds} seeds)"
+    return [f"{row.target_rounds:.1f}{part}", formats.duration(row.target_s)]
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else format_toml(value)

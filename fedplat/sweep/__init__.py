@@ -1,0 +1,16 @@
+"""Sweeps: many simulations with other values of some keys, in parallel, and a table of their results.
+
+`run("sweep.toml")` computes a sweep. Planning (`plan`, `schedule`, `rungs`, `search`) and the table (`outcome`,
+`table`) are pure functions of the file and of the results; `runner`, `pool` and `worker` compute runs, and `store`
+keeps them.
+"""
+
+from __future__ import annotations
+
+from fedplat.sweep.api import run
+from fedplat.sweep.file import SweepFile, read
+from fedplat.sweep.result import SweepResult
+from fedplat.sweep.runner import StepProgress
+from fedplat.sweep.table import SweepRow
+
+__all__ = ["StepProgress", "SweepFile", "SweepResult", "SweepRow", "read", "run"]

@@ -1,0 +1,47 @@
+"""The program of a sweep's worker process: it reads the setup and requests from stdin, and writes replies to stdout.
+
+The process ends with the sweep, even if the sweep is killed, so no two processes write to a run folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import signal
+import sys
+from typing import BinaryIO
+
+from fedplat.sweep import messages
+from fedplat.sweep.messages import WorkerReply
+from fedplat.sweep.worker import SweepWorker
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main() -> None:
+    """Serve requests on stdin until it is closed."""
+    _end_with_parent()
+    # User code may print: what it writes to stdout goes to stderr, and only replies to the sweep.
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    worker = SweepWorker(messages.decode_setup(sys.stdin.buffer.readline()))
+    send = functools.partial(_send, replies)
+    while line := sys.stdin.buffer.readline():
+        send(worker.run(messages.decode_request(line), send))
+
+
+def _send(stream: BinaryIO, reply: WorkerReply) -> None:
+    stream.write(messages.encode_line(reply))
+
+
+def _end_with_parent() -> None:
+    """Make the kernel end this process when the sweep ends, even if the sweep is killed."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Writing of TOML: values, and changes of a file's text that keep its comments."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from datetime import date, time
+from typing import Any, cast
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
+_HEADER = re.compile(r"\s*\[([^\[\]]+)\]\s*(#.*)?$")
+_ASSIGNMENT = re.compile(r"(\s*([^=#\[\]]+?)\s*=\s*)(.*)$")
+
+
+def format_toml(value: Any) -> str:
+    """Return a value in TOML, on one line.
+
+    >>> format_toml({"kind": "lognormal", "median": 1e-05, "tags": [1, True]})
+    '{ kind = "lognormal", median = 1e-05, tags = [1, true] }'
+    """
+    match value:
+        case bool():
+            return str(value).lower()
+        case str():
+            return _format_text(value)
+        case list():
+            return f"[{', '.join(map(format_toml, cast(list[Any], value)))}]"
+        case dict():
+            pairs = cast(dict[str, Any], value).items()
+            return f"{{ {', '.join(f'{format_key(key)} = {format_toml(item)}' for key, item in pairs)} }}"
+        case date() | time():
+            return value.isoformat()
+        case _:
+            return repr(value)
+
+
+def format_key(key: str) -> str:
+    """Return one part of a key in TOML, in quotation marks if necessary."""
+    return key if _BARE.fullmatch(key) else _format_text(key)
+
+
+def _format_text(text: str) -> str:
+    # JSON's escapes are those of TOML, which also requires one for the control character DEL.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def change_text(text: str, changes: Mapping[str, Any]) -> str:
+    """Return the text of a TOML file with other values of dotted keys.
+
+    Comments and order are kept where every changed value is on one line of a table with a header; otherwise the whole
+    file is rendered anew.
+    """
+    expected = tomllib.loads(text)
+    for key, value in changes.items():
+        set_key(expected, split_key(key), value)
+    changed = text
+    for key, value in changes.items():
+        changed = _change_line(changed, split_key(key), format_toml(value))
+    try:
+        if tomllib.loads(changed) == expected:
+            return changed
+    except tomllib.TOMLDecodeError:
+        pass
+    return render(expected)
+
+
+def render(tables: Mapping[str, Any]) -> str:
+    """Return a TOML file with these contents, without comments."""
+    return "\n".join(_sections(tables, ())).lstrip("\n") + "\n"
+
+
+def split_key(key: str) -> list[str]:
+    """Return the parts of a dotted key. Raises `tomllib.TOMLDecodeError`."""
+    parts: list[str] = []
+    inner: Any = tomllib.loads(f"{key} = 0")
+    while isinstance(inner, dict):
+        ((name, inner),) = cast(dict[str, Any], inner).items()
+        parts.append(name)
+    return parts
+
+
+def set_key(tables: dict[str, Any], parts: list[str], value: Any) -> None:
+    """Set the value of a key in nested tables, in place; missing tables are created."""
+    for part in parts[:-1]:
+        tables = tables.setdefault(part, {})
+    tables[parts[-1]] = value
+
+
+def _change_line(text: str, parts: list[str], value: str) -> str:
+    """Replace the value of a key on its line, or add a line to its table, or a table to the end."""
+    lines = text.splitlines()
+    table: list[str] = []
+    last: int | None = -1 if len(parts) == 1 else None  # the last line of the key's table
+    for number, line in enumerate(lines):
+        if header := _HEADER.match(line):
+            table = _split(header[1])
+        elif (found := _ASSIGNMENT.match(line)) and table + _split(found[2]) == parts:
+            lines[number] = found[1] + value + _comment(found[3])
+            return "\n".join(lines) + "\n"
+        if table == parts[:-1] and line.strip():
+            last = number
+    added = f"{format_key(parts[-1])} = {value}"
+    if last is not None:
+        lines.insert(last + 1, added)
+    else:
+        lines += ["", f"[{'.'.join(map(format_key, parts[:-1]))}]", added]
+    return "\n".join(lines) + "\n"
+
+
+def _split(key: str) -> list[str]:
+    try:
+        return split_key(key)
+    except tomllib.TOMLDecodeError:
+        return []
+
+
+def _comment(rest: str) -> str:
+    """Return the comment after a value, with the space before it; empty if the line has none."""
+    for at, character in enumerate(rest):
+        if character != "#":
+            continue
+        try:
+            tomllib.loads(f"value = {rest[:at]}")
+        except tomllib.TOMLDecodeError:  # within a text
+            continue
+        return rest[len(rest[:at].rstrip()) :]
+    return ""
+
+
+def _sections(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+    inner = {key: item for key, item in table.items() if isinstance(item, dict)}
+    plain = {key: item for key, item in table.items() if key not in inner}
+    if path and (plain or not inner):
+        yield f"\n[{'.'.join(map(format_key, path))}]"
+    for key, item in plain.items():
+        yield f"{format_key(key)} = {format_toml(item)}"
+    for key, item in inner.items():
+        yield from _sections(cast(Mapping[str, Any], item), (*path, key))
