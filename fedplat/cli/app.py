@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import fedplat
-from fedplat.cli import clients, enrollments, formats, jobs, models, operators, privacy, simulate, sweep
+from fedplat.cli import clients, enrollments, formats, jobs, models, new, operators, privacy, simulate, sweep
 from fedplat.cli.output import to_record
 from fedplat.cli.session import (
     AnyTimeoutOption,
@@ -38,6 +38,7 @@ app.add_typer(privacy.app, name="privacy")
 app.command("audit")(operators.audit)
 app.command("simulate")(simulate.simulate)
 app.command("sweep")(sweep.sweep)
+app.command("new")(new.new)
 
 
 def _print_version(is_set: bool) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 from msgspec import Meta, Struct
 
+from fedplat import user_code
+from fedplat.errors import UserCodeError
 from fedplat.learner import ArrayLearner, BaseLearner
 from fedplat.metrics import Metric
 from fedplat.plugins import Kind, by_name, define
@@ -15,6 +17,8 @@ from fedplat.sklearn import SklearnLearner
 from fedplat.user_code import Reference
 
 MAX_METRICS = 20
+LOSSES = ("cross_entropy", "mse", "bce_with_logits")
+"""The names of losses that are not the user's own."""
 
 
 @runtime_checkable
@@ -34,10 +38,16 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="l
     `metrics` are those of evaluations, besides the loss and the accuracy: names, or tables with the key `name`.
     """
 
-    module: Literal[""] | Reference = ""
-    loss: Literal["cross_entropy", "mse", "bce_with_logits"] | Reference = "cross_entropy"
+    module: str = ""
+    loss: str = "cross_entropy"
     personal: list[str] = []
     metrics: Annotated[tuple[Metric, ...], Meta(max_length=MAX_METRICS)] = ()
+
+    def __post_init__(self) -> None:
+        if self.module:
+            _check_reference("module", self.module, "")
+        if self.loss not in LOSSES:
+            _check_reference("loss", self.loss, f"one of {', '.join(LOSSES)}, or ")
 
     def build(self, folder: Path) -> Any:
         """Return the learner."""
@@ -57,6 +67,14 @@ class LightningOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         from fedplat.pytorch.lightning import LightningLearner, OwnLightningModule
 
         return LightningLearner(OwnLightningModule(self.module, folder, self.options))
+
+
+def _check_reference(key: str, value: str, others: str) -> None:
+    """Raise `ValueError` for a text that cannot name a function. The types of a union cannot have a pattern."""
+    try:
+        user_code.split(value)
+    except UserCodeError as exc:
+        raise ValueError(f"{key} = {value!r}: expected {others}a function, module:function") from exc
 
 
 LEARNERS: Mapping[str, type[LearnerOptions]] = by_name(ModelOptions, SklearnLearner, LightningOptions)

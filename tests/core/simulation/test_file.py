@@ -158,3 +158,15 @@ def test_every_example_is_a_simulation_and_a_job(path: Path) -> None:
     read = file.parse(text, path.parent)
     assert read.job.name == path.stem
     assert f"fedplat simulate{' --no-training' if path.stem == 'million' else ''} examples/{path.name}" in text
+
+
+def test_losses_have_names_or_are_functions() -> None:
+    for loss in ("cross_entropy", "mse", "bce_with_logits", "own:loss", "losses.py:huber"):
+        file.parse(JOB + f'[simulation.model]\nloss = "{loss}"\n', HERE)
+    assert mistakes(JOB + '[simulation.model]\nloss = "mes"\n') == [
+        "simulation.model.loss = 'mes': expected one of cross_entropy, mse, bce_with_logits, or a function, "
+        "module:function"
+    ]
+    assert mistakes(JOB + '[simulation.model]\nmodule = "net"\n') == [
+        "simulation.model.module = 'net': expected a function, module:function"
+    ]
