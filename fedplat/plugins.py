@@ -246,16 +246,17 @@ def _with_name(record: type[Struct], kind: Kind, name: str) -> type[Struct]:
 def _reduce(record: type[Struct], kind: Kind, name: str) -> Callable[[Struct], object]:
     """Return the method by which records are pickled: the subclass is created again where they are read.
 
-    A process that did not read the file of the plugin imports it then.
+    That may be a process that has imported neither the file of the plugin nor the module of the kind.
     """
     origin = user_code.find_reference(record) or record
 
     def reduce(options: Struct) -> object:
-        return _restore, (origin, kind.name, name, msgspec.structs.asdict(options))
+        return _restore, (origin, kind.contract, name, msgspec.structs.asdict(options))
 
     return reduce
 
 
-def _restore(origin: type[Struct] | str, kind: str, name: str, fields: dict[str, Any]) -> Struct:
-    record = user_code.load(origin) if isinstance(origin, str) else origin
-    return _with_name(record, _KINDS[kind], name)(**fields)
+def _restore(origin: type[Struct] | str, contract: type, name: str, fields: dict[str, Any]) -> Struct:
+    record, kind = user_code.load(origin) if isinstance(origin, str) else origin, find_kind(contract)
+    assert kind is not None
+    return _with_name(record, kind, name)(**fields)

