@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import itertools
 import re
 import tomllib
@@ -81,8 +82,10 @@ class _Checker:
         if isinstance(tables, Kind) and tables.plain and isinstance(value, str):
             yield from self._of_table({tables.key: value}, tables, path, path)
         elif (tables is not None or is_mapping) and not isinstance(value, dict):
-            names = "a name or " if isinstance(tables, Kind) and tables.plain else ""
-            yield f"{path} = {format_value(value)}: expected {names}a table, [{path}]"
+            is_plain = isinstance(tables, Kind) and tables.plain
+            yield f"{path} = {format_value(value)}: expected " + (
+                "a name or a table" if is_plain else f"a table, [{path}]"
+            )
         elif tables is not None:
             yield from self._of_table(cast(dict[str, Any], value), tables, path)
         elif is_mapping:
@@ -106,25 +109,22 @@ class _Checker:
         """
         prefix = f"{path}."
         if isinstance(records, Kind):
-            tag, names = records.key, self.plugins.names(records)
+            tag, names, find = records.key, self.plugins.names(records), functools.partial(self.plugins.find, records)
         else:
-            tag, names = records[0].__struct_config__.tag_field, [str(each.__struct_config__.tag) for each in records]
+            by_tag = {each.__struct_config__.tag: each for each in records}
+            tag, names, find = records[0].__struct_config__.tag_field, [str(name) for name in by_tag], by_tag.get
         if tag is None:
             yield from self.of_record(table, cast(list[type[Struct]], records)[0], prefix)
             return
-        name = table.get(tag)
         if tag not in table:
             yield f"{prefix}{tag}: this key is required and missing; {_one_of(names, None)}"
             return
-        record = None
-        if isinstance(name, str) and isinstance(records, Kind):
-            try:
-                record = self.plugins.find(records, name)
-            except (PluginError, UserCodeError) as exc:
-                yield f"{named_at or prefix + tag} = {format_value(name)}: {exc}"
-                return
-        elif isinstance(name, str) and name in names:
-            record = cast(list[type[Struct]], records)[names.index(name)]
+        name = table[tag]
+        try:
+            record = find(name) if isinstance(name, str) else None
+        except (PluginError, UserCodeError) as exc:
+            yield f"{named_at or prefix + tag} = {format_value(name)}: {exc}"
+            return
         if record is None:
             yield f"{named_at or prefix + tag} = {format_value(name)}: {_one_of(names, name)}"
         else:
