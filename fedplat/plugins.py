@@ -388,7 +388,7 @@ def _make_absent(kind: Kind, name: str) -> type[Struct]:
 def _reduce(record: type[Struct], kind: Kind, name: str, folder: Path | None) -> Callable[[Struct], object]:
     """Return the method by which records are pickled: the subclass is created again where they are read.
 
-    Another process cannot import a file by the name of its module here, so a reference is loaded again there.
+    Another process may have imported neither the module of the kind nor the plugin's file, so it loads a reference.
     """
     origin = folder or user_code.find_reference(record) or record
 

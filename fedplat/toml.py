@@ -193,8 +193,10 @@ class _Checker:
         if isinstance(tables, Kind) and tables.plain and isinstance(value, str):
             yield from self._of_table({tables.key: value}, tables, path, path)
         elif (tables is not None or is_mapping) and not isinstance(value, dict):
-            names = "a name or " if isinstance(tables, Kind) and tables.plain else ""
-            yield f"{path} = {format_value(value)}: expected {names}a table, [{path}]"
+            is_plain = isinstance(tables, Kind) and tables.plain
+            yield f"{path} = {format_value(value)}: expected " + (
+                "a name or a table" if is_plain else f"a table, [{path}]"
+            )
         elif tables is not None:
             yield from self._of_table(cast(dict[str, Any], value), tables, path)
         elif is_mapping:

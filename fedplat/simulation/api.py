@@ -8,7 +8,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import msgspec
 import numpy as np
@@ -283,7 +283,17 @@ def execute(
 
 def format_changes(changes: Mapping[str, object]) -> list[str]:
     """Return changes by key as `key=value` texts, the arguments of `--set`."""
-    return [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    return [f"{key}={_format_toml(value)}" for key, value in changes.items()]
+
+
+def _format_toml(value: object) -> str:
+    """Return a value in TOML notation, which is that of JSON except for tables."""
+    if isinstance(value, Mapping):
+        table = cast(Mapping[str, object], value)
+        return "{" + ", ".join(f"{json.dumps(key)} = {_format_toml(item)}" for key, item in table.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_format_toml, cast(Sequence[object], value))) + "]"
+    return json.dumps(value)
 
 
 def versions() -> dict[str, str]:

@@ -94,7 +94,7 @@ MISTAKES: Mapping[str, tuple[str, str]] = {
     ),
     "a number for a weight": (
         f"{MODE}staleness = 3\n",
-        "mode.staleness = 3: expected a name or a table, [mode.staleness]",
+        "mode.staleness = 3: expected a name or a table",
     ),
     "whole cohorts": (
         f"{SMALL}sampling = {{policy = 'poisson', rate = 0.1}}\n[mode]\nkind = 'buffered'\nconcurrency = 3\n",

@@ -148,7 +148,8 @@ number = 5
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delitem(sys.modules, "own", raising=False)  # that of another test
     (tmp_path / "own.py").write_text(PLUGINS)
     return tmp_path
 

@@ -111,7 +111,17 @@ class DiurnalOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field=
 AVAILABILITY_MODELS: Mapping[str, type[AvailabilityOptions]] = by_name(AlwaysOptions, SometimesOptions, DiurnalOptions)
 """The options record of each built-in model, by its name in a simulation file."""
 
-define(Kind("availability", "kind", "an availability model", AvailabilityOptions, ("build",), AVAILABILITY_MODELS))
+define(
+    Kind(
+        "availability",
+        "kind",
+        "an availability model",
+        AvailabilityOptions,
+        ("build",),
+        AVAILABILITY_MODELS,
+        plain=True,
+    )
+)
 
 
 def build_availability(options: AvailabilityOptions, num_clients: int, rng: np.random.Generator) -> Availability:

