@@ -1,6 +1,9 @@
-"""A learner in NumPy, as a user would write it."""
+"""A learner in NumPy, as a user would write it, and the files of docs/learners.md."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -31,3 +34,9 @@ class Centroids(msgspec.Struct, frozen=True):
         means = parameters["sums"] / np.maximum(parameters["counts"], 1e-9)[:, None]
         distances = ((inputs.reshape(len(inputs), 1, -1) - means) ** 2).sum(2)
         return {"loss": float(distances.min(1).mean()), "accuracy": float((distances.argmin(1) == targets).mean())}
+
+
+def read_page() -> dict[str, str]:
+    """The files that docs/learners.md shows, by name."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "learners.md").read_text("utf-8")
+    return dict(re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", page, flags=re.DOTALL))

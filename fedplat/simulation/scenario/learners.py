@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from msgspec import Struct
 
+from fedplat import user_code
+from fedplat.errors import UserCodeError
 from fedplat.learner import ArrayLearner, BaseLearner
 from fedplat.plugins import Kind, by_name, define
 from fedplat.sklearn import SklearnLearner
+from fedplat.toml import format_value
 from fedplat.user_code import Reference
+
+LOSS_NAMES = ("cross_entropy", "mse", "bce_with_logits")
+"""The built-in losses, see `model.LOSSES`."""
 
 
 @runtime_checkable
@@ -30,9 +36,18 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="l
     of a mean loss of outputs and targets, or a function. `personal` names the tensors that clients do not share.
     """
 
-    module: Literal[""] | Reference = ""
-    loss: Literal["cross_entropy", "mse", "bce_with_logits"] | Reference = "cross_entropy"
+    module: str = ""
+    loss: str = "cross_entropy"
     personal: list[str] = []
+
+    def __post_init__(self) -> None:
+        for key, value, names in (("module", self.module, ("",)), ("loss", self.loss, LOSS_NAMES)):
+            try:
+                if value not in names:
+                    user_code.split(value)
+            except UserCodeError as exc:
+                expected = ", ".join([*filter(None, names), "module:function"])
+                raise ValueError(f"{key} = {format_value(value)}: expected one of {expected}") from exc
 
     def build(self, folder: Path) -> Any:
         """Return the learner."""
