@@ -22,8 +22,17 @@ INPUTS = RNG.normal(size=(50, 4)) + LABELS[:, None]
 
 
 def make(**changes: Any) -> SklearnTrainer:
-    options = {"estimator": "sklearn.linear_model:SGDClassifier", "features": 4, "classes": 3, "data": (INPUTS, LABELS)}
+    options: dict[str, Any] = {
+        "estimator": "sklearn.linear_model:SGDClassifier",
+        "features": 4,
+        "classes": 3,
+        "data": (INPUTS, LABELS),
+    }
     return SklearnTrainer(**{**options, **changes})
+
+
+def seven(task: Task) -> int:
+    return 7
 
 
 def make_task(trainer: Any, round: int = 1, **config: Any) -> Task:
@@ -52,8 +61,8 @@ def test_rounds_and_seeds_draw_anew_and_repeat() -> None:
         return task.parameters.to_bytes()
 
     assert train() == train() == train(seed=0)
-    assert len({train(), train(round=2), train(seed=1), train(seed=lambda task: 7)}) == 4
-    assert train(seed=lambda task: 7) == train(round=2, seed=lambda task: 7)
+    assert len({train(), train(round=2), train(seed=1), train(seed=seven)}) == 4
+    assert train(seed=seven) == train(round=2, seed=seven)
 
 
 def test_the_learning_rate_decays_with_rounds() -> None:
@@ -62,7 +71,7 @@ def test_the_learning_rate_decays_with_rounds() -> None:
         make_task(make(), 2, learning_rate=0.1, learning_rate_decay=0.5),
     )
     for task in (first, second):
-        make(seed=lambda task: 3)(task)
+        make(seed=seven)(task)
     assert first.parameters == second.parameters
 
 
@@ -81,7 +90,8 @@ def test_data_may_be_a_function_of_the_task() -> None:
 def test_mistakes_are_refused() -> None:
     with pytest.raises(JobFileError, match=r"estimator = 'sklearn.tree:Tree': .* expected one of sklearn"):
         make(estimator="sklearn.tree:Tree")
-    for key, value in (("momentum", 0.9), ("dp", "flat"), ("epochs", 0)):
+    wrong: dict[str, Any] = {"momentum": 0.9, "dp": "flat", "epochs": 0}
+    for key, value in wrong.items():
         with pytest.raises(JobFileError, match=f"config.{key} = "):
             make()(make_task(make(), **{key: value}))
     with pytest.raises(DataError, match="there are no examples"):

@@ -75,8 +75,7 @@ class InProcessArrays(ArrayTrainer):
     """Trains clients on data in the memory of this process: a `TaskTrainer`."""
 
     def __init__(self, task: ClientTraining) -> None:
-        assert isinstance(task.learner, ArrayLearner)
-        super().__init__(task.learner, cast(Config, task.options), task.seed)
+        super().__init__(task.learner, task.options, task.seed)
         self._federation = task.federation
 
     def answer(self, task: ClientTask, contents: Contents, buffer: Bytes | None = None) -> LocalResult:

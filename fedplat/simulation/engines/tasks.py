@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from fedplat.learner import ArrayLearner, Config
+from fedplat.learner import ArrayLearner
 from fedplat.model import Bytes, Parameters
 from fedplat.simulation.data.federation import Federation
 from fedplat.simulation.engines.interface import ClientTask
-
-if TYPE_CHECKING:
-    from fedplat.pytorch.training import Learner, LocalOptions
 
 Contents = Mapping[str, Parameters]
 """A client state: parameters by name, as in `ClientState`."""
@@ -28,11 +25,14 @@ class LocalResult(NamedTuple):
 
 
 class ClientTraining(NamedTuple):
-    """The learner, the data and the options of local training: those of PyTorch modules, or a job's `[config]`."""
+    """The learner, the data and the options of local training.
+
+    For a `fedplat.pytorch.training.Learner` the options are `LocalOptions`; for an `ArrayLearner` a job's `[config]`.
+    """
 
     federation: Federation
-    learner: Learner | ArrayLearner
-    options: LocalOptions | Config
+    learner: Any
+    options: Any
     seed: int = 0
     """The seed of the initial values of clients' personal layers."""
 

@@ -118,6 +118,18 @@ def test_an_object_is_a_learner(tmp_path: Path) -> None:
     assert run.summary.best.value > 0.5
 
 
+def fail(*arguments: object) -> Any:
+    return 1 / 0
+
+
+def return_three(*arguments: object) -> Any:
+    return 3
+
+
+def return_text(*arguments: object) -> Any:
+    return {"loss": "low"}
+
+
 class Broken:
     """A learner whose functions are replaced."""
 
@@ -131,16 +143,16 @@ class Broken:
 @pytest.mark.parametrize(
     ("functions", "changes", "error", "sentence"),
     [
-        ({"initial": lambda seed: 3}, [], JobFileError, r"Broken.initial\(\) returned a int; expected Parameters"),
-        ({"initial": lambda seed: 1 / 0}, [], UserCodeError, r"Broken.initial\(\) raised ZeroDivisionError"),
+        ({"initial": return_three}, [], JobFileError, r"Broken.initial\(\) returned a int; expected Parameters"),
+        ({"initial": fail}, [], UserCodeError, r"Broken.initial\(\) raised ZeroDivisionError"),
         (
-            {"train": lambda *args: 1 / 0},
+            {"train": fail},
             [],
             UserCodeError,
             r"Broken.train\(\) raised ZeroDivisionError: .*line",
         ),
-        ({"train": lambda *args: 3}, [], EngineError, "the learner returned a int; expected metrics"),
-        ({"train": lambda *args: {"loss": "low"}}, [], FedplatError, "the learner returned the metric 'loss', 'low'"),
+        ({"train": return_three}, [], EngineError, "the learner returned a int; expected metrics"),
+        ({"train": return_text}, [], FedplatError, "the learner returned the metric 'loss', 'low'"),
         ({}, ["config.partial_work=true"], JobFileError, 'config.partial_work = true: only the learner "torch"'),
         ({}, ['config.dp="flat"'], JobFileError, "config.dp = 'flat': only the learner \"torch\""),
         ({}, ['config.algorithm="scaffold"'], JobFileError, "config.algorithm = 'scaffold': only the learner"),
