@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self, cast
 
@@ -74,7 +74,7 @@ class SklearnLearner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
 
     estimator: str
     features: Annotated[int, Meta(ge=1, le=10_000_000)]
-    classes: Annotated[int, Meta(ge=2, le=1_000_000)] | list[int | str] = []
+    classes: Annotated[int, Meta(ge=2, le=1_000_000)] | Sequence[int | str] = ()
     options: dict[str, Any] = {}
     total_examples: Annotated[int, Meta(ge=0, le=10**15)] = 0
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -38,7 +38,7 @@ def check_learner(learner: ArrayLearner, data: Data, config: Config | None = Non
 
     `config` is the job's `[config]`.
     """
-    if not isinstance(learner, ArrayLearner):
+    if not isinstance(cast(object, learner), ArrayLearner):
         missing = [name for name in ("initial", "train", "evaluate") if not callable(getattr(learner, name, None))]
         raise ConformanceError("methods", f"the learner has no {missing[0]}(); expected initial, train and evaluate")
     run_checks(CHECKS, LearnerUnderTest(learner, data, config or {}))
@@ -47,7 +47,7 @@ def check_learner(learner: ArrayLearner, data: Data, config: Config | None = Non
 def check_the_initial_model_is_stable(tested: LearnerUnderTest) -> Iterator[str]:
     """Require finite values, and equal bits for equal seeds: every process of a simulation creates the model."""
     first, second = (tested.learner.initial(_SEED) for _ in range(2))
-    if not isinstance(first, Parameters):
+    if not isinstance(cast(object, first), Parameters):
         yield f"initial() returned a {type(first).__name__}; expected fedplat.model.Parameters"
         return
     if not first:

@@ -23,13 +23,15 @@ OURS = {"fedplat", "fedplat-client"}
 PROBE = """
 import importlib.util, sys
 import fedplat_client
-heavy = ["torch", "sqlalchemy", "alembic", "fedplat_server", "rich", "typer", "pydantic"]
+heavy = ["torch", "sklearn", "lightning", "sqlalchemy", "alembic", "fedplat_server", "rich", "typer", "pydantic"]
 assert [name for name in heavy if importlib.util.find_spec(name)] == []
 assert [name for name in heavy if name in sys.modules] == []
-try:
-    import fedplat_client.trainers.torch
-except fedplat_client.MissingExtraError as exc:
-    print(exc)
+for name in ("torch", "sklearn", "lightning"):
+    try:
+        __import__(f"fedplat_client.trainers.{name}")
+    except fedplat_client.MissingExtraError as exc:
+        print(exc)
+import fedplat_client.trainers.learner
 """
 TRAINER = """
 from fedplat_client import TrainResult
@@ -62,7 +64,8 @@ def prove(python: Path, fleet: FakeFleet, model: model_pb2.ModelRef, folder: Pat
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     probe = [str(python), "-I", "-c", PROBE]
     output = subprocess.run(probe, cwd=folder, env=environment, check=True, capture_output=True, text=True).stdout
-    assert "pip install 'fedplat-client[torch]'" in output
+    for extra in ("torch", "sklearn", "lightning"):
+        assert f"pip install 'fedplat-client[{extra}]'" in output
     (folder / "edge.py").write_text(TRAINER)
     fleet.assign(model)
     arguments = ["run", "--ticket", fleet.ticket.to_text(), "--data-dir", "data"]

@@ -43,7 +43,7 @@ class SklearnTrainer:
     features: int
     data: ClientData
     """Inputs and targets, or a function that returns them for a task."""
-    classes: int | Sequence[int] | Sequence[str] = ()
+    classes: int | Sequence[int | str] = ()
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     total_examples: int = 0
     seed: Seed = 0
@@ -58,7 +58,7 @@ class SklearnTrainer:
         return SklearnLearner(
             estimator=self.estimator,
             features=self.features,
-            classes=self.classes if isinstance(self.classes, int) else list(self.classes),
+            classes=self.classes if isinstance(self.classes, int) else tuple(self.classes),
             options=dict(self.options),
             total_examples=self.total_examples,
         )

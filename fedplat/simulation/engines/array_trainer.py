@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 from fedplat import user_code
 from fedplat.errors import EngineError, ModelError
@@ -26,6 +26,7 @@ class ArrayTrainer:
 
     def __init__(self, learner: ArrayLearner, config: Config, seed: int = 0) -> None:
         self._learner, self._config = learner, config
+        self._name = type(learner).__name__
         check_config(learner, config)
         self._schema: Schema = learner.initial(seed).schema
         self._versions: dict[int, Parameters] = {}
@@ -33,7 +34,7 @@ class ArrayTrainer:
     def check(self, model: Parameters) -> None:
         """Raise `ModelError` if a model does not have the tensors of the initial one."""
         if difference := model.schema.difference_from(self._schema):
-            raise ModelError(f"the model does not fit the learner {type(self._learner).__name__}: {difference}")
+            raise ModelError(f"the model does not fit the learner {self._name}: {difference}")
 
     def publish(self, version: int, model: Parameters) -> None:
         """Store a version until it is retired. Raises `ModelError` if it does not fit the learner."""
@@ -51,7 +52,7 @@ class ArrayTrainer:
             return LocalResult(NO_UPDATE, self.evaluate_on(data, base), None)
         parameters = base.copy()
         config = config_of_round(self._config, task.version + 1)
-        with _one_thread(), user_code.wrap_errors(f"the training of client {task.client}"):
+        with _one_thread(), user_code.wrap_errors(f"{self._name}.train()"):
             metrics = _check_metrics(self._learner.train(parameters, data, config, task.seed))
         update = parameters.minus(base)
         if buffer is not None:
@@ -62,7 +63,7 @@ class ArrayTrainer:
         """Score a model; returns no metrics if there are no examples."""
         if not len(data[1]):
             return {}
-        with _one_thread(), user_code.wrap_errors("the evaluation of a model"):
+        with _one_thread(), user_code.wrap_errors(f"{self._name}.evaluate()"):
             return _check_metrics(self._learner.evaluate(model, data))
 
     def examples(self, inputs: Array, targets: Array, part: Part) -> Data:
@@ -74,8 +75,7 @@ class InProcessArrays(ArrayTrainer):
     """Trains clients on data in the memory of this process: a `TaskTrainer`."""
 
     def __init__(self, task: ClientTraining) -> None:
-        assert isinstance(task.learner, ArrayLearner)
-        super().__init__(task.learner, cast(Config, task.options), task.seed)
+        super().__init__(task.learner, task.options, task.seed)
         self._federation = task.federation
 
     def answer(self, task: ClientTask, contents: Contents, buffer: Bytes | None = None) -> LocalResult:
@@ -93,7 +93,13 @@ class InProcessArrays(ArrayTrainer):
 def _check_metrics(metrics: object) -> dict[str, float]:
     if not isinstance(metrics, Mapping):
         raise EngineError(f"the learner returned a {type(metrics).__name__}; expected metrics, a mapping of numbers")
-    return {str(name): float(value) for name, value in cast(Mapping[str, float], metrics).items()}
+    checked: dict[str, float] = {}
+    for name, value in cast(Mapping[object, Any], metrics).items():
+        try:
+            checked[str(name)] = float(value)
+        except (TypeError, ValueError) as exc:
+            raise EngineError(f"the learner returned the metric {name!r}, {value!r}; expected a number") from exc
+    return checked
 
 
 @contextmanager

@@ -113,8 +113,6 @@ class InProcessTrainer(ModuleTrainer):
     """Trains clients on data in the memory of this process."""
 
     def __init__(self, task: ClientTraining, device: str = "cpu") -> None:
-        assert isinstance(task.learner, Learner)
-        assert isinstance(task.options, LocalOptions)
         super().__init__(task.learner, task.options, task.seed, device)
         federation = task.federation
         self._parts, self._held_out = federation.parts, federation.held_out

@@ -9,7 +9,8 @@ from typing_extensions import override
 from fedplat.model import Parameters
 from fedplat.simulation.engines.client_states import ClientStates
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
-from fedplat.simulation.engines.tasks import ClientTraining, Contents, make_trainer, num_examples
+from fedplat.simulation.engines.tasks import ClientTraining, Contents, num_examples
+from fedplat.simulation.engines.trainers import make_trainer
 from fedplat.simulation.engines.version_refs import Versions
 
 

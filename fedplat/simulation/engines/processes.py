@@ -22,7 +22,8 @@ from fedplat.simulation.engines.client_states import ClientStates
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
 from fedplat.simulation.engines.messages import Done, ScoreRequest, StateSlot, TrainTask
 from fedplat.simulation.engines.shared_memory import Arrays, Texts
-from fedplat.simulation.engines.tasks import NO_UPDATE, ClientTraining, Contents, make_trainer, num_examples
+from fedplat.simulation.engines.tasks import NO_UPDATE, ClientTraining, Contents, num_examples
+from fedplat.simulation.engines.trainers import make_trainer
 from fedplat.simulation.engines.version_refs import Versions
 from fedplat.simulation.engines.work_queue import WorkQueue, make_error
 from fedplat.simulation.engines.worker import EngineWorker, Shared, serve

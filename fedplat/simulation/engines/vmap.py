@@ -13,7 +13,6 @@ from typing_extensions import override
 from fedplat.client_state import ClientState
 from fedplat.errors import EngineError
 from fedplat.model import Parameters
-from fedplat.pytorch.training import LocalOptions
 from fedplat.pytorch.vectorized.batched import CohortTrainer
 from fedplat.pytorch.vectorized.layout import Base, UnsuitableError
 from fedplat.simulation.engines.client_states import ClientStates
@@ -31,7 +30,6 @@ class VmapEngine(Engine):
     """
 
     def __init__(self, task: ClientTraining, device: str | None = None) -> None:
-        assert isinstance(task.options, LocalOptions)
         self._federation = task.federation
         self._trainer = InProcessTrainer(task, device or ("cuda" if torch.cuda.is_available() else "cpu"))
         try:

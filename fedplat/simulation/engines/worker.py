@@ -13,7 +13,7 @@ from fedplat.simulation.engines import malloc, messages
 from fedplat.simulation.engines.interface import ClientTask
 from fedplat.simulation.engines.messages import Done, ScoreRequest, StateSlot, TrainTask
 from fedplat.simulation.engines.shared_memory import Arrays, Texts
-from fedplat.simulation.engines.tasks import TaskTrainer
+from fedplat.simulation.engines.trainers import TaskTrainer
 
 
 class Shared(NamedTuple):

@@ -254,8 +254,7 @@ class RealTraining(TrainingModel):
         self._users[task.version] += 1
         if task.kind is AttemptKind.EVALUATE:
             return ClientTask(task.client, task.version, seed=0, scores=True)
-        entropy = np.random.SeedSequence([self._seed, _TRAINING, task.client, task.number])
-        return ClientTask(task.client, task.version, int(entropy.generate_state(1, np.uint64)[0]), task.fraction)
+        return ClientTask(task.client, task.version, training_seed(self._seed, task.client, task.number), task.fraction)
 
     def _report_scores(self, task: DeviceAssignment, trained: LocalUpdate, verdict: Verdict) -> Report:
         """Return the report of an evaluation, which ends the client's task."""
@@ -329,3 +328,8 @@ def _reject(task: DeviceAssignment, verdict: Verdict) -> UpdateRejected:
 
 _NOTHING = Parameters.from_arrays({})
 """A placeholder for the values of folded updates that cannot be folded again: only their task is needed."""
+
+
+def training_seed(seed: int, client: int, number: int) -> int:
+    """Return the seed of a client's training in a simulation; `number` counts the client's assignments."""
+    return int(np.random.SeedSequence([seed, _TRAINING, client, number]).generate_state(1, np.uint64)[0])

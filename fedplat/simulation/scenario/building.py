@@ -50,7 +50,7 @@ def make_initial(learner: Learner | ArrayLearner, seed: int) -> Parameters:
     """Return the initial model of a learner. Raises `JobFileError` if it returns something else."""
     if not isinstance(learner, ArrayLearner):
         return learner.initial(seed)
-    with user_code.wrap_errors(f"initial() of {type(learner).__name__}"):
+    with user_code.wrap_errors(f"{type(learner).__name__}.initial()"):
         found = learner.initial(seed)
     return initial.convert_result(found, f"{type(learner).__name__}.initial")
 

@@ -14,11 +14,12 @@ from fedplat.learner import ArrayLearner, BaseLearner
 from fedplat.metrics import Metric
 from fedplat.plugins import Kind, by_name, define
 from fedplat.sklearn import SklearnLearner
+from fedplat.toml import format_value
 from fedplat.user_code import Reference
 
 MAX_METRICS = 20
-LOSSES = ("cross_entropy", "mse", "bce_with_logits")
-"""The names of losses that are not the user's own."""
+LOSS_NAMES = ("cross_entropy", "mse", "bce_with_logits")
+"""The built-in losses, see `model.LOSSES`."""
 
 
 @runtime_checkable
@@ -44,10 +45,13 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="l
     metrics: Annotated[tuple[Metric, ...], Meta(max_length=MAX_METRICS)] = ()
 
     def __post_init__(self) -> None:
-        if self.module:
-            _check_reference("module", self.module, "")
-        if self.loss not in LOSSES:
-            _check_reference("loss", self.loss, f"one of {', '.join(LOSSES)}, or ")
+        for key, value, names in (("module", self.module, ("",)), ("loss", self.loss, LOSS_NAMES)):
+            try:
+                if value not in names:
+                    user_code.split(value)
+            except UserCodeError as exc:
+                expected = ", ".join([*filter(None, names), "module:function"])
+                raise ValueError(f"{key} = {format_value(value)}: expected one of {expected}") from exc
 
     def build(self, folder: Path) -> Any:
         """Return the learner."""
@@ -67,14 +71,6 @@ class LightningOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         from fedplat.pytorch.lightning import LightningLearner, OwnLightningModule
 
         return LightningLearner(OwnLightningModule(self.module, folder, self.options))
-
-
-def _check_reference(key: str, value: str, others: str) -> None:
-    """Raise `ValueError` for a text that cannot name a function. The types of a union cannot have a pattern."""
-    try:
-        user_code.split(value)
-    except UserCodeError as exc:
-        raise ValueError(f"{key} = {value!r}: expected {others}a function, module:function") from exc
 
 
 LEARNERS: Mapping[str, type[LearnerOptions]] = by_name(ModelOptions, SklearnLearner, LightningOptions)

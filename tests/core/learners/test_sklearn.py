@@ -89,7 +89,7 @@ def test_gaussian_naive_bayes_is_exactly_that_of_the_pooled_data() -> None:
 @pytest.mark.parametrize("kind", [naive_bayes.MultinomialNB, naive_bayes.BernoulliNB])
 def test_other_naive_bayes_are_exactly_those_of_the_pooled_data(kind: type[Any]) -> None:
     inputs = np.abs(INPUTS)
-    options = {"alpha": 0.7, **({"binarize": 0.5} if kind is naive_bayes.BernoulliNB else {})}
+    options: dict[str, Any] = {"alpha": 0.7, **({"binarize": 0.5} if kind is naive_bayes.BernoulliNB else {})}
     learner = make(f"naive_bayes:{kind.__name__}", **options)
     found, expected = learner.restore(average(learner, inputs, LABELS)), kind(**options).fit(inputs, LABELS)
     np.testing.assert_allclose(found.feature_count_, expected.feature_count_, rtol=1e-12)

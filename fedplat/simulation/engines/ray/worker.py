@@ -7,19 +7,16 @@ import socket
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedplat.learner import ArrayLearner, Config
+from fedplat.learner import ArrayLearner
 from fedplat.model import Bytes, Parameters, Schema
 from fedplat.simulation.data.federation import Array
 from fedplat.simulation.engines import malloc, messages
 from fedplat.simulation.engines.array_trainer import ArrayTrainer
 from fedplat.simulation.engines.interface import ClientTask
-
-if TYPE_CHECKING:
-    from fedplat.pytorch.training import Learner, LocalOptions
 
 Piece = tuple[Array, Array]
 """Inputs and targets, as they are stored in Ray's object store."""
@@ -49,7 +46,7 @@ class RayWorker:
         warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
         self._loaded: set[int] = set()
 
-    def load(self, task: tuple[Learner | ArrayLearner, LocalOptions | Config, int]) -> str:
+    def load(self, task: tuple[Any, Any, int]) -> str:
         """Create the trainer; returns a description of this process for error messages."""
         if torch := sys.modules.get("torch"):
             torch.set_num_threads(1)
@@ -94,13 +91,13 @@ class RayWorker:
         return Parameters(self._schema, buffer.copy())  # the store may free its own when the version is retired
 
 
-def make_trainer(learner: Learner | ArrayLearner, options: LocalOptions | Config, seed: int) -> Any:
+def make_trainer(learner: Any, options: Any, seed: int) -> Any:
     """Return the trainer of a learner, which receives the examples with each task."""
     if isinstance(learner, ArrayLearner):
-        return ArrayTrainer(learner, cast(Config, options), seed)
+        return ArrayTrainer(learner, options, seed)
     from fedplat.simulation.engines.client_trainer import ModuleTrainer
 
-    return ModuleTrainer(learner, cast("LocalOptions", options), seed)
+    return ModuleTrainer(learner, options, seed)
 
 
 def make_piece(inputs: Array, targets: Array, as_tensors: bool) -> Piece:
