@@ -142,10 +142,7 @@ def test_a_loss_may_use_the_weights_of_the_round_before() -> None:
         def build(self) -> LocalAlgorithm:
             def make_loss(context: LossContext) -> Any:
                 seen.append(dict(context.remembered))
-                return lambda module, inputs, targets: (
-                    context.loss(module(inputs), targets),
-                    module(inputs),
-                )
+                return loss(lambda value, outputs: (value, outputs))(context)
 
             return LocalAlgorithm(
                 make_loss=make_loss, end=lambda correction, remembered, direction: LocalEnding(direction.weights)
@@ -239,8 +236,24 @@ def _raise(*arguments: object) -> Any:
     raise KeyError("weight")
 
 
+def gives(value: object) -> Any:
+    """Returns a function of anything that returns the value."""
+
+    def give(*arguments: object) -> object:
+        return value
+
+    return give
+
+
 def loss(value: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[[LossContext], Any]:
-    return lambda context: lambda module, inputs, targets: value(context.loss(module(inputs), targets), module(inputs))
+    def make_loss(context: LossContext) -> Any:
+        def compute(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
+            outputs = module(inputs)
+            return value(context.loss(outputs, targets), outputs)
+
+        return compute
+
+    return make_loss
 
 
 NAN = float("nan")
@@ -250,23 +263,23 @@ NAN = float("nan")
     ("algorithm", "message"),
     [
         (LocalAlgorithm(_raise), r"begin\(\) raised KeyError: 'weight' \(.*, line \d+\)"),
-        (LocalAlgorithm(lambda *_: None), r"begin\(\) returned a NoneType; expected a Correction"),
-        (LocalAlgorithm(lambda *_: Correction(pull=NAN)), "the pull is nan; expected a finite number"),
+        (LocalAlgorithm(gives(None)), r"begin\(\) returned a NoneType; expected a Correction"),
+        (LocalAlgorithm(gives(Correction(pull=NAN))), "the pull is nan; expected a finite number"),
         (
-            LocalAlgorithm(lambda *_: Correction(drift={"weight": torch.ones(3)})),
+            LocalAlgorithm(gives(Correction(drift={"weight": torch.ones(3)}))),
             r"'weight' has the shape \[3\]; expected",
         ),
         (
-            LocalAlgorithm(lambda *_: Correction(drift={"bias": torch.ones(3)})),
+            LocalAlgorithm(gives(Correction(drift={"bias": torch.ones(3)}))),
             "there is no parameter 'bias'; expected one",
         ),
-        (LocalAlgorithm(lambda *_: Correction(drift={"weight": 1.0})), "'weight' is of type float; expected a tensor"),
+        (LocalAlgorithm(gives(Correction(drift={"weight": 1.0}))), "'weight' is of type float; expected a tensor"),
         (LocalAlgorithm(end=_raise), r"end\(\) raised KeyError"),
-        (LocalAlgorithm(end=lambda *_: LocalEnding({"a": torch.tensor(NAN)})), "'a' has entries that are NaN"),
-        (LocalAlgorithm(end=lambda *_: LocalEnding(update={"a": torch.ones(1)})), "there is no parameter 'a'"),
+        (LocalAlgorithm(end=gives(LocalEnding({"a": torch.tensor(NAN)}))), "'a' has entries that are NaN"),
+        (LocalAlgorithm(end=gives(LocalEnding(update={"a": torch.ones(1)}))), "there is no parameter 'a'"),
         (LocalAlgorithm(make_loss=_raise), r"make_loss\(\) raised KeyError"),
-        (LocalAlgorithm(make_loss=lambda context: 5), r"make_loss\(\) returned a int; expected a function"),
-        (LocalAlgorithm(make_loss=lambda context: _raise), "the loss raised KeyError"),
+        (LocalAlgorithm(make_loss=gives(5)), r"make_loss\(\) returned a int; expected a function"),
+        (LocalAlgorithm(make_loss=gives(_raise)), "the loss raised KeyError"),
         (
             LocalAlgorithm(make_loss=loss(lambda value, outputs: value)),
             r"returned a Tensor; expected \(loss, outputs\)",
@@ -282,7 +295,7 @@ NAN = float("nan")
         ),
         (LocalAlgorithm(make_loss=loss(lambda value, outputs: (value * NAN, outputs))), "the loss of a batch is nan"),
         (LocalAlgorithm(perturb=_raise), r"perturb\(\) raised KeyError"),
-        (LocalAlgorithm(perturb=lambda gradients: [1.0]), "found a list; expected tensors by name"),
+        (LocalAlgorithm(perturb=gives([1.0])), "found a list; expected tensors by name"),
         (LocalAlgorithm(perturb=lambda gradients: {"weight": torch.ones(3)}), r"'weight' has the shape \[3\]"),
         (LocalAlgorithm(perturb=lambda gradients: {"weight": gradients["weight"] * NAN}), "entries that are NaN"),
     ],
