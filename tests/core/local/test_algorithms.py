@@ -40,6 +40,7 @@ from fedplat.pytorch.training import (
     forward_features,
     train,
 )
+from fedplat.simulation.api import simulate
 from fedplat.simulation.engines.auto import AutoEngine
 from fedplat.simulation.engines.interface import ClientTask
 from fedplat.simulation.engines.loop import LoopEngine
@@ -394,3 +395,11 @@ def test_the_clients_data_is_that_of_the_partition() -> None:
     np.testing.assert_allclose(model["1.weight"], start["1.weight"] - 0.1 * slope.T @ x, atol=1e-6)
     assert abs(slope[:, 3]).max() < 1e-15
     assert not state.changed
+
+
+@pytest.mark.parametrize("name", ["fedlc", "fedsam"])
+def test_the_examples_run(name: str) -> None:
+    changes = {"rounds": 2, "selection.goal": 2, "config.epochs": 1, "simulation.engine": "loop"}
+    run = simulate(EXAMPLES / f"{name}.toml", changes)
+    assert run.result.status == "COMPLETED"
+    assert len((EXAMPLES / f"{name}.py").read_text("utf-8").splitlines()) <= 60
