@@ -21,7 +21,6 @@ FEDLC = 'algorithm = "../../examples/plugins/fedlc.py:FedLC"\ntau = '
 ALGORITHMS = {
     "fedavg": ("FedAvg", "", 64.10),
     "fedlc-0.5": ("FedLC, tau = 0.5", f"{FEDLC}0.5", 65.24),
-    "fedlc-1": ("FedLC, tau = 1", f"{FEDLC}1.0", 64.66),
 }
 
 

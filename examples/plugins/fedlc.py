@@ -8,8 +8,10 @@ from typing import Annotated
 
 import msgspec
 import torch
+from torch import nn
 
-from fedplat.aggregate import LocalAlgorithm
+from fedplat.aggregate import LocalAlgorithm, LossContext
+from fedplat.aggregate.local import LossFunction
 
 ABSENT = 1e-8
 """n_c of a class without examples: τ n_c^(-1/4) is then 100 τ, which removes the class from the softmax."""
@@ -23,10 +25,12 @@ class FedLC(msgspec.Struct, frozen=True):
     def build(self) -> LocalAlgorithm:
         """Return the algorithm with these options."""
 
-        def make_loss(context):
+        def make_loss(context: LossContext) -> LossFunction:
             classes = context.read_targets()
 
-            def compute(module, inputs, targets):
+            def compute(
+                module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor
+            ) -> tuple[torch.Tensor, torch.Tensor]:
                 outputs = module(inputs)
                 counts = torch.bincount(classes, minlength=outputs.shape[1]).float()
                 margins = self.tau * counts.clamp(min=ABSENT).pow(-0.25)

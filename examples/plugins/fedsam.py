@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from fedplat.aggregate import LocalAlgorithm
+from fedplat.aggregate.local import Arrays
 
 
 class FedSAM(msgspec.Struct, frozen=True):
@@ -21,7 +22,7 @@ class FedSAM(msgspec.Struct, frozen=True):
     def build(self) -> LocalAlgorithm:
         """Return the algorithm with these options."""
 
-        def perturb(gradients):
+        def perturb(gradients: Arrays) -> Arrays:
             norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
             return {name: self.rho / (norm + 1e-12) * gradient for name, gradient in gradients.items()}
 

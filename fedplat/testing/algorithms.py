@@ -47,7 +47,7 @@ class AlgorithmUnderTest:
         given = {"epochs": 2, "batch_size": 5, "learning_rate": 0.05, **changes}
         return LocalOptions(**given, algorithm=self.make())  # pyright: ignore[reportArgumentType]
 
-    def built(self) -> LocalAlgorithm:
+    def build(self) -> LocalAlgorithm:
         """Return the algorithm; its functions check their results."""
         return self.options().client_half()
 
@@ -70,7 +70,7 @@ class AlgorithmUnderTest:
 
     def make_loss(self, targets: torch.Tensor) -> LossFunction | None:
         """Return the algorithm's own loss for a client with these targets, or None."""
-        algorithm = self.built()
+        algorithm = self.build()
         if algorithm.make_loss is None:
             return None
         context = LossContext(
@@ -143,11 +143,11 @@ def check_all_memory_is_in_the_client_state(tested: AlgorithmUnderTest) -> Itera
 
 def check_arguments_do_not_change(tested: AlgorithmUnderTest) -> Iterator[str]:
     """Require that the functions only read their arguments, which the training still needs."""
-    algorithm = tested.built()
+    algorithm = tested.build()
     weights = {name: value.detach().clone() for name, value in LEARNER.make(seed=1).named_parameters()}
     state = ClientState()
     tested.train(tested.options(), state=state)
-    stored = next((values for name, values in state.contents.items()), None)
+    stored = next(iter(state.contents.values()), None)
     remembered = {} if stored is None else {name: torch.tensor(array) for name, array in stored.items()}
     control = {name: 0.1 * value for name, value in weights.items()} if algorithm.needs_control else {}
     for name, arguments in {"begin": (control, remembered), "perturb": (weights,)}.items():
@@ -189,7 +189,7 @@ def check_a_loss_that_is_a_mean_is_one(tested: AlgorithmUnderTest) -> Iterator[s
     """Require that several processes, each with a part of a batch, compute the same loss, if `loss_is_mean`."""
     inputs, targets = make_examples(0)
     compute = tested.make_loss(targets)
-    if compute is None or not tested.built().loss_is_mean:
+    if compute is None or not tested.build().loss_is_mean:
         return
     module = LEARNER.make(seed=1)
     whole = compute(module, inputs, targets)[0]
@@ -205,7 +205,7 @@ def check_a_loss_that_is_a_mean_is_one(tested: AlgorithmUnderTest) -> Iterator[s
 
 def check_offsets_are_finite_for_all_gradients(tested: AlgorithmUnderTest) -> Iterator[str]:
     """Require finite offsets, also for gradients of zeros, which a client has at a minimum."""
-    algorithm = tested.built()
+    algorithm = tested.build()
     if algorithm.perturb is None:
         return
     gradients = {name: value.detach() for name, value in LEARNER.make(seed=1).named_parameters()}

@@ -40,6 +40,7 @@ from fedplat.pytorch.training import (
     forward_features,
     train,
 )
+from fedplat.simulation.api import simulate
 from fedplat.simulation.engines.auto import AutoEngine
 from fedplat.simulation.engines.interface import ClientTask
 from fedplat.simulation.engines.loop import LoopEngine
@@ -142,10 +143,7 @@ def test_a_loss_may_use_the_weights_of_the_round_before() -> None:
         def build(self) -> LocalAlgorithm:
             def make_loss(context: LossContext) -> Any:
                 seen.append(dict(context.remembered))
-                return lambda module, inputs, targets: (
-                    context.loss(module(inputs), targets),
-                    module(inputs),
-                )
+                return loss(lambda value, outputs: (value, outputs))(context)
 
             return LocalAlgorithm(
                 make_loss=make_loss, end=lambda correction, remembered, direction: LocalEnding(direction.weights)
@@ -239,8 +237,24 @@ def _raise(*arguments: object) -> Any:
     raise KeyError("weight")
 
 
+def gives(value: object) -> Any:
+    """Returns a function of anything that returns the value."""
+
+    def give(*arguments: object) -> object:
+        return value
+
+    return give
+
+
 def loss(value: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[[LossContext], Any]:
-    return lambda context: lambda module, inputs, targets: value(context.loss(module(inputs), targets), module(inputs))
+    def make_loss(context: LossContext) -> Any:
+        def compute(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
+            outputs = module(inputs)
+            return value(context.loss(outputs, targets), outputs)
+
+        return compute
+
+    return make_loss
 
 
 NAN = float("nan")
@@ -250,23 +264,23 @@ NAN = float("nan")
     ("algorithm", "message"),
     [
         (LocalAlgorithm(_raise), r"begin\(\) raised KeyError: 'weight' \(.*, line \d+\)"),
-        (LocalAlgorithm(lambda *_: None), r"begin\(\) returned a NoneType; expected a Correction"),
-        (LocalAlgorithm(lambda *_: Correction(pull=NAN)), "the pull is nan; expected a finite number"),
+        (LocalAlgorithm(gives(None)), r"begin\(\) returned a NoneType; expected a Correction"),
+        (LocalAlgorithm(gives(Correction(pull=NAN))), "the pull is nan; expected a finite number"),
         (
-            LocalAlgorithm(lambda *_: Correction(drift={"weight": torch.ones(3)})),
+            LocalAlgorithm(gives(Correction(drift={"weight": torch.ones(3)}))),
             r"'weight' has the shape \[3\]; expected",
         ),
         (
-            LocalAlgorithm(lambda *_: Correction(drift={"bias": torch.ones(3)})),
+            LocalAlgorithm(gives(Correction(drift={"bias": torch.ones(3)}))),
             "there is no parameter 'bias'; expected one",
         ),
-        (LocalAlgorithm(lambda *_: Correction(drift={"weight": 1.0})), "'weight' is of type float; expected a tensor"),
+        (LocalAlgorithm(gives(Correction(drift={"weight": 1.0}))), "'weight' is of type float; expected a tensor"),
         (LocalAlgorithm(end=_raise), r"end\(\) raised KeyError"),
-        (LocalAlgorithm(end=lambda *_: LocalEnding({"a": torch.tensor(NAN)})), "'a' has entries that are NaN"),
-        (LocalAlgorithm(end=lambda *_: LocalEnding(update={"a": torch.ones(1)})), "there is no parameter 'a'"),
+        (LocalAlgorithm(end=gives(LocalEnding({"a": torch.tensor(NAN)}))), "'a' has entries that are NaN"),
+        (LocalAlgorithm(end=gives(LocalEnding(update={"a": torch.ones(1)}))), "there is no parameter 'a'"),
         (LocalAlgorithm(make_loss=_raise), r"make_loss\(\) raised KeyError"),
-        (LocalAlgorithm(make_loss=lambda context: 5), r"make_loss\(\) returned a int; expected a function"),
-        (LocalAlgorithm(make_loss=lambda context: _raise), "the loss raised KeyError"),
+        (LocalAlgorithm(make_loss=gives(5)), r"make_loss\(\) returned a int; expected a function"),
+        (LocalAlgorithm(make_loss=gives(_raise)), "the loss raised KeyError"),
         (
             LocalAlgorithm(make_loss=loss(lambda value, outputs: value)),
             r"returned a Tensor; expected \(loss, outputs\)",
@@ -282,7 +296,7 @@ NAN = float("nan")
         ),
         (LocalAlgorithm(make_loss=loss(lambda value, outputs: (value * NAN, outputs))), "the loss of a batch is nan"),
         (LocalAlgorithm(perturb=_raise), r"perturb\(\) raised KeyError"),
-        (LocalAlgorithm(perturb=lambda gradients: [1.0]), "found a list; expected tensors by name"),
+        (LocalAlgorithm(perturb=gives([1.0])), "found a list; expected tensors by name"),
         (LocalAlgorithm(perturb=lambda gradients: {"weight": torch.ones(3)}), r"'weight' has the shape \[3\]"),
         (LocalAlgorithm(perturb=lambda gradients: {"weight": gradients["weight"] * NAN}), "entries that are NaN"),
     ],
@@ -381,3 +395,11 @@ def test_the_clients_data_is_that_of_the_partition() -> None:
     np.testing.assert_allclose(model["1.weight"], start["1.weight"] - 0.1 * slope.T @ x, atol=1e-6)
     assert abs(slope[:, 3]).max() < 1e-15
     assert not state.changed
+
+
+@pytest.mark.parametrize("name", ["fedlc", "fedsam"])
+def test_the_examples_run(name: str) -> None:
+    changes = {"rounds": 2, "selection.goal": 2, "config.epochs": 1, "simulation.engine": "loop"}
+    run = simulate(EXAMPLES / f"{name}.toml", changes)
+    assert run.result.status == "COMPLETED"
+    assert len((EXAMPLES / f"{name}.py").read_text("utf-8").splitlines()) <= 60
