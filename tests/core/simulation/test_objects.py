@@ -350,6 +350,9 @@ def test_mistakes_are_named_by_their_keys() -> None:
         "changes: expected SimulationOptions after a JobSpec"
     )
     assert mistake(lambda: untyped("job.toml", options)).startswith("SimulationOptions: expected a JobSpec before")
+    assert mistake(lambda: untyped(job, options, data=np.zeros(5))) == (
+        "data is a ndarray; expected a Federation, or a Dataset such as Dataset.from_arrays(inputs, targets)"
+    )
     made = files.of_records(job, options)
     assert mistake(lambda: untyped(made, {"rounds": 3})).startswith("changes: expected none with a SimulationFile")
 
