@@ -233,6 +233,8 @@ def compare(
     `metric` and `target` are by default those of the first run. Raises `ValueError` if a configuration has no run, two
     runs with the same seed, or a run that has no value of the metric.
     """
+    if not isinstance(cast(object, runs), Mapping):
+        raise ValueError(f"runs is a {type(runs).__name__}; expected runs by name, such as {{'FedAvg': [run, other]}}")
     named = {name: [each] if isinstance(each, Run) else list(each) for name, each in runs.items()}
     first = next((run for each in named.values() for run in each), None)
     summary = first.summary if first is not None else Summary(metric=metric)

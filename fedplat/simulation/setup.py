@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from fedplat import initial
 from fedplat.aggregate import LocalAlgorithmOptions
-from fedplat.errors import JobFileError, ModelError
+from fedplat.errors import DataError, JobFileError, ModelError
 from fedplat.job import build_rule, calibrate
 from fedplat.learner import ArrayLearner
 from fedplat.model import Parameters
@@ -68,6 +68,11 @@ def prepare(
     options = file.simulation
     if isinstance(data, Dataset):
         data = divide(data, options.partition, options.seed)
+    if data is not None and not isinstance(cast(object, data), Federation):
+        raise DataError(
+            f"data is a {type(data).__name__}; expected a Federation, or a Dataset such as Dataset.from_arrays(inputs, "
+            "targets)"
+        )
     clients_data = data if data is not None else load_data(file, on_progress)
     num_clients = clients_data.num_clients if clients_data is not None else 0
     fleet = build_fleet(options.fleet, options.seed, num_clients, file.folder)

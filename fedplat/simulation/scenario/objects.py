@@ -5,8 +5,8 @@
 >>> config = {"epochs": 1, "batch_size": 32, "learning_rate": 0.1}
 >>> model = "fedplat.pytorch.models:digits_2nn"
 >>> job = make_job(model, rounds=20, selection=Selection(goal=10), config=config, aggregation=FedAdam())
->>> job.name, job.aggregation.build().metrics
-('simulation', frozenset())
+>>> job.name, job.selection.goal, job.aggregation.learning_rate
+('simulation', 10, 0.01)
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 from html.parser import HTMLParser
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -94,7 +94,9 @@ def test_numbers_for_json_and_data_frames(compared: Comparison) -> None:
 
 
 def test_mistakes_are_named() -> None:
-    run = make([0.1], 3)
+    run, untyped = make([0.1], 3), cast(Any, compare)
+    with pytest.raises(ValueError, match=r"runs is a list; expected runs by name, such as \{'FedAvg'"):
+        untyped([run])
     with pytest.raises(ValueError, match="there are no configurations to compare"):
         compare({})
     with pytest.raises(ValueError, match="FedAvg: it has no runs; expected one for each seed"):

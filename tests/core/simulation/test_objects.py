@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import doctest
 import json
 import math
 import runpy
@@ -30,6 +31,7 @@ from fedplat.simulation.data import partitioners, sources
 from fedplat.simulation.recording.result import AttemptResult
 from fedplat.simulation.run_folder import RunFolderOptions
 from fedplat.simulation.scenario import file as files
+from fedplat.simulation.scenario import objects
 from fedplat.toml import read_toml, write_toml
 from support.simulation.runs import DIGITS
 
@@ -163,6 +165,10 @@ def test_plugins_as_objects_give_the_same_bits_as_in_a_file(tmp_path: Path) -> N
     assert numbers(again) == numbers(run)  # those of the other file have another codec name in each upload
     with pytest.raises(JobFileError, match=r"aggregation.rule = '.*:Momentum': expected one of fedavg"):
         run.file.job_text()  # a server has only built-in names
+
+
+def test_the_docstrings_example() -> None:
+    assert doctest.testmod(objects) == (0, 6)
 
 
 def test_the_shortest_simulation(capsys: pytest.CaptureFixture[str]) -> None:
@@ -350,6 +356,9 @@ def test_mistakes_are_named_by_their_keys() -> None:
         "changes: expected SimulationOptions after a JobSpec"
     )
     assert mistake(lambda: untyped("job.toml", options)).startswith("SimulationOptions: expected a JobSpec before")
+    assert mistake(lambda: untyped(job, options, data=np.zeros(5))) == (
+        "data is a ndarray; expected a Federation, or a Dataset such as Dataset.from_arrays(inputs, targets)"
+    )
     made = files.of_records(job, options)
     assert mistake(lambda: untyped(made, {"rounds": 3})).startswith("changes: expected none with a SimulationFile")
 
