@@ -140,6 +140,7 @@ class RawClient(Signing):
         trainers: tuple[str, ...] = ("toy",),
         evaluators: tuple[str, ...] = (),
         codecs: tuple[str, ...] = (),
+        algorithms: tuple[str, ...] = (),
         version: int = wire.PROTOCOL_VERSION,
     ) -> aio.UnaryUnaryCall[Any, fleet_pb2.CheckInResponse]:
         request = fleet_pb2.CheckInRequest(
@@ -148,6 +149,7 @@ class RawClient(Signing):
             trainers=trainers,
             evaluators=evaluators,
             codecs=codecs,
+            algorithms=algorithms,
             wait_s=wait_s,
         )
         return self._begin(lambda: self.stub.CheckIn(request, metadata=self.signed("CheckIn", request)))
