@@ -133,7 +133,7 @@ class RawClient(Signing):
         """A call that a test may wait for or cancel."""
         return asyncio.ensure_future(again(call)) if is_stormy() else call()
 
-    def check_in(
+    def check_in(  # noqa: PLR0913 -- the fields of a request
         self,
         wait_s: float = PATIENCE_S,
         labels: Mapping[str, str] | None = None,
