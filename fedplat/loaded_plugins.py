@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fedplat import user_code
-from fedplat.errors import PluginError
+from fedplat.errors import FedplatError, PluginError
 from fedplat.plugins import BUILTIN, ENTRY_POINTS, Kind, Plugins, find_file, find_records, kinds
 
 JOB_KINDS = ("rules", "robust-rules", "pre-aggregators", "policies", "codecs", "staleness", "algorithms")
@@ -118,16 +118,20 @@ def load_plugins(
 ) -> LoadedPlugins:
     """Import plugins; `named` maps `KIND.NAME` to a reference, "" (an entry point) or a class.
 
-    References are relative to `folder`, by default the current one. Raises `PluginError` or `UserCodeError`, which name
-    the plugin, if one cannot be used, and for a kind that is not `allowed`.
+    References are relative to `folder`, by default the current one. Raises `PluginError`, which names the
+    plugin, if one cannot be used, and for a kind that is not `allowed`.
     """
     given: dict[tuple[str, str], type[Struct]] = {}
     versions: list[PluginVersion] = []
     references: list[PluginReference] = []
     for label, source in named.items():
         kind, name = _parse_label(label, allowed)
-        with user_code.wrap_errors(f"the plugin {label}"):
-            record, version, reference = _load(kind, name, source, folder or Path.cwd())
+        try:
+            with user_code.wrap_errors(label):
+                record, version, reference = _load(kind, name, source, folder or Path.cwd())
+        except FedplatError as exc:
+            text = str(exc)
+            raise PluginError(text if text.startswith(label) else f"{label}: {text}") from exc
         given[kind.name, name] = record
         versions.append(version)
         if reference is not None:

@@ -11,7 +11,7 @@ from typing import Any, TypedDict, Unpack
 import click
 
 from fedplat import user_code
-from fedplat.errors import FedplatError, PluginError, TicketError, UserCodeError
+from fedplat.errors import FedplatError, PluginError, TicketError
 from fedplat.loaded_plugins import parse_plugins
 from fedplat.wire import process_tuning
 from fedplat_client._auth import tickets
@@ -165,7 +165,7 @@ def _create_client(options: _RunOptions) -> Client:
             name, function = _load("--evaluator", spec)
             # A trainer object such as TorchTrainer has its evaluator as a method.
             client.add_evaluator(name, getattr(function, "evaluate", function))
-    except (PluginError, UserCodeError) as exc:
+    except PluginError as exc:
         raise _UsageError(f"--plugin {exc}") from exc
     except (ValueError, TicketError, DataDirectoryError) as exc:
         raise _UsageError(str(exc)) from exc

@@ -67,7 +67,7 @@ class Client:
             `{"codecs.signs": Signs}`, or references such as `"signs.py:Signs"`, or "" for the entry point of an
             installed package.
 
-    Raises `PluginError` or `UserCodeError` if a plugin cannot be used.
+    Raises `PluginError` if a plugin cannot be used.
     """
 
     def __init__(  # noqa: PLR0913 -- one keyword for each property of a client

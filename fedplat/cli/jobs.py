@@ -267,7 +267,7 @@ def _load_for(client: AdminClient, file: Path) -> Submission:
         return _load(file)
     except JobFileError:
         try:
-            found = frozenset((plugin.kind, plugin.name) for plugin in client.status().plugins)
+            found = frozenset((plugin.kind, plugin.name) for plugin in client.status(timeout_s=5.0).plugins)
         except FedplatError:  # the mistakes in the file are certain
             found = frozenset[tuple[str, str]]()
         if not found:

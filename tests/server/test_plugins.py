@@ -14,8 +14,9 @@ import pytest
 from grpc import aio
 
 from fedplat.codecs.container import Format, options_from_text
-from fedplat.loaded_plugins import LoadedPlugins
+from fedplat.loaded_plugins import LoadedPlugins, load_plugins
 from fedplat.model import Parameters
+from fedplat.plugins import kinds
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.config import LeaseTimes
 from fedplat_server.verify.checker import verify
@@ -109,6 +110,33 @@ async def test_a_client_without_the_codec_is_not_drawn_and_the_operator_sees_why
         poll.cancel()
         refusal = await client.refusal(codecs=("bf16",))
         assert "codecs" in refusal.text
+
+
+ALGORITHM = """
+from msgspec import Struct
+
+class Mine(Struct, frozen=True):
+    def build(self):
+        raise KeyError("only clients build it")
+"""
+
+
+@pytest.mark.skipif("algorithms" not in kinds(), reason="local algorithms are no kind yet")
+async def test_a_job_draws_only_clients_with_its_algorithm(folder: Path) -> None:
+    (folder / "algorithm.py").write_text(ALGORITHM)
+    table = load_plugins({"algorithms.mine": f"{folder / 'algorithm.py'}:Mine"})
+    async with daemons.running(folder, plugins=table) as site:
+        own = await site.operator.start(job_file("own", goal=1, more='[config]\nalgorithm = "mine"\n'))
+        custom = await site.operator.create(job_file("custom", more='[config]\nalgorithm = "of my trainer"\n'))
+        assert [plugin.kind for plugin in (await site.operator.show(own)).plugins] == ["algorithms"]
+        assert not custom.plugins
+        client = await site.enroll()
+        poll = asyncio.ensure_future(client.check_in(algorithms=("other",)))
+        await site.waiting(1)
+        with_it = await site.enroll()
+        assert (await with_it.assignment(algorithms=("mine",))).job_id == own
+        assert not poll.done()
+        poll.cancel()
 
 
 @pytest.mark.fault("F51")
@@ -205,7 +233,7 @@ async def test_a_job_whose_options_no_longer_fit_is_paused(folder: Path, loaded:
 @pytest.mark.parametrize(
     ("fails", "text"),
     [
-        ("raises", "a part of rules.scaled raised KeyError: 'momentum'"),
+        ("raises", "the aggregation with rules.scaled raised KeyError: 'momentum'"),
         ("short", "the aggregation rule returned float32[1] for a step or a state; expected float32[8]"),
         ("nan", "not finite"),
     ],
@@ -343,7 +371,7 @@ def test_a_wrong_plugin_ends_the_start(
     before = list(sys.path)
     status, out, err = commands.here(monkeypatch, capsys, "run", "--insecure", "--plugin", plugin)
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("fedplat-server: --plugin ")
+    assert err.startswith(f"fedplat-server: --plugin {plugin.partition('=')[0]}")
     assert text in err
     assert sys.path == before
 

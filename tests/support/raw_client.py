@@ -133,13 +133,14 @@ class RawClient(Signing):
         """A call that a test may wait for or cancel."""
         return asyncio.ensure_future(again(call)) if is_stormy() else call()
 
-    def check_in(
+    def check_in(  # noqa: PLR0913 -- the fields of a request
         self,
         wait_s: float = PATIENCE_S,
         labels: Mapping[str, str] | None = None,
         trainers: tuple[str, ...] = ("toy",),
         evaluators: tuple[str, ...] = (),
         codecs: tuple[str, ...] = (),
+        algorithms: tuple[str, ...] = (),
         version: int = wire.PROTOCOL_VERSION,
     ) -> aio.UnaryUnaryCall[Any, fleet_pb2.CheckInResponse]:
         request = fleet_pb2.CheckInRequest(
@@ -148,6 +149,7 @@ class RawClient(Signing):
             trainers=trainers,
             evaluators=evaluators,
             codecs=codecs,
+            algorithms=algorithms,
             wait_s=wait_s,
         )
         return self._begin(lambda: self.stub.CheckIn(request, metadata=self.signed("CheckIn", request)))

@@ -115,7 +115,7 @@ class Aggregation:
         blobs = self._blobs.recorder()
         try:
             labels = " and ".join(version.label for version in job.plugins)
-            with user_code.wrap_errors(f"a part of {labels}") if job.plugins else contextlib.nullcontext():
+            with user_code.wrap_errors(f"the aggregation with {labels}") if job.plugins else contextlib.nullcontext():
                 outcome = await self._aggregate(job, key, queue, blobs)
         except asyncio.CancelledError:
             self._settle(blobs.made)

@@ -259,7 +259,7 @@ def _parse_references(items: list[str], option: str) -> dict[str, str]:
 def _load_plugins(items: list[str]) -> LoadedPlugins:
     try:
         return load_plugins(parse_plugins(items))
-    except (PluginError, UserCodeError) as exc:
+    except PluginError as exc:
         raise ConfigError(f"--plugin {exc}") from exc
 
 

@@ -24,8 +24,8 @@ def parse(job_file: str, max_bytes: int, plugins: Plugins = BUILTIN) -> JobSpec:
         raise RefusedError(Code.INVALID_JOB_FILE, f"it has more than {max_bytes} bytes")
     try:
         spec = parse_job(job_file, plugins)
-        with user_code.wrap_errors("selection.sampling"):
-            assert spec.remembers in (True, False)  # a property of the policy, which the coordinator reads at any time
+        with user_code.wrap_errors("selection.sampling: remembers"):
+            _ = spec.remembers  # a property of the policy, which the coordinator reads at any time
     except (JobFileError, PluginError, UserCodeError) as exc:
         raise RefusedError(Code.INVALID_JOB_FILE, str(exc)) from exc
     algorithm = spec.config.get("algorithm")

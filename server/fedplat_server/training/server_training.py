@@ -21,7 +21,8 @@ from msgspec import structs
 
 from fedplat.errors import FedplatError
 from fedplat.job import JobSpec, PoolOptions
-from fedplat.loaded_plugins import PluginReference, select_references
+from fedplat.loaded_plugins import PluginReference, PluginVersion, select_references
+from fedplat.plugins import name_of
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import RunWarmStart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
@@ -197,9 +198,9 @@ class ServerTraining:
 
     async def score(self, name: str, model: Path, spec: JobSpec) -> EvaluateReply:
         """Evaluate a version of a job on a trainer's held-out examples. Errors are in the reply."""
-        request = EvaluateRequest(
-            trainer=self._trainer(name), rule=spec.aggregation, model=str(model), plugins=self._plugins
-        )
+        wanted = PluginVersion("rules", name_of(spec.aggregation))
+        plugins = select_references(self._plugins, [wanted])
+        request = EvaluateRequest(trainer=self._trainer(name), rule=spec.aggregation, model=str(model), plugins=plugins)
         try:
             return await self._run_task(_TaskRequest("evaluate", request, spec.pool), EvaluateReply)
         except FedplatError as exc:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 
 from fedplat.job import parse_job
+from fedplat.plugins import Plugins
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, model_pb2
 
 S = admin_pb2.JobStatus
@@ -133,7 +134,8 @@ class FakeJobs(_Service, admin_pb2_grpc.JobsServicer):
             _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "the initial model was not uploaded")
         if request.idempotency_key in self.state.by_key:
             return self.state.jobs[self.state.by_key[request.idempotency_key]]
-        spec = parse_job(request.job_file)
+        names = ((plugin.kind, plugin.name) for plugin in self.state.leader.get("plugins", ()))
+        spec = parse_job(request.job_file, Plugins(absent=frozenset(names)))
         job = self.state.add_job(spec.name, S.JOB_STATUS_DRAFT)
         job.job_file = request.job_file
         job.num_rounds = spec.rounds
