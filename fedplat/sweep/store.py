@@ -129,7 +129,7 @@ def _compare(folder: Path, recorded: Mapping[str, Any], inputs: Mapping[str, Any
     }
     for part, (difference, same) in what.items():
         for key, before, now in _differences(recorded.get(part, {}), inputs[part]):
-            values = (str(each) if part == "versions" else _shown(each) for each in (before, now))
+            values = (str(each) if part == "versions" else _format(each) for each in (before, now))
             raise DataError(
                 f"the sweep in {folder} {difference.format(key, *values)}; continue with {same}, or choose another "
                 "folder (--output)"
@@ -147,7 +147,7 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
             yield shown_key(key), old, new
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     if isinstance(value, list) and len(text := str(value)) <= 60:
         return text
     return "nothing" if value is None else format_value(value)

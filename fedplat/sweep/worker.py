@@ -61,7 +61,7 @@ class SweepWorker:
     def _run(self, request: StepRequest, send: Send) -> None:
         file = files.parse(self._setup.base_text, Path(self._setup.base_folder), request.changes)
         folder = Path(self._setup.runs) / request.folder
-        with _locked(folder):
+        with _lock(folder):
             outcome = self._outcome(file, folder, request.until, send)
             folders.write(folder / OUTCOME, msgspec.json.encode(outcome))
 
@@ -70,7 +70,7 @@ class SweepWorker:
         if (folder / folders.RESULTS).exists():  # the sweep was killed before it wrote the outcome
             attempts, status = read_attempts(folder)
             return self._summarize(attempts, 0, status)
-        report = _throttled(self._setup.metric, send)
+        report = _throttle(self._setup.metric, send)
 
         def observe(record: AttemptResult) -> None:
             attempts.append(record)
@@ -142,7 +142,7 @@ def read_attempts(folder: Path) -> tuple[list[AttemptResult], str]:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Generator[None]:
+def _lock(folder: Path) -> Generator[None]:
     """Keep other workers out of a run folder: one of a killed sweep may be about to end."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -158,7 +158,7 @@ def _locked(folder: Path) -> Generator[None]:
         os.close(descriptor)
 
 
-def _throttled(metric: str, send: Send) -> Callable[[AttemptResult], None]:
+def _throttle(metric: str, send: Send) -> Callable[[AttemptResult], None]:
     """Return the function that reports rounds, at most one in `REPORT_EVERY_S` seconds."""
     sent_at = -math.inf
 

@@ -18,7 +18,7 @@ PAGE = (ROOT / "docs" / "sweeps.md").read_text("utf-8")
 FILES = dict(re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", PAGE, flags=re.DOTALL))
 RECORDS = [
     *(options.SweepOptions, options.SearchOptions, options.MedianStopping, options.SuccessiveHalving),
-    *(options.UniformRange, options.LogRange, options.IntegerRange, options.Choices),
+    *(options.FloatRange, options.LogRange, options.IntegerRange, options.Choices),
 ]
 
 
