@@ -12,7 +12,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from fedplat.errors import MissingExtraError
-from fedplat.sweep.options import Choices, IntegerRange, LogRange, Range, SearchOptions, FloatRange
+from fedplat.sweep.options import Choices, FloatRange, IntegerRange, LogRange, Range, SearchOptions
 from fedplat.sweep.outcome import Objective
 from fedplat.sweep.plan import Configuration
 from fedplat.sweep.schedule import Evaluated
