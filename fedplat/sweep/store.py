@@ -15,6 +15,7 @@ import fcntl
 import importlib.metadata
 import json
 import os
+import shutil
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -88,13 +89,20 @@ def open_folder(folder: Path, file: SweepFile) -> Generator[SweepFolder]:
             raise DataError(
                 f"another process computes the sweep in {folder}; wait for it, or choose another folder (--output)"
             ) from exc
-        if (folder / SWEEP).exists():
-            _compare(folder, folders.read_json(folder / SWEEP), inputs)
-        else:
+        recorded = folders.read_json(folder / SWEEP) if (folder / SWEEP).exists() else None
+        if recorded is not None and _has_work(store.runs):
+            _compare(folder, recorded, inputs)
+        elif recorded != inputs:
+            shutil.rmtree(store.runs, ignore_errors=True)
             store.write(SWEEP, (json.dumps(inputs, indent=2) + "\n").encode())
         yield store
     finally:
         os.close(descriptor)
+
+
+def _has_work(runs: Path) -> bool:
+    """Return whether there is any work to lose: a sweep that failed at once may be corrected in the same folder."""
+    return any(runs.glob(f"*/{OUTCOME}")) or any(runs.glob(f"*/{folders.JOURNAL}/checkpoint-*"))
 
 
 def _inputs(file: SweepFile) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -75,6 +75,8 @@ class SweepWorker:
         def observe(record: AttemptResult) -> None:
             attempts.append(record)
             report(record)
+            if record.evaluation and file.job.evaluation.clients is None:
+                self._check_metric(attempts)  # after the first round already
 
         options = RunFolderOptions(
             folder,
@@ -89,15 +91,20 @@ class SweepWorker:
             return self._summarize(attempts, until, "RUNNING")
         return self._summarize(run.result.attempts, 0, run.result.status)
 
-    def _summarize(self, attempts: list[AttemptResult] | tuple[AttemptResult, ...], until: int, status: str) -> Outcome:
+    def _summarize(self, attempts: Sequence[AttemptResult], until: int, status: str) -> Outcome:
         outcome = summarize_attempts(attempts, self._objective, until, status)
         committed = [record for record in attempts if record.kind == "TRAIN" and record.committed]
-        if not outcome.rounds and not until and committed:
-            raise DataError(
-                f'metric = "{self._setup.metric}": no round was scored with it; expected one of '
-                f"{', '.join(list_metrics(attempts))}"
-            )
+        if not until and committed:
+            self._check_metric(attempts)
         return outcome
+
+    def _check_metric(self, attempts: Sequence[AttemptResult]) -> None:
+        """Raise `DataError` if no attempt was scored with the metric."""
+        known = list_metrics(attempts)
+        if self._setup.metric not in known:
+            raise DataError(
+                f'metric = "{self._setup.metric}": no round was scored with it; expected one of {", ".join(known)}'
+            )
 
     def _load_data(self, file: SimulationFile) -> Federation | None:
         """Return the data of a run; the data set is that of an earlier run if its options are equal."""
