@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from fedplat import sweep
@@ -19,7 +20,7 @@ from fedplat.simulation import simulate
 from fedplat.simulation.data import Dataset
 from fedplat.simulation.data.sources import SourcePaths
 from fedplat.simulation.scenario import file as files
-from fedplat.sweep import StepProgress, messages, worker
+from fedplat.sweep import StepProgress, worker
 from fedplat.sweep.messages import DoneReply, FailureReply, StepRequest, WorkerSetup
 from fedplat.sweep.outcome import Outcome
 from fedplat.sweep.worker import OUTCOME, SweepWorker
@@ -29,7 +30,6 @@ from support.sweeps import BASE, GRID, HALVING, SEARCH, write_sweep
 
 FEDPLAT = [sys.executable, "-W", "error", "-m", "fedplat.cli", "sweep", "sweep.toml", "--no-plots"]
 RESULTS = ("results.json", "sweep.csv", "best.toml")
-GONE = "another place"
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -47,11 +47,11 @@ def command(folder: Path, output: str, *arguments: str) -> subprocess.Popen[str]
     )
 
 
-def finish(process: subprocess.Popen[str], status: int = 0) -> str:
-    output, errors = process.communicate(timeout=120)
+def finish(process: subprocess.Popen[str], status: int) -> str:
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == status, errors
     assert "Traceback" not in errors
-    return output + errors
+    return errors
 
 
 def kill_at(process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
@@ -78,12 +78,10 @@ def setup(folder: Path, **more: Any) -> WorkerSetup:
 def compute(made: SweepWorker, folder: Path, until: int = 0, *changes: str) -> Outcome:
     request = StepRequest(folder="run", changes=["simulation.engine=loop", *changes], until=until)
     assert made.run(request, lambda reply: None) == DoneReply()
-    return messages.msgspec.json.decode((folder / "runs/run" / OUTCOME).read_bytes(), type=Outcome)
+    return msgspec.json.decode((folder / "runs/run" / OUTCOME).read_bytes(), type=Outcome)
 
 
-def test_a_worker_pauses_at_a_rung_and_continues_without_repeating_a_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_pauses_at_a_rung_and_continues_without_repeating_a_round(tmp_path: Path) -> None:
     paused = compute(SweepWorker(setup(tmp_path)), tmp_path, 2)
     assert (paused.until, paused.rounds, paused.status) == (2, [1, 2], "RUNNING")
     run = tmp_path / "runs/run"
