@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from support.processes import until
 from support.simulation.engines import RAY
 from support.sweeps import BASE, GRID, HALVING, SEARCH, write_sweep
 
+PATIENCE_S = 300.0
 FEDPLAT = [sys.executable, "-W", "error", "-m", "fedplat.cli", "sweep", "sweep.toml", "--no-plots"]
 RESULTS = ("results.json", "sweep.csv", "best.toml")
 
@@ -36,26 +37,41 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in RESULTS}
 
 
-def command(folder: Path, output: str, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*FEDPLAT, "--output", output, *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONWARNINGS": "error"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Generator[Start]:
+    """Sweeps as processes of their own, which end with the test at the latest."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(output: str, *arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*FEDPLAT, "--output", output, *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONWARNINGS": "error"},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 def finish(process: subprocess.Popen[str], status: int) -> str:
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == status, errors
     assert "Traceback" not in errors
     return errors
 
 
 def kill_at(process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
-    until(lambda: condition() or process.poll() is not None, "a file of a run")
+    until(lambda: condition() or process.poll() is not None, "a file of a run", PATIENCE_S)
     assert process.poll() is None
     process.kill()
     process.communicate()
@@ -157,14 +173,15 @@ def test_a_search_needs_optuna(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-def test_a_sweep_continues_after_it_was_killed_and_ends_as_one_that_was_not(tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+def test_a_sweep_continues_after_it_was_killed_and_ends_as_one_that_was_not(tmp_path: Path, start: Start) -> None:
     write_sweep(tmp_path, GRID + HALVING)
     runs = tmp_path / "killed/runs"
     arguments = ("--jobs", "2", "--checkpoint-s", "0")
-    kill_at(command(tmp_path, "killed", *arguments), lambda: any(runs.glob(f"*/{OUTCOME}")))
+    kill_at(start("killed", *arguments), lambda: any(runs.glob(f"*/{OUTCOME}")))
     # The second time in the middle of a run, after a checkpoint and long before its end.
     begun = set(runs.glob("*/journal/checkpoint-*"))
-    second = command(tmp_path, "killed", *arguments)
+    second = start("killed", *arguments)
     kill_at(second, lambda: any(set(runs.glob("*/journal/checkpoint-*")) - begun))
     assert not (tmp_path / "killed/results.json").exists()
     sweep.run(tmp_path / "sweep.toml", tmp_path / "killed", jobs=2)
@@ -180,16 +197,18 @@ def test_a_sweep_continues_after_it_was_killed_and_ends_as_one_that_was_not(tmp_
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_sweep_with_the_command_that_continues_it(tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+def test_ctrl_c_ends_a_sweep_with_the_command_that_continues_it(tmp_path: Path, start: Start) -> None:
     write_sweep(tmp_path, GRID, BASE.replace("rounds = 6", "rounds = 1000000"))
-    process = command(tmp_path, "out", "--jobs", "2", "--checkpoint-s", "0")
-    until(lambda: any((tmp_path / "out/runs").glob("*/journal/checkpoint-*")), "a checkpoint")
+    process = start("out", "--jobs", "2", "--checkpoint-s", "0")
+    until(lambda: any((tmp_path / "out/runs").glob("*/journal/checkpoint-*")), "a checkpoint", PATIENCE_S)
     process.send_signal(signal.SIGINT)
     text = finish(process, 130)
     assert text.splitlines()[-1] == "stopped; continue with: fedplat sweep sweep.toml --jobs 2 --output out"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_search_finds_the_better_learning_rate_with_any_number_of_processes(tmp_path: Path) -> None:
     path = write_sweep(tmp_path, SEARCH)
     seen: list[StepProgress] = []
@@ -208,6 +227,7 @@ def test_a_search_finds_the_better_learning_rate_with_any_number_of_processes(tm
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_lost_worker_ends_the_sweep_in_words_and_it_continues(tmp_path: Path) -> None:
     path = write_sweep(tmp_path)
     (tmp_path / "own.py").write_text(
@@ -225,6 +245,7 @@ def test_a_lost_worker_ends_the_sweep_in_words_and_it_continues(tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @RAY
 def test_a_sweep_on_ray_has_the_same_results(tmp_path: Path) -> None:
     path = write_sweep(tmp_path, GRID + HALVING)

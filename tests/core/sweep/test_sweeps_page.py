@@ -40,6 +40,7 @@ def test_it_names_every_key(record: type[Struct]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_its_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "digits-iid.toml").write_text(BASE)
