@@ -144,6 +144,11 @@ def read(path: Path) -> SweepFile:
     """
     with _naming(path):
         raw = _read_toml(path)
+        if "base" not in raw and {"model", "selection"} & raw.keys():
+            raise JobFileError(
+                f'this is a job file; expected a sweep file, which names it (base = "{path.name}") and the values to '
+                'compare, such as [grid] with "config.learning_rate" = [0.1, 1.0]'
+            )
         options = read_record(raw, SweepOptions)
     base_path = path.absolute().parent / options.base
     with _naming(path.parent / options.base):

@@ -18,7 +18,7 @@ Bound = Annotated[float, Meta(ge=-1e30, le=1e30)]
 Rungs = Annotated[list[Count], Meta(min_length=1, max_length=100)]
 
 
-class UniformRange(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="float"):
+class FloatRange(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="float"):
     """Numbers between `low` and `high`."""
 
     low: Bound
@@ -55,7 +55,7 @@ class Choices(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind",
     values: Annotated[list[str | int | float | bool], Meta(min_length=1, max_length=MAX_VALUES)]
 
 
-Range = UniformRange | LogRange | IntegerRange | Choices
+Range = FloatRange | LogRange | IntegerRange | Choices
 
 
 class SearchOptions(Struct, frozen=True, forbid_unknown_fields=True):

@@ -55,7 +55,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
         return not self.until or 0 < until <= self.until
 
     def score(self, objective: Objective, until: int = 0) -> float | None:
-        """Return the last or best value up to a round (0: the last round); None if there is none."""
+        """Return the last or best value up to a round (0: the last round); None without a value."""
         values = [value for number, value in zip(self.rounds, self.values, strict=True) if not until or number <= until]
         if not values:
             return None

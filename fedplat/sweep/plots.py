@@ -10,14 +10,13 @@ import numpy as np
 
 from fedplat.simulation.report.plots import MAIN, QUIET, save
 from fedplat.sweep import plan
+from fedplat.sweep.file import SweepFile
 from fedplat.sweep.table import SweepRow
 from fedplat.sweep.toml_text import format_toml
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from fedplat.sweep.result import SweepResult
 
 NUM_COLORED = 8
 """The best configurations have colors and a legend, others are gray."""
@@ -26,22 +25,22 @@ _MAX_CELLS = 400
 _MAX_LABEL = 60
 
 
-def draw(result: SweepResult, folder: Path) -> list[Path]:
+def draw(file: SweepFile, rows: Sequence[SweepRow], folder: Path) -> list[Path]:
     """Draw the plots that the sweep has numbers for as PNG files. Raises `MissingExtraError` without matplotlib."""
     pictures: dict[str, Callable[[Figure], object]] = {}
-    if any(row.curve.rounds for row in result.rows):
-        pictures["curves"] = lambda figure: draw_curves(figure, result)
-    if is_grid(result):
-        pictures["heatmap"] = lambda figure: draw_heatmap(figure, result)
+    if any(row.curve.rounds for row in rows):
+        pictures["curves"] = lambda figure: draw_curves(figure, file, rows)
+    if is_grid(file, rows):
+        pictures["heatmap"] = lambda figure: draw_heatmap(figure, file, rows)
     return [save(folder / f"{name}.png", picture) for name, picture in pictures.items()]
 
 
-def draw_curves(figure: Figure, result: SweepResult) -> None:
+def draw_curves(figure: Figure, file: SweepFile, rows: Sequence[SweepRow]) -> None:
     """Plot the mean of the metric over seeds by round, with its interval, for each configuration."""
     from matplotlib.ticker import MaxNLocator
 
-    names, objective = result.file.names, result.file.objective
-    rows = [row for row in result.rows if row.curve.rounds]
+    names, objective = file.names, file.objective
+    rows = [row for row in rows if row.curve.rounds]
     figure.set_size_inches(10, 5)
     axis: Axes = figure.subplots()
     for row in reversed(rows[NUM_COLORED:]):
@@ -68,7 +67,7 @@ def draw_curves(figure: Figure, result: SweepResult) -> None:
     axis.grid(alpha=0.3)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     handles, labels = axis.get_legend_handles_labels()
-    title = f"mean of {_seeds(result)}" + (", 95 % interval" if len(result.file.seeds) > 1 else "")
+    title = f"mean of {_seeds(file)}" + (", 95 % interval" if len(file.seeds) > 1 else "")
     title += f", the best {NUM_COLORED} of {len(rows)}" if len(rows) > NUM_COLORED else ""
     figure.legend(
         handles[::-1],
@@ -78,32 +77,32 @@ def draw_curves(figure: Figure, result: SweepResult) -> None:
         fontsize="small",
         title=title,
     )
-    figure.suptitle(result.file.path.stem)
+    figure.suptitle(file.path.stem)
 
 
-def is_grid(result: SweepResult) -> bool:
+def is_grid(file: SweepFile, rows: Sequence[SweepRow]) -> bool:
     """Return whether the configurations are all combinations of the values of two keys."""
-    axes = _axes(result)
+    axes = _axes(file, rows)
     if len(axes) != 2 or min(map(len, axes)) < 2:
         return False
     count = len(axes[0]) * len(axes[1])
-    return count <= _MAX_CELLS and count == len(result.rows) and any(row.score is not None for row in result.rows)
+    return count <= _MAX_CELLS and count == len(rows) and any(row.score is not None for row in rows)
 
 
-def draw_heatmap(figure: Figure, result: SweepResult) -> None:
+def draw_heatmap(figure: Figure, file: SweepFile, rows: Sequence[SweepRow]) -> None:
     """Plot the mean score by the values of the two keys; configurations that were stopped early are marked."""
-    keys, (down, across) = plan.keys(result.file.options), _axes(result)
+    keys, (down, across) = plan.keys(file.options), _axes(file, rows)
     cells: dict[tuple[int, int], SweepRow] = {}
     scores = np.full((len(down), len(across)), np.nan)
-    for row in result.rows:
+    for row in rows:
         at = tuple(values.index(format_toml(row.values[key])) for key, values in zip(keys, (down, across), strict=True))
         cells[at[0], at[1]] = row
         scores[at] = np.nan if row.score is None else row.score
     figure.set_size_inches(max(5.0, 1.1 * len(across) + 2.5), max(3.5, 0.6 * len(down) + 1.8))
     axis: Axes = figure.subplots()
-    is_rising = result.file.objective.maximize
+    is_rising = file.objective.maximize
     image = axis.imshow(np.ma.masked_invalid(scores), aspect="auto", cmap="viridis" if is_rising else "viridis_r")
-    figure.colorbar(image, ax=axis, label=f"{result.file.objective.metric}, mean of {_seeds(result)}")
+    figure.colorbar(image, ax=axis, label=f"{file.objective.metric}, mean of {_seeds(file)}")
     for (first, second), row in cells.items():
         text = "-" if row.score is None else f"{row.score:.3g}"
         text += f"\nafter {row.stopped_after}" if row.stopped_after else ""
@@ -114,16 +113,16 @@ def draw_heatmap(figure: Figure, result: SweepResult) -> None:
         )
     axis.set_yticks(range(len(down)), down)
     axis.set_xticks(range(len(across)), across)
-    axis.set_ylabel(result.file.names[keys[0]])
-    axis.set_xlabel(result.file.names[keys[1]])
-    mark = "; “after N”: stopped early, after round N" if any(row.stopped_after for row in result.rows) else ""
-    axis.set_title(result.file.path.stem + mark, fontsize="medium")
+    axis.set_ylabel(file.names[keys[0]])
+    axis.set_xlabel(file.names[keys[1]])
+    mark = "; “after N”: stopped early, after round N" if any(row.stopped_after for row in rows) else ""
+    axis.set_title(file.path.stem + mark, fontsize="medium")
 
 
-def _axes(result: SweepResult) -> list[list[str]]:
+def _axes(file: SweepFile, rows: Sequence[SweepRow]) -> list[list[str]]:
     """Return the distinct values of each key, in the order of the configurations."""
-    rows = sorted(result.rows, key=lambda row: row.number)
-    return [list(dict.fromkeys(format_toml(row.values[key]) for row in rows)) for key in plan.keys(result.file.options)]
+    ordered = sorted(rows, key=lambda row: row.number)
+    return [list(dict.fromkeys(format_toml(row.values[key]) for row in ordered)) for key in plan.keys(file.options)]
 
 
 def _position(score: float, scores: Any) -> float:
@@ -132,8 +131,8 @@ def _position(score: float, scores: Any) -> float:
     return float((score - low) / (high - low)) if high > low else 0.0
 
 
-def _seeds(result: SweepResult) -> str:
-    count = len(result.file.seeds)
+def _seeds(file: SweepFile) -> str:
+    count = len(file.seeds)
     return f"{count} seed" + ("" if count == 1 else "s")
 
 

@@ -21,7 +21,7 @@ from fedplat.sweep.messages import DoneReply, FailureReply, StepRequest, WorkerR
 _READ_BYTES = 1 << 16
 
 
-class WorkerPool(ABC):
+class SweepPool(ABC):
     """Computes steps, each on the next free worker."""
 
     @abstractmethod
@@ -95,7 +95,7 @@ class _Worker:
         return f"the worker process {self.process.pid} {how}{about}{hint}; the same command continues the sweep"
 
 
-class ProcessPool(WorkerPool):
+class ProcessPool(SweepPool):
     """Worker processes on this machine, with one thread each. They start when they are first needed."""
 
     def __init__(self, num_workers: int, setup: WorkerSetup) -> None:

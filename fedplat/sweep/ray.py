@@ -16,11 +16,11 @@ from fedplat.errors import EngineError
 from fedplat.simulation.engines.ray.cluster import Cluster
 from fedplat.sweep import messages
 from fedplat.sweep.messages import StepRequest, WorkerReply, WorkerSetup
-from fedplat.sweep.pool import WorkerPool, check_reply
+from fedplat.sweep.pool import SweepPool, check_reply
 from fedplat.sweep.worker import SweepWorker
 
 
-class RayPool(WorkerPool):
+class RayPool(SweepPool):
     """Ray actors; 0 stands for one for each core of the cluster. They report only the ends of runs.
 
     RAY_ADDRESS names the cluster; without it, a local cluster is started. Raises `MissingExtraError` without Ray, and

@@ -107,7 +107,7 @@ class SweepResult:
         """
         from fedplat.sweep import plots
 
-        return plots.draw(self, Path(folder) if folder is not None else self.folder)
+        return plots.draw(self.file, self.rows, Path(folder) if folder is not None else self.folder)
 
     def save(self) -> None:
         """Write the table, all numbers and the best configuration to the sweep's folder."""

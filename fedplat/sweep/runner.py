@@ -15,8 +15,8 @@ from fedplat.sweep.file import SweepFile
 from fedplat.sweep.messages import DoneReply, RoundReply, StepRequest, WorkerSetup
 from fedplat.sweep.outcome import Outcome
 from fedplat.sweep.plan import Configuration
-from fedplat.sweep.pool import ProcessPool, WorkerPool
-from fedplat.sweep.schedule import ChooseBatch, Evaluated, RunKey, Step, once, schedule
+from fedplat.sweep.pool import ProcessPool, SweepPool
+from fedplat.sweep.schedule import ChooseBatch, Evaluated, RunKey, RunStep, once, schedule
 from fedplat.sweep.search import TrialChooser
 from fedplat.sweep.store import SweepFolder, open_folder
 
@@ -39,7 +39,7 @@ class StepProgress(Struct, frozen=True, kw_only=True):
     the `num_runs` runs of the sweep have ended or were stopped early.
     """
 
-    step: Step
+    step: RunStep
     round: int
     num_rounds: int
     value: float | None
@@ -72,7 +72,7 @@ def num_processes(file: SweepFile, options: WorkerOptions) -> int:
 
 
 class _Runner:
-    def __init__(self, file: SweepFile, store: SweepFolder, pool: WorkerPool, observe: Observe) -> None:
+    def __init__(self, file: SweepFile, store: SweepFolder, pool: SweepPool, observe: Observe) -> None:
         self._file, self._store, self._pool, self._observe = file, store, pool, observe
         self._num_rounds: dict[int, int] = {}
         self._costs: dict[int, float] = {}
@@ -80,7 +80,7 @@ class _Runner:
 
     def run(self, choose: ChooseBatch) -> list[Evaluated]:
         stages = schedule(choose, self._file.seeds, self._file.objective, self._file.options.stopping)
-        steps: Sequence[Step] = []
+        steps: Sequence[RunStep] = []
         try:
             steps = next(stages)
             while True:
@@ -92,7 +92,7 @@ class _Runner:
         except StopIteration as end:
             return end.value
 
-    def _compute(self, steps: Sequence[Step]) -> Mapping[RunKey, Outcome]:
+    def _compute(self, steps: Sequence[RunStep]) -> Mapping[RunKey, Outcome]:
         self._check({step.configuration.number: step.configuration for step in steps})
         found = {step.key: self._store.outcome(step.key, step.until) for step in steps}
         for step in steps:
@@ -125,11 +125,11 @@ class _Runner:
             work = file.job.rounds * file.job.selection.goal * (epochs if isinstance(epochs, int) else 1)
             self._costs[configuration.number] = float(work)
 
-    def _request(self, step: Step) -> StepRequest:
+    def _request(self, step: RunStep) -> StepRequest:
         changes = self._file.changes(step.configuration, step.seed)
         return StepRequest(folder=step.key.folder, changes=changes, until=step.until)
 
-    def _report(self, step: Step, outcome: Outcome, is_stored: bool) -> None:
+    def _report(self, step: RunStep, outcome: Outcome, is_stored: bool) -> None:
         if not outcome.until:
             self._ended.add(step.key)
         number = step.configuration.number
@@ -146,7 +146,7 @@ class _Runner:
             )
         )
 
-    def _report_round(self, step: Step, reply: RoundReply) -> None:
+    def _report_round(self, step: RunStep, reply: RoundReply) -> None:
         self._observe(
             StepProgress(
                 step=step,
@@ -161,7 +161,7 @@ class _Runner:
         )
 
 
-def _open_pool(file: SweepFile, store: SweepFolder, options: WorkerOptions) -> WorkerPool:
+def _open_pool(file: SweepFile, store: SweepFolder, options: WorkerOptions) -> SweepPool:
     objective = file.objective
     setup = WorkerSetup(
         base_text=file.base_text,

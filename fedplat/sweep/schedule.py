@@ -30,7 +30,7 @@ class RunKey(NamedTuple):
         return f"{self.configuration:04}-seed{self.seed}"
 
 
-class Step(NamedTuple):
+class RunStep(NamedTuple):
     """Work: a run, until the end of the round `until`, or until its end if that is 0."""
 
     configuration: Configuration
@@ -63,7 +63,7 @@ Outcomes = Mapping[RunKey, Outcome]
 
 def schedule(
     choose_batch: ChooseBatch, seeds: Sequence[int], objective: Objective, stopping: Stopping | None = None
-) -> Generator[list[Step], Outcomes, list[Evaluated]]:
+) -> Generator[list[RunStep], Outcomes, list[Evaluated]]:
     """Yield the steps of each stage, and return all evaluated configurations, in the order of their numbers.
 
     The caller sends the outcomes of the steps, which may reach beyond their rung.
@@ -78,7 +78,7 @@ def schedule(
             alive = [each for each in batch if each.number not in stopped_after]
             if not alive:
                 break
-            found |= yield [Step(configuration, seed, until) for configuration in alive for seed in seeds]
+            found |= yield [RunStep(configuration, seed, until) for configuration in alive for seed in seeds]
             if until and stopping is not None:
                 scores = {
                     each.number: objective.order(mean_score(_select(found, each, seeds).values(), objective, until))

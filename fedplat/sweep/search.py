@@ -12,7 +12,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from fedplat.errors import MissingExtraError
-from fedplat.sweep.options import Choices, IntegerRange, LogRange, Range, SearchOptions, UniformRange
+from fedplat.sweep.options import Choices, FloatRange, IntegerRange, LogRange, Range, SearchOptions
 from fedplat.sweep.outcome import Objective
 from fedplat.sweep.plan import Configuration
 from fedplat.sweep.schedule import Evaluated
@@ -79,7 +79,7 @@ class TrialChooser:
     def _convert(self, each: Range) -> Any:
         distributions = self._optuna.distributions
         match each:
-            case UniformRange():
+            case FloatRange():
                 return distributions.FloatDistribution(each.low, each.high)
             case LogRange():
                 return distributions.FloatDistribution(each.low, each.high, log=True)

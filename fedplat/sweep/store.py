@@ -15,6 +15,7 @@ import fcntl
 import importlib.metadata
 import json
 import os
+import shutil
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -88,13 +89,20 @@ def open_folder(folder: Path, file: SweepFile) -> Generator[SweepFolder]:
             raise DataError(
                 f"another process computes the sweep in {folder}; wait for it, or choose another folder (--output)"
             ) from exc
-        if (folder / SWEEP).exists():
-            _compare(folder, folders.read_json(folder / SWEEP), inputs)
-        else:
+        recorded = folders.read_json(folder / SWEEP) if (folder / SWEEP).exists() else None
+        if recorded is not None and _has_work(store.runs):
+            _compare(folder, recorded, inputs)
+        elif recorded != inputs:
+            shutil.rmtree(store.runs, ignore_errors=True)
             store.write(SWEEP, (json.dumps(inputs, indent=2) + "\n").encode())
         yield store
     finally:
         os.close(descriptor)
+
+
+def _has_work(runs: Path) -> bool:
+    """Return whether there is any work to lose: a sweep that failed at once may be corrected in the same folder."""
+    return any(runs.glob(f"*/{OUTCOME}")) or any(runs.glob(f"*/{folders.JOURNAL}/checkpoint-*"))
 
 
 def _inputs(file: SweepFile) -> dict[str, Any]:
@@ -129,7 +137,7 @@ def _compare(folder: Path, recorded: Mapping[str, Any], inputs: Mapping[str, Any
     }
     for part, (difference, same) in what.items():
         for key, before, now in _differences(recorded.get(part, {}), inputs[part]):
-            values = (str(each) if part == "versions" else _shown(each) for each in (before, now))
+            values = (str(each) if part == "versions" else _format(each) for each in (before, now))
             raise DataError(
                 f"the sweep in {folder} {difference.format(key, *values)}; continue with {same}, or choose another "
                 "folder (--output)"
@@ -147,7 +155,7 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
             yield shown_key(key), old, new
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     if isinstance(value, list) and len(text := str(value)) <= 60:
         return text
     return "nothing" if value is None else format_value(value)

@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -61,7 +61,7 @@ class SweepWorker:
     def _run(self, request: StepRequest, send: Send) -> None:
         file = files.parse(self._setup.base_text, Path(self._setup.base_folder), request.changes)
         folder = Path(self._setup.runs) / request.folder
-        with _locked(folder):
+        with _lock(folder):
             outcome = self._outcome(file, folder, request.until, send)
             folders.write(folder / OUTCOME, msgspec.json.encode(outcome))
 
@@ -70,11 +70,13 @@ class SweepWorker:
         if (folder / folders.RESULTS).exists():  # the sweep was killed before it wrote the outcome
             attempts, status = read_attempts(folder)
             return self._summarize(attempts, 0, status)
-        report = _throttled(self._setup.metric, send)
+        report = _throttle(self._setup.metric, send)
 
         def observe(record: AttemptResult) -> None:
             attempts.append(record)
             report(record)
+            if record.evaluation and file.job.evaluation.clients is None:
+                self._check_metric(attempts)  # after the first round already
 
         options = RunFolderOptions(
             folder,
@@ -89,15 +91,20 @@ class SweepWorker:
             return self._summarize(attempts, until, "RUNNING")
         return self._summarize(run.result.attempts, 0, run.result.status)
 
-    def _summarize(self, attempts: list[AttemptResult] | tuple[AttemptResult, ...], until: int, status: str) -> Outcome:
+    def _summarize(self, attempts: Sequence[AttemptResult], until: int, status: str) -> Outcome:
         outcome = summarize_attempts(attempts, self._objective, until, status)
         committed = [record for record in attempts if record.kind == "TRAIN" and record.committed]
-        if not outcome.rounds and not until and committed:
-            raise DataError(
-                f'metric = "{self._setup.metric}": no round was scored with it; expected one of '
-                f"{', '.join(list_metrics(attempts))}"
-            )
+        if not until and committed:
+            self._check_metric(attempts)
         return outcome
+
+    def _check_metric(self, attempts: Sequence[AttemptResult]) -> None:
+        """Raise `DataError` if no attempt was scored with the metric."""
+        known = list_metrics(attempts)
+        if self._setup.metric not in known:
+            raise DataError(
+                f'metric = "{self._setup.metric}": no round was scored with it; expected one of {", ".join(known)}'
+            )
 
     def _load_data(self, file: SimulationFile) -> Federation | None:
         """Return the data of a run; the data set is that of an earlier run if its options are equal."""
@@ -142,7 +149,7 @@ def read_attempts(folder: Path) -> tuple[list[AttemptResult], str]:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Generator[None]:
+def _lock(folder: Path) -> Generator[None]:
     """Keep other workers out of a run folder: one of a killed sweep may be about to end."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -158,7 +165,7 @@ def _locked(folder: Path) -> Generator[None]:
         os.close(descriptor)
 
 
-def _throttled(metric: str, send: Send) -> Callable[[AttemptResult], None]:
+def _throttle(metric: str, send: Send) -> Callable[[AttemptResult], None]:
     """Return the function that reports rounds, at most one in `REPORT_EVERY_S` seconds."""
     sent_at = -math.inf
 

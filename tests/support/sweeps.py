@@ -11,8 +11,8 @@ from fedplat.sweep.messages import DoneReply, StepRequest, WorkerReply
 from fedplat.sweep.options import Stopping
 from fedplat.sweep.outcome import Objective, Outcome
 from fedplat.sweep.plan import Configuration
-from fedplat.sweep.pool import WorkerPool
-from fedplat.sweep.schedule import ChooseBatch, Evaluated, RunKey, Step, schedule
+from fedplat.sweep.pool import SweepPool
+from fedplat.sweep.schedule import ChooseBatch, Evaluated, RunKey, RunStep, schedule
 
 BASE = """\
 # equal clients
@@ -87,9 +87,9 @@ Curve = Callable[[Configuration, int], Sequence[float | None]]
 
 def drive(
     choose: ChooseBatch, seeds: Sequence[int], objective: Objective, curve: Curve, stopping: Stopping | None = None
-) -> tuple[list[list[Step]], list[Evaluated]]:
+) -> tuple[list[list[RunStep]], list[Evaluated]]:
     """Runs a schedule with outcomes from a function; returns all stages, and what was evaluated."""
-    stages: list[list[Step]] = []
+    stages: list[list[RunStep]] = []
     work = schedule(choose, seeds, objective, stopping)
     found: Mapping[RunKey, Outcome] | None = None
     while True:
@@ -105,7 +105,7 @@ def _run(values: Sequence[float | None], until: int) -> Outcome:
     return outcome(values[:until], until) if 0 < until < len(values) else outcome(values)
 
 
-class FakePool(WorkerPool):
+class FakePool(SweepPool):
     """Answers at once, in the reverse order, with outcomes that `write` puts into the folder of the runs."""
 
     def __init__(self, write: Callable[[StepRequest], None]) -> None:

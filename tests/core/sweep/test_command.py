@@ -19,7 +19,7 @@ from fedplat.cli.app import app
 from fedplat.cli.output import Output
 from fedplat.cli.sweep_progress import SweepBoard, picture
 from fedplat.sweep import StepProgress
-from fedplat.sweep.schedule import Step
+from fedplat.sweep.schedule import RunStep
 from support.cli.commands import environment
 from support.cli.fake_admin import FakeServer, State
 from support.sweeps import GRID, HALVING, SEARCH, FakePool, write_sweep
@@ -153,9 +153,9 @@ def test_the_live_table_shows_the_runs_in_progress(here: Path) -> None:
     file = sweep.read(write_sweep(here))
     seconds = iter([0.0, 10.0, 10.0, 10.0])
     board = SweepBoard(file, lambda: next(seconds))
-    steps = [Step(configuration, 0, 0) for configuration in file.configurations]
+    steps = [RunStep(configuration, 0, 0) for configuration in file.configurations]
 
-    def report(step: Step, number: int, value: float, done: int, is_done: bool = False) -> None:
+    def report(step: RunStep, number: int, value: float, done: int, is_done: bool = False) -> None:
         board.add(
             StepProgress(
                 step=step,

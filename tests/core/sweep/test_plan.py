@@ -76,6 +76,7 @@ def test_a_file_and_its_defaults(tmp_path: Path) -> None:
         ("base = 'base.toml'\n[grid]\nrounds = []", "sweep.toml: grid.rounds = […]: expected"),
         ("base = 'other.toml'\n[grid]\nrounds = [1]", "other.toml: the file cannot be read: No such file"),
         ("base = [", "sweep.toml: the sweep file is not valid TOML"),
+        (BASE, 'sweep.toml: this is a job file; expected a sweep file, which names it (base = "sweep.toml")'),
         (GRID + "[gird]", "sweep.toml: gird = {…}: there is no such key; did you mean grid?"),
         (GRID + '"config.learning_rat" = [1.0]', "configuration 1 (learning_rate=0.003, epochs=1, learning_rat=1.0): "),
         (GRID + '"config.learning_rat" = [1.0]', "neither the base file nor local training has this key; did you mean"),

@@ -7,10 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from fedplat import sweep
@@ -19,7 +20,7 @@ from fedplat.simulation import simulate
 from fedplat.simulation.data import Dataset
 from fedplat.simulation.data.sources import SourcePaths
 from fedplat.simulation.scenario import file as files
-from fedplat.sweep import StepProgress, messages, worker
+from fedplat.sweep import StepProgress, worker
 from fedplat.sweep.messages import DoneReply, FailureReply, StepRequest, WorkerSetup
 from fedplat.sweep.outcome import Outcome
 from fedplat.sweep.worker import OUTCOME, SweepWorker
@@ -27,35 +28,50 @@ from support.processes import until
 from support.simulation.engines import RAY
 from support.sweeps import BASE, GRID, HALVING, SEARCH, write_sweep
 
+PATIENCE_S = 300.0
 FEDPLAT = [sys.executable, "-W", "error", "-m", "fedplat.cli", "sweep", "sweep.toml", "--no-plots"]
 RESULTS = ("results.json", "sweep.csv", "best.toml")
-GONE = "another place"
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in RESULTS}
 
 
-def command(folder: Path, output: str, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*FEDPLAT, "--output", output, *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONWARNINGS": "error"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+Start = Callable[..., subprocess.Popen[str]]
 
 
-def finish(process: subprocess.Popen[str], status: int = 0) -> str:
-    output, errors = process.communicate(timeout=120)
+@pytest.fixture
+def start(tmp_path: Path) -> Generator[Start]:
+    """Sweeps as processes of their own, which end with the test at the latest."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(output: str, *arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*FEDPLAT, "--output", output, *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONWARNINGS": "error"},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def finish(process: subprocess.Popen[str], status: int) -> str:
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == status, errors
     assert "Traceback" not in errors
-    return output + errors
+    return errors
 
 
 def kill_at(process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
-    until(lambda: condition() or process.poll() is not None, "a file of a run")
+    until(lambda: condition() or process.poll() is not None, "a file of a run", PATIENCE_S)
     assert process.poll() is None
     process.kill()
     process.communicate()
@@ -78,12 +94,10 @@ def setup(folder: Path, **more: Any) -> WorkerSetup:
 def compute(made: SweepWorker, folder: Path, until: int = 0, *changes: str) -> Outcome:
     request = StepRequest(folder="run", changes=["simulation.engine=loop", *changes], until=until)
     assert made.run(request, lambda reply: None) == DoneReply()
-    return messages.msgspec.json.decode((folder / "runs/run" / OUTCOME).read_bytes(), type=Outcome)
+    return msgspec.json.decode((folder / "runs/run" / OUTCOME).read_bytes(), type=Outcome)
 
 
-def test_a_worker_pauses_at_a_rung_and_continues_without_repeating_a_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_pauses_at_a_rung_and_continues_without_repeating_a_round(tmp_path: Path) -> None:
     paused = compute(SweepWorker(setup(tmp_path)), tmp_path, 2)
     assert (paused.until, paused.rounds, paused.status) == (2, [1, 2], "RUNNING")
     run = tmp_path / "runs/run"
@@ -159,14 +173,15 @@ def test_a_search_needs_optuna(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-def test_a_sweep_continues_after_it_was_killed_and_ends_as_one_that_was_not(tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+def test_a_sweep_continues_after_it_was_killed_and_ends_as_one_that_was_not(tmp_path: Path, start: Start) -> None:
     write_sweep(tmp_path, GRID + HALVING)
     runs = tmp_path / "killed/runs"
     arguments = ("--jobs", "2", "--checkpoint-s", "0")
-    kill_at(command(tmp_path, "killed", *arguments), lambda: any(runs.glob(f"*/{OUTCOME}")))
+    kill_at(start("killed", *arguments), lambda: any(runs.glob(f"*/{OUTCOME}")))
     # The second time in the middle of a run, after a checkpoint and long before its end.
     begun = set(runs.glob("*/journal/checkpoint-*"))
-    second = command(tmp_path, "killed", *arguments)
+    second = start("killed", *arguments)
     kill_at(second, lambda: any(set(runs.glob("*/journal/checkpoint-*")) - begun))
     assert not (tmp_path / "killed/results.json").exists()
     sweep.run(tmp_path / "sweep.toml", tmp_path / "killed", jobs=2)
@@ -182,16 +197,18 @@ def test_a_sweep_continues_after_it_was_killed_and_ends_as_one_that_was_not(tmp_
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_sweep_with_the_command_that_continues_it(tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+def test_ctrl_c_ends_a_sweep_with_the_command_that_continues_it(tmp_path: Path, start: Start) -> None:
     write_sweep(tmp_path, GRID, BASE.replace("rounds = 6", "rounds = 1000000"))
-    process = command(tmp_path, "out", "--jobs", "2", "--checkpoint-s", "0")
-    until(lambda: any((tmp_path / "out/runs").glob("*/journal/checkpoint-*")), "a checkpoint")
+    process = start("out", "--jobs", "2", "--checkpoint-s", "0")
+    until(lambda: any((tmp_path / "out/runs").glob("*/journal/checkpoint-*")), "a checkpoint", PATIENCE_S)
     process.send_signal(signal.SIGINT)
     text = finish(process, 130)
     assert text.splitlines()[-1] == "stopped; continue with: fedplat sweep sweep.toml --jobs 2 --output out"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_search_finds_the_better_learning_rate_with_any_number_of_processes(tmp_path: Path) -> None:
     path = write_sweep(tmp_path, SEARCH)
     seen: list[StepProgress] = []
@@ -210,6 +227,7 @@ def test_a_search_finds_the_better_learning_rate_with_any_number_of_processes(tm
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_lost_worker_ends_the_sweep_in_words_and_it_continues(tmp_path: Path) -> None:
     path = write_sweep(tmp_path)
     (tmp_path / "own.py").write_text(
@@ -227,6 +245,7 @@ def test_a_lost_worker_ends_the_sweep_in_words_and_it_continues(tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @RAY
 def test_a_sweep_on_ray_has_the_same_results(tmp_path: Path) -> None:
     path = write_sweep(tmp_path, GRID + HALVING)

@@ -151,6 +151,18 @@ def test_comments_and_limits_may_change(tmp_path: Path, pool: FakePool) -> None:
     run(write_sweep(tmp_path, "# more\nmax_runs = 8\n" + GRID, "# other\n" + BASE))
 
 
+def test_a_sweep_that_failed_at_once_is_corrected_in_the_same_folder(tmp_path: Path, pool: FakePool) -> None:
+    def fail(request: StepRequest) -> None:
+        (tmp_path / "out/runs" / request.folder).mkdir(parents=True)
+        raise DataError("no data")
+
+    write, pool.write = pool.write, fail
+    with pytest.raises(DataError, match="no data"):
+        run(write_sweep(tmp_path, 'metric = "acuracy"\n' + GRID))
+    pool.write = write
+    assert len(run(write_sweep(tmp_path)).rows) == 4
+
+
 def test_two_sweeps_cannot_use_a_folder_at_the_same_time(tmp_path: Path, pool: FakePool) -> None:
     path = write_sweep(tmp_path)
     file: SweepFile = sweep.read(path)

@@ -18,7 +18,7 @@ PAGE = (ROOT / "docs" / "sweeps.md").read_text("utf-8")
 FILES = dict(re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", PAGE, flags=re.DOTALL))
 RECORDS = [
     *(options.SweepOptions, options.SearchOptions, options.MedianStopping, options.SuccessiveHalving),
-    *(options.UniformRange, options.LogRange, options.IntegerRange, options.Choices),
+    *(options.FloatRange, options.LogRange, options.IntegerRange, options.Choices),
 ]
 
 
@@ -40,6 +40,7 @@ def test_it_names_every_key(record: type[Struct]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_its_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "digits-iid.toml").write_text(BASE)
