@@ -81,6 +81,7 @@ class Run:
             "simulation": self.file.raw,
             **self.result.to_dict(),
             "computed": msgspec.to_builtins(self.computed),
+            **({"classes": list(self.federation.classes)} if self.federation and self.federation.classes else {}),
             **({"privacy": msgspec.to_builtins(self.privacy)} if self.privacy is not None else {}),
         }
         return folders.finite(numbers)

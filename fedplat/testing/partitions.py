@@ -27,17 +27,19 @@ class PartitionUnderTest:
 
 
 def make_dataset() -> Dataset:
-    """Return examples of ten classes and forty owners, in random order."""
+    """Return examples of ten classes and forty owners, who are also a column, in random order."""
     rng = np.random.default_rng(3)
     targets = rng.permutation(np.arange(NUM_EXAMPLES) % NUM_CLASSES)
     inputs = np.arange(NUM_EXAMPLES, dtype=np.float32)[:, None]
+    owners = rng.integers(0, NUM_OWNERS, NUM_EXAMPLES)
     return Dataset(
         inputs,
         targets,
         inputs[:0],
         targets[:0],
-        rng.integers(0, NUM_OWNERS, NUM_EXAMPLES),
+        owners,
         tuple(f"owner {number}" for number in range(NUM_OWNERS)),
+        {"owner": owners},
     )
 
 

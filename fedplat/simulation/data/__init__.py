@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -42,13 +43,27 @@ def deal(dataset: Dataset, partition: Partition, seed: int) -> Federation:
     empty = [client for client, part in enumerate(parts) if len(part) == 0]
     if empty:
         raise DataError(f"the partition leaves client {empty[0]} without an example; use fewer clients")
-    names = ()
-    if isinstance(partition, partitioners.Natural) and dataset.groups is not None and dataset.group_names:
-        names = tuple(dataset.group_names[dataset.groups[part[0]]] for part in parts)
     try:
-        return Federation(dataset.inputs, dataset.targets, parts, dataset.test_inputs, dataset.test_targets, names)
+        return Federation(
+            dataset.inputs,
+            dataset.targets,
+            parts,
+            dataset.test_inputs,
+            dataset.test_targets,
+            names=_names(dataset, partition, parts),
+            classes=dataset.classes,
+        )
     except ValueError as exc:
         raise DataError(f'the partition "{name_of(partition)}": {exc}') from exc
+
+
+def _names(dataset: Dataset, partition: Partition, parts: Sequence[Part]) -> tuple[str, ...]:
+    """Return the clients' names in the data, if the partition is that of the data."""
+    if isinstance(partition, partitioners.Natural) and dataset.groups is not None and dataset.group_names:
+        return tuple(dataset.group_names[dataset.groups[part[0]]] for part in parts)
+    if isinstance(partition, partitioners.Column):
+        return tuple(str(dataset.columns[partition.column][part[0]]) for part in parts)
+    return ()
 
 
 def federation(
@@ -61,7 +76,8 @@ def federation(
     `DataError`.
     """
     rng = np.random.default_rng(np.random.SeedSequence([_HOLD_OUT]))
-    loaded = cast(object, source.load(SourcePaths(folder or Path.cwd(), data_folder(), rng)))
+    columns = tuple(getattr(partition, "columns", ()))
+    loaded = cast(object, source.load(SourcePaths(folder or Path.cwd(), data_folder(), rng, columns)))
     if not isinstance(loaded, Dataset | Federation):
         found = f"an object of type {type(loaded).__name__}"
         raise DataError(f'the source "{name_of(source)}" returned {found}; expected a Dataset or a Federation')

@@ -7,7 +7,7 @@ engines train on. All arrays are NumPy arrays: only engines convert them to PyTo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,9 @@ class Dataset:
     """Examples before they are partitioned: `inputs[i]` belongs to `targets[i]`.
 
     `groups[i]` is the natural owner of example i (a speaker, a writer) as an index into `group_names`; None if the data
-    has no natural owners. Raises `ValueError` if the lengths disagree or there are no examples.
+    has no natural owners. `columns` are further values of each example, for partitions. `classes` are the names of the
+    classes that targets count, if the data has names. Raises `ValueError` if the lengths disagree or there are no
+    examples.
     """
 
     inputs: Array
@@ -36,6 +38,8 @@ class Dataset:
     test_targets: Array
     groups: Part | None = None
     group_names: tuple[str, ...] = ()
+    columns: Mapping[str, Array] = dataclasses.field(default_factory=dict[str, Array])
+    classes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_pair(self.inputs, self.targets, "")
@@ -44,6 +48,11 @@ class Dataset:
             raise ValueError("there are no examples; expected at least one")
         if self.groups is not None and len(self.groups) != len(self.inputs):
             raise ValueError(f"groups has {len(self.groups)} entries, but there are {len(self.inputs)} examples")
+        for name, values in self.columns.items():
+            if len(values) != len(self.inputs):
+                raise ValueError(
+                    f"the column {name!r} has {len(values)} values, but there are {len(self.inputs)} examples"
+                )
 
     @classmethod
     def from_arrays(cls, inputs: Array, targets: Array, test: tuple[Array, Array] | None = None) -> Dataset:
@@ -58,8 +67,8 @@ class Federation:
 
     `test_inputs` and `test_targets` are the central test data, which no client has. Client i also has the examples that
     `held_out[i]` lists: it does not train on them, but scores models on them (empty: no client has such examples).
-    `names` are the clients' names in the data, if it has them (speakers, writers). Raises `ValueError` if a client has
-    no example, or one that does not exist, and if lengths disagree.
+    `names` are the clients' names in the data, if it has them (speakers, writers), and `classes` those of the classes.
+    Raises `ValueError` if a client has no example, or one that does not exist, and if lengths disagree.
     """
 
     inputs: Array
@@ -69,6 +78,7 @@ class Federation:
     test_targets: Array
     names: tuple[str, ...] = ()
     held_out: Sequence[Part] = ()
+    classes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_pair(self.inputs, self.targets, "")

@@ -9,6 +9,7 @@ from fedplat.simulation.data import Federation
 
 MAX_LABELS = 100
 """The largest number of labels whose table is readable in a terminal."""
+_NAME_WIDTH = 24
 _SHADES = " ░▒▓█"
 
 
@@ -58,12 +59,23 @@ def lines(federation: Federation, width: int) -> list[str]:
         f"{numbers['labels']:.0f} labels, {numbers['labels_per_client']:.3g} on average with each client; "
         f"skew {numbers['skew']:.2f} (0: all clients are alike)"
     )
-    columns = np.unique(np.linspace(0, len(table) - 1, min(len(table), max(1, width - 8))).astype(np.int64))
+    names = _label_names(federation, table.shape[1])
+    indent = max(6, *map(len, names))
+    columns = np.unique(np.linspace(0, len(table) - 1, min(len(table), max(1, width - indent - 2))).astype(np.int64))
     shares = table[columns] / table[columns].sum(axis=1, keepdims=True)
     darkness = np.ceil(shares / shares.max() * (len(_SHADES) - 1)).astype(np.int64)
-    text += [f"{label:>6}  " + "".join(_SHADES[shade] for shade in row) for label, row in enumerate(darkness.T)]
+    rows = ["".join(_SHADES[shade] for shade in row) for row in darkness.T]
+    text += [f"{name:>{indent}}  {row}" for name, row in zip(names, rows, strict=True)]
     text.append(
-        f"{'label':>6}  "
+        f"{'label':>{indent}}  "
         + ("each column is a client" if len(columns) == len(table) else f"{len(columns)} of the clients")
     )
     return text
+
+
+def _label_names(federation: Federation, count: int) -> list[str]:
+    """Return the names of the labels that occur, shortened; their numbers, if the data has no names."""
+    labels = np.unique(federation.targets)
+    if len(federation.classes) <= labels[-1]:
+        return [str(label) for label in range(count)]
+    return [federation.classes[label][:_NAME_WIDTH] for label in labels]

@@ -24,7 +24,7 @@ def dataset(num_examples: int = NUM_EXAMPLES, seed: int = 3) -> Dataset:
     empty = np.zeros((0, 1), np.float32), np.zeros(0, np.int64)
     inputs = np.arange(num_examples, dtype=np.float32)[:, None]
     owners = rng.integers(0, 40, num_examples)
-    return Dataset(inputs, targets, *empty, owners, tuple(f"owner {number}" for number in range(40)))
+    return Dataset(inputs, targets, *empty, owners, tuple(f"owner {number}" for number in range(40)), {"owner": owners})
 
 
 CASES: Mapping[str, tuple[Partition, int, bool]] = {
@@ -36,6 +36,7 @@ CASES: Mapping[str, tuple[Partition, int, bool]] = {
     "classes": (partitioners.Classes(clients=20, classes_per_client=3), 20, True),
     "fedprox": (partitioners.FedProx(clients=100, base=3), 100, False),  # rounding leaves examples over
     "natural": (partitioners.Natural(), 40, True),
+    "column": (partitioners.Column(column="owner"), 40, True),
 }
 """A partition, the number of clients that it makes, and whether every example belongs to a client."""
 
@@ -75,7 +76,7 @@ def test_a_seed_decides_everything(name: str) -> None:
     for one, two in zip(first.parts, same.parts, strict=True):
         np.testing.assert_array_equal(one, two)
     differs = any(not np.array_equal(one, two) for one, two in zip(first.parts, other.parts, strict=True))
-    assert differs == (name != "natural")
+    assert differs == (name not in ("natural", "column"))
 
 
 def test_a_partition_may_have_a_seed_of_its_own() -> None:

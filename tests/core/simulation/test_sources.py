@@ -216,8 +216,12 @@ def test_hugging_face_from_the_disk(folder: Path) -> None:
     for wrong, words in (
         (sources.HuggingFace("two"), "has no column 'image'; it has pixels, label, writer"),
         (sources.HuggingFace("two", train_split="all"), "has no split 'all'; it has train, test"),
-        (sources.HuggingFace("two", inputs="writer"), "does not hold numbers"),
-        (sources.HuggingFace("none"), "is not a data set that datasets' save_to_disk wrote"),
+        (
+            sources.HuggingFace("two", inputs="writer"),
+            r"two, train, row 1: 'a' in column 'writer' is not a number",
+        ),
+        (sources.HuggingFace("two", test_split="validation"), "has no split 'validation'; it has train, test"),
+        (sources.HuggingFace("none"), "none cannot be loaded as a folder with a data set: there is no such folder"),
     ):
         with pytest.raises(DataError, match=words):
             federation(wrong, IID, folder=folder)

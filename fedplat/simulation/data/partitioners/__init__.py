@@ -14,6 +14,7 @@ import numpy as np
 from fedplat.plugins import Kind, by_name, define
 from fedplat.simulation.data.federation import Dataset, Part
 from fedplat.simulation.data.partitioners.classes import Classes
+from fedplat.simulation.data.partitioners.column import Column
 from fedplat.simulation.data.partitioners.common import BasePartition
 from fedplat.simulation.data.partitioners.dirichlet import Dirichlet
 from fedplat.simulation.data.partitioners.fedprox import FedProx
@@ -28,7 +29,8 @@ from fedplat.simulation.data.partitioners.shards import Shards
 class Partition(Protocol):
     """The `[simulation.partition]` table: the options of a partitioner, selected by the key `scheme`.
 
-    `seed` replaces the seed of the simulation for the partition; None: it does not.
+    `seed` replaces the seed of the simulation for the partition; None: it does not. A partition that reads columns of
+    the data, `dataset.columns`, has their names in an attribute `columns`; sources read no others.
     """
 
     @property
@@ -41,7 +43,9 @@ class Partition(Protocol):
         ...
 
 
-PARTITIONS: Mapping[str, type[Partition]] = by_name(Iid, Shards, Dirichlet, Hsu, Quantity, Classes, FedProx, Natural)
+PARTITIONS: Mapping[str, type[Partition]] = by_name(
+    Iid, Shards, Dirichlet, Hsu, Quantity, Classes, FedProx, Natural, Column
+)
 """The options record of each built-in partitioner, by its name in a simulation file."""
 
 define(Kind("partitions", "scheme", "a partitioner", Partition, ("split",), PARTITIONS, BasePartition))
@@ -50,6 +54,7 @@ __all__ = [
     "PARTITIONS",
     "BasePartition",
     "Classes",
+    "Column",
     "Dirichlet",
     "FedProx",
     "Hsu",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -38,6 +38,13 @@ def class_labels(dataset: Dataset) -> npt.NDArray[np.int64]:
 def members(labels: npt.NDArray[np.int64], rng: np.random.Generator) -> list[Part]:
     """Return the examples of each class, shuffled."""
     return [rng.permutation(np.flatnonzero(labels == label)) for label in range(int(labels.max()) + 1)]
+
+
+def group(values: npt.NDArray[Any]) -> list[Part]:
+    """Return the examples of each value, in the order of the values; examples keep their order."""
+    order = np.argsort(values, kind="stable").astype(np.int64)
+    _, starts = np.unique(values[order], return_index=True)
+    return np.split(order, starts[1:])
 
 
 def cut(indices: Part, sizes: npt.NDArray[np.int64] | Sequence[int]) -> list[Part]:

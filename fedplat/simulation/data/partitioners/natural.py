@@ -9,7 +9,7 @@ import numpy as np
 
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Dataset, Part
-from fedplat.simulation.data.partitioners.common import BasePartition, SomeExamples
+from fedplat.simulation.data.partitioners.common import BasePartition, SomeExamples, group
 
 
 class Natural(BasePartition, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="natural"):
@@ -25,12 +25,11 @@ class Natural(BasePartition, frozen=True, forbid_unknown_fields=True, tag_field=
         """Return the examples of each client, in the order of the owners' numbers."""
         if dataset.groups is None:
             raise DataError("the data has no owners of examples; use another scheme than natural")
-        order = np.argsort(dataset.groups, kind="stable").astype(np.int64)
-        owners, starts = np.unique(dataset.groups[order], return_index=True)
-        parts = [part for part in np.split(order, starts[1:]) if len(part) >= self.min_examples]
+        all_parts = group(dataset.groups)
+        parts = [part for part in all_parts if len(part) >= self.min_examples]
         if len(parts) < max(self.clients, 1):
             raise DataError(
-                f"{len(parts)} of {len(owners)} owners have at least {self.min_examples} examples; "
+                f"{len(parts)} of {len(all_parts)} owners have at least {self.min_examples} examples; "
                 f"expected {max(self.clients, 1)} or more"
             )
         if self.clients:

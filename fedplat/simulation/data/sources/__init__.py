@@ -1,7 +1,8 @@
 """Sources of examples, as `[simulation.data]` of a simulation file describes.
 
 To add one: write one new file (a frozen record with `load()`), add one row to `SOURCES`
-below. No source downloads, executes or unpickles a file; only `function` runs code, the user's own.
+below. No source executes or unpickles a file; only `function` runs code, the user's own. Only `huggingface` with a
+`name` downloads a data set.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from fedplat.simulation.data.federation import Dataset, Federation
 from fedplat.simulation.data.sources.digits import Digits
 from fedplat.simulation.data.sources.function import Function
 from fedplat.simulation.data.sources.huggingface import HuggingFace
+from fedplat.simulation.data.sources.images import Images
 from fedplat.simulation.data.sources.leaf import Leaf
 from fedplat.simulation.data.sources.mnist import Mnist
-from fedplat.simulation.data.sources.npz import Npz
+from fedplat.simulation.data.sources.npz import Npy, Npz
 from fedplat.simulation.data.sources.paths import SourcePaths, data_folder
 from fedplat.simulation.data.sources.shakespeare import Shakespeare
+from fedplat.simulation.data.sources.tables import Csv, Parquet
 
 
 @runtime_checkable
@@ -35,6 +38,10 @@ SOURCES: Mapping[str, type[DataSource]] = {
     "shakespeare": Shakespeare,
     "digits": Digits,
     "npz": Npz,
+    "npy": Npy,
+    "csv": Csv,
+    "parquet": Parquet,
+    "images": Images,
     "function": Function,
     "leaf": Leaf,
     "huggingface": HuggingFace,
@@ -45,13 +52,17 @@ define(Kind("sources", "source", "a data source", DataSource, ("load",), SOURCES
 
 __all__ = [
     "SOURCES",
+    "Csv",
     "DataSource",
     "Digits",
     "Function",
     "HuggingFace",
+    "Images",
     "Leaf",
     "Mnist",
+    "Npy",
     "Npz",
+    "Parquet",
     "Shakespeare",
     "SourcePaths",
     "data_folder",

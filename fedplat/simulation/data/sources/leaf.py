@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ import numpy as np
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Array, Dataset
 from fedplat.simulation.data.sources import text
-from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, hold_out
+from fedplat.simulation.data.sources.conversion import Row, Split, as_whole, make_dataset, rows_of
+from fedplat.simulation.data.sources.paths import Fraction, SourcePaths
 
 
 class _User(msgspec.Struct):
@@ -39,53 +39,73 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="s
     def load(self, place: SourcePaths) -> Dataset:
         """Load the data set. Raises `DataError`."""
         folder = place.folder / self.path
-        users = _users(folder / "train")
-        inputs, targets = self._arrays(list(users.values()))
-        test_inputs, test_targets = inputs[:0], targets[:0]
-        if (folder / "test").is_dir():
-            test_inputs, test_targets = self._arrays(list(_users(folder / "test").values()))
-        groups = np.repeat(np.arange(len(users)), [len(user.y) for user in users.values()]).astype(np.int64)
-        dataset = Dataset(inputs, targets, test_inputs, test_targets, groups, tuple(users))
-        return hold_out(dataset, self.test_fraction, place.rng)
+        train = self._split(folder / "train")
+        test = self._split(folder / "test") if (folder / "test").is_dir() else None
+        return make_dataset(train, test, (), place, self.test_fraction)
 
-    def _arrays(self, users: Sequence[_User]) -> tuple[Array, Array]:
-        inputs = _array([example for user in users for example in user.x], np.float32)
-        targets = _array([target for user in users for target in user.y], np.int64)
+    def _split(self, folder: Path) -> Split:
+        users = _users(folder)
+        names = list(users)
+        sizes = [len(targets) for _, targets, _ in users.values()]
+        owners = np.repeat(np.arange(len(names)), sizes)
+        starts = np.cumsum([0, *sizes])
+        _require_equal(users)
+        inputs = np.concatenate([pair[0] for pair in users.values()])
+        targets = np.concatenate([pair[1] for pair in users.values()])
+
+        def row(index: int) -> str:
+            return users[names[owners[index]]][2](int(index - starts[owners[index]]))
+
         if targets.ndim == 2 and targets.shape[1] == 1:  # LEAF's next characters are texts of one character
             targets = targets[:, 0]
-        targets = targets.astype(np.int64) if np.issubdtype(targets.dtype, np.integer) else targets
         try:
-            return (inputs.reshape(-1, *self.shape) if self.shape else inputs), targets
+            inputs = inputs.reshape(-1, *self.shape) if self.shape else inputs
         except ValueError as exc:
-            raise DataError(f"shape = {self.shape} does not fit inputs of shape {list(inputs.shape)}") from exc
+            raise DataError(f"{folder}: shape = {self.shape} does not fit inputs of {list(inputs.shape)}") from exc
+        return Split(inputs, as_whole(targets), row, owners=(owners.astype(np.int64), tuple(names)))
 
 
-def _users(folder: Path) -> dict[str, _User]:
+def _users(folder: Path) -> dict[str, tuple[Array, Array, Row]]:
+    """Return the inputs and targets of each user with examples, and the function that names one of them."""
     paths = sorted(folder.glob("*.json"))
     if not paths:
         raise DataError(f"{folder} has no .json files; expected LEAF's folders train and test")
-    users: dict[str, _User] = {}
+    users: dict[str, tuple[Array, Array, Row]] = {}
     for path in paths:
         try:
             file = msgspec.json.decode(path.read_bytes(), type=_File)
         except (OSError, msgspec.MsgspecError) as exc:
             raise DataError(f"{path} is not a LEAF file: {exc}") from exc
         for name in file.users:
-            if name not in file.user_data or len(file.user_data[name].x) != len(file.user_data[name].y):
+            user = file.user_data.pop(name, None)  # its lists need ten times the memory of the arrays
+            if user is None or len(user.x) != len(user.y):
                 raise DataError(f"{path}: the user {name!r} has different numbers of x and y; expected as many of each")
-            if file.user_data[name].y:
-                users[name] = file.user_data[name]
+            if user.y:
+                where = f"{path}, user {name!r}"
+                users[name] = _array(user.x, np.float32, where), _array(user.y, np.int64, where), rows_of(where)
     if not users:
         raise DataError(f"no user in {folder} has examples")
     return users
 
 
-def _array(values: list[Any], dtype: type[np.generic]) -> Array:
+def _array(values: list[Any], dtype: type[np.generic], where: str) -> Array:
     try:
         if isinstance(values[0], str):
             return text.code_rows(values)
         array = np.asarray(values)
         is_whole = np.issubdtype(array.dtype, np.integer) and dtype is np.int64
         return array.astype(dtype if is_whole or dtype is np.float32 else np.float32)
-    except (ValueError, TypeError) as exc:
-        raise DataError(f"expected values that are all numbers of one shape or all texts: {exc}") from exc
+    except (ValueError, TypeError, AttributeError, DataError) as exc:
+        raise DataError(f"{where}: expected values that are all numbers of one shape or all texts: {exc}") from exc
+
+
+def _require_equal(users: dict[str, tuple[Array, Array, Row]]) -> None:
+    """Raise `DataError` if the examples of two users have different shapes."""
+    (inputs, targets, row), *others = users.values()
+    for other_inputs, other_targets, other_row in others:
+        for kind, one, other in (("x", inputs, other_inputs), ("y", targets, other_targets)):
+            if one.shape[1:] != other.shape[1:] or (one.dtype == np.uint8) != (other.dtype == np.uint8):
+                raise DataError(
+                    f"{other_row(0)}: {kind} is {other.dtype}{list(other.shape[1:])}, and that of {row(0)} is "
+                    f"{one.dtype}{list(one.shape[1:])}; expected values of one shape, all numbers or all texts"
+                )

@@ -1,15 +1,14 @@
-"""Any `.npz` file of plain arrays."""
+"""NumPy files of plain arrays: one `.npz` file, or `.npy` files."""
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
 
 import msgspec
-import numpy as np
 
-from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Array, Dataset
-from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, hold_out, number_owners, read_arrays
+from fedplat.simulation.data.sources.conversion import Scale, Split, as_inputs, make_dataset, rows_of
+from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, number_owners, read_array, read_arrays
 
 
 class Npz(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="npz"):
@@ -17,6 +16,7 @@ class Npz(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="so
 
     `groups` names an array with the owner of each example, for the scheme "natural". With `test_inputs` = "",
     `test_fraction` of the examples are held out. `scale` "unit" divides inputs by 255 and converts them to float32.
+    Texts in `targets` become classes, sorted or in the order of `classes`.
     """
 
     path: str
@@ -26,29 +26,55 @@ class Npz(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="so
     test_targets: str = "y_test"
     groups: str = ""
     test_fraction: Fraction = 0.2
-    scale: Literal["none", "unit"] = "none"
+    scale: Scale = "none"
+    classes: list[str] = []
 
     def load(self, place: SourcePaths) -> Dataset:
         """Load the data set. Raises `DataError`."""
         test_names = (self.test_inputs, self.test_targets) if self.test_inputs else ()
-        names = [self.inputs, self.targets, *test_names, *([self.groups] if self.groups else [])]
+        names = [self.inputs, self.targets, *test_names, *([self.groups] if self.groups else []), *place.columns]
         path = place.folder / self.path
-        arrays = read_arrays(path, names)
-        inputs, targets = self._scale(arrays[self.inputs]), _labels(arrays[self.targets])
-        test_inputs, test_targets = inputs[:0], targets[:0]
+        arrays = read_arrays(path, list(dict.fromkeys(names)))
+        inputs = as_inputs(arrays[self.inputs], self.scale)
+        row = rows_of(f"{path}: {self.inputs}")
+        columns = {name: arrays[name] for name in place.columns}
+        train = Split(
+            inputs, arrays[self.targets], row, columns, number_owners(arrays[self.groups]) if self.groups else None
+        )
+        test = None
         if self.test_inputs:
-            test_inputs, test_targets = self._scale(arrays[self.test_inputs]), _labels(arrays[self.test_targets])
-        groups, group_names = number_owners(arrays[self.groups]) if self.groups else (None, ())
-        try:
-            dataset = Dataset(inputs, targets, test_inputs, test_targets, groups, group_names)
-        except ValueError as exc:
-            raise DataError(f"{path}: {exc}") from exc
-        return hold_out(dataset, self.test_fraction, place.rng)
-
-    def _scale(self, inputs: Array) -> Array:
-        return inputs.astype(np.float32) / np.float32(255.0) if self.scale == "unit" else inputs
+            test_inputs = as_inputs(arrays[self.test_inputs], self.scale)
+            test = Split(test_inputs, arrays[self.test_targets], rows_of(f"{path}: {self.test_inputs}"))
+        return make_dataset(train, test, self.classes, place, self.test_fraction)
 
 
-def _labels(targets: Array) -> Array:
-    """Convert integers of any width to int64, which losses require; returns other targets unchanged."""
-    return targets.astype(np.int64) if np.issubdtype(targets.dtype, np.integer) else targets
+class Npy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="npy"):
+    """The `.npy` files `inputs` and `targets`, which are relative to the simulation file.
+
+    Without `test_inputs` and `test_targets`, `test_fraction` of the examples are held out. The column of a partition is
+    a file, too. `scale` and `classes` are those of `npz`.
+    """
+
+    inputs: str
+    targets: str
+    test_inputs: str = ""
+    test_targets: str = ""
+    test_fraction: Fraction = 0.2
+    scale: Scale = "none"
+    classes: list[str] = []
+
+    def __post_init__(self) -> None:
+        if bool(self.test_inputs) != bool(self.test_targets):
+            raise ValueError("test_inputs and test_targets: expected both files, or neither")
+
+    def load(self, place: SourcePaths) -> Dataset:
+        """Load the data set. Raises `DataError`."""
+        columns = {name: read_array(place.folder / name) for name in place.columns}
+        train = self._split(place.folder / self.inputs, place.folder / self.targets, columns)
+        test = None
+        if self.test_inputs:
+            test = self._split(place.folder / self.test_inputs, place.folder / self.test_targets, {})
+        return make_dataset(train, test, self.classes, place, self.test_fraction)
+
+    def _split(self, inputs: Path, targets: Path, columns: dict[str, Array]) -> Split:
+        return Split(as_inputs(read_array(inputs), self.scale), read_array(targets), rows_of(inputs), columns)

@@ -15,6 +15,8 @@ from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Array, Dataset, Part
 
 Fraction = Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)]
+Owners = tuple[Part, tuple[str, ...]]
+"""The number of each example's owner, and the owners' names."""
 FOLDER_VARIABLE = "FEDPLAT_DATA"
 DEFAULT_FOLDER = Path("../shared/data")
 
@@ -23,12 +25,13 @@ DEFAULT_FOLDER = Path("../shared/data")
 class SourcePaths:
     """The folders of the simulation file (`folder`) and of well-known data sets (`data`).
 
-    `rng` draws the examples that are held out.
+    `rng` draws the examples that are held out. `columns` are those that the partition reads, for `Dataset.columns`.
     """
 
     folder: Path
     data: Path
     rng: np.random.Generator
+    columns: tuple[str, ...] = ()
 
 
 def data_folder() -> Path:
@@ -58,6 +61,18 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, Array]:
         raise DataError(f"{path} cannot be read as an .npz file of plain arrays: {exc}") from exc
 
 
+def read_array(path: Path) -> Array:
+    """Read an `.npy` file, without unpickling. Raises `DataError` if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            array = np.lib.format.read_array(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as exc:
+        raise DataError(f"{path} cannot be read as an .npy file of a plain array: {exc}") from exc
+    if array.ndim == 0:
+        raise DataError(f"{path} has a single number; expected an array with a row for each example")
+    return array
+
+
 def hold_out(dataset: Dataset, fraction: float, rng: np.random.Generator) -> Dataset:
     """Move a random part of the examples to the test data, unless there is test data or `fraction` is 0."""
     count = round(fraction * len(dataset.inputs))
@@ -73,10 +88,11 @@ def hold_out(dataset: Dataset, fraction: float, rng: np.random.Generator) -> Dat
         test_inputs=dataset.inputs[test],
         test_targets=dataset.targets[test],
         groups=groups,
+        columns={name: values[rest] for name, values in dataset.columns.items()},
     )
 
 
-def number_owners(owners: Array) -> tuple[Part, tuple[str, ...]]:
+def number_owners(owners: Array) -> Owners:
     """Return the number of each example's owner, and the owners' names."""
     names, groups = np.unique(owners, return_inverse=True)
     return groups.astype(np.int64), tuple(str(name) for name in names)

@@ -1,0 +1,190 @@
+"""Columns of Arrow tables as NumPy arrays: inputs, targets, and values for a partition."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from fedplat.errors import DataError
+from fedplat.simulation.data.federation import Array
+from fedplat.simulation.data.sources.conversion import FILL_IN, Row, Split
+
+Names = str | list[str]
+"""One column, or several; a name may have the wildcards *, ? and [...]."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Columns:
+    """The columns of a table that are needed: `inputs` and `targets`, and `others` for the partition."""
+
+    inputs: Names
+    targets: Names
+    others: Sequence[str] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """All names, each once."""
+        return list(dict.fromkeys([*as_list(self.inputs), *as_list(self.targets), *self.others]))
+
+
+def as_list(names: Names) -> list[str]:
+    """Return the names of columns as a list."""
+    return [names] if isinstance(names, str) else names
+
+
+def choose(columns: Columns, available: Sequence[str], where: object) -> Columns:
+    """Return the columns with all names in place of wildcards, which only stand for those that are not named elsewhere.
+
+    Raises `DataError` if there is no column for a name.
+    """
+    targets = columns.targets
+    if isinstance(targets, list):
+        targets = _expand(targets, available, columns.others, where)
+    taken = [*as_list(targets), *columns.others]
+    for name in taken:
+        _require(name, available, where)
+    return Columns(_expand(as_list(columns.inputs), available, taken, where), targets, columns.others)
+
+
+def _expand(names: list[str], available: Sequence[str], taken: Sequence[str], where: object) -> list[str]:
+    expanded: dict[str, None] = {}
+    for pattern in names:
+        free = [name for name in available if name not in taken and fnmatchcase(name, pattern)]
+        if pattern in available or not free:
+            _require(pattern, available, where)
+            free = [pattern]
+        expanded.update(dict.fromkeys(free))
+    if not expanded:
+        raise DataError(f"{where}: no columns are named; expected some of {listing(available)}")
+    return list(expanded)
+
+
+def _require(name: str, available: Sequence[str], where: object) -> None:
+    if name not in available:
+        raise DataError(f"{where} has no column {name!r}; it has {listing(available)}")
+
+
+def listing(names: Sequence[str]) -> str:
+    """Return names for an error, at most twenty."""
+    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+
+
+def split_of(table: Any, columns: Columns, row: Row) -> Split:
+    """Return inputs, targets and other columns of a table.
+
+    A single column of lists has its own shape; columns of numbers are stacked to float32 [n, columns]. Several targets,
+    and one of fractions, are float32 [n, targets]; a single target of whole numbers or texts is [n].
+    """
+    names = as_list(columns.inputs)
+    if len(names) == 1 and _is_list(table.column(names[0]).type):
+        inputs = numbers(table.column(names[0]), row, names[0])
+    else:
+        inputs = _stack(table, names, row)
+    if isinstance(columns.targets, str):
+        targets = values(table.column(columns.targets), row, columns.targets)
+        targets = targets.astype(np.float32)[:, None] if targets.dtype.kind == "f" else targets
+    else:
+        targets = _stack(table, columns.targets, row)
+    return Split(inputs, targets, row, {name: values(table.column(name), row, name) for name in columns.others})
+
+
+def numbers(column: Any, row: Row, name: str) -> Array:
+    """Return numbers, or lists of numbers of one shape, as an array [n, ...]. Raises `DataError`."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    _require_all(column, row, name)
+    kind = getattr(column.type, "storage_type", column.type)
+    if kind != column.type:  # an extension type, such as an array of Hugging Face's datasets
+        column = pa.chunked_array([chunk.storage for chunk in column.chunks], kind)
+    if _is_list(kind):
+        lengths = np.asarray(pc.call_function("list_value_length", [column]))
+        if len(other := np.flatnonzero(lengths != lengths[:1])):
+            raise DataError(
+                f"{row(int(other[0]))}: the list in column {name!r} has {lengths[other[0]]} entries, and that of "
+                f"{row(0)} has {lengths[0]}; expected lists of one length: cut or pad them"
+            )
+        per_row = max(int(lengths[0]), 1) if len(lengths) else 1
+        inner = numbers(pc.call_function("list_flatten", [column]), lambda index: row(index // per_row), name)
+        return inner.reshape(len(column), -1, *inner.shape[1:])
+    if pa.types.is_boolean(kind):
+        return column.to_numpy(zero_copy_only=False)
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return column.to_numpy()
+    if pa.types.is_decimal(kind):
+        return column.cast(pa.float64()).to_numpy()
+    text = _first_text(column)
+    found = f"{row(text[0])}: {text[1]!r} in column {name!r} is not a number" if text else f"column {name!r} is {kind}"
+    raise DataError(f"{found}; expected numbers, or lists of numbers of one shape: correct it, or leave the column out")
+
+
+def values(column: Any, row: Row, name: str) -> Array:
+    """Return a value of each row: numbers, or texts (also for dates and the like). Raises `DataError`."""
+    import pyarrow as pa
+
+    _require_all(column, row, name)
+    kind = column.type
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
+        found = numbers(column, row, name)
+        if found.dtype.kind == "f":
+            _require_finite(found, row, name)
+        return found
+    try:
+        coded = column.cast(pa.string()).combine_chunks().dictionary_encode()
+    except pa.ArrowException as exc:
+        raise DataError(f"column {name!r} is {kind}; expected numbers or texts: {exc}") from exc
+    if isinstance(coded, pa.ChunkedArray):
+        coded = coded.combine_chunks()
+    texts = np.array(coded.dictionary.to_pylist() or [""])
+    return texts[coded.indices.to_numpy()]
+
+
+def _stack(table: Any, names: Sequence[str], row: Row) -> Array:
+    stacked = np.empty((len(table), len(names)), np.float32)
+    with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite, which is refused
+        for position, name in enumerate(names):
+            if _is_list(table.column(name).type):
+                raise DataError(
+                    f"column {name!r} has lists, and there are {len(names)} columns; expected one column of lists, or "
+                    "columns of numbers"
+                )
+            stacked[:, position] = numbers(table.column(name), row, name)
+            _require_finite(stacked[:, position], row, name)
+    return stacked
+
+
+def _require_finite(column: Array, row: Row, name: str) -> None:
+    if len(missing := np.flatnonzero(~np.isfinite(column))):
+        raise DataError(f"{row(int(missing[0]))}: {column[missing[0]]} in column {name!r}; {FILL_IN}")
+
+
+def _require_all(column: Any, row: Row, name: str) -> None:
+    """Raise `DataError` for the first null."""
+    if column.null_count:
+        first = int(np.flatnonzero(np.asarray(column.is_null()))[0])
+        raise DataError(f"{row(first)}: there is no value in column {name!r}; {FILL_IN}")
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow as pa
+
+    kind = getattr(kind, "storage_type", kind)
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _first_text(column: Any) -> tuple[int, str] | None:
+    """Return the first text that is not a number, with its row."""
+    import pyarrow as pa
+
+    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+        return None
+    for index, text in enumerate(column.to_pylist()):
+        try:
+            float(text)
+        except ValueError:
+            return index, text[:40]
+    return None

@@ -1,0 +1,125 @@
+"""Conversion of values of any source to inputs and targets; errors name the file, the row and the column."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from fedplat.errors import DataError
+from fedplat.simulation.data.federation import Array, Dataset
+from fedplat.simulation.data.sources.paths import Owners, SourcePaths, hold_out
+
+Scale = Literal["none", "unit"]
+InputType = Literal["auto", "float32", "int64"]
+Row = Callable[[int], str]
+"""A function that names an example, such as "people.csv, row 7", by its index."""
+
+
+def rows_of(name: object) -> Row:
+    """Return the function that names rows of one file or array, counted from 1."""
+    return lambda index: f"{name}, row {index + 1}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Split:
+    """Examples as a source reads them, before texts are mapped to classes: the training data or the test data.
+
+    `row` names an example in errors. `columns` are values for the partition, by name; `owners` the number of each
+    example's owner, and the owners' names.
+    """
+
+    inputs: Array
+    targets: Array
+    row: Row
+    columns: dict[str, Array] = dataclasses.field(default_factory=dict[str, Array])
+    owners: Owners | None = None
+
+
+def class_names(targets: Array, named: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of classes: those that were `named`, or else the sorted texts; there are none for numbers."""
+    return tuple(named) if named or targets.dtype.kind != "U" else tuple(np.unique(targets).tolist())
+
+
+def encode(split: Split, names: Sequence[str]) -> Array:
+    """Return the targets as int64 positions in `names`; without names, whole numbers as int64 and others unchanged.
+
+    Raises `DataError` if a target is not one of the names.
+    """
+    if not names:
+        return as_whole(split.targets)
+    order = np.argsort(names)
+    in_order, texts = np.array(names)[order], split.targets.astype(np.str_)
+    found = np.minimum(np.searchsorted(in_order, texts), len(names) - 1)
+    if len(wrong := np.flatnonzero(in_order[found] != texts)):
+        known = ", ".join(map(repr, names[:10])) + (", ..." if len(names) > 10 else "")
+        raise DataError(
+            f"{split.row(int(wrong[0]))}: the target is {str(texts[wrong[0]])!r}, which is not one of the classes "
+            f"{known}; name all classes in their order: classes = [...]"
+        )
+    return order[found].astype(np.int64)
+
+
+def as_whole(values: Array) -> Array:
+    """Convert booleans and integers of any width to int64, which losses require; return other values unchanged."""
+    return values.astype(np.int64, copy=False) if values.dtype.kind in "iub" else values
+
+
+def as_inputs(values: Array, scale: Scale = "none", dtype: InputType = "auto", row: Row = str) -> Array:
+    """Return inputs of a type, divided by 255 with the scale "unit". The type "auto" converts float64 to float32.
+
+    Raises `DataError` if the type "int64" would lose fractions.
+    """
+    if dtype == "int64":
+        whole = values.astype(np.int64, copy=False)
+        if values.dtype.kind == "f" and len(wrong := np.argwhere(whole != values)):
+            raise DataError(f"{row(wrong[0][0])}: {values[tuple(wrong[0])]} is not a whole number; use another dtype")
+        return whole
+    if scale == "none" and dtype == "auto" and values.dtype.kind != "f":
+        return values
+    inputs = values.astype(np.float32, copy=scale == "unit")
+    if scale == "unit":
+        inputs /= np.float32(255.0)
+    return inputs
+
+
+def require_finite(values: Array, row: Row, what: str) -> None:
+    """Raise `DataError` for the first row with a value that is NaN or infinite."""
+    if values.dtype.kind == "f" and not (finite := np.isfinite(values)).all():
+        position = np.argwhere(~finite)[0]
+        missing = "a missing value (NaN)" if np.isnan(values[tuple(position)]) else "an infinite value"
+        raise DataError(f"{row(int(position[0]))}: {missing} in {what}; {FILL_IN}")
+
+
+FILL_IN = "leave the row out of the data, or fill the value in"
+"""What to do about a missing value."""
+
+
+def make_dataset(train: Split, test: Split | None, classes: Sequence[str], place: SourcePaths, share: float) -> Dataset:
+    """Return the data set of what a source read. Without test data, the share of the examples is held out.
+
+    Texts in targets become classes. Raises `DataError` for missing values, and for parts that do not fit.
+    """
+    for split in _present(train, test):
+        require_finite(split.inputs, split.row, "inputs")
+        require_finite(split.targets, split.row, "targets")
+    if test is not None and test.inputs.shape[1:] != train.inputs.shape[1:]:
+        raise DataError(
+            f"{test.row(0)}: inputs have shape {list(test.inputs.shape[1:])}, and those of {train.row(0)} "
+            f"{list(train.inputs.shape[1:])}; expected equal shapes in training and test data"
+        )
+    names = class_names(train.targets, classes)
+    targets = encode(train, names)
+    held_out = (train.inputs[:0], targets[:0]) if test is None else (test.inputs, encode(test, names))
+    groups, owners = train.owners or (None, ())
+    try:
+        dataset = Dataset(train.inputs, targets, *held_out, groups, owners, train.columns, names)
+    except ValueError as exc:
+        raise DataError(f"{train.row(0).partition(', row ')[0]}: {exc}") from exc
+    return hold_out(dataset, share, place.rng)
+
+
+def _present(*splits: Split | None) -> Iterable[Split]:
+    return (split for split in splits if split is not None)
