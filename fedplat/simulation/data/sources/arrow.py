@@ -1,4 +1,4 @@
-"""Columns of Arrow tables as NumPy arrays: inputs, targets, and values for a partition."""
+"""ColumnNames of Arrow tables as NumPy arrays: inputs, targets, and values for a partition."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Names = str | list[str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Columns:
+class ColumnNames:
     """The columns of a table that are needed: `inputs` and `targets`, and `others` for the partition."""
 
     inputs: Names
@@ -36,7 +36,7 @@ def as_list(names: Names) -> list[str]:
     return [names] if isinstance(names, str) else names
 
 
-def choose(columns: Columns, available: Sequence[str], where: object) -> Columns:
+def choose(columns: ColumnNames, available: Sequence[str], where: object) -> ColumnNames:
     """Return the columns with all names in place of wildcards, which only stand for those that are not named elsewhere.
 
     Raises `DataError` if there is no column for a name.
@@ -47,7 +47,7 @@ def choose(columns: Columns, available: Sequence[str], where: object) -> Columns
     taken = [*as_list(targets), *columns.others]
     for name in taken:
         _require(name, available, where)
-    return Columns(_expand(as_list(columns.inputs), available, taken, where), targets, columns.others)
+    return ColumnNames(_expand(as_list(columns.inputs), available, taken, where), targets, columns.others)
 
 
 def _expand(names: list[str], available: Sequence[str], taken: Sequence[str], where: object) -> list[str]:
@@ -73,7 +73,7 @@ def listing(names: Sequence[str]) -> str:
     return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
 
 
-def split_of(table: Any, columns: Columns, row: Row) -> Split:
+def split_of(table: Any, columns: ColumnNames, row: Row) -> Split:
     """Return inputs, targets and other columns of a table.
 
     A single column of lists has its own shape; columns of numbers are stacked to float32 [n, columns]. Several targets,

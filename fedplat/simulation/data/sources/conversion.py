@@ -39,7 +39,7 @@ class Split:
 
 
 def class_names(targets: Array, named: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of classes: those that were `named`, or else the sorted texts; there are none for numbers."""
+    """Return the names of classes: those that were `named`, or else the sorted texts; numbers have no names."""
     return tuple(named) if named or targets.dtype.kind != "U" else tuple(np.unique(targets).tolist())
 
 

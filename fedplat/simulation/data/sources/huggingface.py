@@ -14,7 +14,7 @@ import numpy as np
 from fedplat.errors import DataError, MissingExtraError
 from fedplat.simulation.data.federation import Dataset
 from fedplat.simulation.data.sources import arrow
-from fedplat.simulation.data.sources.arrow import Columns, Names
+from fedplat.simulation.data.sources.arrow import ColumnNames, Names
 from fedplat.simulation.data.sources.conversion import (
     FILL_IN,
     InputType,
@@ -29,7 +29,7 @@ from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, number_
 
 
 class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="huggingface"):
-    """Columns of the splits of a data set.
+    """ColumnNames of the splits of a data set.
 
     `path` is a folder, relative to the simulation file: one that `save_to_disk` wrote, or one of files that
     `load_dataset` reads. `name` is a data set on the Hugging Face Hub, with a `config` and a `revision` if it has
@@ -65,7 +65,7 @@ class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
         train, test = self._splits(place)
         where = self.name or self.path
         groups = [self.groups] if self.groups else []
-        columns = Columns(self.inputs, self.targets, list(dict.fromkeys([*groups, *place.columns])))
+        columns = ColumnNames(self.inputs, self.targets, list(dict.fromkeys([*groups, *place.columns])))
         columns = arrow.choose(columns, train.column_names, where)
         found = self._split(train, columns, f"{where}, {self.train_split}")
         others = {name: found.columns[name] for name in place.columns}
@@ -110,7 +110,7 @@ class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
             return datasets.load_from_disk(str(folder))
         return datasets.load_dataset(str(folder))
 
-    def _split(self, split: Any, columns: Columns, where: str) -> Split:
+    def _split(self, split: Any, columns: ColumnNames, where: str) -> Split:
         import datasets
 
         row, names = rows_of(where), arrow.as_list(columns.inputs)

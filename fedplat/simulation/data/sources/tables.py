@@ -17,7 +17,7 @@ import numpy as np
 from fedplat.errors import DataError, MissingExtraError
 from fedplat.simulation.data.federation import Dataset
 from fedplat.simulation.data.sources import arrow
-from fedplat.simulation.data.sources.arrow import Columns, Names
+from fedplat.simulation.data.sources.arrow import ColumnNames, Names
 from fedplat.simulation.data.sources.conversion import InputType, Row, Scale, Split, as_inputs, make_dataset, rows_of
 from fedplat.simulation.data.sources.paths import Fraction, SourcePaths
 
@@ -43,7 +43,7 @@ class TableOptions(msgspec.Struct, frozen=True, kw_only=True):
     dtype: InputType = "auto"
 
 
-class Format(Protocol):
+class TableFormat(Protocol):
     """A format of files with tables."""
 
     @property
@@ -104,7 +104,7 @@ class CsvFormat:
 
 
 class Parquet(TableOptions, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="source", tag="parquet"):
-    """Columns of Parquet files; see `TableOptions`."""
+    """ColumnNames of Parquet files; see `TableOptions`."""
 
     def load(self, place: SourcePaths) -> Dataset:
         """Load the data set. Raises `DataError`, and `MissingExtraError` without PyArrow."""
@@ -112,7 +112,7 @@ class Parquet(TableOptions, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Csv(TableOptions, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="source", tag="csv"):
-    """Columns of CSV files whose first line has their names; see `TableOptions`."""
+    """ColumnNames of CSV files whose first line has their names; see `TableOptions`."""
 
     delimiter: str = ","
 
@@ -125,7 +125,7 @@ class Csv(TableOptions, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         return load(self, CsvFormat(self.delimiter), place)
 
 
-def load(options: TableOptions, format_: Format, place: SourcePaths) -> Dataset:
+def load(options: TableOptions, format_: TableFormat, place: SourcePaths) -> Dataset:
     """Load the examples in files of a format. Raises `DataError`, and `MissingExtraError` without PyArrow."""
     try:
         import pyarrow as pa
@@ -135,7 +135,7 @@ def load(options: TableOptions, format_: Format, place: SourcePaths) -> Dataset:
         ) from exc
     del pa
     files = _files(place.folder, options.path, format_.suffix)
-    columns = _choose(Columns(options.inputs, options.targets, place.columns), format_, files[0])
+    columns = _choose(ColumnNames(options.inputs, options.targets, place.columns), format_, files[0])
     columns = dataclasses.replace(columns, others=place.columns)
     train, test = _split(options, format_, files, columns), None
     if options.test_path:
@@ -144,7 +144,7 @@ def load(options: TableOptions, format_: Format, place: SourcePaths) -> Dataset:
     return make_dataset(train, test, options.classes, place, options.test_fraction)
 
 
-def _split(options: TableOptions, format_: Format, files: Sequence[Path], columns: Columns) -> Split:
+def _split(options: TableOptions, format_: TableFormat, files: Sequence[Path], columns: ColumnNames) -> Split:
     """Read files one after the other, and only the columns that are needed."""
     parts = [_read(format_, file, columns) for file in files]
     row = _row_of(files, [len(part.targets) for part in parts])
@@ -153,7 +153,7 @@ def _split(options: TableOptions, format_: Format, files: Sequence[Path], column
 
 
 def _files(folder: Path, path: str, suffix: str) -> list[Path]:
-    """Return the files of a path, sorted. Raises `DataError` if there are none."""
+    """Return the files of a path, sorted. Raises `DataError` if there is no file."""
     place = folder / path
     if place.is_file():
         return [place]
@@ -164,7 +164,7 @@ def _files(folder: Path, path: str, suffix: str) -> list[Path]:
     return found
 
 
-def _choose(columns: Columns, format_: Format, file: Path) -> Columns:
+def _choose(columns: ColumnNames, format_: TableFormat, file: Path) -> ColumnNames:
     """Return the columns of a file to read, with all names in place of wildcards. Raises `DataError`."""
     import pyarrow as pa
 
@@ -178,7 +178,7 @@ def _choose(columns: Columns, format_: Format, file: Path) -> Columns:
     return arrow.choose(dataclasses.replace(columns, others=others), names, file)
 
 
-def _read(format_: Format, file: Path, columns: Columns) -> Split:
+def _read(format_: TableFormat, file: Path, columns: ColumnNames) -> Split:
     import pyarrow as pa
 
     names = _choose(columns, format_, file).names
