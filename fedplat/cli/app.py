@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import fedplat
-from fedplat.cli import clients, enrollments, formats, jobs, models, operators, privacy, simulate
+from fedplat.cli import clients, enrollments, formats, jobs, models, new, operators, privacy, simulate
 from fedplat.cli.output import to_record
 from fedplat.cli.session import (
     AnyTimeoutOption,
@@ -37,6 +37,7 @@ app.add_typer(operators.app, name="operator")
 app.add_typer(privacy.app, name="privacy")
 app.command("audit")(operators.audit)
 app.command("simulate")(simulate.simulate)
+app.command("new")(new.new)
 
 
 def _print_version(is_set: bool) -> None:
