@@ -123,6 +123,7 @@ def test_the_default_template_is_simulated(here: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_template_runs_as_its_readme_says(template: str, here: Path) -> None:
     """Its tests, and the two terminals: the only change is the port, which others may use."""

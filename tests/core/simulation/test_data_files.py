@@ -315,6 +315,24 @@ def test_hugging_face_folders_and_names(tmp_path: Path, monkeypatch: pytest.Monk
         federation(sources.HuggingFace(name="no/such"), IID, folder=tmp_path)
 
 
+def test_folders_that_datasets_cannot_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    for name in ("folder", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "folder" / "train.parquet").write_text("age,label")
+    datasets.Dataset.from_dict({"image": [], "label": []}).save_to_disk(str(tmp_path / "saved"))
+    for name, words in (
+        ("folder", "folder cannot be loaded as a folder with a data set: Parquet magic bytes not found"),
+        ("empty", "empty cannot be loaded as a folder with a data set: "),
+        ("saved", "saved cannot be loaded as a folder with a data set: "),
+    ):
+        with pytest.raises(DataError, match=words):
+            federation(sources.HuggingFace(name), IID, folder=tmp_path)
+
+
 def test_leaf_mistakes_name_the_user(tmp_path: Path) -> None:
     (tmp_path / "leaf/train").mkdir(parents=True)
     for users, words in (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-
 from fedplat.simulation.data import Federation
 
 NUM_CLIENTS, NUM_EXAMPLES, NUM_FEATURES, NUM_CLASSES = 10, 100, 8, 2
@@ -18,7 +17,7 @@ def load(client: int) -> Examples:
     return inputs, (inputs @ np.linspace(-1, 1, NUM_FEATURES) > 0).astype(np.int64)
 
 
-def simulated() -> Federation:
+def make_federation() -> Federation:
     """Return the data of all clients for a simulation, and test data that no client has."""
     examples = [load(client) for client in range(NUM_CLIENTS)]
     return Federation(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-import data
-
-import client
 from fedplat import initial
 from fedplat.simulation import simulate
 from fedplat_client import Task
+
+import client
+import data
 
 FOLDER = Path(__file__).parent
 JOB = tomllib.loads((FOLDER / "job.toml").read_text())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import data
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+
+import data
 
 
 class LightningClassifier(LightningModule):

@@ -6,11 +6,11 @@ import argparse
 import logging
 from pathlib import Path
 
-import data
-
-import model
 from fedplat_client import Client
 from fedplat_client.trainers.learner import LearnerTrainer
+
+import data
+import model
 
 
 def make_trainer(number: int) -> LearnerTrainer:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import data
 import msgspec
 import numpy as np
 import numpy.typing as npt
-
 from fedplat.learner import Config
 from fedplat.model import Parameters
+
+import data
 
 
 class LogisticRegression(msgspec.Struct, frozen=True):
     """Logistic regression of two classes, trained with gradient descent on batches.
 
-    Its fields are keys of `[simulation.model]` in job.toml.
+    Fields would be keys of `[simulation.model]` in job.toml; `config` is the job's `[config]`.
     """
-
-    l2: float = 0.0
 
     def initial(self, seed: int) -> Parameters:
         """Return the initial model."""
@@ -36,7 +34,7 @@ class LogisticRegression(msgspec.Struct, frozen=True):
             order = rng.permutation(len(labels))
             for batch in np.split(order, range(size, len(order), size)):
                 error = predict(parameters, inputs[batch]) - labels[batch]
-                weight -= rate * (inputs[batch].T @ error / len(batch) + self.l2 * weight)
+                weight -= rate * inputs[batch].T @ error / len(batch)
                 bias -= rate * error.mean()
         return self.evaluate(parameters, examples)
 

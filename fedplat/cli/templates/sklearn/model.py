@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import data
-
 from fedplat.model import Parameters
 from fedplat.sklearn import SklearnLearner
+
+import data
 
 ESTIMATOR = "sklearn.linear_model:SGDClassifier"
 OPTIONS = {"loss": "log_loss", "alpha": 0.001}

@@ -6,13 +6,13 @@ import argparse
 import logging
 from pathlib import Path
 
-import data
 import torch
-from torch.utils.data import TensorDataset
-
-import model
 from fedplat_client import Client
 from fedplat_client.trainers.torch import TorchTrainer
+from torch.utils.data import TensorDataset
+
+import data
+import model
 
 
 def make_trainer(number: int) -> TorchTrainer:

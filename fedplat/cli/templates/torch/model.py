@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import data
 from torch import nn
+
+import data
 
 
 def build() -> nn.Module:

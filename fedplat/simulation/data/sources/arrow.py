@@ -108,9 +108,9 @@ def numbers(column: Any, row: Row, name: str) -> Array:
                 f"{row(int(other[0]))}: the list in column {name!r} has {lengths[other[0]]} entries, and that of "
                 f"{row(0)} has {lengths[0]}; expected lists of one length: cut or pad them"
             )
-        per_row = max(int(lengths[0]), 1) if len(lengths) else 1
-        inner = numbers(pc.call_function("list_flatten", [column]), lambda index: row(index // per_row), name)
-        return inner.reshape(len(column), -1, *inner.shape[1:])
+        length = int(lengths[0]) if len(lengths) else 0
+        inner = numbers(pc.call_function("list_flatten", [column]), lambda index: row(index // length), name)
+        return inner.reshape(len(column), length, *inner.shape[1:])
     if pa.types.is_boolean(kind):
         return column.to_numpy(zero_copy_only=False)
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):

@@ -89,9 +89,9 @@ class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
         where = self.name or str(place.folder / self.path)
         try:
             loaded = self._load(datasets, place.folder / self.path)
-        except (OSError, ValueError, RuntimeError, DatasetsError) as exc:
+        except (OSError, ValueError, LookupError, RuntimeError, DatasetsError) as exc:
             expected = "a data set of the Hugging Face Hub" if self.name else "a folder with a data set"
-            raise DataError(f"{where} cannot be loaded as {expected}: {_first_line(exc)}") from exc
+            raise DataError(f"{where} cannot be loaded as {expected}: {_reason(exc)}") from exc
         if not isinstance(loaded, datasets.DatasetDict):
             return loaded, None
         splits = {str(name): split for name, split in loaded.items()}
@@ -152,5 +152,7 @@ def _require_labels(split: Split, has_names: bool) -> None:
         raise DataError(f"{split.row(int(missing[0]))}: there is no label (-1); use another split")
 
 
-def _first_line(exc: Exception) -> str:
-    return next(iter(str(exc).splitlines()), type(exc).__name__)
+def _reason(exc: Exception) -> str:
+    """Return the first line of an error, or of its cause: `datasets` wraps what reading a file raises."""
+    cause = exc.__cause__ or exc
+    return next(iter(str(cause).splitlines()), type(cause).__name__)
