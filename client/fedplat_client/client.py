@@ -159,7 +159,7 @@ class Client:
             raise ValueError("the client has no trainer and no evaluator; add one with @client.trainer(name)")
         if max_tasks is not None and max_tasks < 0:
             raise ValueError(f"max_tasks is {max_tasks}; expected 0 or more, or None for no limit")
-        if process_group.run_follower(self._trainers):
+        if process_group.run_follower(self._trainers, self._plugins.table):
             return
         with process_group.lead(), self._open_session() as (session, run_assignment):
             backoff = Backoff(self._options)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedplat.errors import JobFileError, MissingExtraError
+from fedplat.simulation.engines.registry import RayOptions
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario import unsupported
 from fedplat.simulation.scenario.file import SimulationFile
@@ -125,7 +126,7 @@ class SweepFile:
             known.from_config(file.job.config)
         except JobFileError as exc:
             raise self._error(configuration, str(exc)) from exc
-        if file.simulation.engine == "ray":
+        if isinstance(file.simulation.engine, RayOptions):
             raise self._error(
                 configuration,
                 'simulation.engine = "ray": expected an engine of one machine; the option --ray computes the runs of a '

@@ -10,6 +10,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from fedplat.errors import DataError
+from fedplat.simulation.engines.registry import ProcessesOptions
 from fedplat.simulation.run_folder import CHECKPOINT_S
 from fedplat.sweep.file import SweepFile
 from fedplat.sweep.messages import DoneReply, RoundReply, StepRequest, WorkerSetup
@@ -67,7 +68,7 @@ def num_processes(file: SweepFile, options: WorkerOptions) -> int:
     if options.jobs:
         return options.jobs
     cores = len(os.sched_getaffinity(0))
-    own = (file.base.simulation.workers or cores) if file.base.simulation.engine == "processes" else 1
+    own = (file.base.simulation.workers or cores) if isinstance(file.base.simulation.engine, ProcessesOptions) else 1
     return max(1, cores // own)
 
 

@@ -18,7 +18,7 @@ from fedplat.aggregate import LocalAlgorithm, LossContext
 from fedplat.errors import JobFileError
 from fedplat.metrics import F1
 from fedplat.model import Parameters
-from fedplat.plugins import Plugins
+from fedplat.plugins import BUILTIN, Plugins
 from fedplat.pytorch import convert as backend
 from fedplat_client import Cancelled, ClientOptions, Task, TrainResult
 from fedplat_client._work import process_group
@@ -57,8 +57,8 @@ def initial(module: nn.Module) -> Parameters:
     return backend.from_state_dict(module.state_dict())
 
 
-def make_task(parameters: Parameters, **config: Any) -> Task:
-    return Task(name="digits", parameters=parameters.copy(), config=CONFIG | config)
+def make_task(parameters: Parameters, plugins: Plugins = BUILTIN, **config: Any) -> Task:
+    return Task(name="digits", parameters=parameters.copy(), config=CONFIG | config, plugins=plugins)
 
 
 def train(trainer: TorchTrainer, task: Task) -> Parameters:
@@ -255,7 +255,7 @@ def test_it_uses_the_local_algorithms_that_its_owner_gave_it() -> None:
     start = initial(mlp())
     own = Plugins({("algorithms", "coupled"): Coupled})
     models = [
-        train(TorchTrainer(model=mlp, data=digits(50), plugins=own), make_task(start, epochs=1, **config))
+        train(TorchTrainer(model=mlp, data=digits(50)), make_task(start, own, epochs=1, **config))
         for config in ({}, {"algorithm": "coupled", "weight": 0.0}, {"algorithm": "coupled", "weight": 0.5})
     ]
     assert models[0] == models[1] != models[2]
@@ -272,12 +272,11 @@ def test_several_processes_do_not_train_what_they_cannot(monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match=r'config\.dp = "flat": training in several processes cannot protect'):
         trainer(make_task(initial(mlp()), **protected))
     own = Plugins({("algorithms", "ascent"): Ascent, ("algorithms", "coupled"): Coupled})
-    trainer = TorchTrainer(model=mlp, data=digits(50), parallel="data", plugins=own)
     with pytest.raises(
         ValueError, match=r'config\.algorithm = "ascent": it computes gradients at other weights, which'
     ):
-        trainer(make_task(initial(mlp()), algorithm="ascent"))
+        trainer(make_task(initial(mlp()), own, algorithm="ascent"))
     with pytest.raises(ValueError, match=r'config\.algorithm = "coupled": .* its loss is not declared as a mean'):
-        trainer(make_task(initial(mlp()), algorithm="coupled"))
+        trainer(make_task(initial(mlp()), own, algorithm="coupled"))
     with pytest.raises(ValueError, match='device = "cuda:1": expected "auto" or "cpu" with parallel = "data"'):
         TorchTrainer(model=mlp, data=digits(50), parallel="data", device="cuda:1")

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Generator, Mapping
 from typing import Protocol
 
+from fedplat.plugins import Plugins
 from fedplat_client import cancellation
 from fedplat_client.task import TrainFunction
 
@@ -18,7 +19,7 @@ class ProcessGroup(Protocol):
         """True if this process is the client; the others follow it."""
         ...
 
-    def follow(self, trainers: Mapping[str, TrainFunction]) -> None:
+    def follow(self, trainers: Mapping[str, TrainFunction], plugins: Plugins) -> None:
         """Join the trainings of the leading process until it ends."""
         ...
 
@@ -40,14 +41,14 @@ def current() -> ProcessGroup | None:
     return _groups[0] if _groups else None
 
 
-def run_follower(trainers: Mapping[str, TrainFunction]) -> bool:
+def run_follower(trainers: Mapping[str, TrainFunction], plugins: Plugins) -> bool:
     """Follow the leader until it ends, unless this process leads or has no group; return whether it followed."""
     group = current()
     if group is None or group.leads:
         return False
     # A signal to all processes also reaches the leader, which ends its task and releases the followers.
     with cancellation.on_signals(lambda: None):
-        group.follow(trainers)
+        group.follow(trainers, plugins)
     return True
 
 

@@ -23,6 +23,7 @@ from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportP
 from fedplat.client_state import ClientState
 from fedplat.errors import FedplatError
 from fedplat.model import Parameters
+from fedplat.plugins import Plugins
 from fedplat.pytorch import training
 from fedplat.pytorch.distributed import COLLECTIVE_S, Backend, Ranks, join_group
 from fedplat.pytorch.server import DataParallelGradients, make_on_all_ranks
@@ -92,14 +93,14 @@ class TorchrunGroup:
                 _send(values)
             yield MultiProcess(ranks)
 
-    def follow(self, trainers: Mapping[str, TrainFunction]) -> None:
+    def follow(self, trainers: Mapping[str, TrainFunction], plugins: Plugins) -> None:
         """Join the trainings that rank 0 announces, until it ends. Raises `ClientError` if rank 0 is gone."""
         while (message := self._receive_from_leader()) != _END:
             announcement = msgspec.msgpack.decode(message, type=_Announcement)
             fields = {"job": announcement.job_name or announcement.job_id, "round": announcement.round}
             _logger.info("A training with rank 0 started.", extra=fields)
             try:
-                self._join(announcement, trainers)
+                self._join(announcement, trainers, plugins)
             except Cancelled:
                 _logger.info("Rank 0 stopped the training.", extra=fields)
             except FedplatError as exc:
@@ -112,10 +113,10 @@ class TorchrunGroup:
         with contextlib.suppress(RuntimeError):  # torchrun is gone, and has ended them
             self._publish(_END)
 
-    def _join(self, announcement: _Announcement, trainers: Mapping[str, TrainFunction]) -> None:
+    def _join(self, announcement: _Announcement, trainers: Mapping[str, TrainFunction], plugins: Plugins) -> None:
         with join_group(announcement.backend, announcement.timeout_s, self._group_store()) as self._ranks:
             try:
-                trainers[announcement.name](_receive_task(announcement, self._ranks))
+                trainers[announcement.name](_receive_task(announcement, self._ranks, plugins))
             except Exception as exc:
                 # Publish the error before leaving the group, since leaving fails the other ranks.
                 message = f"rank {self._ranks.rank}: {type(exc).__name__}: {exc}"
@@ -217,7 +218,7 @@ class MultiProcess:
         return DataParallelGradients(self._ranks, self._ranks.size, seed)
 
 
-def _receive_task(announcement: _Announcement, ranks: Ranks) -> Task:
+def _receive_task(announcement: _Announcement, ranks: Ranks, plugins: Plugins) -> Task:
     """Receive the task of rank 0 on another rank."""
     sizes = msgspec.msgpack.decode(ranks.broadcast(), type=_Sizes)
     return Task(
@@ -228,6 +229,7 @@ def _receive_task(announcement: _Announcement, ranks: Ranks) -> Task:
         job_name=announcement.job_name,
         round=announcement.round,
         attempt=announcement.attempt,
+        plugins=plugins,
         client_state=ClientState({name: _receive_parameters(size) for name, size in sizes.notes.items()}),
     )
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from fedplat.errors import MissingExtraError
 from fedplat.metrics import Metric
-from fedplat.plugins import BUILTIN, Plugins
 from fedplat_client._state.privacy_ledger import PrivacyLimit
 from fedplat_client.task import EvaluateResult, Scalar, Task, TrainResult
 
@@ -70,8 +69,6 @@ class TorchTrainer:
     """A PyTorch device; "auto" is CUDA if available, else the CPU."""
     seed: int = 0
     """Seeds all randomness, except the drawing of examples and the noise of private training."""
-    plugins: Plugins = BUILTIN
-    """The local algorithms that a job may name besides the built-in ones: see docs/extending.md."""
     parallel: Literal["none", "data"] = "none"
     """With "data" under torchrun, all its processes train together as one client: see docs/algorithms.md."""
 
@@ -119,9 +116,9 @@ class TorchTrainer:
     def _options(self, task: Task) -> tuple[training.LocalOptions, training.MakeOptimizer | None]:
         make = self.optimizer
         if make is None:
-            return training.LocalOptions.from_config(task.config, self.plugins), None
+            return training.LocalOptions.from_config(task.config, task.plugins), None
         # A custom optimizer need not have a learning rate.
-        options = training.LocalOptions.from_config({"learning_rate": 1.0, **task.config}, self.plugins)
+        options = training.LocalOptions.from_config({"learning_rate": 1.0, **task.config}, task.plugins)
         return options, lambda parameters: make(parameters, task.config)
 
     def _choose_strategy(self, task: Task, options: training.LocalOptions) -> AbstractContextManager[TrainingStrategy]:
