@@ -215,8 +215,8 @@ def _check(spec: JobSpec) -> None:
 
     A stored job whose plugins are absent was checked when it was created.
     """
-    if has_absent(spec) or plugins.absent:
-        return  # the server, which has the plugins, checks it
+    if has_absent(spec):
+        return
     _check_rule(spec, build_checked(spec.aggregation, aggregate.Rule, "aggregation.rule"))
     for name in ("uplink", "downlink"):
         if (codec := getattr(spec.compression, name)) is not None:
