@@ -6,7 +6,7 @@
 The heterogeneity is that of the paper's quantity-based skew with two classes for each client, and training is that of
 Flower's reproduction of it (`baselines/fedlc`): 20 clients, all of them in each round, one epoch with batches of 128,
 SGD with a learning rate of 0.01, sorted shards, two for each client. The published values are Flower's, for CIFAR-10
-after 1,000 rounds with a small CNN and 10 clients; here the 2NN learns MNIST for 50 rounds. The client's half is a
+after 1,000 rounds with a small CNN; here the 2NN learns MNIST for 50 rounds. The client's half is a
 plugin, `examples/plugins/fedlc.py`.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
-from reproduction import Cell, Log, Paper, Value, main, mean, play, spread
+from reproduction import Cell, Log, Paper, Value, format_runs, main, mean, play
 
 FEDLC = 'algorithm = "../../examples/plugins/fedlc.py:FedLC"\ntau = '
 ALGORITHMS = {
@@ -64,8 +64,7 @@ def rows(logs: Sequence[Log]) -> list[tuple[Value, ...]]:
         ours = mean(ends)
         gain = "-" if ours is None or base is None or name == "fedavg" else f"{ours - base:+.2f}"
         theirs = "-" if name == "fedavg" else f"{published - ALGORITHMS['fedavg'][2]:+.2f}"
-        shown = "not run" if ours is None else f"{ours:.2f} ± {spread(ends):.2f}"
-        found.append((label, f"{published:.2f}", theirs, shown, gain, len(ends)))
+        found.append((label, f"{published:.2f}", theirs, format_runs(ends), gain, len(ends)))
     return found
 
 

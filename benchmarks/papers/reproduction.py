@@ -150,9 +150,12 @@ def mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def spread(values: Sequence[float]) -> float:
-    """Return the standard deviation of a sample; 0 of a single value."""
-    return statistics.stdev(values) if len(values) > 1 else 0.0
+def format_runs(values: Sequence[float]) -> str:
+    """Return the mean of runs, with the standard deviation if there are several, or "not run"."""
+    if not values:
+        return "not run"
+    mean_text = f"{statistics.mean(values):.2f}"
+    return f"{mean_text} ± {statistics.stdev(values):.2f}" if len(values) > 1 else mean_text
 
 
 def run_named(paper: str, cell: str, seed: int, path: Path, quick: bool) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
-from reproduction import Cell, Log, Paper, Value, main, mean, play, spread
+from reproduction import Cell, Log, Paper, Value, format_runs, main, mean, play
 
 LAST = 100
 FEDSAM = 'algorithm = "../../examples/plugins/fedsam.py:FedSAM"\nrho = '
@@ -66,8 +66,7 @@ def rows(logs: Sequence[Log]) -> list[tuple[Value, ...]]:
         ends = _ends(logs, name)
         ours = mean(ends)
         gain = "-" if ours is None or base is None or name == "fedavg" else f"{ours - base:+.2f}"
-        shown = "not run" if ours is None else f"{ours:.2f} ± {spread(ends):.2f}"
-        found.append((label, "-" if name == "fedavg" else "above FedAvg", shown, gain, len(ends)))
+        found.append((label, "above FedAvg" if name == "fedsam-0.1" else "-", format_runs(ends), gain, len(ends)))
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,14 @@ from fedplat.testing import ConformanceError, check_algorithm
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "plugins"
 CALLS = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Generator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
