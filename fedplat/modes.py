@@ -75,6 +75,19 @@ STALENESS_WEIGHTS: Mapping[str, type[StalenessWeight]] = by_name(PolynomialStale
 define(Kind("staleness", "kind", "a staleness weight", StalenessWeight, ("weight",), STALENESS_WEIGHTS, plain=True))
 
 
+def compute_weight(options: StalenessWeight, staleness: int) -> float:
+    """Return the weight of a plugin.
+
+    Raises `PluginError` or `UserCodeError` unless it is a finite number of at least 0.
+    """
+    name = f'mode.staleness = "{name_of(options)}": weight({staleness})'
+    with user_code.wrap_errors(name):
+        found: object = options.weight(staleness)
+    if not isinstance(found, numbers.Real) or not 0.0 <= float(found) < math.inf:
+        raise PluginError(f"{name} returned {str(found)[:100]}; expected a finite number of at least 0")
+    return float(found)
+
+
 class Sync(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="sync"):
     """Synchronous rounds: a cohort starts from one version, and its updates make the next."""
 
@@ -129,12 +142,7 @@ class Buffered(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"
         """
         if is_builtin(self.staleness, StalenessWeight):
             return self._weight().weight(staleness)
-        name = f'mode.staleness = "{name_of(self.staleness)}": weight({staleness})'
-        with user_code.wrap_errors(name):
-            found: object = self.staleness.weight(staleness)
-        if not isinstance(found, numbers.Real) or not 0.0 <= float(found) < math.inf:
-            raise PluginError(f"{name} returned {str(found)[:100]}; expected a finite number of at least 0")
-        return float(found)
+        return compute_weight(self.staleness, staleness)
 
     def _check_plugin(self) -> None:
         """Compute all weights of a plugin, so that one that fails does so before the job begins."""

@@ -194,6 +194,8 @@ def adopt(options: Contract, contract: type[Contract], name: str = "") -> Contra
     """
     kind = find_kind(contract)
     assert kind is not None
+    if type(options) in kind.builtin.values():
+        return options
     record = kind.check(type(options), type(options).__name__)
     if record.__struct_config__.tag_field == kind.key:
         return options
@@ -250,6 +252,8 @@ def _adopt_values(value: object, kind: Kind, key: str) -> object:
         return value if all(map(operator.is_, adopted, items)) else type(value)(adopted)
     if value is None or isinstance(value, Mapping):  # `toml.read_record` checks those
         return value
+    if kind.plain and isinstance(value, str) and value in kind.builtin:
+        return kind.builtin[value]()
     if isinstance(value, type):
         raise PluginError(f"{key} = {value.__name__}: expected an object, such as {value.__name__}(), not the class")
     if not isinstance(value, Struct):

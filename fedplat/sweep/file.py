@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedplat.errors import JobFileError, MissingExtraError
+from fedplat.plugins import name_of
 from fedplat.simulation.engines.registry import RayOptions
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario import unsupported
@@ -88,7 +89,8 @@ class SweepFile:
         The engine "auto" becomes "loop": its choice follows measured time, so its last bits may differ.
         """
         changes = [*configuration.changes, f"{files.TABLE}.seed={self.seeds[0] if seed is None else seed}"]
-        is_auto = configuration.values.get(_ENGINE, self.base.simulation.engine) == "auto"
+        engine = configuration.values.get(_ENGINE, name_of(self.base.simulation.engine))
+        is_auto = engine == "auto"
         return [*changes, f"{_ENGINE}=loop"] if is_auto else changes
 
     def parse(self, configuration: Configuration) -> SimulationFile:

@@ -50,14 +50,14 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="l
                 if value not in names:
                     user_code.split(value)
             except UserCodeError as exc:
-                expected = ", ".join([*filter(None, names), "module:function"])
-                raise ValueError(f"{key} = {format_value(value)}: expected one of {expected}") from exc
+                expected = ", ".join([*filter(None, names), "or module:function"]).removeprefix("or ")
+                raise ValueError(f"{key} = {format_value(value)}: expected {expected}") from exc
 
     def build(self, folder: Path) -> Any:
         """Return the learner."""
         from fedplat.simulation.scenario.model import make_learner
 
-        return make_learner(self, folder)
+        return make_learner(self.module, self.loss, self.personal, self.metrics, folder)
 
 
 class LightningOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="learner", tag="lightning"):

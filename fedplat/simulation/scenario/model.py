@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from torch import nn
 
 from fedplat import user_code
 from fedplat.errors import JobFileError
+from fedplat.metrics import Metric
 from fedplat.pytorch.training import Learner
-from fedplat.simulation.scenario.learners import ModelOptions
 
 LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "cross_entropy": nn.functional.cross_entropy,
@@ -65,11 +65,7 @@ class OwnLoss:
         return {"name": self.name, "folder": self.folder}  # each process imports the function itself
 
 
-def make_learner(options: ModelOptions, folder: Path) -> Learner:
+def make_learner(module: str, loss: str, personal: Sequence[str], metrics: tuple[Metric, ...], folder: Path) -> Learner:
     """Return the learner of a table `[simulation.model]`; its functions are relative to `folder`."""
-    return Learner(
-        model=OwnModule(options.module, folder),
-        loss=LOSSES.get(options.loss) or OwnLoss(options.loss, folder),
-        personal=tuple(options.personal),
-        metrics=options.metrics,
-    )
+    mean_loss = LOSSES.get(loss) or OwnLoss(loss, folder)
+    return Learner(model=OwnModule(module, folder), loss=mean_loss, personal=tuple(personal), metrics=metrics)

@@ -90,42 +90,6 @@ def test_status(run: Run, server: FakeServer):
     assert parsed(run("status", "--json"))["num_jobs"] == {"DRAFT": 1, "RUNNING": 2}
 
 
-PLUGINS = [
-    admin_pb2.Plugin(kind="codecs", name="signs", digest="0123456789abcdef" * 4),
-    admin_pb2.Plugin(kind="rules", name="lion", version="1.2", digest="fedcba9876543210" * 4),
-]
-"""Plugins of a server, whose code is not on this machine."""
-SHOWN_PLUGINS = "codecs.signs (sha256 0123456789ab), rules.lion (1.2 sha256 fedcba987654)\n"
-
-
-def test_plugins_of_a_server_and_of_a_job(run: Run, server: FakeServer, state: State):
-    server.state.leader = {"plugins": PLUGINS}
-    assert f"plugins      {SHOWN_PLUGINS}" in run("status").stdout
-    assert parsed(run("status", "--json"))["plugins"][0]["digest"] == PLUGINS[0].digest
-    job = state.add_job()
-    job.plugins.extend(PLUGINS)
-    job.job_file = JOB + '[aggregation]\nrule = "lion"\nbeta = 0.5\n[compression]\nuplink = { codec = "signs" }\n'
-    shown = run("job", "show", job.job_id).stdout
-    assert f"plugins     {SHOWN_PLUGINS}" in shown
-    assert 'updates     compressed with {"codec":"signs"}\n' in shown
-
-
-def test_a_job_that_names_plugins_of_the_server_only_is_submitted(run: Run, state: State, job_file: str):
-    text = JOB + '[aggregation]\nrule = "lion"\nbeta = 0.5\n'
-    Path(job_file).write_text(text)
-    without = run("job", "submit", job_file)
-    assert without.exit_code == 2
-    assert "aggregation.rule = 'lion': expected one of fedavg" in without.stderr
-    state.leader = {"plugins": PLUGINS}
-    assert run("job", "submit", job_file).exit_code == 0
-    (job,) = state.jobs.values()
-    assert job.job_file == text
-    Path(job_file).write_text(text.replace("lion", "lions"))
-    other = run("job", "submit", job_file)
-    assert other.exit_code == 2
-    assert "did you mean lion?" in other.stderr
-
-
 def test_job_list(run: Run, state: State):
     empty = run("job", "list")
     assert (empty.exit_code, empty.stdout) == (0, "")

@@ -105,7 +105,7 @@ def test_engines_give_equal_results(tmp_path: Path, engine: str, table: str) -> 
 
 def test_vmap_is_for_pytorch_modules(tmp_path: Path) -> None:
     write_start(tmp_path, coef_=(3, 4), intercept_=(3,))
-    with pytest.raises(EngineError, match=r'engine = "vmap": the learner is no PyTorch module; use "loop"'):
+    with pytest.raises(EngineError, match=r'engine = "vmap": the learner is not a PyTorch module; use "loop"'):
         simulate(read(tmp_path, SGD, 'simulation.engine="vmap"'), data=federation())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -131,7 +132,9 @@ def test_a_policy_that_raises_costs_the_attempt_of_its_job_only() -> None:
     (error,) = proposal.errors
     assert isinstance(error, UserCodeError)
     bad = driver.coordinator.jobs["bad"]
-    assert "attempt 1 was abandoned: the sampling policy \"Raising\": draw() raised KeyError: 'utility'" in bad.reason
+    assert re.search(
+        r"attempt 1 was abandoned: the sampling policy .*Raising.*: draw\(\) raised KeyError: 'utility'", bad.reason
+    )
     assert list(driver.states()) == ["c0"], "the other job draws the client"
     driver.check_in("c1", "c2")
     driver.wait(1000.0)

@@ -149,7 +149,11 @@ def test_a_table_written_otherwise_is_refused(way: str) -> None:
         file.job_text(way + JOB)
 
 
-EXAMPLES = sorted(Path(__file__).resolve().parents[3].joinpath("examples").glob("*.toml"))
+EXAMPLES = sorted(
+    path
+    for path in Path(__file__).resolve().parents[3].joinpath("examples").glob("*.toml")
+    if not path.stem.endswith("sweep")
+)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -164,9 +168,8 @@ def test_losses_have_names_or_are_functions() -> None:
     for loss in ("cross_entropy", "mse", "bce_with_logits", "own:loss", "losses.py:huber"):
         file.parse(JOB + f'[simulation.model]\nloss = "{loss}"\n', HERE)
     assert mistakes(JOB + '[simulation.model]\nloss = "mes"\n') == [
-        "simulation.model.loss = 'mes': expected one of cross_entropy, mse, bce_with_logits, or a function, "
-        "module:function"
+        "simulation.model.loss = 'mes': expected cross_entropy, mse, bce_with_logits, or module:function"
     ]
     assert mistakes(JOB + '[simulation.model]\nmodule = "net"\n') == [
-        "simulation.model.module = 'net': expected a function, module:function"
+        "simulation.model.module = 'net': expected module:function"
     ]

@@ -109,7 +109,12 @@ def model_bytes(path: Path, changes: dict[str, object]) -> bytes:
 def test_own_staleness_weights_and_engines_give_the_bits_of_the_same_built_in_ones(folder: Path) -> None:
     path = write_digits(folder)
     known = model_bytes(path, FAST)
-    own = {"mode.staleness.kind": "own.py:Root", "mode.staleness.power": 0.5, "simulation.engine": "own.py:Loop"}
+    own = {
+        "mode.staleness.kind": "own.py:Root",
+        "mode.staleness.power": 0.5,
+        "mode.max_staleness": 100,
+        "simulation.engine": "own.py:Loop",
+    }
     assert model_bytes(path, {**FAST, **own}) == known
     assert model_bytes(path, {**FAST, **own, "mode.staleness.power": 20.0}) != known
 
@@ -144,7 +149,7 @@ def test_metrics_are_results_and_may_be_the_target(folder: Path) -> None:
     assert run.summary.best is not None
     assert run.summary.best.value == run.series("f1").values.max()
     assert run.summary.rounds_to_target is not None
-    assert run.plot(folder / "pictures")[0].name == "accuracy.png"
+    assert run.save_plots(folder / "pictures")[0].name == "accuracy.png"
     assert run.to_dict()["attempts"][-1]["evaluation"]["f1"] == run.series("f1").values[-1]
 
 
@@ -163,17 +168,17 @@ def test_metrics_have_options(folder: Path) -> None:
     ("changes", "error", "text"),
     [
         (
-            {"mode.staleness": {"kind": "own.py:Bad", "value": "text"}},
+            {"mode.staleness": {"kind": "own.py:Bad", "value": "text"}, "mode.max_staleness": 9},
             PluginError,
             r'mode.staleness = "own.py:Bad": weight\(0\) returned 1; expected a finite number of at least 0',
         ),
         (
-            {"mode.staleness": {"kind": "own.py:Bad", "value": "late"}, "mode.concurrency": 20, "rounds": 6},
+            {"mode.staleness": {"kind": "own.py:Bad", "value": "late"}, "mode.max_staleness": 9},
             PluginError,
-            r'mode.staleness = "own.py:Bad": weight\(\d+\) returned -1.0; expected a finite number of at least 0',
+            r'mode.staleness = "own.py:Bad": weight\(2\) returned -1.0; expected a finite number of at least 0',
         ),
         (
-            {"mode.staleness": {"kind": "own.py:Bad", "value": "?"}},
+            {"mode.staleness": {"kind": "own.py:Bad", "value": "?"}, "mode.max_staleness": 9},
             UserCodeError,
             r"weight\(0\) raised KeyError: '\?' \(.*own.py, line \d+\)",
         ),
@@ -250,7 +255,12 @@ def test_a_run_resumes_with_another_engine_and_not_with_another_weight(folder: P
     def stop(record: object) -> None:
         raise KeyboardInterrupt
 
-    changes: dict[str, object] = {**FAST, "mode.staleness": "own.py:Root", "simulation.engine": "own.py:Loop"}
+    changes: dict[str, object] = {
+        **FAST,
+        "mode.staleness": "own.py:Root",
+        "mode.max_staleness": 100,
+        "simulation.engine": "own.py:Loop",
+    }
     with pytest.raises(KeyboardInterrupt):
         simulate(path, changes, observe=stop, run_folder=RunFolderOptions(kept))
     resumed = RunFolderOptions(kept, resume=True)
