@@ -254,9 +254,13 @@ class Coupled(Struct, frozen=True):
 def test_it_uses_the_local_algorithms_that_its_owner_gave_it() -> None:
     start = initial(mlp())
     own = Plugins({("algorithms", "coupled"): Coupled})
+    configs: list[dict[str, Any]] = [
+        {},
+        {"algorithm": "coupled", "weight": 0.0},
+        {"algorithm": "coupled", "weight": 0.5},
+    ]
     models = [
-        train(TorchTrainer(model=mlp, data=digits(50)), make_task(start, own, epochs=1, **config))
-        for config in ({}, {"algorithm": "coupled", "weight": 0.0}, {"algorithm": "coupled", "weight": 0.5})
+        train(TorchTrainer(model=mlp, data=digits(50)), make_task(start, own, epochs=1, **config)) for config in configs
     ]
     assert models[0] == models[1] != models[2]
     with pytest.raises(JobFileError, match=r"config.algorithm = 'coupled': expected one of sgd, fedprox"):

@@ -73,9 +73,7 @@ def test_a_table_without_the_key_is_a_pytorch_module(tmp_path: Path) -> None:
     assert read(tmp_path, "").simulation.model == ModelOptions()
     with pytest.raises(JobFileError, match=r"learner = 'torsh': expected one of torch, sklearn, lightning; did you"):
         read(tmp_path, '[simulation.model]\nlearner = "torsh"')
-    with pytest.raises(
-        JobFileError, match=r"model.loss = 'mae': expected one of cross_entropy, mse, bce_with_logits, m"
-    ):
+    with pytest.raises(JobFileError, match=r"model.loss = 'mae': expected cross_entropy, mse, bce_with_logits, or m"):
         read(tmp_path, '[simulation.model]\nloss = "mae"')
     with pytest.raises(JobFileError, match=r"simulation.model.losss = 'mse': there is no such key; did you mean loss"):
         read(tmp_path, '[simulation.model]\nlosss = "mse"')

@@ -28,6 +28,7 @@ from fedplat.pytorch.training import Learner
 from fedplat.simulation import Dataset, FleetOptions, Run, SimulationOptions, make_job, simulate
 from fedplat.simulation.clients.distributions import Lognormal
 from fedplat.simulation.data import partitioners, sources
+from fedplat.simulation.engines.registry import LoopOptions
 from fedplat.simulation.recording.result import AttemptResult
 from fedplat.simulation.run_folder import RunFolderOptions
 from fedplat.simulation.scenario import file as files
@@ -113,7 +114,7 @@ def digits() -> tuple[JobSpec, SimulationOptions]:
     )
     options = SimulationOptions(
         target=0.05,
-        engine="loop",
+        engine=LoopOptions(),
         data=sources.Digits(),
         partition=partitioners.Dirichlet(clients=20, alpha=0.5, min_examples=5),
         fleet=FleetOptions(speed=Lognormal(50.0), fails=0.05, labels={"region": {"eu": 0.5, "us": 0.5}}),
@@ -173,7 +174,9 @@ def test_the_docstrings_example() -> None:
 
 def test_the_shortest_simulation(capsys: pytest.CaptureFixture[str]) -> None:
     job = make_job(linear, rounds=2, selection=Selection(goal=3), config=CONFIG)
-    run = simulate(job, SimulationOptions(engine="loop", data=sources.Digits(), partition=partitioners.Iid(clients=5)))
+    run = simulate(
+        job, SimulationOptions(engine=LoopOptions(), data=sources.Digits(), partition=partitioners.Iid(clients=5))
+    )
     assert run.result.status == "COMPLETED"
     assert run.file.raw["model"] == {"initial": f"{__name__}:linear"}
     assert capsys.readouterr() == ("", "")  # no progress bar, because this is not a terminal
@@ -185,7 +188,7 @@ def test_a_learner_and_a_data_set_in_memory() -> None:
     targets = inputs @ np.array([[1.0], [-2.0], [0.5]], np.float32)
     data = Dataset.from_arrays(inputs[:300], targets[:300], (inputs[300:], targets[300:]))
     job = make_job(rounds=10, selection=Selection(goal=3), config=CONFIG)
-    options = SimulationOptions(engine="loop", target_metric="loss", partition=partitioners.Iid(clients=10))
+    options = SimulationOptions(engine=LoopOptions(), target_metric="loss", partition=partitioners.Iid(clients=10))
     learner = Learner(model=lambda: nn.Linear(3, 1), loss=nn.functional.mse_loss)
     run = simulate(job, options, data=data, learner=learner)
     assert run.summary.best is not None
@@ -207,7 +210,7 @@ def make_memory_job(label: Any = np.argmax) -> tuple[JobSpec, SimulationOptions]
     inputs = np.random.default_rng(0).normal(size=(200, 3)).astype(np.float32)
     job = make_job(small, rounds=3, selection=Selection(goal=3), config=CONFIG, aggregation=Momentum())
     data = InMemory(inputs, label)
-    return job, SimulationOptions(engine="loop", data=data, partition=partitioners.Iid(clients=5))
+    return job, SimulationOptions(engine=LoopOptions(), data=data, partition=partitioners.Iid(clients=5))
 
 
 def small() -> nn.Module:

@@ -19,6 +19,7 @@ from fedplat.simulation.api import simulate
 from fedplat.simulation.engines.registry import LoopOptions
 from fedplat.simulation.run_folder import RunFolderOptions
 from fedplat.simulation.scenario import file as files
+from fedplat.simulation.scenario.learners import ModelOptions
 from support.simulation.runs import write_digits
 
 PLUGINS = '''
@@ -159,7 +160,9 @@ METRICS = '[simulation.model]\nmetrics = [{ name = "own.py:Sure", above = 0.9 },
 def test_metrics_have_options(folder: Path) -> None:
     path = write_digits(folder)
     path.write_text(path.read_text() + METRICS)
-    found = files.read(path).simulation.model.metrics
+    options = files.read(path).simulation.model
+    assert isinstance(options, ModelOptions)
+    found = options.metrics
     assert [name_of(each) for each in found] == ["own.py:Sure", "top_k", "f1"]
     assert getattr(found[0], "above") == 0.9  # noqa: B009 - the type is that of a file
 

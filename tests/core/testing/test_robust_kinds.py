@@ -69,7 +69,7 @@ def in_place(inputs: RobustInputs) -> Vector:
 def by_norm(inputs: RobustInputs) -> Vector:
     """A part of the vector is scaled by its own norm."""
     found = median(inputs)
-    return found / max(np.linalg.norm(found), np.float32(1e-9)) if found.size else found
+    return found / np.float32(max(np.linalg.norm(found), 1e-9)) if found.size else found
 
 
 @pytest.mark.parametrize(

@@ -47,17 +47,17 @@ class Weight(Struct, frozen=True):
         return self.value(staleness)
 
 
-@pytest.mark.parametrize(
-    ("value", "sentence"),
-    [
-        (lambda age: 1.0 / (10 - age), "weight(10) raised ZeroDivisionError"),
-        (lambda age: 3.0 - age, "weight(4) returned -1.0; expected a finite number of at least 0"),
-        (lambda age: float("nan"), "weight(0) returned nan; expected a finite number of at least 0"),
-        (lambda age: "1", "weight(0) returned 1; expected a finite number"),
-        (lambda age: float(age), "weight(0) returns 0; expected a positive weight"),
-        (lambda age: 1.0 / next(CALLS), "expected no randomness and no memory"),
-    ],
-)
+BAD_WEIGHTS: list[tuple[Callable[[int], Any], str]] = [
+    (lambda age: 1.0 / (10 - age), "weight(10) raised ZeroDivisionError"),
+    (lambda age: 3.0 - age, "weight(4) returned -1.0; expected a finite number of at least 0"),
+    (lambda age: float("nan"), "weight(0) returned nan; expected a finite number of at least 0"),
+    (lambda age: "1", "weight(0) returned 1; expected a finite number"),
+    (lambda age: float(age), "weight(0) returns 0; expected a positive weight"),
+    (lambda age: 1.0 / next(CALLS), "expected no randomness and no memory"),
+]
+
+
+@pytest.mark.parametrize(("value", "sentence"), BAD_WEIGHTS)
 def test_a_broken_staleness_weight_fails_with_a_clear_sentence(value: Callable[[int], Any], sentence: str) -> None:
     weight: StalenessWeight = Weight(value)
     assert sentence in violation(check_staleness, weight)
@@ -75,17 +75,17 @@ class Draws(Struct, frozen=True):
         return self.value(count, rng)
 
 
-@pytest.mark.parametrize(
-    ("value", "sentence"),
-    [
-        (lambda count, rng: rng.random(), "draw() returned float64[]; expected float64[0]"),
-        (lambda count, rng: rng.normal(size=count), "for a client; expected finite numbers above 0"),
-        (lambda count, rng: np.full(count, np.inf), "draw() returned inf for a client; expected finite numbers"),
-        (lambda count, rng: np.random.default_rng(next(CALLS)).random(count) + 1, "expected no other randomness"),
-        (lambda count, rng: 1 / 0, "draw() raised ZeroDivisionError"),
-        (lambda count, rng: ["fast"] * count, "expected float64[1]"),
-    ],
-)
+BAD_DRAWS: list[tuple[Callable[[int, np.random.Generator], Any], str]] = [
+    (lambda count, rng: rng.random(), "draw() returned float64[]; expected float64[0]"),
+    (lambda count, rng: rng.normal(size=count), "for a client; expected finite numbers above 0"),
+    (lambda count, rng: np.full(count, np.inf), "draw() returned inf for a client; expected finite numbers"),
+    (lambda count, rng: np.random.default_rng(next(CALLS)).random(count) + 1, "expected no other randomness"),
+    (lambda count, rng: 1 / 0, "draw() raised ZeroDivisionError"),
+    (lambda count, rng: ["fast"] * count, "expected float64[1]"),
+]
+
+
+@pytest.mark.parametrize(("value", "sentence"), BAD_DRAWS)
 def test_a_broken_distribution_fails_with_a_clear_sentence(value: Callable[..., Any], sentence: str) -> None:
     distribution: Distribution = Draws(value)
     assert sentence in violation(check_distribution, distribution)
@@ -131,20 +131,20 @@ def postponed(clients: Clients, at: Floats) -> Spells:
     return at + 60.0, at + 120.0
 
 
-@pytest.mark.parametrize(
-    ("compute", "sentence"),
-    [
-        (lambda clients, at: (at, at), "expected that it ends after that moment, and not before it begins"),
-        (lambda clients, at: (at + 2.0, at + 1.0), "returned a spell from 2.0 to 1.0 for client 0 and the moment 0;"),
-        (lambda clients, at: (at * np.nan, at + 1.0), "returned a spell from nan to 1.0"),
-        (lambda clients, at: (0.0, 1.0), "spells() returned float64[]; expected two arrays float64[300]"),
-        (lambda clients, at: 1 / 0, "spells() raised ZeroDivisionError"),
-        (in_place, "expected that the arguments are only read"),
-        (by_position, "the spells of some clients differ from those of the same clients among all"),
-        (at_random, "expected no memory"),
-        (postponed, "a moment before a spell, the next spell is another one"),
-    ],
-)
+BAD_SPELLS: list[tuple[Callable[[Clients, Floats], Any], str]] = [
+    (lambda clients, at: (at, at), "expected that it ends after that moment, and not before it begins"),
+    (lambda clients, at: (at + 2.0, at + 1.0), "returned a spell from 2.0 to 1.0 for client 0 and the moment 0;"),
+    (lambda clients, at: (at * np.nan, at + 1.0), "returned a spell from nan to 1.0"),
+    (lambda clients, at: (0.0, 1.0), "spells() returned float64[]; expected two arrays float64[300]"),
+    (lambda clients, at: 1 / 0, "spells() raised ZeroDivisionError"),
+    (in_place, "expected that the arguments are only read"),
+    (by_position, "the spells of some clients differ from those of the same clients among all"),
+    (at_random, "expected no memory"),
+    (postponed, "a moment before a spell, the next spell is another one"),
+]
+
+
+@pytest.mark.parametrize(("compute", "sentence"), BAD_SPELLS)
 def test_a_broken_availability_model_fails_with_a_clear_sentence(
     compute: Callable[[Clients, Floats], Any], sentence: str
 ) -> None:
