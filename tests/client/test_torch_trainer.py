@@ -272,7 +272,7 @@ def test_several_processes_do_not_train_what_they_cannot(monkeypatch: pytest.Mon
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(process_group, "_groups", [])
     trainer = TorchTrainer(model=mlp, data=digits(50), parallel="data")
-    protected = {"dp": "flat", "dp_noise_multiplier": 1.0, "dp_max_grad_norm": 1.0, "dp_delta": 1e-5}
+    protected: dict[str, Any] = {"dp": "flat", "dp_noise_multiplier": 1.0, "dp_max_grad_norm": 1.0, "dp_delta": 1e-5}
     with pytest.raises(ValueError, match=r'config\.dp = "flat": training in several processes cannot protect'):
         trainer(make_task(initial(mlp()), **protected))
     own = Plugins({("algorithms", "ascent"): Ascent, ("algorithms", "coupled"): Coupled})
