@@ -10,9 +10,10 @@ import msgspec
 import pytest
 
 from fedplat import aggregate
-from fedplat.errors import PluginError
+from fedplat.errors import JobFileError, PluginError
 from fedplat.job import JobSpec, parse_job
 from fedplat.loaded_plugins import PluginReference, PluginVersion, decode_with_plugins, load_plugins, parse_plugins
+from fedplat.plugins import Plugins, has_absent
 from support import plugins
 from support.jobs import write_job
 
@@ -65,3 +66,27 @@ def test_a_class_has_no_reference_but_a_digest() -> None:
     loaded = load_plugins({"rules.mean": Mean})
     assert loaded.references == ()
     assert loaded.versions == (PluginVersion("rules", "mean", "", sha256(Path(__file__).read_bytes()).hexdigest()),)
+
+
+class Halving(msgspec.Struct, frozen=True):
+    """An update counts half as much with each version that it is behind."""
+
+    last: int = 100
+
+    def weight(self, staleness: int) -> float:
+        return 0.5**staleness if staleness <= self.last else float("nan")
+
+
+def test_a_staleness_weight() -> None:
+    loaded = load_plugins({"staleness.halving": Halving})
+    mode = '[mode]\nkind = "buffered"\nconcurrency = 5\n'
+    job = write_job("toy", more=f'{mode}max_staleness = 9\nstaleness = {{ kind = "halving" }}\n')
+    spec = parse_job(job, loaded.table)
+    assert [spec.weight(1.0, behind) for behind in range(3)] == [1.0, 0.5, 0.25]
+    assert [version.label for version in loaded.find_used(spec)] == ["staleness.halving"]
+    stored = parse_job(job, Plugins(absent=frozenset({("staleness", "halving")})))
+    assert has_absent(stored)
+    with pytest.raises(PluginError, match=r"weight\(3\) returned nan; expected a finite number of at least 0"):
+        parse_job(job.replace('"halving"', '"halving", last = 2'), loaded.table)
+    with pytest.raises(JobFileError, match=r"mode.max_staleness = none: expected at most 10000 with the"):
+        parse_job(job.replace("max_staleness = 9\n", ""), loaded.table)
