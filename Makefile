@@ -94,7 +94,8 @@ references: $(STAMP) $(PEERS)/.installed ## compare server rules with Flower's s
 	$(BIN)/python -m pytest -q tests/core/aggregate/test_server_references.py
 
 papers: $(STAMP) ## reproduce published tables: run experiments without a log, for hours; requires FEDPLAT_DATA
-	for paper in mcmahan fedprox_stragglers niid_bench robust_rules private_utility logits_calibration sharpness_aware; do \
+	for paper in mcmahan fedprox_stragglers niid_bench robust_rules private_utility logits_calibration sharpness_aware \
+		not_true_distillation; do \
 		$(BIN)/python benchmarks/papers/$$paper.py || exit 1; done
 	$(BIN)/python benchmarks/papers/reproductions_page.py
 

@@ -24,6 +24,7 @@ PAGES = {
         "robust_rules",
         "logits_calibration",
         "sharpness_aware",
+        "not_true_distillation",
     ),
     _DOCS / "privacy.md": ("private_utility",),
 }

@@ -322,7 +322,9 @@ def test_options_that_build_something_else_are_refused() -> None:
         LocalOptions.from_config(OPTIONS | {"algorithm": "other"}, Plugins({("algorithms", "other"): Other}))
 
 
-@pytest.mark.parametrize(("name", "key"), [("fedlc.py:FedLC", "tau"), ("fedsam.py:FedSAM", "rho")])
+@pytest.mark.parametrize(
+    ("name", "key"), [("fedlc.py:FedLC", "tau"), ("fedntd.py:FedNTD", "tau"), ("fedsam.py:FedSAM", "rho")]
+)
 def test_engines_agree_or_refuse(name: str, key: str) -> None:
     options = LocalOptions.from_config(
         {"epochs": 1, "batch_size": 10, "learning_rate": 0.1, "algorithm": name, key: 0.5}, Plugins(folder=EXAMPLES)
@@ -397,7 +399,33 @@ def test_the_clients_data_is_that_of_the_partition() -> None:
     assert not state.changed
 
 
-@pytest.mark.parametrize("name", ["fedlc", "fedsam"])
+def test_not_true_distillation_matches_the_paper() -> None:
+    """FedNTD in two steps: its second gradient has the distance from the received model, over the other classes."""
+    data, beta, tau, rate = federation(), 0.7, 2.0, 0.5
+    config = {"epochs": 2, "batch_size": 0, "learning_rate": rate, "algorithm": "fedntd.py:FedNTD"}
+    options = LocalOptions.from_config(config | {"beta": beta, "tau": tau}, Plugins(folder=EXAMPLES))
+    examples = TensorExamples(torch.from_numpy(data.inputs[:40]), torch.from_numpy(data.targets[:40]))
+    learner = Learner(model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(144, 4)))
+    start = learner.initial(seed=1)
+    model = start.copy()
+    train(Trainee(learner), model, LocalTraining(examples=examples, options=options, seed=1))
+    x, true = data.inputs[:40].reshape(40, -1).astype(float), np.eye(4)[data.targets[:40]]
+    received = weight, bias = start["1.weight"].astype(float), start["1.bias"].astype(float)
+    for _ in range(2):
+        p = softmax(x @ weight.T + bias)
+        kept, ours = (softmax(np.where(true, -np.inf, (x @ w.T + b) / tau)) for w, b in (received, (weight, bias)))
+        slope = (p - true + beta * (ours - kept) / tau) / len(x)
+        weight, bias = weight - rate * slope.T @ x, bias - rate * slope.sum(0)
+    np.testing.assert_allclose(model["1.weight"], weight, atol=1e-6)
+    np.testing.assert_allclose(model["1.bias"], bias, atol=1e-6)
+
+
+def softmax(logits: Wide) -> Wide:
+    powers = np.exp(logits - logits.max(1, keepdims=True))
+    return powers / powers.sum(1, keepdims=True)
+
+
+@pytest.mark.parametrize("name", ["fedlc", "fedntd", "fedsam"])
 def test_the_examples_run(name: str) -> None:
     changes = {"rounds": 2, "selection.goal": 2, "config.epochs": 1, "simulation.engine": "loop"}
     run = simulate(EXAMPLES / f"{name}.toml", changes)

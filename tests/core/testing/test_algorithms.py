@@ -46,7 +46,7 @@ def test_built_in_algorithms_keep_the_contract(options: LocalAlgorithmOptions) -
     check_algorithm(options)
 
 
-@pytest.mark.parametrize("name", ["fedlc.py:FedLC", "fedsam.py:FedSAM"])
+@pytest.mark.parametrize("name", ["fedlc.py:FedLC", "fedntd.py:FedNTD", "fedsam.py:FedSAM"])
 def test_the_examples_keep_the_contract(name: str) -> None:
     given = {"epochs": 1, "batch_size": 1, "learning_rate": 0.1, "algorithm": name}
     check_algorithm(LocalOptions.from_config(given, Plugins(folder=EXAMPLES)).algorithm)
