@@ -219,12 +219,21 @@ async def test_the_daemon_s_versions_have_the_same_digests(
 ) -> None:
     """In the second round a rank is killed between two reports; the pool is back in time, and starts again."""
     made, committed = list[str](), PoolAggregation.commit
+    begun, begin_task = list[PoolAggregation](), PoolAggregation.begin
+
+    async def begin(folding: PoolAggregation) -> None:
+        await begin_task(folding)
+        begun.append(folding)
 
     async def commit(folding: PoolAggregation, draft: Path | None = None) -> Aggregate:
         aggregate = await committed(folding, draft)
         made.append(aggregate.model.digest)
         return aggregate
 
+    async def is_in_round_2() -> bool:
+        return len(begun) == 2
+
+    monkeypatch.setattr(PoolAggregation, "begin", begin)
     monkeypatch.setattr(PoolAggregation, "commit", commit)
     monkeypatch.setattr(pooled, "PATIENCE_S", 3600.0)  # long enough for the pool on any machine
     await ranks.ready()
@@ -241,6 +250,7 @@ async def test_the_daemon_s_versions_have_the_same_digests(
                 update = daemons.update_of(base_model(), 10 * round_ + number)
                 assert (await client.deliver(one.token, update.to_bytes())).HasField("receipt")
                 if tables and round_ == 2 and number == 0:
+                    await daemons.until(is_in_round_2, "the pool's part in round 2")  # else there would be no retry
                     kill_one(ranks)
             await site.operator.until(job, "attempt", "COMMITTED", round_)
         digests.append([version.model.digest for version in await site.operator.versions(job)])

@@ -23,7 +23,7 @@ from fedplat_server import logs
 from fedplat_server.aggregation import backend
 from fedplat_server.aggregation.backend import Aggregate, AggregationBackend
 from fedplat_server.aggregation.local import LocalAggregation
-from fedplat_server.errors import BlobFullError, PoolError, PoolWorkError
+from fedplat_server.errors import BlobFullError, PoolError, PoolUnavailableError, PoolWorkError
 from fedplat_server.storage import files
 from fedplat_server.storage.blobs import Blob, BlobStore
 from fedplat_server.workers.attempt_inputs import (
@@ -37,6 +37,7 @@ from fedplat_server.workers.client import RunningTask, WorkerPool
 
 PATIENCE_S = 10.0
 """The time for a pool to come back after its ranks died, before the daemon aggregates in its own process."""
+_RETRY_S = 0.1
 
 
 class PoolAggregation(AggregationBackend):
@@ -170,16 +171,26 @@ class WithFallback(AggregationBackend):
 
     async def _begin(self) -> AggregationBackend:
         is_retry, self._tries_left = self._tries_left == 1, self._tries_left - 1
-        if self._tries_left < 0 or (is_retry and not await self._pool.is_ready(self._patience_s)):
+        if self._tries_left < 0:
             return LocalAggregation(self._inputs, self._blobs)
-        pooled = PoolAggregation(self._inputs, self._blobs, self._pool)
-        try:
-            await pooled.begin()
-        except PoolError as exc:
-            await pooled.close()
-            logs.get().info("the daemon aggregates in its own process", job=self._inputs.job_id, reason=str(exc))
-            return LocalAggregation(self._inputs, self._blobs)
-        return pooled
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._patience_s
+        while not is_retry or await self._pool.is_ready(deadline - clock()):
+            pooled = PoolAggregation(self._inputs, self._blobs, self._pool)
+            try:
+                await pooled.begin()
+            except PoolError as exc:
+                await pooled.close()
+                # Ranks that will be restarted, because one of them has failed, may still have described the pool.
+                if not is_retry or not isinstance(exc, PoolUnavailableError) or clock() >= deadline:
+                    logs.get().info(
+                        "the daemon aggregates in its own process", job=self._inputs.job_id, reason=str(exc)
+                    )
+                    break
+                await asyncio.sleep(_RETRY_S)
+            else:
+                return pooled
+        return LocalAggregation(self._inputs, self._blobs)
 
     async def _give_up(self, error: PoolError) -> None:
         assert self._inner is not None
