@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Generator
 
 import hypothesis
 import pytest
@@ -17,6 +18,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Neither how long an example takes nor how long it takes to draw one says anything about the code.
 hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("tests")
+
+
+@pytest.fixture
+def one_thread() -> Generator[None]:
+    """One thread of PyTorch: for small matrices, more of them only cost time."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

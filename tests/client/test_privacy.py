@@ -6,7 +6,7 @@ import dataclasses
 import errno
 import math
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,7 @@ PER_TASK = StepCharge(1.0, 0.25, 8)
 """The cost of a training with this configuration on twenty examples."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Generator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def module() -> nn.Module:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import Any
 
 import numpy as np
@@ -28,13 +27,7 @@ from fedplat_client.trainers.torch import TorchTrainer
 CONFIG = {"epochs": 10, "batch_size": 32, "learning_rate": 0.1, "momentum": 0.9}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Generator[None]:
-    """Small matrices; more threads only get in each other's way."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def digits(num_examples: int | None = None) -> TensorDataset:

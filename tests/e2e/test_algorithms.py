@@ -49,12 +49,7 @@ SCAFFOLD = 'algorithm = "scaffold"\n[aggregation]\nrule = "scaffold"\nnum_client
 PERSONAL = '[evaluation]\nevery = 100\n[evaluation.clients]\nevaluator = "personal"\ngoal = 3\nmin_fraction = 1.0'
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Generator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def with_head() -> nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ from support import processes
 from support.clients import at_work
 from support.jobs import write_job
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 ROUNDS = 4
 JOB = write_job(
@@ -44,14 +43,6 @@ JOB = write_job(
     },
 )
 PER_ROUND = StepCharge(1.0, 0.25, 4)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Generator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def cost(rounds: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,7 @@ LABELS = RNG.integers(0, 3, 41)
 CONFIG: dict[str, Any] = {"epochs": 2, "batch_size": 8, "learning_rate": 0.1}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Generator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def network() -> nn.Module:

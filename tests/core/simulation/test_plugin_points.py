@@ -276,7 +276,7 @@ def test_a_run_resumes_with_another_engine_and_not_with_another_weight(folder: P
 
 
 def test_a_metric_of_a_file_is_read_in_another_process(folder: Path) -> None:
-    """A worker of a cluster, for instance, which has not read the simulation file."""
+    """A worker of a cluster does not read the simulation file."""
     metric = Plugins(folder=folder).decode(Metric, {"name": "own.py:Sure", "above": 0.75})
     code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).above)"
     done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(metric), capture_output=True, check=False)
