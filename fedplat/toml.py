@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
-import json
 import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -118,45 +117,6 @@ def _to_value(value: Any) -> Any:
         case _:
             # A NumPy scalar becomes a number of Python.
             return value.item() if getattr(value, "shape", None) == () else value
-
-
-def write_toml(table: Mapping[str, Any]) -> str:
-    """Return the text of a TOML file with these tables. Raises `JobFileError` for a value that TOML does not have."""
-    return "".join(_write_table(table, ())).lstrip("\n")
-
-
-def _write_table(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
-    inner = {key: value for key, value in table.items() if isinstance(value, Mapping)}
-    if path and (len(inner) < len(table) or not table):
-        yield f"\n[{'.'.join(map(_write_key, path))}]\n"
-    for key, value in table.items():
-        if key not in inner:
-            yield f"{_write_key(key)} = {_write_value(value, (*path, key))}\n"
-    for key, value in inner.items():
-        yield from _write_table(value, (*path, key))
-
-
-def _write_value(value: Any, path: tuple[str, ...]) -> str:
-    match value:
-        case bool():
-            return str(value).lower()
-        case int() | float():
-            return repr(value)
-        case str():
-            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
-        case date() | time():
-            return value.isoformat()
-        case list():
-            return f"[{', '.join(_write_value(item, path) for item in cast(list[Any], value))}]"
-        case Mapping():
-            items = [(_write_key(key), _write_value(item, path)) for key, item in value.items()]
-            return f"{{ {', '.join(f'{key} = {item}' for key, item in items)} }}" if items else "{}"
-        case _:
-            raise JobFileError(f"{'.'.join(path)}: a file cannot have a value of type {type(value).__name__}")
-
-
-def _write_key(key: str) -> str:
-    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else _write_value(key, ())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from fedplat.simulation.run_folder import CHECKPOINT_S
 from fedplat.sweep import SweepFile, SweepResult, SweepRow, plan
 from fedplat.sweep.api import default_folder
 from fedplat.sweep.runner import WorkerOptions, num_processes
-from fedplat.sweep.toml_text import format_toml
+from fedplat.toml_text import format_toml
 
 MAX_LISTED = 20
 

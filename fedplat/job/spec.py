@@ -34,8 +34,8 @@ from fedplat.toml import (
     read_toml,
     shown_key,
     to_table,
-    write_toml,
 )
+from fedplat.toml_text import write_toml
 
 OUTLIER_FACTOR = 1000.0
 MAX_WEIGHT_FACTOR = 10.0

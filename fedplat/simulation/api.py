@@ -35,6 +35,7 @@ from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import SimulationFile
 from fedplat.simulation.scenario.options import SimulationOptions
 from fedplat.simulation.setup import Setup, prepare
+from fedplat.toml_text import format_toml
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -285,17 +286,7 @@ def execute(
 
 def format_changes(changes: Mapping[str, object]) -> list[str]:
     """Return changes by key as `key=value` texts, the arguments of `--set`."""
-    return [f"{key}={_format_toml(value)}" for key, value in changes.items()]
-
-
-def _format_toml(value: object) -> str:
-    """Return a value in TOML notation, which is that of JSON except for tables."""
-    if isinstance(value, Mapping):
-        table = cast(Mapping[str, object], value)
-        return "{" + ", ".join(f"{json.dumps(key)} = {_format_toml(item)}" for key, item in table.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_format_toml, cast(Sequence[object], value))) + "]"
-    return json.dumps(value)
+    return [f"{key}={format_toml(value, key)}" for key, value in changes.items()]
 
 
 def versions() -> dict[str, str]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedplat.sweep.options import SweepOptions
-from fedplat.sweep.toml_text import format_toml
+from fedplat.toml_text import format_toml
 
 
 @dataclasses.dataclass(frozen=True)

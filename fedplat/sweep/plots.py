@@ -12,7 +12,7 @@ from fedplat.simulation.report.plots import MAIN, QUIET, save
 from fedplat.sweep import plan
 from fedplat.sweep.file import SweepFile
 from fedplat.sweep.table import SweepRow
-from fedplat.sweep.toml_text import format_toml
+from fedplat.toml_text import format_toml
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,8 +17,8 @@ from fedplat.sweep import plan
 from fedplat.sweep.file import SweepFile
 from fedplat.sweep.schedule import Evaluated
 from fedplat.sweep.table import SweepRow, make_table
-from fedplat.sweep.toml_text import change_text, format_key, format_toml
 from fedplat.toml import read_toml
+from fedplat.toml_text import change_text, format_key, format_toml
 
 FORMAT = 1
 """The version of the format of a sweep's `results.json`; it changes when a program that reads it would break."""

@@ -16,7 +16,8 @@ from fedplat.errors import JobFileError
 from fedplat.job import JobSpec, check_algorithm, check_main, job_file
 from fedplat.plugins import BUILTIN, Plugins, plugins_in
 from fedplat.simulation.scenario.options import SimulationOptions
-from fedplat.toml import format_value, read_record, read_toml, to_table, write_toml
+from fedplat.toml import format_value, read_record, read_toml, to_table
+from fedplat.toml_text import set_key, split_key, write_toml
 
 TABLE = "simulation"
 _HEADER = re.compile(r"\s*\[\[?\s*([\w-]+|\"[^\"]*\"|'[^']*')")
@@ -135,7 +136,7 @@ def _change(raw: dict[str, Any], change: str) -> None:
     """Set one key, in place; the value is TOML, or plain text if it does not parse as TOML."""
     key, equals, value = change.partition("=")
     try:
-        path = _path(tomllib.loads(f"{key.strip()} = 0"))
+        path = split_key(key.strip())
     except tomllib.TOMLDecodeError:
         path = []
     if not equals or not path:
@@ -144,19 +145,7 @@ def _change(raw: dict[str, Any], change: str) -> None:
         new = tomllib.loads(f"value = {value.strip()}")["value"]
     except tomllib.TOMLDecodeError:
         new = value.strip()
-    table = raw
-    for name in path[:-1]:
-        inner = table.setdefault(name, {})
-        if not isinstance(inner, dict):
-            raise JobFileError(f"{change!r}: {name} is {format_value(inner)} in the file, not a table")
-        table = cast(dict[str, Any], inner)
-    table[path[-1]] = new
-
-
-def _path(table: dict[str, Any]) -> list[str]:
-    path: list[str] = []
-    inner: Any = table
-    while isinstance(inner, dict):
-        ((name, inner),) = cast(dict[str, Any], inner).items()
-        path.append(name)
-    return path
+    try:
+        set_key(raw, path, new)
+    except JobFileError as exc:
+        raise JobFileError(f"{change!r}: {exc}") from exc

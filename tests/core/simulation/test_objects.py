@@ -33,7 +33,8 @@ from fedplat.simulation.recording.result import AttemptResult
 from fedplat.simulation.run_folder import RunFolderOptions
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario import objects
-from fedplat.toml import read_toml, write_toml
+from fedplat.toml import read_toml
+from fedplat.toml_text import write_toml
 from support.simulation.runs import DIGITS
 
 CONFIG: dict[str, Scalar] = {"epochs": 1, "batch_size": 32, "learning_rate": 0.3}

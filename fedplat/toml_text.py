@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, time
 from typing import Any, cast
+
+from fedplat.errors import JobFileError
+from fedplat.toml import format_value
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
 _HEADER = re.compile(r"\s*\[([^\[\]]+)\]\s*(#.*)?$")
 _ASSIGNMENT = re.compile(r"(\s*([^=#\[\]]+?)\s*=\s*)(.*)$")
 
 
-def format_toml(value: Any) -> str:
-    """Return a value in TOML, on one line.
+def format_toml(value: Any, key: str = "") -> str:
+    """Return a value in TOML, on one line. Raises `JobFileError`, which names the key, if TOML has no such value.
 
     >>> format_toml({"kind": "lognormal", "median": 1e-05, "tags": [1, True]})
     '{ kind = "lognormal", median = 1e-05, tags = [1, true] }'
@@ -23,27 +26,32 @@ def format_toml(value: Any) -> str:
     match value:
         case bool():
             return str(value).lower()
+        case int():
+            return int.__repr__(value)  # also of subclasses, such as an enumeration
+        case float():
+            return float.__repr__(value)  # NumPy's float64 is one
         case str():
-            return _format_text(value)
-        case list():
-            return f"[{', '.join(map(format_toml, cast(list[Any], value)))}]"
-        case dict():
-            pairs = cast(dict[str, Any], value).items()
-            return f"{{ {', '.join(f'{format_key(key)} = {format_toml(item)}' for key, item in pairs)} }}"
+            # JSON's escapes are those of TOML, which also requires one for the control character DEL.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+        case list() | tuple():
+            return f"[{', '.join(format_toml(item, key) for item in cast(Sequence[Any], value))}]"
+        case Mapping():
+            pairs = [f"{format_key(str(name))} = {format_toml(item, key)}" for name, item in value.items()]
+            return f"{{ {', '.join(pairs)} }}" if pairs else "{}"
         case date() | time():
             return value.isoformat()
         case _:
-            return repr(value)
+            raise JobFileError(f"{key}: a file cannot have a value of type {type(value).__name__}".removeprefix(": "))
 
 
 def format_key(key: str) -> str:
     """Return one part of a key in TOML, in quotation marks if necessary."""
-    return key if _BARE.fullmatch(key) else _format_text(key)
+    return key if _BARE.fullmatch(key) else format_toml(key)
 
 
-def _format_text(text: str) -> str:
-    # JSON's escapes are those of TOML, which also requires one for the control character DEL.
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+def write_toml(tables: Mapping[str, Any]) -> str:
+    """Return a TOML file with these contents. Raises `JobFileError` for a value that TOML does not have."""
+    return "".join(_write_table(tables, ())).lstrip("\n")
 
 
 def change_text(text: str, changes: Mapping[str, Any]) -> str:
@@ -63,12 +71,7 @@ def change_text(text: str, changes: Mapping[str, Any]) -> str:
             return changed
     except tomllib.TOMLDecodeError:
         pass
-    return render(expected)
-
-
-def render(tables: Mapping[str, Any]) -> str:
-    """Return a TOML file with these contents, without comments."""
-    return "\n".join(_sections(tables, ())).lstrip("\n") + "\n"
+    return write_toml(expected)
 
 
 def split_key(key: str) -> list[str]:
@@ -82,9 +85,15 @@ def split_key(key: str) -> list[str]:
 
 
 def set_key(tables: dict[str, Any], parts: list[str], value: Any) -> None:
-    """Set the value of a key in nested tables, in place; missing tables are created."""
+    """Set the value of a key in nested tables, in place; missing tables are created.
+
+    Raises `JobFileError` if a part of the key is not a table.
+    """
     for part in parts[:-1]:
-        tables = tables.setdefault(part, {})
+        inner = tables.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise JobFileError(f"{part} is {format_value(inner)} in the file, not a table")
+        tables = cast(dict[str, Any], inner)
     tables[parts[-1]] = value
 
 
@@ -129,12 +138,12 @@ def _comment(rest: str) -> str:
     return ""
 
 
-def _sections(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
-    inner = {key: item for key, item in table.items() if isinstance(item, dict)}
-    plain = {key: item for key, item in table.items() if key not in inner}
-    if path and (plain or not inner):
-        yield f"\n[{'.'.join(map(format_key, path))}]"
-    for key, item in plain.items():
-        yield f"{format_key(key)} = {format_toml(item)}"
-    for key, item in inner.items():
-        yield from _sections(cast(Mapping[str, Any], item), (*path, key))
+def _write_table(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+    inner = {key: value for key, value in table.items() if isinstance(value, Mapping)}
+    if path and (len(inner) < len(table) or not table):
+        yield f"\n[{'.'.join(map(format_key, path))}]\n"
+    for key, value in table.items():
+        if key not in inner:
+            yield f"{format_key(key)} = {format_toml(value, '.'.join((*path, key)))}\n"
+    for key, value in inner.items():
+        yield from _write_table(value, (*path, key))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fedplat.sweep.toml_text import change_text, format_toml, render
+from fedplat.toml_text import change_text, format_toml, write_toml
 from support.sweeps import BASE
 
 VALUES: list[Any] = [
@@ -20,7 +20,7 @@ VALUES: list[Any] = [
 def test_values_are_read_as_they_were_written(value: Any) -> None:
     assert tomllib.loads(f"value = {format_toml(value)}")["value"] == value
     tables = {"plain": value, "a b": {"c": value, "inner": {"d": value}}, "empty": {}}
-    assert tomllib.loads(render(tables)) == tables
+    assert tomllib.loads(write_toml(tables)) == tables
 
 
 def test_changed_lines_keep_their_comments_and_all_others_are_unchanged() -> None:
