@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Generator
+from typing import TypeVar
 
 from rich.console import Group
 from rich.live import Live
@@ -19,18 +20,34 @@ from fedplat.simulation.report.progress import Clock, ProgressEstimate, count_fa
 
 COLUMNS = ("#ROUND", "#TRY", "KIND", "PHASE", "#MERGED", "#LATE", "#FAILED", "#TOOK", "#CLOCK", "METRICS")
 LINE_EVERY_S = 1.0
+Event = TypeVar("Event")
+
+
+def showing(
+    output: Output, board: ProgressEstimate
+) -> contextlib.AbstractContextManager[Callable[[AttemptResult], None]]:
+    """Show progress on stderr, or nothing with JSON; yield the callback for ended attempts."""
+    return show_live(output, board.add, lambda: picture(board, output), lambda: _lines(output, board))
 
 
 @contextlib.contextmanager
-def showing(output: Output, board: ProgressEstimate) -> Generator[Callable[[AttemptResult], None]]:
-    """Show progress on stderr, or nothing with JSON; yield the callback for ended attempts."""
+def show_live(
+    output: Output,
+    add: Callable[[Event], None],
+    render: Callable[[], Group],
+    make_lines: Callable[[], Callable[[Event], None]],
+) -> Generator[Callable[[Event], None]]:
+    """Show a live picture on a terminal, nothing with JSON, and otherwise lines; yield the callback for events.
+
+    `add` adds an event to what `render` draws; `make_lines` returns a callback that adds it and prints lines.
+    """
     if output.as_json:
-        yield board.add
+        yield add
     elif output.messages.is_terminal and not output.messages.is_dumb_terminal:
-        with Live(console=output.messages, refresh_per_second=4, get_renderable=lambda: picture(board, output)):
-            yield board.add
+        with Live(console=output.messages, refresh_per_second=4, get_renderable=render):
+            yield add
     else:
-        yield _lines(output, board)
+        yield make_lines()
 
 
 def picture(board: ProgressEstimate, output: Output) -> Group:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from rich.console import Group
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from fedplat.cli import formats
 from fedplat.cli.output import Output, table
+from fedplat.cli.progress import show_live
 from fedplat.sweep import StepProgress, SweepFile
 from fedplat.sweep.schedule import RunKey
 
@@ -81,16 +81,9 @@ class SweepBoard:
         ]
 
 
-@contextlib.contextmanager
-def showing(output: Output, board: SweepBoard) -> Generator[Callable[[StepProgress], None]]:
+def showing(output: Output, board: SweepBoard) -> AbstractContextManager[Callable[[StepProgress], None]]:
     """Show progress on stderr, or nothing with JSON; yield the callback for the progress of runs."""
-    if output.as_json:
-        yield board.add
-    elif output.messages.is_terminal and not output.messages.is_dumb_terminal:
-        with Live(console=output.messages, refresh_per_second=4, get_renderable=lambda: picture(board, output)):
-            yield board.add
-    else:
-        yield _lines(output, board)
+    return show_live(output, board.add, lambda: picture(board, output), lambda: _lines(output, board))
 
 
 def picture(board: SweepBoard, output: Output) -> Group:
