@@ -22,12 +22,12 @@ from msgspec import Meta, Struct
 from fedplat import user_code
 from fedplat.errors import FedplatError, PluginError
 from fedplat.plugins import BUILTIN, ENTRY_POINTS, Kind, Plugins, find_file, find_records, kinds
+from fedplat.texts import NAME_PATTERN
 
 JOB_KINDS = ("rules", "robust-rules", "pre-aggregators", "policies", "codecs", "staleness", "algorithms")
 """The kinds that jobs of a server may use."""
 CLIENT_KINDS = ("codecs", "algorithms")
 """The kinds whose code runs on clients."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _DIGITS = 12
 _EXPECTED = "expected KIND.NAME=/path/to/file.py:NAME, KIND.NAME=module:NAME, or KIND.NAME of an installed package"
 Request = TypeVar("Request", bound=Struct)
@@ -179,7 +179,7 @@ class _WithPlugins(Struct, frozen=True):
 def _parse_label(label: str, allowed: Collection[str]) -> tuple[Kind, str]:
     group, dot, name = label.partition(".")
     known = {each: kinds()[each] for each in allowed if each in kinds()}
-    if not dot or not _NAME.fullmatch(name):
+    if not dot or not re.fullmatch(NAME_PATTERN, name):
         raise PluginError(f"{label}: {_EXPECTED}; a NAME has at most 63 letters, digits, '_', '.' and '-'")
     if group not in known:
         raise PluginError(f"{label}: the kind is {group!r}; expected one of {', '.join(known)}")

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 MAX_TEXT_BYTES = 2_000
 """Maximum size in bytes of UTF-8 of a reason or any other text for people, wherever it is stored."""
+NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
+"""A name of a job, a population, a trainer, a plugin or a project."""
 _MAX_QUOTED = 200
 _CUT = "..."
 

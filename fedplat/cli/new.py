@@ -15,6 +15,7 @@ import typer
 
 from fedplat.cli.output import Output
 from fedplat.cli.session import WRONG_USAGE, JsonOption, reporting
+from fedplat.texts import NAME_PATTERN
 
 TEMPLATES: Mapping[str, tuple[str, str]] = {
     "numpy": ("[cli]", ""),
@@ -23,7 +24,6 @@ TEMPLATES: Mapping[str, tuple[str, str]] = {
     "lightning": ("[cli,lightning]", "[lightning]"),
 }
 """The extras of fedplat and of fedplat-client that each template needs. Its files are in `templates/`."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _COMMON = "common"
 _RENAMED = {"gitignore": ".gitignore"}
 """Files that would have an effect in this repository under their own name."""
@@ -75,7 +75,7 @@ def _find_mistake(folder: Path, name: str, template: str) -> str:
         near = difflib.get_close_matches(template, TEMPLATES, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         return f"there is no template {template!r}; expected one of {', '.join(TEMPLATES)}{hint}"
-    if not _NAME.fullmatch(name):
+    if not re.fullmatch(NAME_PATTERN, name):
         return (
             f"{name!r} cannot be the name of a project: expected at most 63 letters, digits, '_', '.' and '-', and a "
             "letter or a digit first; choose another folder"

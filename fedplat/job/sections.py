@@ -15,10 +15,11 @@ from fedplat import aggregate, codecs, label_expressions
 from fedplat.errors import LabelError
 from fedplat.plugins import name_of
 from fedplat.sampling import Policy, Uniform
+from fedplat.texts import NAME_PATTERN
 from fedplat.toml import format_value
 
 Scalar = bool | int | float | str
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
+Name = Annotated[str, Meta(pattern=f"^{NAME_PATTERN}$")]
 Positive = Annotated[float, Meta(gt=0.0, le=31_536_000.0)]
 # The minimum is not 0: a back-off of a nanosecond would be a busy loop.
 Duration = Annotated[float, Meta(ge=0.01, le=31_536_000.0)]

@@ -12,7 +12,7 @@ from fedplat_server.config import Limits
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.storage import files
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+_NAME = re.compile(texts.NAME_PATTERN)
 _CLIENT_ID = re.compile(r"c-[0-9a-f]{16}")
 _ENROLLMENT_ID = re.compile(r"e-[0-9a-f]{12}")
 MIN_PROGRESS_EVERY_S = 0.5
