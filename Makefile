@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal --durations=25
+# The tests start hundreds of processes, each of which would compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
 # Programs of benchmarks/ that need no other platform. Together they take less than 10 minutes. The last one shows the
 # kept logs; without them it runs the experiments for minutes, with FEDPLAT_DATA.
 BENCHMARKS := \

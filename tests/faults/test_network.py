@@ -126,6 +126,7 @@ async def test_a_client_without_a_receipt_reports_until_it_gets_one(site: Site, 
 
 
 @pytest.mark.fault("F19")
+@pytest.mark.slow
 async def test_a_client_that_is_not_heard_times_out_and_works_again_later(site: Site, tmp_path: Path) -> None:
     job = await site.operator.start(job_file(goal=1, more=HURRY.format(training_s=4.0)))
     async with proxy.running(site.address) as network:

@@ -102,6 +102,7 @@ async def test_concurrent_calls_compute_each_cost_once(site: Site, monkeypatch: 
     assert sum(computed.values()) == 2 * (3 + 1), "expected each plan, and the case without releases, by both methods"
 
 
+@pytest.mark.slow
 def test_what_is_remembered_is_bounded() -> None:
     mechanism = accounting.Mechanism("fixed", 10.0)
     for releases in range(1, accountant.CACHED + 100):

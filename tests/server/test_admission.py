@@ -258,6 +258,7 @@ async def test_watches_of_one_network_are_counted(folder: Path) -> None:
 
 @pytest.mark.calm("looks at the state of a connection")
 @pytest.mark.fault("F38")
+@pytest.mark.slow
 async def test_connections_that_end_of_age_cost_no_round(folder: Path) -> None:
     """The connection is replaced again and again, and each poll and each report succeeds."""
     async with daemons.running(folder, limits=Limits(max_wait_s=5.0), connection_age_s=0.3) as site:

@@ -152,6 +152,7 @@ async def test_one_whose_process_dies_costs_a_score_and_nothing_else(folder: Pat
         assert not any(event.metrics for event in history if event.entity == "version")
 
 
+@pytest.mark.slow
 async def test_one_that_died_costs_one_score_only(folder: Path, file: Path) -> None:
     async with daemons.running(folder, evaluators=names(file)) as site:
         job = await site.operator.start(scored("sometimes", 4))
@@ -162,6 +163,7 @@ async def test_one_that_died_costs_one_score_only(folder: Path, file: Path) -> N
         assert len({version.metrics["process"] for version in versions[2:]}) == 1
 
 
+@pytest.mark.slow
 async def test_one_that_hangs_is_ended_after_its_time(
     folder: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +197,7 @@ async def test_stopping_does_not_wait_for_one_that_hangs(folder: Path, file: Pat
     await asyncio.to_thread(gone, int((file.parent / "hangs").read_text()))
 
 
+@pytest.mark.slow
 async def test_what_was_not_scored_is_scored_after_a_restart(folder: Path, file: Path) -> None:
     async with daemons.running(folder, evaluators={"good": names(file)["hangs"]}) as site:
         job = await site.operator.start(scored("good", 1))
@@ -227,6 +230,7 @@ async def test_a_score_waits_for_a_database_that_is_away(
         assert tries == 3
 
 
+@pytest.mark.slow
 def test_the_process_ends_when_the_daemon_is_killed(tmp_path: Path) -> None:
     """The processes of a standard pool would wait for work forever."""
     script = tmp_path / "daemon.py"

@@ -100,6 +100,7 @@ async def test_refusals_arrive_as_the_leader_made_them(leader: Site, gateway: Si
         assert direct[2]
 
 
+@pytest.mark.slow
 async def test_cancellation_and_deadlines_reach_the_leader(leader: Site, gateway: Site) -> None:
     client, other = await gateway.fleet(2)
     waiting = client.check_in()

@@ -61,6 +61,7 @@ async def test_a_cancelled_task_disturbs_no_other(running: PoolProcess) -> None:
     assert {number: process.pid for number, process in running.ranks().items()} == ranks
 
 
+@pytest.mark.slow
 async def test_an_unknown_task_is_refused_and_the_ranks_go_on(running: PoolProcess) -> None:
     link = await running.ready()
     async with link.start_task("dance", Echo([])) as session:
@@ -87,6 +88,7 @@ async def test_a_killed_rank_breaks_the_task_off_and_the_group_is_formed_again(
         assert (await session.result(Echo)).texts == ["again"]
 
 
+@pytest.mark.slow
 async def test_other_hosts_and_users_cannot_reach_the_ranks_of_one_host(running: PoolProcess) -> None:
     await running.ready()
     processes = [psutil.Process(running.process.pid), *running.ranks().values()]
@@ -123,6 +125,7 @@ async def test_a_task_that_fails_reports_the_reason(running: PoolProcess) -> Non
     assert await link.is_ready(150.0)
 
 
+@pytest.mark.slow
 def test_status_shows_the_pool(running: PoolProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asyncio.run(running.ready())
     workers.status(running.folder, as_json=True)
@@ -133,6 +136,7 @@ def test_status_shows_the_pool(running: PoolProcess, tmp_path: Path, capsys: pyt
         workers.status(tmp_path)
 
 
+@pytest.mark.slow
 def test_wrong_options_are_told(running: PoolProcess, tmp_path: Path) -> None:
     asyncio.run(running.ready())  # else its folder would be free
     wrong: list[tuple[dict[str, Any], str]] = [
@@ -159,6 +163,7 @@ def test_nccl_wants_a_gpu(tmp_path: Path) -> None:
         workers.run(data_dir=tmp_path, backend="nccl", ranks=1)
 
 
+@pytest.mark.slow
 async def test_a_job_that_wants_gpus_does_not_get_others(running: PoolProcess) -> None:
     link = await running.ready()
     assert await link.with_backend("gloo").is_ready()
@@ -175,6 +180,7 @@ async def test_a_missing_pool_is_reported(tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.slow
 async def test_messages_may_be_larger_than_those_of_grpc_by_default(running: PoolProcess) -> None:
     link = await running.ready()
     large = "x" * (8 * 2**20)

@@ -207,6 +207,7 @@ def test_a_log_that_is_not_read_stops_no_round(folder: Path) -> None:
 
 
 @pytest.mark.fault("F36")
+@pytest.mark.slow
 def test_sigterm_while_it_starts(folder: Path) -> None:
     """The database accepts connections and sends nothing."""
     pytest.importorskip("asyncpg")

@@ -177,6 +177,7 @@ async def test_labels_that_change_with_each_check_in_are_stored_once_a_minute(
 
 @pytest.mark.calm("streams by hand, and does not ask again")
 @pytest.mark.fault("F17")
+@pytest.mark.slow
 async def test_a_byte_a_second_is_too_slow_and_harms_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each message comes in time, but all of them together carry almost nothing."""
     begun = asyncio.Event()

@@ -80,7 +80,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+IN_EVERY_RUN = ("median", "mixed", "encoded")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 async def test_garbage_does_not_move_the_model(site: Site, name: str) -> None:
     text = (MEMORY if name == "in memory" else "") + job_file(goal=5, rounds=2, more=CASES[name])
     job = await site.operator.start(text)

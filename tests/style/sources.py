@@ -15,11 +15,17 @@ GENERATED = ("fedplat/wire/v1", "server/fedplat_server/database/migrations/versi
 
 
 @functools.cache
-def modules() -> dict[str, ast.Module]:
-    """Parse every module of the three distributions that a person wrote, by its path."""
+def module_paths() -> list[str]:
+    """List every module of the three distributions that a person wrote."""
     paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
     written = [path.relative_to(ROOT).as_posix() for path in paths]
-    return {path: ast.parse((ROOT / path).read_text()) for path in written if not path.startswith(GENERATED)}
+    return [path for path in written if not path.startswith(GENERATED)]
+
+
+@functools.cache
+def modules() -> dict[str, ast.Module]:
+    """Parse every module in `module_paths`."""
+    return {path: ast.parse((ROOT / path).read_text()) for path in module_paths()}
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-IN_EVERY_RUN = ("test_check_in", "test_progress", "test_disk_full")
+IN_EVERY_RUN = ("test_check_in",)
 """Modules whose second run is not slow: a sample for `make test`; the others' are left to `make test-all`."""
 PROPERTY = "faults of the store"
 """A property of a test's last report: its faults by kind."""

@@ -196,6 +196,7 @@ def test_without_a_timeout_commands_fail_at_once(closed_port: str) -> None:
 
 @pytest.mark.fault("F50")
 @pytest.mark.parametrize("arguments", [["status", "--timeout", "50"], ["--timeout", "50", "enrollment", "list"]])
+@pytest.mark.slow
 def test_any_command_of_a_script_can_wait_for_the_server(state: State, closed_port: str, arguments: list[str]) -> None:
     late = FakeServer(State())
     late.stop()

@@ -92,6 +92,7 @@ def test_a_plan_is_what_the_accountant_says() -> None:
         assert epsilon([Charge(needed, 40)], 1e-5) == pytest.approx(found["budget"], rel=2e-3)
 
 
+@pytest.mark.slow
 def test_calibrated_noise_is_enough_for_the_jobs_own_rounds() -> None:
     found = planned(POISSON.replace("noise_multiplier = 1.2", "epsilon = 2.0"))
     own = next(row for row in found["by_noise"] if row["noise_multiplier"] == found["noise_multiplier"])
@@ -161,6 +162,7 @@ def test_a_budget_that_is_not_enough_is_said() -> None:
     assert "budget         enough for 24 rounds: the job pauses before the next" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_simulator_adds_what_each_noise_does_to_the_model(here: Path) -> None:
     private = (
         DIGITS.replace("min_fraction = 0.5", 'min_fraction = 0.5\nclose = "deadline"').replace(

@@ -71,10 +71,10 @@ def test_fedavg_stops_beside_the_optimum() -> None:
     ("rule", "per_round", "config"),
     [
         ("scaffold", NUM_CLIENTS, {}),
-        ("scaffold", NUM_CLIENTS, {"momentum": 0.5, "learning_rate": 0.05}),
-        ("scaffold", 2, {}),
+        pytest.param("scaffold", NUM_CLIENTS, {"momentum": 0.5, "learning_rate": 0.05}, marks=pytest.mark.slow),
+        pytest.param("scaffold", 2, {}, marks=pytest.mark.slow),
         ("feddyn", NUM_CLIENTS, {"alpha": 0.5}),
-        ("feddyn", 2, {"alpha": 0.5}),
+        pytest.param("feddyn", 2, {"alpha": 0.5}, marks=pytest.mark.slow),
     ],
 )
 def test_scaffold_and_feddyn_converge_to_the_optimum(rule: str, per_round: int, config: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ def assert_same_bits(one: Arrays, two: Arrays) -> None:
         np.testing.assert_array_equal(two[name], expected, err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["rich", "norm", "bf16", "distilled", "fewer"])
+@pytest.mark.parametrize("name", [pytest.param("rich", marks=pytest.mark.slow), "norm", "bf16", "distilled", "fewer"])
 def test_two_logical_ranks_give_the_same_bits_on_one_process_and_on_two(
     of_one: Found, of_two: Found, name: str
 ) -> None:

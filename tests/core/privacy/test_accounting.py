@@ -45,7 +45,8 @@ def test_fixed_and_tree_are_one_gaussian(mechanism: Mechanism, releases: int, le
 
 
 @pytest.mark.parametrize(
-    ("multiplier", "releases", "delta"), [(1.0, 1, 1e-5), (0.5, 3, 1e-3), (10.0, 100, 1e-9), (1000.0, 1_000_000, 1e-9)]
+    ("multiplier", "releases", "delta"),
+    [(1.0, 1, 1e-5), (0.5, 3, 1e-3), (10.0, 100, 1e-9), pytest.param(1000.0, 1_000_000, 1e-9, marks=pytest.mark.slow)],
 )
 def test_rounding_and_floats_err_upwards_and_little(multiplier: float, releases: int, delta: float) -> None:
     """Trials that always succeed are a Gaussian release without amplification, of which the truth is known."""
@@ -57,8 +58,8 @@ def test_rounding_and_floats_err_upwards_and_little(multiplier: float, releases:
 @pytest.mark.parametrize(
     "charge",
     [
-        Charge(LEARNED, 3000),
-        Charge(Mechanism("poisson", 1.0, 0.004), 5_000),
+        pytest.param(Charge(LEARNED, 3000), marks=pytest.mark.slow),
+        pytest.param(Charge(Mechanism("poisson", 1.0, 0.004), 5_000), marks=pytest.mark.slow),
         Charge(Mechanism("poisson", 0.3, 0.2), 5),
     ],
 )
@@ -76,7 +77,7 @@ def test_a_finer_grid_gives_no_more_and_little_less(charge: Charge) -> None:
     [
         Charge(LEARNED, 300),
         Charge(replace(LEARNED, overflow=1e-12), 1500),  # a part of delta where precision is rough
-        Charge(Mechanism("poisson", 0.7, 0.001, 1e-12), 1500),
+        pytest.param(Charge(Mechanism("poisson", 0.7, 0.001, 1e-12), 1500), marks=pytest.mark.slow),
         Charge(Mechanism("poisson", 0.3, 0.2), 5),
     ],
 )

@@ -14,6 +14,7 @@ from support.ranks.group import RankGroup, Zygote
 HERE = "support.ranks.on_ranks"
 
 
+@pytest.mark.slow
 def test_the_library_is_right_and_everything_is_measured(zygote: Zygote) -> None:
     count, sizes = 3, [12, 4 * (2**20 + 3)]
     with zygote.group(count) as group:

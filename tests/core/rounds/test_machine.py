@@ -41,7 +41,6 @@ PROFILE = hypothesis.settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=120,
     stateful_step_count=30,
     print_blob=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
@@ -275,9 +274,10 @@ def aggregations(driver: Driver, job_id: str) -> Sequence[AttemptAggregated]:
     return [make_aggregated(job)] if committing else []
 
 
+@pytest.mark.parametrize("num_schedules", [40, pytest.param(120, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("machine", [Schedules, BufferedSchedules])
-def test_schedules(machine: type[Schedules]) -> None:
-    run_state_machine_as_test(machine, settings=PROFILE)
+def test_schedules(machine: type[Schedules], num_schedules: int) -> None:
+    run_state_machine_as_test(machine, settings=hypothesis.settings(PROFILE, max_examples=num_schedules))
 
 
 @pytest.mark.parametrize("jobs", [JOBS, BUFFERED])

@@ -57,6 +57,7 @@ def test_scaffolds_variate_is_the_mean_of_those_that_the_clients_remember() -> N
 
 
 @pytest.mark.parametrize(("rule", "config"), [("scaffold", {}), ("feddyn", {"alpha": 0.5})])
+@pytest.mark.slow
 def test_the_model_goes_to_the_optimum_of_those_who_take_part(rule: str, config: dict[str, Any]) -> None:
     model, engine = simulated(rule, rounds=80, **config)
     took_part = np.concatenate([np.arange(EACH) + EACH * client for client in engine.client_states()])

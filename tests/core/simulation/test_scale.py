@@ -61,6 +61,7 @@ PINNED = Pinned(
 )
 
 
+@pytest.mark.slow
 def test_twenty_thousand_clients_give_the_same_numbers_everywhere() -> None:
     result = phones()
     assert result.status == "COMPLETED"
@@ -72,6 +73,7 @@ def test_twenty_thousand_clients_give_the_same_numbers_everywhere() -> None:
     assert phones().to_dict(clients=True) == result.to_dict(clients=True)
 
 
+@pytest.mark.slow
 def test_no_client_takes_part_too_often_or_too_soon_however_many_there_are() -> None:
     most, rest, rounds_of = 2, 3, dict[str, set[int]]()
 

@@ -198,6 +198,7 @@ async def test_a_nul_in_a_clients_text_is_replaced(store: SqlStore) -> None:
 
 
 @pytest.mark.fault("F46", "F47")
+@pytest.mark.slow
 async def test_what_was_stored_too_large_is_read_shortened(store: SqlStore, database: str) -> None:
     """Rows of earlier versions, which kept a client's text in full: 9 MiB of text, and as much of metrics."""
     driver = Driver(store, check=False)

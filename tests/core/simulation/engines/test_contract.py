@@ -58,9 +58,11 @@ def differences(left: list[list[LocalUpdate]], right: list[list[LocalUpdate]]) -
     return float(max(updates)), max(metrics)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[RAY, pytest.mark.slow]) if name == "ray" else name for name in BY_NAME]
-)
+# Those with processes of their own take seconds.
+MARKS = {"ray": [RAY, pytest.mark.slow], "auto": [pytest.mark.slow], "processes": [pytest.mark.slow]}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[name]) if name in MARKS else name for name in BY_NAME])
 def test_the_public_checks(name: str) -> None:
     check_engine(BY_NAME[name]())
 
@@ -90,7 +92,7 @@ def _with_control(model: Parameters) -> Parameters:
 
 
 @pytest.mark.parametrize("kind", ["flat", "per_layer", "ghost"])
-@pytest.mark.parametrize("name", ["loop", "processes"])
+@pytest.mark.parametrize("name", ["loop", pytest.param("processes", marks=pytest.mark.slow)])
 def test_private_training_draws_and_adds_what_the_seed_says(kind: str, name: str) -> None:
     """Also for the smallest client, whose only example is in every step; epsilon is that of all rounds."""
     given = task(two_layers, dp=kind, dp_noise_multiplier=0.8, dp_max_grad_norm=0.5, dp_delta=1e-3, momentum=0.5)
