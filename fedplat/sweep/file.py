@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import importlib.util
 import tomllib
 from collections.abc import Generator, Sequence
 from functools import cached_property
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fedplat.errors import JobFileError, MissingExtraError
+from fedplat.local_options import LocalOptions
 from fedplat.plugins import name_of
 from fedplat.simulation.engines.registry import RayOptions
 from fedplat.simulation.scenario import file as files
@@ -108,14 +110,15 @@ class SweepFile:
         """Return the simulation files of configurations. Raises `JobFileError` for the first invalid one."""
         read = [self.parse(configuration) for configuration in configurations]
         if any(file.simulation.training for file in read):
-            known = _import_local_options()
+            if importlib.util.find_spec("torch") is None:
+                raise MissingExtraError("training needs PyTorch; install it with: pip install 'fedplat[torch]'")
             for configuration, file in zip(configurations, read, strict=True):
-                self._check_training(configuration, file, known)
+                self._check_training(configuration, file)
         return read
 
-    def _check_training(self, configuration: Configuration, file: SimulationFile, known: Any) -> None:
+    def _check_training(self, configuration: Configuration, file: SimulationFile) -> None:
         """Check `[config]` as training does: with keys of the trainer's own, a misspelled name would change nothing."""
-        own = {*known.__struct_fields__, *self.base.job.config}
+        own = {*LocalOptions.__struct_fields__, *self.base.job.config}
         for key in configuration.values:
             name = key.removeprefix(_CONFIG)
             if key.startswith(_CONFIG) and name not in own:
@@ -125,7 +128,7 @@ class SweepFile:
         if not file.simulation.training:
             return
         try:
-            known.from_config(file.job.config)
+            LocalOptions.from_config(file.job.config)
         except JobFileError as exc:
             raise self._error(configuration, str(exc)) from exc
         if isinstance(file.simulation.engine, RayOptions):
@@ -201,16 +204,6 @@ def _check_rounds(stopping: Stopping | None, most: int) -> None:
         raise JobFileError(
             f"stopping.rounds = {stopping.rounds}: expected rounds before the last one, and the runs have {most}"
         )
-
-
-def _import_local_options() -> Any:
-    try:
-        from fedplat.pytorch.training import LocalOptions
-    except ModuleNotFoundError as exc:
-        if exc.name != "torch":
-            raise
-        raise MissingExtraError("training needs PyTorch; install it with: pip install 'fedplat[torch]'") from exc
-    return LocalOptions
 
 
 @contextlib.contextmanager

@@ -18,7 +18,15 @@ from fedplat.client_state import ClientState
 from fedplat.errors import FedplatError
 from fedplat.model import Parameters
 from fedplat.plugins import adopt
-from fedplat.pytorch.training import Learner, LocalOptions, LocalTraining, TensorExamples, Trainee, train
+from fedplat.pytorch.training import (
+    Learner,
+    LocalOptions,
+    LocalTraining,
+    TensorExamples,
+    Trainee,
+    build_guarded_algorithm,
+    train,
+)
 from fedplat.testing.errors import run_checks
 
 NUM_INPUTS, NUM_CLASSES = 6, 4
@@ -49,14 +57,14 @@ class AlgorithmUnderTest:
 
     def build(self) -> LocalAlgorithm:
         """Return the algorithm; its functions check their results."""
-        return self.options().client_half()
+        return build_guarded_algorithm(self.options())
 
     def train(
         self, options: LocalOptions, client: int = 0, state: ClientState | None = None, size: int = 24
     ) -> Parameters:
         """Return the model after one client's training."""
         model = LEARNER.initial(seed=1)
-        if options.client_half().needs_control:
+        if options.build_algorithm().needs_control:
             model = with_control(model)
         inputs, targets = make_examples(client, size)
         work = LocalTraining(

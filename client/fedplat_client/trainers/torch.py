@@ -130,7 +130,7 @@ class TorchTrainer:
                 f'config.dp = "{options.dp}": training in several processes cannot protect single examples; expected '
                 '"none", or TorchTrainer(parallel="none")'
             )
-        algorithm, name = options.client_half(), options.algorithm_name
+        algorithm, name = training.build_guarded_algorithm(options), options.algorithm_name
         if algorithm.perturb is not None:
             raise ValueError(
                 f'config.algorithm = "{name}": it computes gradients at other weights, which needs a single process; '

@@ -1,17 +1,18 @@
 """Local training (extra "torch"): the training between two model versions, on real and simulated clients.
 
-`trainer.py` contains the loop, `options.py` the meaning of a job's `[config]`, `schedule.py` the examples of each step,
-and `fedplat/aggregate/local.py` the algorithms.
+`trainer.py` contains the loop, `schedule.py` the examples of each step, `fedplat/local_options.py` the meaning of a
+job's `[config]`, and `fedplat/aggregate/local.py` the algorithms.
 """
 
 from __future__ import annotations
 
+from fedplat.local_options import LocalOptions
+from fedplat.pytorch.training.algorithm import build_guarded_algorithm
 from fedplat.pytorch.training.examples import DatasetExamples, Examples, TensorExamples, check_examples, make_examples
 from fedplat.pytorch.training.gradients import GradientComputation, SingleProcessGradients
 from fedplat.pytorch.training.learner import BATCH_NORM, Learner, Loss, Trainee, use_seed
 from fedplat.pytorch.training.losses import forward_features, read_targets
 from fedplat.pytorch.training.metrics import Scores, Sums
-from fedplat.pytorch.training.options import LocalOptions
 from fedplat.pytorch.training.schedule import Indices, StepSchedule, iterate_batches
 from fedplat.pytorch.training.sgd import Sgd
 from fedplat.pytorch.training.stepper import MakeOptimizer
@@ -36,6 +37,7 @@ __all__ = [
     "Sums",
     "TensorExamples",
     "Trainee",
+    "build_guarded_algorithm",
     "check_examples",
     "evaluate",
     "evaluate_batches",

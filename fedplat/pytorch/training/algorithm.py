@@ -25,6 +25,7 @@ from fedplat.aggregate.local import (
     UpdateDirection,
 )
 from fedplat.errors import PluginError
+from fedplat.local_options import LocalOptions
 from fedplat.user_code import wrap_errors
 
 
@@ -32,6 +33,15 @@ def check_drift(drift: Arrays, shapes: Mapping[str, torch.Size], key: str) -> No
     """Raise `PluginError` if a drift is not one array for some of the parameters, each of its parameter's shape."""
     for name, array in drift.items():
         _check_shape(f"{key}: begin(): the drift", name, array, shapes)
+
+
+def build_guarded_algorithm(options: LocalOptions) -> LocalAlgorithm:
+    """Return the local algorithm of a training, with `guard` if it is a plugin's.
+
+    Raises `PluginError` or `UserCodeError` for an unusable plugin.
+    """
+    algorithm = options.build_algorithm()
+    return algorithm if options.is_builtin else guard(algorithm, f'config.algorithm = "{options.algorithm_name}"')
 
 
 def guard(algorithm: LocalAlgorithm, key: str) -> LocalAlgorithm:

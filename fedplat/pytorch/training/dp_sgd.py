@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fedplat.local_options import LocalOptions
 from fedplat.privacy.steps import StepCharge
 from fedplat.pytorch import dp
 from fedplat.pytorch.training.learner import Trainee
-from fedplat.pytorch.training.options import LocalOptions
 from fedplat.pytorch.training.schedule import Indices, StepSchedule
 from fedplat.pytorch.training.stepper import Stepper
 from fedplat.pytorch.training.work import LocalTraining

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.pytorch.training.options import LocalOptions
+from fedplat.local_options import LocalOptions
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fedplat.aggregate.local import Arrays, Correction, LossFunction
-from fedplat.pytorch.training.options import LocalOptions
+from fedplat.local_options import LocalOptions
 from fedplat.pytorch.training.sgd import Sgd
 
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

@@ -11,7 +11,7 @@ from fedplat.client_state import ClientState
 from fedplat.errors import ModelError
 from fedplat.model import Parameters
 from fedplat.pytorch import convert as backend
-from fedplat.pytorch.training.algorithm import check_drift
+from fedplat.pytorch.training.algorithm import build_guarded_algorithm, check_drift
 from fedplat.pytorch.training.examples import Examples
 from fedplat.pytorch.training.learner import Trainee, use_seed
 from fedplat.pytorch.training.losses import make_own_loss
@@ -93,7 +93,7 @@ class _Start:
     def __init__(self, trainee: Trainee, parameters: Parameters, work: LocalTraining) -> None:
         self._work = work
         self._note = work.options.state_name
-        self._half = work.options.client_half()
+        self._half = build_guarded_algorithm(work.options)
         model = {name: tensor.to(trainee.device) for name, tensor in backend.to_torch(parameters).items()}
         self.weights = {name: model[name] for name in trainee.parameters() if name not in trainee.personal}
         control = _control_variates(model, self.weights, work) if self._half.needs_control else {}

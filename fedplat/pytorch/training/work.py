@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fedplat.client_state import ClientState
+from fedplat.local_options import LocalOptions
 from fedplat.privacy.steps import StepLedger
 from fedplat.pytorch.training.examples import Examples
 from fedplat.pytorch.training.gradients import GradientComputation, SingleProcessGradients
-from fedplat.pytorch.training.options import LocalOptions
 from fedplat.pytorch.training.stepper import MakeOptimizer
 
 

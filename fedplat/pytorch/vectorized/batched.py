@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedplat.local_options import LocalOptions
 from fedplat.model import Parameters
+from fedplat.pytorch.training.algorithm import build_guarded_algorithm
 from fedplat.pytorch.training.learner import Trainee
-from fedplat.pytorch.training.options import LocalOptions
 from fedplat.pytorch.training.schedule import Indices, StepSchedule
 from fedplat.pytorch.training.trainer import evaluate
 from fedplat.pytorch.training.work import LocalTraining
@@ -63,7 +64,7 @@ class CohortTrainer:
         if personal := sorted(trainee.personal & set(self.layout.state_names)):
             raise UnsuitableError(f"{personal[0]!r} is personal, but not a trained parameter")
         self._trainee, self._options = trainee, options
-        self._half = options.client_half()
+        self._half = build_guarded_algorithm(options)
         self._gradients: StackedGradients | None = None
         self._weights = torch.empty(0, self.layout.size, device=trainee.device)
 

@@ -8,17 +8,17 @@ import torch
 
 from fedplat.aggregate.local import Arrays, Correction, LocalEnding, UpdateDirection, effective_steps
 from fedplat.client_state import ClientState
+from fedplat.local_options import LocalOptions
 from fedplat.model import Parameters
 from fedplat.pytorch import convert as backend
-from fedplat.pytorch.training.algorithm import check_drift
-from fedplat.pytorch.training.options import LocalOptions
+from fedplat.pytorch.training.algorithm import build_guarded_algorithm, check_drift
 from fedplat.pytorch.training.work import LocalTraining
 from fedplat.pytorch.vectorized.layout import Base, ParameterLayout, UnsuitableError
 
 
 def check_algorithm(options: LocalOptions) -> None:
     """Raise `UnsuitableError` for an algorithm that does more than correct the gradients of the learner's loss."""
-    algorithm = options.client_half()
+    algorithm = options.build_algorithm()
     if algorithm.make_loss is not None or algorithm.perturb is not None:
         what = "has its own loss" if algorithm.make_loss is not None else "computes gradients at other weights"
         raise UnsuitableError(f'algorithm = "{options.algorithm_name}" {what}, which needs one client at a time')
@@ -29,7 +29,7 @@ class ClientAlgorithmState:
 
     def __init__(self, layout: ParameterLayout, options: LocalOptions, base: Base, client_state: ClientState) -> None:
         self._layout, self._base, self._client_state = layout, base, client_state
-        self._half, self._note = options.client_half(), options.state_name
+        self._half, self._note = build_guarded_algorithm(options), options.state_name
         note = client_state.get(self._note)
         self._state: Arrays = {} if note is None else backend.to_torch(note)
         control = layout.as_dict(base.control) if self._half.needs_control else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fedplat.pytorch.training.options import LocalOptions
+from fedplat.local_options import LocalOptions
 from fedplat.pytorch.vectorized import foreach
 from fedplat.pytorch.vectorized.foreach import Tensors
 from fedplat.pytorch.vectorized.layout import ParameterLayout

@@ -7,9 +7,9 @@ from contextlib import nullcontext
 import torch
 
 from fedplat.client_state import ClientState
+from fedplat.local_options import LocalOptions
 from fedplat.model import Bytes, Parameters
 from fedplat.pytorch.training.learner import Trainee, use_seed
-from fedplat.pytorch.training.options import LocalOptions
 from fedplat.pytorch.training.schedule import StepSchedule
 from fedplat.pytorch.training.trainer import evaluate
 from fedplat.pytorch.training.work import LocalTraining
@@ -37,7 +37,7 @@ class FlatTrainer:
         check_algorithm(options)
         self.layout = ParameterLayout(trainee)
         self._trainee, self._options = trainee, options
-        self._needs_control = options.client_half().needs_control
+        self._needs_control = options.build_algorithm().needs_control
         names = [*self.layout.names, *self.layout.state_names]
         self._gradients = Gradients(trainee.module, trainee.learner.loss, names, len(self.layout.names))
         self._weights = torch.zeros(self.layout.size)

@@ -367,7 +367,7 @@ def test_records_of_files_are_pickled_by_their_name_and_folder() -> None:
         read = pickle.loads(content)
         assert name_of(read.algorithm) == "fedlc.py:FedLC"
         assert read.algorithm.tau == 0.2
-        assert read.client_half().loss_is_mean
+        assert read.build_algorithm().loss_is_mean
     finally:
         sys.modules[module] = loaded
 

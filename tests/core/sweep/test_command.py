@@ -6,6 +6,8 @@ import io
 import json
 import re
 import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,16 @@ def run(*arguments: str) -> Result:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
+
+
+def test_files_are_checked_without_pytorch(here: Path) -> None:
+    write_sweep(here, GRID)
+    code = (
+        "import sys; from pathlib import Path; from fedplat import sweep; "
+        "print(sweep.read(Path('sweep.toml')).num_runs, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "8 False\n"
 
 
 def test_the_table_has_the_best_first(here: Path, pool: FakePool) -> None:

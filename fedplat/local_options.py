@@ -12,7 +12,6 @@ from fedplat.aggregate import LOCAL_ALGORITHM, LOCAL_ALGORITHMS, LocalAlgorithm,
 from fedplat.aggregate import options as ranges
 from fedplat.errors import JobFileError
 from fedplat.plugins import BUILTIN, Plugins, build_checked, name_of
-from fedplat.pytorch.training.algorithm import guard
 from fedplat.toml import format_value, read_name, read_record
 
 Scalar = bool | int | float | str
@@ -96,15 +95,16 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def state_name(self) -> str:
         """The name of the algorithm's entry in the client state, which does not depend on how a file names a plugin."""
-        return self.algorithm_name if self._is_builtin else f"algorithm.{type(self.algorithm).__name__}"[:63]
+        return self.algorithm_name if self.is_builtin else f"algorithm.{type(self.algorithm).__name__}"[:63]
 
     @property
-    def _is_builtin(self) -> bool:
+    def is_builtin(self) -> bool:
+        """True if the algorithm is one of fedplat."""
         return type(self.algorithm) in LOCAL_ALGORITHMS.values()
 
     def _algorithm_mistakes(self) -> Iterator[str]:
         """Yield why the algorithm cannot be used with the other options, each message beginning with a key."""
-        algorithm = self.client_half()
+        algorithm = self.build_algorithm()
         if self.is_private and (algorithm.make_loss is not None or algorithm.perturb is not None):
             what = "its own loss" if algorithm.make_loss is not None else "gradients at other weights"
             yield (
@@ -138,12 +138,14 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Return the learning rate of a round; rounds count from 1."""
         return self.learning_rate * self.learning_rate_decay ** (round_number - 1)
 
-    def client_half(self) -> LocalAlgorithm:
-        """Return the client's half of the algorithm. Raises `PluginError` or `UserCodeError` for an unusable plugin."""
-        if self._is_builtin:
+    def build_algorithm(self) -> LocalAlgorithm:
+        """Return the algorithm; training uses that of `fedplat.pytorch.training.build_guarded_algorithm`.
+
+        Raises `PluginError` or `UserCodeError` for an unusable plugin.
+        """
+        if self.is_builtin:
             return self.algorithm.build()
-        built = build_checked(self.algorithm, LocalAlgorithm, "config.algorithm")
-        return guard(built, f'config.algorithm = "{self.algorithm_name}"')
+        return build_checked(self.algorithm, LocalAlgorithm, "config.algorithm")
 
 
 def read_algorithm(config: Mapping[str, Scalar], plugins: Plugins = BUILTIN) -> LocalAlgorithmOptions:
