@@ -50,6 +50,12 @@ POLICIES: Mapping[str, type[Policy]] = by_name(Uniform, Poisson, Weighted, Strat
 define(Kind("policies", "policy", "a sampling policy", Policy, ("draw",), POLICIES, BasePolicy))
 
 
+def uses_history(policy: Policy) -> bool:
+    """Return the policy's `remembers`. Raises `UserCodeError` if the policy of a plugin raises an error."""
+    with user_code.wrap_errors(f'the sampling policy "{name_of(policy)}": remembers'):
+        return bool(policy.remembers)
+
+
 def draw(policy: Policy, candidates: Candidates, count: int, rng: np.random.Generator) -> list[int]:
     """Return the candidates that a policy draws.
 
@@ -81,4 +87,5 @@ __all__ = [
     "Uniform",
     "Weighted",
     "draw",
+    "uses_history",
 ]
