@@ -263,6 +263,7 @@ async def test_a_rule_that_fails_costs_its_attempt(folder: Path, loaded: LoadedP
     [
         ("raises", "the sampling policy \"labelled\": draw() raised KeyError: 'utility'"),
         ("twice", 'the sampling policy "labelled" drew [0, 0] from 1 candidates'),
+        ("endless", 'the sampling policy "labelled" drew [0, 1] from 1 candidates'),
     ],
 )
 async def test_a_policy_that_fails_costs_its_attempt(

@@ -7,6 +7,8 @@ from pathlib import Path
 from fedplat.loaded_plugins import LoadedPlugins, load_plugins
 
 SOURCE = '''
+import itertools
+
 import msgspec
 import numpy as np
 from fedplat.aggregate import server_optimizer, weighted_mean
@@ -48,6 +50,8 @@ class Labelled(msgspec.Struct, frozen=True):
             raise KeyError("utility")
         if self.fails == "twice":
             return [0, 0]
+        if self.fails == "endless":
+            return itertools.count()
         labels = candidates.values_of("first")
         return sorted(range(len(candidates)), key=lambda index: labels[index] != "yes")[:count]
 
