@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, Protocol, cast, runtime_checkable
 
 from msgspec import Meta, Struct
@@ -96,7 +97,7 @@ class Sync(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", ta
         return 1.0
 
 
-class Buffered(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="buffered"):
+class Buffered(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="buffered", dict=True):
     """Buffered asynchronous training: clients train continuously, each from the version that is then the latest.
 
     `selection.goal` updates fill the buffer and make a version. The staleness τ of an update is the number of versions
@@ -142,7 +143,15 @@ class Buffered(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"
         """
         if is_builtin(self.staleness, StalenessWeight):
             return self._weight().weight(staleness)
-        return compute_weight(self.staleness, staleness)
+        if staleness < len(self._weights):
+            return self._weights[staleness]
+        return compute_weight(self.staleness, staleness)  # beyond `max_staleness`: no update has it
+
+    @cached_property
+    def _weights(self) -> tuple[float, ...]:
+        """The weights of a plugin, whose code does not run again: it may fail at any call."""
+        assert self.max_staleness is not None
+        return tuple(compute_weight(self.staleness, staleness) for staleness in range(self.max_staleness + 1))
 
     def _check_plugin(self) -> None:
         """Compute all weights of a plugin, so that one that fails does so before the job begins."""
@@ -153,8 +162,7 @@ class Buffered(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"
                 f"max_staleness = {self.max_staleness or 'none'}: expected at most {MAX_OF_PLUGIN} with the staleness "
                 "weight of a plugin, whose weights are all computed before the job begins"
             )
-        for staleness in range(self.max_staleness + 1):
-            self.weight(staleness)
+        _ = self._weights
 
     def _weight(self) -> StalenessWeight:
         """Return the built-in weight with the options beside `staleness`."""

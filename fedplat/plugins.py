@@ -339,6 +339,8 @@ class Plugins:
             raise
         except Exception as exc:  # a plugin's __post_init__ may raise anything
             config = record.__struct_config__
+            if config.tag is None:
+                raise PluginError(f"a plugin's check raised {type(exc).__name__}: {exc}") from exc
             text = f'{config.tag_field} = "{config.tag}": its check raised {type(exc).__name__}: {exc}'
             raise msgspec.ValidationError(text) from exc
 

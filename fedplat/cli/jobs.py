@@ -55,7 +55,7 @@ def submit_job(  # noqa: PLR0913 - a command's parameters are its options
 ) -> None:
     """Submit a job: upload its initial model, create and start it."""
     with session(context, server, as_json, own_timeout_s(context, timeout)) as command:
-        submission = _load_for(command.client, file)
+        submission = _load_for(command.client, file, command.patience)
         with command.output.transfer("uploading the model") as progress:
             job = submit(
                 command.client,
@@ -261,15 +261,19 @@ def rollback_job(
         )
 
 
-def _load_for(client: AdminClient, file: Path) -> Submission:
-    """Load a job file, which may name plugins that only the server has."""
+def _load_for(client: AdminClient, file: Path, patience: Patience) -> Submission:
+    """Load a job file, which may name plugins that only the server has: then wait for the server."""
     try:
         return _load(file)
-    except JobFileError:
+    except JobFileError as exc:
+        if ": expected one of " not in str(exc):
+            raise  # no mistake is a name that is not known
         try:
-            found = frozenset((plugin.kind, plugin.name) for plugin in client.status(timeout_s=5.0).plugins)
-        except FedplatError:  # the mistakes in the file are certain
-            found = frozenset[tuple[str, str]]()
+            found = frozenset((plugin.kind, plugin.name) for plugin in patience.run(client, client.status).plugins)
+        except FedplatError as failure:
+            raise JobFileError(
+                f"{exc}\nthe server was not asked whether it has plugins of these names: {failure}"
+            ) from exc
         if not found:
             raise
     return _load(file, found)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fedplat import aggregate, privacy
+from fedplat import aggregate, codecs, privacy, user_code
 from fedplat.job.privacy import build_release
 from fedplat.job.spec import JobSpec
+from fedplat.plugins import build_checked, name_of
 
 
 def build_rule(
@@ -20,15 +21,19 @@ def build_rule(
     `aggregate.seed_of(job_id, version)` is the seed of the attempt that makes that version. `noise`, fresh for each
     attempt, is added to the releases of a private job; without it, the rule cannot release anything. With `keep_step`,
     the rule of a job with a downlink encodes its step, and calls `keep_step` with the result.
+
+    Raises `PluginError` or `UserCodeError` if a plugin builds nothing of use: it may fail at any call.
     """
-    rule = spec.aggregation.build()
+    rule = build_checked(spec.aggregation, aggregate.Rule, "aggregation.rule")
     if spec.privacy is not None:
         rule = aggregate.restrict_to_mean(rule)  # also a plugin sees only what is released
     if spec.robust is not None:
-        rule = spec.robust.build(seed)(rule)
+        with user_code.wrap_errors(f'robust.rule = "{name_of(spec.robust.rule)}": build()'):
+            rule = spec.robust.build(seed)(rule)
     rule = spec.updates.clip(rule)
     if (release := build_release(spec)) is not None:
         rule = privacy.privatize(release, noise)(rule)
     if keep_step is not None and (codec := spec.compression.downlink) is not None:
-        rule = aggregate.compress_step(codec.build(), seed, keep_step)(rule)
+        built = build_checked(codec, codecs.Codec, "compression.downlink.codec")
+        rule = aggregate.compress_step(built, seed, keep_step)(rule)
     return rule

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import re
+from functools import cached_property
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from fedplat import aggregate, codecs, label_expressions
+from fedplat import aggregate, codecs, label_expressions, sampling
 from fedplat.errors import LabelError
 from fedplat.plugins import name_of
 from fedplat.sampling import Policy, Uniform
@@ -41,7 +42,7 @@ class Model(Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
-class Selection(Struct, frozen=True, forbid_unknown_fields=True):
+class Selection(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """Clients that take part, and when an attempt closes."""
 
     goal: Count
@@ -79,10 +80,18 @@ class Selection(Struct, frozen=True, forbid_unknown_fields=True):
         """The number of reports that are enough at the deadline."""
         return max(1, math.ceil(round(self.min_fraction * self.goal, 9)))
 
+    @cached_property
+    def uses_history(self) -> bool:
+        """True if the policy uses the clients' history: read once, since the policy of a plugin may fail later.
+
+        Raises `UserCodeError` then.
+        """
+        return sampling.uses_history(self.sampling)
+
     @property
     def remembers(self) -> bool:
         """True if selection depends on participation in earlier rounds."""
-        return self.min_separation > 0 or self.sampling.remembers
+        return self.min_separation > 0 or self.uses_history
 
 
 class Adaptive(Struct, frozen=True, forbid_unknown_fields=True):

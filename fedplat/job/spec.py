@@ -177,7 +177,7 @@ def check_algorithm(spec: JobSpec, plugins: Plugins = BUILTIN) -> None:
     """
     if has_absent(spec) or plugins.absent:
         return  # the server, which has the plugins, checks it
-    required = spec.aggregation.build().requirements.algorithm
+    required = build_checked(spec.aggregation, aggregate.Rule, "aggregation.rule").requirements.algorithm
     if isinstance(required, str):
         return
     key = "config.algorithm"
@@ -221,6 +221,7 @@ def _check(spec: JobSpec) -> None:
     for name in ("uplink", "downlink"):
         if (codec := getattr(spec.compression, name)) is not None:
             build_checked(codec, codecs.Codec, f"compression.{name}.codec")
+    _ = spec.selection.uses_history  # a plugin that raises does so here, not in the coordinator
     if spec.robust is not None:
         _check_robust(spec, spec.robust)
     if spec.buffered is not None:

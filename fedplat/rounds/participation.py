@@ -110,7 +110,7 @@ def rounds_to_recall(job: JobState) -> range:
     spec, selection = job.spec, job.spec.selection
     if job.status in ENDED_JOBS or not spec.remembers:
         return range(0)
-    whole = selection.sampling.remembers or spec.max_participations > 0
+    whole = selection.uses_history or spec.max_participations > 0
     first = 1 if whole else max(1, job.round + 1 - selection.min_separation)
     return range(first, job.round + 2)
 

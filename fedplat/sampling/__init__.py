@@ -11,6 +11,7 @@ and determined by the policy. Both are false unless a policy overrides them.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Mapping
 from typing import ClassVar, Protocol, runtime_checkable
@@ -50,6 +51,12 @@ POLICIES: Mapping[str, type[Policy]] = by_name(Uniform, Poisson, Weighted, Strat
 define(Kind("policies", "policy", "a sampling policy", Policy, ("draw",), POLICIES, BasePolicy))
 
 
+def uses_history(policy: Policy) -> bool:
+    """Return the policy's `remembers`. Raises `UserCodeError` if the policy of a plugin raises an error."""
+    with user_code.wrap_errors(f'the sampling policy "{name_of(policy)}": remembers'):
+        return bool(policy.remembers)
+
+
 def draw(policy: Policy, candidates: Candidates, count: int, rng: np.random.Generator) -> list[int]:
     """Return the candidates that a policy draws.
 
@@ -57,9 +64,10 @@ def draw(policy: Policy, candidates: Candidates, count: int, rng: np.random.Gene
     """
     if type(policy) in POLICIES.values():
         return policy.draw(candidates, count, rng)
-    with user_code.wrap_errors(f'the sampling policy "{name_of(policy)}": draw()'):
-        drawn = [operator.index(index) for index in policy.draw(candidates, count, rng)]
     most = len(candidates) if policy.is_trial else min(count, len(candidates))
+    with user_code.wrap_errors(f'the sampling policy "{name_of(policy)}": draw()'):
+        some = itertools.islice(policy.draw(candidates, count, rng), most + 1)  # it may draw without end
+        drawn = [operator.index(index) for index in some]
     if len(drawn) > most or len({*drawn}) < len(drawn) or any(not 0 <= index < len(candidates) for index in drawn):
         raise PluginError(
             f'the sampling policy "{name_of(policy)}" drew {str(drawn)[:100]} from {len(candidates)} candidates; '
@@ -81,4 +89,5 @@ __all__ = [
     "Uniform",
     "Weighted",
     "draw",
+    "uses_history",
 ]

@@ -17,17 +17,18 @@ from fedplat.codecs.container import Format, options_from_text
 from fedplat.loaded_plugins import LoadedPlugins, load_plugins
 from fedplat.model import Parameters
 from fedplat.plugins import kinds
-from fedplat.wire.v1 import admin_pb2
+from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from fedplat_server.config import LeaseTimes
 from fedplat_server.verify.checker import verify
 from support import commands, daemons, gateways, plugins
-from support.daemons import RawClient, Site, initial_model, update_of
+from support.daemons import RawClient, Site, initial_model, reason_name, update_of
 from support.jobs import job_file
 
 pytestmark = pytest.mark.calm
 RULE = '[aggregation]\nrule = "scaled"\nfactor = 3.0\n'
 CODEC = '[compression]\nuplink = { codec = "halves" }\n'
 RETRY = "[retry]\nbase_s = 0.01\nmax_s = 0.01\nmax_attempts = 2\n"
+CODECS = ("halves", "late")
 PAUSED, RUNNING = admin_pb2.JOB_STATUS_PAUSED, admin_pb2.JOB_STATUS_RUNNING
 
 
@@ -38,13 +39,17 @@ def loaded(tmp_path: Path) -> LoadedPlugins:
 
 async def deliver(client: RawClient, update: Parameters, table: LoadedPlugins) -> str:
     """Work for one assignment; the reason why the update is refused, or ""."""
-    one = await client.assignment(codecs=("halves",))
-    content = update.to_bytes()
-    if one.uplink:
-        format = Format(options_from_text(one.uplink, table.table), update.schema)
-        content = b"".join(format.encode(update, np.random.default_rng(1)))
-    answer = await client.report_inline(one.token, content)
+    one = await client.assignment(codecs=CODECS)
+    answer = await client.report_inline(one.token, encode(one, update, table))
     return answer.refusal.text if answer.HasField("refusal") else ""
+
+
+def encode(one: fleet_pb2.Assignment, update: Parameters, table: LoadedPlugins) -> bytes:
+    """The bytes that a client sends for an assignment."""
+    if not one.uplink:
+        return update.to_bytes()
+    format = Format(options_from_text(one.uplink, table.table), update.schema)
+    return b"".join(format.encode(update, np.random.default_rng(1)))
 
 
 async def train(clients: list[RawClient], table: LoadedPlugins, round_: int) -> None:
@@ -258,6 +263,7 @@ async def test_a_rule_that_fails_costs_its_attempt(folder: Path, loaded: LoadedP
     [
         ("raises", "the sampling policy \"labelled\": draw() raised KeyError: 'utility'"),
         ("twice", 'the sampling policy "labelled" drew [0, 0] from 1 candidates'),
+        ("endless", 'the sampling policy "labelled" drew [0, 1] from 1 candidates'),
     ],
 )
 async def test_a_policy_that_fails_costs_its_attempt(
@@ -303,6 +309,107 @@ async def completes(site: Site, client: RawClient, loaded: LoadedPlugins) -> Non
     job = await site.operator.start(job_file("after", goal=1))
     assert await deliver(client, update_of(initial_model(), 1), loaded) == ""
     await site.operator.until(job, "job", "COMPLETED")
+
+
+LATE_RULE = '[aggregation]\nrule = "late"\n'
+LATE_CODEC = '[compression]\nuplink = { codec = "late" }\n'
+LATE_WEIGHT = '[mode]\nkind = "buffered"\nconcurrency = 1\nmax_staleness = 2\nstaleness = "late"\n'
+LATE = [LATE_RULE, LATE_CODEC, "private", "policy", LATE_WEIGHT]
+
+
+@pytest.mark.fault("F51")
+async def test_a_rule_that_can_no_longer_be_built_costs_its_attempt(folder: Path) -> None:
+    late = plugins.load_late(folder)
+    async with daemons.running(folder, plugins=late) as site:
+        job, client = await site.operator.start(job_file(goal=1, more=LATE_RULE + RETRY)), await site.enroll()
+        for _ in range(2):
+            one = await client.assignment()
+            plugins.allow_calls(folder, 0)
+            answer = await client.report_inline(one.token, update_of(initial_model(), 1).to_bytes())
+            assert reason_name(answer.refusal.reason) == "ATTEMPT_ABANDONED"
+            plugins.allow_calls(folder, None)
+        await site.operator.until(job, "job", "FAILED")
+        reason = (await site.operator.show(job)).reason
+        assert "aggregation.rule = \"late\": build() raised KeyError: 'the table of a colleague'" in reason
+        await completes(site, client, late)
+
+
+@pytest.mark.fault("F51")
+@pytest.mark.parametrize("uploads", [False, True])
+async def test_a_codec_that_can_no_longer_be_built_costs_one_update(folder: Path, *, uploads: bool) -> None:
+    late = plugins.load_late(folder)
+    async with daemons.running(folder, plugins=late) as site:
+        job = await site.operator.start(job_file(rounds=2, goal=1, more=LATE_CODEC + RETRY))
+        client, update = await site.enroll(), update_of(initial_model(), 1)
+        assert await deliver(client, update, late) == ""
+        one = await client.assignment(codecs=CODECS)
+        content = encode(one, update, late)
+        plugins.allow_calls(folder, 0)
+        with pytest.raises(aio.AioRpcError, match=r'codec = "late": build\(\) raised KeyError') as caught:
+            await (client.upload if uploads else client.report_inline)(one.token, content)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        plugins.allow_calls(folder, None)
+        assert await deliver(client, update, late) == ""
+        await site.operator.until(job, "job", "COMPLETED")
+
+
+@pytest.mark.fault("F51")
+@pytest.mark.parametrize("more", ["policy", LATE_WEIGHT])
+async def test_a_policy_and_a_staleness_weight_are_asked_before_the_job_begins(folder: Path, more: str) -> None:
+    late = plugins.load_late(folder)
+    async with daemons.running(folder, plugins=late) as site:
+        job, client = await site.operator.start(late_job(more)), await site.enroll()
+        plugins.allow_calls(folder, 0)
+        assert await deliver(client, update_of(initial_model(), 1), late) == ""
+        await site.operator.until(job, "job", "COMPLETED")
+
+
+@pytest.mark.parametrize("more", LATE)
+async def test_plugins_that_fail_at_any_call_of_a_submission(folder: Path, more: str) -> None:
+    late = plugins.load_late(folder)
+    text = late_job(more)
+    async with daemons.running(folder, plugins=late) as site:
+        refused: list[aio.AioRpcError] = []
+        for count in range(20):
+            plugins.allow_calls(folder, count)
+            try:
+                await site.operator.create(text)
+            except aio.AioRpcError as exc:
+                refused.append(exc)
+        assert 0 < len(refused) < 20
+        assert {exc.code() for exc in refused} == {grpc.StatusCode.INVALID_ARGUMENT}
+        assert all("KeyError: 'the table of a colleague'" in (exc.details() or "") for exc in refused)
+
+
+@pytest.mark.fault("F51")
+@pytest.mark.parametrize("more", LATE)
+async def test_plugins_that_fail_when_the_server_starts_again(folder: Path, more: str) -> None:
+    late = plugins.load_late(folder)
+    async with daemons.running(folder, plugins=late) as site:
+        job = await site.operator.start(late_job(more))
+    for count in (3, 2, 1, 0):
+        plugins.allow_calls(folder, count)
+        async with daemons.running(folder, plugins=late) as site:
+            shown = await site.operator.show(job)
+            if shown.status == PAUSED:
+                assert "KeyError: 'the table of a colleague'" in shown.reason
+            else:
+                assert shown.status == RUNNING
+                assert count
+    plugins.allow_calls(folder, None)
+    async with daemons.running(folder, plugins=late) as site:
+        assert (await site.operator.jobs.ResumeJob(admin_pb2.JobRequest(job=job))).status == RUNNING
+
+
+def late_job(more: str) -> str:
+    """The file of a job with a plugin that works for a while."""
+    if more == "policy":
+        return job_file(goal=1, sampling={"policy": "late"})
+    return (
+        job_file(goal=1, close="deadline", more=LATE_RULE + PRIVATE)
+        if more == "private"
+        else job_file(goal=1, more=more)
+    )
 
 
 PRIVATE = """

@@ -7,6 +7,8 @@ from pathlib import Path
 from fedplat.loaded_plugins import LoadedPlugins, load_plugins
 
 SOURCE = '''
+import itertools
+
 import msgspec
 import numpy as np
 from fedplat.aggregate import server_optimizer, weighted_mean
@@ -48,6 +50,8 @@ class Labelled(msgspec.Struct, frozen=True):
             raise KeyError("utility")
         if self.fails == "twice":
             return [0, 0]
+        if self.fails == "endless":
+            return itertools.count()
         labels = candidates.values_of("first")
         return sorted(range(len(candidates)), key=lambda index: labels[index] != "yes")[:count]
 
@@ -70,6 +74,56 @@ class Halves(msgspec.Struct, frozen=True):
 
         return Codec(write=write, read=read, max_bytes=lambda size: 2 * size)
 '''
+LATE = '''
+from pathlib import Path
+
+import msgspec
+from fedplat.aggregate import weighted_mean
+from fedplat.codecs import Bf16
+
+LEFT = Path(__file__).with_suffix(".left")
+
+
+def count():
+    """Raise once the calls that the file LEFT allows are used up; without the file, all are allowed."""
+    if LEFT.exists():
+        left = int(LEFT.read_text())
+        LEFT.write_text(str(max(left - 1, 0)))
+        if not left:
+            raise KeyError("the table of a colleague")
+
+
+class Rule(msgspec.Struct, frozen=True):
+    works_on_mean = True
+
+    def build(self):
+        count()
+        return weighted_mean()
+
+
+class Codec(msgspec.Struct, frozen=True):
+    def build(self):
+        count()
+        return Bf16().build()
+
+
+class Policy(msgspec.Struct, frozen=True):
+    @property
+    def remembers(self):
+        count()
+        return False
+
+    def draw(self, candidates, count, rng):
+        return list(range(len(candidates)))[:count]
+
+
+class Weight(msgspec.Struct, frozen=True):
+    def weight(self, staleness):
+        count()
+        return 1.0
+'''
+"""A rule, a codec, a policy and a staleness weight that work for a while; `allow_calls` sets for how long."""
+LATE_NAMES = {"rules.late": "Rule", "codecs.late": "Codec", "policies.late": "Policy", "staleness.late": "Weight"}
 NAMES = {"rules.scaled": "Scaled", "policies.labelled": "Labelled", "codecs.halves": "Halves"}
 """The plugins of the file, and their classes."""
 
@@ -89,3 +143,16 @@ def options(path: Path, *labels: str) -> list[str]:
 def load(path: Path, *labels: str) -> LoadedPlugins:
     """The plugins of the file, imported here. Python imports a file once; a changed one needs another path."""
     return load_plugins({label: f"{path}:{NAMES[label]}" for label in labels or NAMES})
+
+
+def load_late(folder: Path) -> LoadedPlugins:
+    """The plugins of `LATE`, in a file of this folder."""
+    path = folder / "late.py"
+    path.write_text(LATE)
+    return load_plugins({label: f"{path}:{name}" for label, name in LATE_NAMES.items()})
+
+
+def allow_calls(folder: Path, count: int | None) -> None:
+    """Let the plugins of `load_late` raise after so many calls; None: never."""
+    left = folder / "late.left"
+    left.unlink(missing_ok=True) if count is None else left.write_text(str(count))

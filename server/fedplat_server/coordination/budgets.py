@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
-from fedplat.errors import JobFileError
+from fedplat.errors import JobFileError, PluginError, UserCodeError
 from fedplat.job import JobSpec, calibrate, plan_charge
 from fedplat.privacy import Charge, accounting
 from fedplat.rounds import JobState
@@ -49,7 +49,7 @@ class Budgets:
                 return known
             try:
                 spec = await self.accountant.run(calibrate, state.spec)
-            except JobFileError as exc:
+            except (JobFileError, PluginError, UserCodeError) as exc:
                 raise RefusedError(Code.INVALID_JOB_FILE, str(exc)) from exc
             state = structs.replace(state, spec=spec)
             return await self._create(state, job_file, idempotency_key, audit)

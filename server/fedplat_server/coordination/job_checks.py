@@ -12,7 +12,7 @@ from fedplat import report_validation, user_code
 from fedplat.errors import FedplatError, JobFileError, ModelError, PluginError, UserCodeError
 from fedplat.job import JobSpec, build_rule, parse_job
 from fedplat.model import Parameters
-from fedplat.plugins import BUILTIN, Plugins
+from fedplat.plugins import BUILTIN, Plugins, name_of
 from fedplat.toml import format_value
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.storage import spool_file
@@ -24,8 +24,6 @@ def parse(job_file: str, max_bytes: int, plugins: Plugins = BUILTIN) -> JobSpec:
         raise RefusedError(Code.INVALID_JOB_FILE, f"it has more than {max_bytes} bytes")
     try:
         spec = parse_job(job_file, plugins)
-        with user_code.wrap_errors("selection.sampling: remembers"):
-            _ = spec.remembers  # a property of the policy, which the coordinator reads at any time
     except (JobFileError, PluginError, UserCodeError) as exc:
         raise RefusedError(Code.INVALID_JOB_FILE, str(exc)) from exc
     algorithm = spec.config.get("algorithm")
@@ -77,7 +75,12 @@ def check_initial_model(path: Path, spec: JobSpec) -> int:
         raise RefusedError(Code.INVALID_MODEL, "it has no floating-point tensor to train")
     if not parameters.is_finite():
         raise RefusedError(Code.INVALID_MODEL, "it holds NaN or infinite values")
-    if misfit := build_rule(spec).requirements.misfit(parameters.schema):
+    try:
+        with user_code.wrap_errors(f'aggregation.rule = "{name_of(spec.aggregation)}": misfit()'):
+            misfit = build_rule(spec).requirements.misfit(parameters.schema)
+    except (PluginError, UserCodeError) as exc:
+        raise RefusedError(Code.INVALID_JOB_FILE, str(exc)) from exc
+    if misfit:
         raise RefusedError(Code.INVALID_MODEL, misfit)
     for key in ("uplink", "downlink"):
         if (codec := getattr(spec.compression, key)) is not None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import sqlalchemy
 from sqlalchemy.dialects import postgresql, sqlite
 
-from fedplat.errors import FedplatError, JobFileError
+from fedplat.errors import FedplatError, JobFileError, PluginError, UserCodeError
 from fedplat.job import JobSpec, find_mechanism, parse_job
 from fedplat.loaded_plugins import PluginVersion, versions_to_builtins
 from fedplat.plugins import BUILTIN, Plugins
@@ -294,8 +294,12 @@ class JobFileReader:
         Raises `StoreError` for a job file that cannot be read even so.
         """
         try:
-            spec, problem = self._parse(row.job_file, job_plugins(row))
-            return with_calibrated(spec, row.privacy), problem
+            plugins = job_plugins(row)
+            spec, problem = self._parse(row.job_file, plugins)
+            try:
+                return with_calibrated(spec, row.privacy), problem
+            except (PluginError, UserCodeError) as exc:  # it builds the job's rule again
+                return with_calibrated(_without_plugins(row.job_file, plugins), row.privacy), str(exc)
         except (JobFileError, msgspec.ValidationError) as exc:
             raise StoreError(
                 f"the stored job file of {row.job_id} cannot be read by this version of fedplat: {exc}"
@@ -307,10 +311,13 @@ class JobFileReader:
         except FedplatError as exc:  # the code of a plugin may raise any of them
             if not plugins:
                 raise
-            absent = frozenset((version.kind, version.name) for version in plugins)
-            return read_record(read_toml(job_file), JobSpec, plugins=Plugins(absent=absent)), str(exc).partition("\n")[
-                0
-            ]
+            return _without_plugins(job_file, plugins), str(exc).partition("\n")[0]
+
+
+def _without_plugins(job_file: str, plugins: Iterable[PluginVersion]) -> JobSpec:
+    """Parse a stored job file; the options of its plugins are `AbsentPlugin`. Raises `JobFileError`."""
+    absent = frozenset((version.kind, version.name) for version in plugins)
+    return read_record(read_toml(job_file), JobSpec, plugins=Plugins(absent=absent))
 
 
 def job_plugins(row: Row | JobRow) -> tuple[PluginVersion, ...]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedplat import durable, report_validation
+from fedplat.errors import PluginError, UserCodeError
 from fedplat.job import build_rule
 from fedplat.rounds import Assignment, AssignmentId, Verdict
 from fedplat.rounds.events import AggregationFailed, AssignmentFailed, UpdateRejected, UpdateReported, UploadStarted
@@ -68,8 +69,14 @@ class ReportIntake:
     async def submit_report(self, assignment: Assignment, request: fleet_pb2.ReportRequest) -> Verdict:
         """Validate a report and submit it to the coordinator. Raises `RefusedError` if it must be sent again."""
         services, update_bytes, norm = self._services, 0, None
+        try:
+            rule = build_rule(services.jobs.state(assignment.key.job_id).spec)
+        except (PluginError, UserCodeError) as exc:  # of a plugin, which may fail at any call
+            logs.get().error("an attempt has no aggregation rule", attempt=str(assignment.key), error=str(exc))
+            await self._abandon(assignment, str(exc))
+            return Verdict(Reason.ATTEMPT_ABANDONED)
         verdict = report_validation.validate_claims(
-            build_rule(services.jobs.state(assignment.key.job_id).spec),
+            rule,
             assignment.kind,
             request.num_examples,
             request.metrics,
@@ -121,12 +128,17 @@ class ReportIntake:
         current = self._services.runner.coordinator.find(*assignment.id)
         return current is not None and current.is_busy
 
-    def _size_limit(self, assignment: Assignment) -> int:
+    async def _size_limit(self, assignment: Assignment) -> int:
         job = self._services.jobs.state(assignment.key.job_id)
-        return report_validation.size_limit(self._services.blobs.path(job.latest.digest), job.spec.compression.uplink)
+        base, codec = self._services.blobs.path(job.latest.digest), job.spec.compression.uplink
+        try:
+            return report_validation.size_limit(base, codec)
+        except (PluginError, UserCodeError) as exc:  # of a plugin, which may fail at any call
+            verdict = await self._reject(assignment, Verdict(Reason.REJECTED_SCHEMA, str(exc)))
+            raise RefusedError(Code.STALE_ASSIGNMENT, verdict.text) from exc
 
     async def _check_size(self, assignment: Assignment, size_bytes: int) -> None:
-        limit = self._size_limit(assignment)
+        limit = await self._size_limit(assignment)
         if size_bytes > limit:
             text = f"the update has {size_bytes} bytes; at most {limit} are accepted for this model"
             await self._reject(assignment, Verdict(Reason.REJECTED_SCHEMA, text))
@@ -134,8 +146,8 @@ class ReportIntake:
 
     async def _count_bytes(self, assignment: Assignment, num_bytes: int) -> None:
         """Count the bytes that a client sends for an attempt, including repetitions; beyond the quota, end it."""
+        limit = await self._size_limit(assignment)
         try:
-            limit = self._size_limit(assignment)
             self._services.quotas.upload(assignment.client_id, assignment.key, limit, num_bytes)
         except RefusedError as exc:
             await self._fail(assignment, str(exc))

@@ -19,6 +19,7 @@ from fedplat.cli.app import app
 from fedplat.cli.patience import Patience
 from fedplat.errors import ServerRefusedError, ServerUnreachableError
 from fedplat.model import Parameters
+from fedplat.wire.v1 import admin_pb2
 from support.cli.commands import TOKEN, Run, start
 from support.cli.fake_admin import FakeServer, S, State
 from support.cli.story import ending, script
@@ -59,10 +60,19 @@ def patient(clock: Clock, told: list[str], timeout_s: float = 60.0) -> Patience:
     return Patience(timeout_s, told.append, pause=clock.pause, now=lambda: clock.now)
 
 
+LION = '[aggregation]\nrule = "lion"\n'
+"""The plugin of a server."""
+
+
 @pytest.mark.fault("F50")
-def test_a_job_is_submitted_to_a_server_that_comes_later(state: State, closed_port: str, job_file: Path) -> None:
+@pytest.mark.parametrize("more", ["", LION])
+def test_a_job_is_submitted_to_a_server_that_comes_later(
+    state: State, closed_port: str, job_file: Path, more: str
+) -> None:
     """Runs the command as a process; the server's port opens after the command has reported that it waits."""
     state.ends_started_jobs = True
+    state.leader = {"plugins": [admin_pb2.Plugin(kind="rules", name="lion")]}
+    job_file.write_text(JOB + more)
     late = FakeServer(State())  # only for the environment that a command needs
     late.stop()
     late.port = int(closed_port.rpartition(":")[2])
@@ -77,6 +87,18 @@ def test_a_job_is_submitted_to_a_server_that_comes_later(state: State, closed_po
     assert errors.count("\n") == 1
     assert output.splitlines()[-1].endswith("is COMPLETED")
     assert len(state.jobs) == 1
+
+
+def test_mistakes_of_a_job_file_are_told_without_a_server(run: Run, closed_port: str, job_file: Path) -> None:
+    job_file.write_text(JOB + LION)
+    done = run("--server", closed_port, "job", "submit", str(job_file), "--timeout", "0")
+    assert done.exit_code == 2
+    first, second = done.stderr.splitlines()
+    assert "aggregation.rule = 'lion': expected one of fedavg" in first
+    assert "the server was not asked whether it has plugins of these names" in second
+    assert closed_port in second
+    job_file.write_text(JOB + "[aggregation]\nlearning_rat = 1.0\n")
+    assert run("--server", closed_port, "job", "submit", str(job_file)).stderr.count("\n") == 1
 
 
 @pytest.mark.fault("F50")
