@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedplat.errors import JobFileError, MissingExtraError
+from fedplat.metrics import is_smaller_better
 from fedplat.plugins import name_of
 from fedplat.simulation.engines.registry import RayOptions
 from fedplat.simulation.scenario import file as files
@@ -58,10 +59,10 @@ class SweepFile:
 
     @property
     def objective(self) -> Objective:
-        """The quantity to optimize. By default, metrics whose name ends in "loss" are minimized, like seconds."""
+        """The quantity to optimize. By default, losses and errors are minimized, like seconds."""
         simulation = self.base.simulation
         metric = self.options.metric or simulation.target_metric
-        falls = metric.endswith("loss") or metric == VIRTUAL_S
+        falls = is_smaller_better(metric) or metric == VIRTUAL_S
         return Objective(
             metric=metric,
             maximize=self.options.direction == "maximize" or (not self.options.direction and not falls),
@@ -125,7 +126,7 @@ class SweepFile:
         if not file.simulation.training:
             return
         try:
-            known.from_config(file.job.config)
+            known.from_config(file.job.config, file.plugins)
         except JobFileError as exc:
             raise self._error(configuration, str(exc)) from exc
         if isinstance(file.simulation.engine, RayOptions):
