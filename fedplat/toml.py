@@ -219,7 +219,7 @@ def _mistakes_of_keys(raw: Mapping[str, Any], record: type[Struct], prefix: str)
     for key, value in raw.items():
         if key not in known and key != tag:
             yield f"{prefix}{shown_key(key)} = {format_value(value)}: there is no such key" + (
-                _near(key, known) or f"; known keys: {', '.join(sorted(known))}"
+                _near(key, known) or f"; known keys: {', '.join(sorted(known)) or 'none'}"
             )
 
 
