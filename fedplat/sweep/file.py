@@ -18,6 +18,7 @@ from fedplat.simulation.engines.registry import RayOptions
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario import unsupported
 from fedplat.simulation.scenario.file import SimulationFile
+from fedplat.simulation.scenario.learners import ModelOptions
 from fedplat.sweep import plan, search
 from fedplat.sweep.options import IntegerRange, Stopping, SweepOptions
 from fedplat.sweep.outcome import VIRTUAL_S, Objective
@@ -108,10 +109,13 @@ class SweepFile:
     def check(self, configurations: Sequence[Configuration]) -> list[SimulationFile]:
         """Return the simulation files of configurations. Raises `JobFileError` for the first invalid one."""
         read = [self.parse(configuration) for configuration in configurations]
-        if any(file.simulation.training for file in read):
+        for configuration, file in zip(configurations, read, strict=True):
+            self._check_engine(configuration, file)
+        if any(_trains_with_pytorch(file) for file in read):
             known = _import_local_options()
             for configuration, file in zip(configurations, read, strict=True):
-                self._check_training(configuration, file, known)
+                if isinstance(file.simulation.model, ModelOptions):  # other learners check `[config]` themselves
+                    self._check_training(configuration, file, known)
         return read
 
     def _check_training(self, configuration: Configuration, file: SimulationFile, known: Any) -> None:
@@ -129,7 +133,9 @@ class SweepFile:
             known.from_config(file.job.config, file.plugins)
         except JobFileError as exc:
             raise self._error(configuration, str(exc)) from exc
-        if isinstance(file.simulation.engine, RayOptions):
+
+    def _check_engine(self, configuration: Configuration, file: SimulationFile) -> None:
+        if file.simulation.training and isinstance(file.simulation.engine, RayOptions):
             raise self._error(
                 configuration,
                 'simulation.engine = "ray": expected an engine of one machine; the option --ray computes the runs of a '
@@ -202,6 +208,10 @@ def _check_rounds(stopping: Stopping | None, most: int) -> None:
         raise JobFileError(
             f"stopping.rounds = {stopping.rounds}: expected rounds before the last one, and the runs have {most}"
         )
+
+
+def _trains_with_pytorch(file: SimulationFile) -> bool:
+    return file.simulation.training and isinstance(file.simulation.model, ModelOptions)
 
 
 def _import_local_options() -> Any:

@@ -63,6 +63,14 @@ def test_a_local_algorithm_from_a_file_is_accepted(tmp_path: Path) -> None:
     assert len(sweep.read(write_sweep(tmp_path, GRID, base)).configurations) == 4
 
 
+def test_a_learner_without_batches_is_accepted(tmp_path: Path) -> None:
+    base = BASE.replace("batch_size = 32\n", "") + (
+        '\n[simulation.model]\nlearner = "sklearn"\nestimator = "sklearn.linear_model:SGDClassifier"\n'
+        "features = 64\nclasses = 10\n"
+    )
+    assert len(sweep.read(write_sweep(tmp_path, GRID, base)).configurations) == 4
+
+
 def test_a_file_and_its_defaults(tmp_path: Path) -> None:
     file = sweep.read(write_sweep(tmp_path))
     assert (file.num_runs, file.seeds, len(file.configurations)) == (8, [0, 1], 4)
