@@ -12,7 +12,7 @@ from fedplat.aggregate import LOCAL_ALGORITHM, LOCAL_ALGORITHMS, LocalAlgorithm,
 from fedplat.aggregate import options as ranges
 from fedplat.errors import JobFileError
 from fedplat.plugins import BUILTIN, Plugins, build_checked, name_of
-from fedplat.toml import format_value, read_name, read_record
+from fedplat.toml import format_value, read_name, read_record, suggest
 
 Scalar = bool | int | float | str
 Count = Annotated[int, Meta(ge=1, le=1_000_000_000)]
@@ -81,6 +81,15 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return msgspec.structs.replace(options, algorithm=algorithm)
         except ValueError as exc:
             raise JobFileError(f"config.{exc}") from exc
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The keys of `[config]` that these options are read from."""
+        return frozenset({*self.__struct_fields__, *self.algorithm.__struct_fields__})
+
+    def find_unknown(self, config: Mapping[str, Scalar]) -> dict[str, str]:
+        """Return the keys of a `[config]` that are not in `keys`, each with a hint such as `; did you mean epochs?`."""
+        return {key: suggest(key, self.keys) for key in config if key not in self.keys}
 
     @property
     def is_private(self) -> bool:

@@ -219,7 +219,7 @@ def _mistakes_of_keys(raw: Mapping[str, Any], record: type[Struct], prefix: str)
     for key, value in raw.items():
         if key not in known and key != tag:
             yield f"{prefix}{shown_key(key)} = {format_value(value)}: there is no such key" + (
-                _near(key, known) or f"; known keys: {', '.join(sorted(known))}"
+                suggest(key, known) or f"; known keys: {', '.join(sorted(known)) or 'none'}"
             )
 
 
@@ -265,10 +265,11 @@ def _expectation(sentence: str, value: Any, annotation: Any) -> str:
 
 
 def _one_of(choices: Collection[str], value: Any) -> str:
-    return f"expected one of {', '.join(choices)}" + (_near(value, choices) if isinstance(value, str) else "")
+    return f"expected one of {', '.join(choices)}" + (suggest(value, choices) if isinstance(value, str) else "")
 
 
-def _near(name: str, known: Collection[str]) -> str:
+def suggest(name: str, known: Collection[str]) -> str:
+    """Return the end of an error message that names similar words, such as `; did you mean epochs?`, or nothing."""
     close = difflib.get_close_matches(name[:100], known, n=2, cutoff=0.6)
     return "; did you mean " + " or ".join(close) + "?" if close else ""
 

@@ -59,7 +59,9 @@ def prepare(
     learner: Learner | ArrayLearner | None = None,
     on_progress: OnProgress = lambda text: None,
 ) -> Generator[Setup]:
-    """Build all parts; the engine's processes end with the block. `on_progress` gets a text before a slow step.
+    """Build all parts; the engine's processes end with the block.
+
+    `on_progress` gets a text before a slow step, and for each key of `[config]` that no training reads.
 
     `data` and `learner` replace the file's data and model; the file's partition divides a `Dataset`. Raises
     `JobFileError`, `DataError`, `MissingExtraError`.
@@ -94,7 +96,7 @@ def prepare(
             "evaluation.clients: clients have no examples but those that they train on; set the part of them that they "
             "keep to score models with (simulation.held_out = 0.2), or leave the table [evaluation.clients] out"
         )
-    engine, initial_model, algorithm = _open_engine(file, clients_data, learner)
+    engine, initial_model, algorithm = _open_engine(file, clients_data, learner, on_progress)
     workers = getattr(engine, "num_workers", 0) or options.workers or len(os.sched_getaffinity(0))
     simulation = dataclasses.replace(simulation, engine=engine, initial=initial_model)
     with contextlib.closing(engine):
@@ -127,7 +129,7 @@ def _hold_out(file: SimulationFile, data: Federation) -> Federation:
 
 
 def _open_engine(
-    file: SimulationFile, data: Federation, given: Learner | ArrayLearner | None
+    file: SimulationFile, data: Federation, given: Learner | ArrayLearner | None, on_progress: OnProgress
 ) -> tuple[Engine, Parameters, LocalAlgorithmOptions | None]:
     """Return the engine, the initial model, and the clients' algorithm."""
     if given is None:
@@ -147,6 +149,8 @@ def _open_engine(
 
         options = LocalOptions.from_config(file.job.config, file.plugins)
         algorithm = options.algorithm
+        for key, hint in options.find_unknown(file.job.config).items():
+            on_progress(f"config.{key} is ignored: local training has no such key{hint}")
         if learner.personal:  # without a client's personal layers a model cannot be scored
             data = dataclasses.replace(data, test_inputs=data.test_inputs[:0], test_targets=data.test_targets[:0])
         task = ClientTraining(data, learner, options, file.simulation.seed)

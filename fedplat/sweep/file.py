@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import importlib.util
 import tomllib
 from collections.abc import Generator, Sequence
@@ -14,11 +13,13 @@ from typing import Any
 
 from fedplat.errors import JobFileError, MissingExtraError
 from fedplat.local_options import LocalOptions
+from fedplat.metrics import is_smaller_better
 from fedplat.plugins import name_of
 from fedplat.simulation.engines.registry import RayOptions
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario import unsupported
 from fedplat.simulation.scenario.file import SimulationFile
+from fedplat.simulation.scenario.learners import ModelOptions
 from fedplat.sweep import plan, search
 from fedplat.sweep.options import IntegerRange, Stopping, SweepOptions
 from fedplat.sweep.outcome import VIRTUAL_S, Objective
@@ -60,10 +61,10 @@ class SweepFile:
 
     @property
     def objective(self) -> Objective:
-        """The quantity to optimize. By default, metrics whose name ends in "loss" are minimized, like seconds."""
+        """The quantity to optimize. By default, losses and errors are minimized, like seconds."""
         simulation = self.base.simulation
         metric = self.options.metric or simulation.target_metric
-        falls = metric.endswith("loss") or metric == VIRTUAL_S
+        falls = is_smaller_better(metric) or metric == VIRTUAL_S
         return Objective(
             metric=metric,
             maximize=self.options.direction == "maximize" or (not self.options.direction and not falls),
@@ -109,29 +110,31 @@ class SweepFile:
     def check(self, configurations: Sequence[Configuration]) -> list[SimulationFile]:
         """Return the simulation files of configurations. Raises `JobFileError` for the first invalid one."""
         read = [self.parse(configuration) for configuration in configurations]
-        if any(file.simulation.training for file in read):
-            if importlib.util.find_spec("torch") is None:
-                raise MissingExtraError("training needs PyTorch; install it with: pip install 'fedplat[torch]'")
-            for configuration, file in zip(configurations, read, strict=True):
+        for configuration, file in zip(configurations, read, strict=True):
+            self._check_engine(configuration, file)
+        if any(_trains_with_pytorch(file) for file in read) and importlib.util.find_spec("torch") is None:
+            raise MissingExtraError("training needs PyTorch; install it with: pip install 'fedplat[torch]'")
+        for configuration, file in zip(configurations, read, strict=True):
+            if isinstance(file.simulation.model, ModelOptions):  # other learners check `[config]` themselves
                 self._check_training(configuration, file)
         return read
 
     def _check_training(self, configuration: Configuration, file: SimulationFile) -> None:
         """Check `[config]` as training does: with keys of the trainer's own, a misspelled name would change nothing."""
-        own = {*LocalOptions.__struct_fields__, *self.base.job.config}
-        for key in configuration.values:
-            name = key.removeprefix(_CONFIG)
-            if key.startswith(_CONFIG) and name not in own:
-                near = difflib.get_close_matches(name, own, n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                raise self._error(configuration, f"{key}: neither the base file nor local training has this key{hint}")
         if not file.simulation.training:
             return
         try:
-            LocalOptions.from_config(file.job.config)
+            options = LocalOptions.from_config(file.job.config, file.plugins)
         except JobFileError as exc:
             raise self._error(configuration, str(exc)) from exc
-        if isinstance(file.simulation.engine, RayOptions):
+        given = {key.removeprefix(_CONFIG) for key in configuration.values if key.startswith(_CONFIG)}
+        changed = {name: file.job.config[name] for name in given - self.base.job.config.keys()}
+        for key, hint in options.find_unknown(changed).items():
+            text = f"config.{key}: neither the base file nor local training has this key{hint}"
+            raise self._error(configuration, text)
+
+    def _check_engine(self, configuration: Configuration, file: SimulationFile) -> None:
+        if file.simulation.training and isinstance(file.simulation.engine, RayOptions):
             raise self._error(
                 configuration,
                 'simulation.engine = "ray": expected an engine of one machine; the option --ray computes the runs of a '
@@ -204,6 +207,10 @@ def _check_rounds(stopping: Stopping | None, most: int) -> None:
         raise JobFileError(
             f"stopping.rounds = {stopping.rounds}: expected rounds before the last one, and the runs have {most}"
         )
+
+
+def _trains_with_pytorch(file: SimulationFile) -> bool:
+    return file.simulation.training and isinstance(file.simulation.model, ModelOptions)
 
 
 @contextlib.contextmanager

@@ -54,6 +54,23 @@ def test_changes_are_arguments_of_set_and_names_are_short() -> None:
     )
 
 
+def test_a_local_algorithm_from_a_file_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "local.py").write_text(
+        "import msgspec\nfrom fedplat.aggregate import LocalAlgorithm\n\n\n"
+        "class Plain(msgspec.Struct, frozen=True):\n    def build(self):\n        return LocalAlgorithm()\n"
+    )
+    base = BASE.replace("epochs = 1\n", 'epochs = 1\nalgorithm = "local.py:Plain"\n')
+    assert len(sweep.read(write_sweep(tmp_path, GRID, base)).configurations) == 4
+
+
+def test_a_learner_without_batches_is_accepted(tmp_path: Path) -> None:
+    base = BASE.replace("batch_size = 32\n", "") + (
+        '\n[simulation.model]\nlearner = "sklearn"\nestimator = "sklearn.linear_model:SGDClassifier"\n'
+        "features = 64\nclasses = 10\n"
+    )
+    assert len(sweep.read(write_sweep(tmp_path, GRID, base)).configurations) == 4
+
+
 def test_a_file_and_its_defaults(tmp_path: Path) -> None:
     file = sweep.read(write_sweep(tmp_path))
     assert (file.num_runs, file.seeds, len(file.configurations)) == (8, [0, 1], 4)
@@ -63,6 +80,8 @@ def test_a_file_and_its_defaults(tmp_path: Path) -> None:
     assert changes == ["config.learning_rate=0.003", "config.epochs=3", "simulation.seed=7", "simulation.engine=loop"]
     loss = sweep.read(write_sweep(tmp_path, 'metric = "loss"\n' + GRID))
     assert (loss.objective.maximize, loss.objective.target) == (False, 0.0)
+    error = sweep.read(write_sweep(tmp_path, 'metric = "calibration_error"\n' + GRID))
+    assert not error.objective.maximize
     named = sweep.read(write_sweep(tmp_path, GRID, BASE.replace("target = 0.3", 'engine = "vmap"')))
     assert named.changes(named.configurations[0])[-1] == "simulation.seed=0"
     search = sweep.read(write_sweep(tmp_path, SEARCH))
