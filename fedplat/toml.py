@@ -21,7 +21,8 @@ from msgspec.structs import FieldInfo
 from msgspec.structs import fields as struct_fields
 
 from fedplat.errors import JobFileError, PluginError, UserCodeError
-from fedplat.plugins import BUILTIN, AbsentPlugin, Kind, Plugins, adopt_fields, find_kind, plugins_in
+from fedplat.plugin_objects import adopt_fields, plugins_in
+from fedplat.plugins import BUILTIN, AbsentPlugin, Kind, Plugins, find_kind
 
 MAX_MISTAKES = 20
 """Maximum number of mistakes in one error; about as many fit into a server's reply."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
-from reproduction import Cell, Log, Paper, Value, format_runs, main, mean, play
+from reproduction import Cell, Log, Paper, Value, format_gains, format_runs, main, play
 
 FEDLC = 'algorithm = "../../examples/plugins/fedlc.py:FedLC"\ntau = '
 ALGORITHMS = {
@@ -56,20 +56,20 @@ clients = 20
 
 
 def rows(logs: Sequence[Log]) -> list[tuple[Value, ...]]:
-    """Return the accuracy after the last round, mean and spread over the seeds, and the gain over FedAvg."""
+    """Return the accuracy after the last round and the gain over FedAvg with the same seed, over the seeds."""
     found: list[tuple[Value, ...]] = []
-    base = mean(_ends(logs, "fedavg"))
+    base = _ends(logs, "fedavg")
     for name, (label, _, published) in ALGORITHMS.items():
         ends = _ends(logs, name)
-        ours = mean(ends)
-        gain = "-" if ours is None or base is None or name == "fedavg" else f"{ours - base:+.2f}"
+        gain = "-" if name == "fedavg" else format_gains(ends, base)
         theirs = "-" if name == "fedavg" else f"{published - ALGORITHMS['fedavg'][2]:+.2f}"
-        found.append((label, f"{published:.2f}", theirs, format_runs(ends), gain, len(ends)))
+        found.append((label, f"{published:.2f}", theirs, format_runs([*ends.values()]), gain, len(ends)))
     return found
 
 
-def _ends(logs: Sequence[Log], cell: str) -> list[float]:
-    return [log.accuracies[-1] for log in logs if log.cell == cell and log.accuracies]
+def _ends(logs: Sequence[Log], cell: str) -> dict[int, float]:
+    """Return the accuracy after the last round of each run, by its seed."""
+    return {log.seed: log.accuracies[-1] for log in logs if log.cell == cell and log.accuracies}
 
 
 PAPER = Paper(

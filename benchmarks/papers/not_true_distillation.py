@@ -17,7 +17,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 
-from reproduction import Cell, Log, Paper, Value, format_runs, main, play
+from reproduction import Cell, Log, Paper, Value, format_gains, format_runs, main, play
 
 FEDNTD = 'algorithm = "../../examples/plugins/fedntd.py:FedNTD"'
 ALGORITHMS = {"fedavg": ("FedAvg", ""), "fedntd": ("FedNTD", FEDNTD)}
@@ -70,15 +70,9 @@ def rows(logs: Sequence[Log]) -> list[tuple[Value, ...]]:
         ours: dict[int, float] = {}
         for last in LAST:
             base, ours = _ends(logs, f"fedavg-{rate}", last), _ends(logs, f"{name}-{rate}", last)
-            gains = [ours[seed] - base[seed] for seed in ours if seed in base]
-            row += [format_runs([*ours.values()]), "-" if name == "fedavg" else _signed(gains)]
+            row += [format_runs([*ours.values()]), "-" if name == "fedavg" else format_gains(ours, base)]
         found.append((*row, len(ours)))
     return found
-
-
-def _signed(gains: Sequence[float]) -> str:
-    text = format_runs(gains)
-    return text if text.startswith("-") or not gains else f"+{text}"
 
 
 def _ends(logs: Sequence[Log], cell: str, last: int) -> dict[int, float]:

@@ -158,6 +158,13 @@ def format_runs(values: Sequence[float]) -> str:
     return f"{mean_text} ± {statistics.stdev(values):.2f}" if len(values) > 1 else mean_text
 
 
+def format_gains(values: Mapping[int, float], base: Mapping[int, float]) -> str:
+    """Return the mean of the gains over the values of `base` with the same seed, with its sign, as `format_runs`."""
+    gains = [value - base[seed] for seed, value in values.items() if seed in base]
+    text = format_runs(gains)
+    return text if text.startswith("-") or not gains else f"+{text}"
+
+
 def run_named(paper: str, cell: str, seed: int, path: Path, quick: bool) -> str:
     """Call `run_cell` in a separate process, which finds the paper by its name."""
     import torch

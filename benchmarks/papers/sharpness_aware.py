@@ -11,10 +11,11 @@ client's half is a plugin, `examples/plugins/fedsam.py`.
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
 
-from reproduction import Cell, Log, Paper, Value, format_runs, main, mean, play
+from reproduction import Cell, Log, Paper, Value, format_gains, format_runs, main, play
 
 LAST = 100
 FEDSAM = 'algorithm = "../../examples/plugins/fedsam.py:FedSAM"\nrho = '
@@ -59,20 +60,20 @@ classes_per_client = 1
 
 
 def rows(logs: Sequence[Log]) -> list[tuple[Value, ...]]:
-    """Return the mean accuracy of the last rounds, its spread over the seeds, and the gain over FedAvg."""
+    """Return the mean accuracy of the last rounds and the gain over FedAvg with the same seed, over the seeds."""
     found: list[tuple[Value, ...]] = []
-    base = mean(_ends(logs, "fedavg"))
+    base = _ends(logs, "fedavg")
     for name, (label, _) in ALGORITHMS.items():
         ends = _ends(logs, name)
-        ours = mean(ends)
-        gain = "-" if ours is None or base is None or name == "fedavg" else f"{ours - base:+.2f}"
-        found.append((label, "above FedAvg" if name == "fedsam-0.1" else "-", format_runs(ends), gain, len(ends)))
+        gain = "-" if name == "fedavg" else format_gains(ends, base)
+        published = "above FedAvg" if name == "fedsam-0.1" else "-"
+        found.append((label, published, format_runs([*ends.values()]), gain, len(ends)))
     return found
 
 
-def _ends(logs: Sequence[Log], cell: str) -> list[float]:
-    """Return the mean accuracy of the last rounds of each run."""
-    return [sum(log.accuracies[-LAST:]) / len(log.accuracies[-LAST:]) for log in logs if log.cell == cell]
+def _ends(logs: Sequence[Log], cell: str) -> dict[int, float]:
+    """Return the mean accuracy of the last rounds of each run, by its seed."""
+    return {log.seed: statistics.mean(log.accuracies[-LAST:]) for log in logs if log.cell == cell}
 
 
 PAPER = Paper(

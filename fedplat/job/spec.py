@@ -24,7 +24,8 @@ from fedplat.job.sections import (
     Selection,
     Updates,
 )
-from fedplat.plugins import BUILTIN, Plugins, adopt_fields, build_checked, has_absent, name_of
+from fedplat.plugin_objects import adopt_fields
+from fedplat.plugins import BUILTIN, Plugins, build_checked, has_absent, name_of
 from fedplat.sampling import Poisson, Uniform
 from fedplat.toml import (
     format_value,

@@ -16,6 +16,9 @@ from fedplat.testing.errors import run_checks
 
 SIZES = (0, 1, 2, 7, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 37)
 NUM_DAMAGED = 300
+NUM_SEEDS = 8
+MAX_BIAS = 0.25
+"""Largest difference from 1 of the scale of decoded vectors, on average."""
 MAX_BLOCKS = 12
 """Blocks of float32 that a decoder may hold."""
 
@@ -64,6 +67,37 @@ def check_vectors_have_their_length_again(tested: CodecUnderTest) -> Iterator[st
             yield f"blocks have {sorted({block.size for block in blocks})} entries; expected {BLOCK}, except the last"
 
 
+def check_vectors_stay_as_they_are(tested: CodecUnderTest) -> Iterator[str]:
+    """Require that vectors are only read: error feedback subtracts what was sent from them."""
+    vector = normal(BLOCK + 5)
+    before = vector.copy()
+    vector.flags.writeable = False
+    try:
+        tested.encode(vector)
+    except ValueError as exc:
+        yield f"encode() writes into the vector that it receives ({exc}); expected new arrays"
+        return
+    if vector.tobytes() != before.tobytes():
+        yield "encode() changes the vector that it receives; expected new arrays"
+
+
+def check_decoded_vectors_resemble_the_original(tested: CodecUnderTest) -> Iterator[str]:
+    """Require each block at its place, and unchanged on average, of codecs without error feedback."""
+    if tested.codec.needs_feedback:
+        return
+    vector = normal(2 * BLOCK + 1037)
+    decoded = np.mean([tested.decode(tested.encode(vector, seed), vector.size) for seed in range(NUM_SEEDS)], axis=0)
+    for start in range(0, vector.size, BLOCK):
+        block, found = vector[start : start + BLOCK], decoded[start : start + BLOCK]
+        scale = float(block @ found / (block @ block))
+        if not abs(scale - 1.0) <= MAX_BIAS:
+            yield (
+                f"the entries from {start:,} on are decoded to {scale:.2f} times the original, on average; expected 1, "
+                "or needs_feedback = True for a codec that omits a part"
+            )
+            return
+
+
 def check_equal_seeds_give_equal_bytes(tested: CodecUnderTest) -> Iterator[str]:
     """Require all randomness from the generator: an upload that is repeated must be the same."""
     vector = normal(BLOCK + 5)
@@ -101,7 +135,7 @@ def check_feedback_reduces_what_is_omitted(tested: CodecUnderTest) -> Iterator[s
     """
     if not tested.codec.needs_feedback:
         return
-    vector = normal(1000)
+    vector = normal(2 * BLOCK + 1037)
     error = float(np.linalg.norm(vector - tested.decode(tested.encode(vector), vector.size)) / np.linalg.norm(vector))
     if not error < 1.0:
         yield f"the error of a vector is {error:.2f} times as long as the vector; with needs_feedback, expected below 1"
@@ -173,11 +207,13 @@ def check_vectors_that_are_not_finite_are_refused(tested: CodecUnderTest) -> Ite
 
 CHECKS = (
     check_vectors_have_their_length_again,
+    check_vectors_stay_as_they_are,
     check_equal_seeds_give_equal_bytes,
     check_blocks_can_be_read_again,
     check_vectors_that_are_not_finite_are_refused,
     check_extreme_values_stay_finite,
     check_feedback_reduces_what_is_omitted,
+    check_decoded_vectors_resemble_the_original,
     check_payloads_of_another_length_are_refused,
     check_damaged_payloads_are_harmless,
     check_payloads_are_read_in_blocks,

@@ -85,7 +85,18 @@ def check_a_seed_gives_the_same_parts(tested: PartitionUnderTest) -> Iterator[st
         yield "two splits with the same generator differ; expected no other randomness and no memory"
 
 
+def check_examples_stay_as_they_are(tested: PartitionUnderTest) -> Iterator[str]:
+    """Require that the data set is only read: other clients and the evaluation use its arrays."""
+    arrays = {"inputs": tested.dataset.inputs, "targets": tested.dataset.targets}
+    before = {name: array.copy() for name, array in arrays.items()}
+    tested.split()
+    for name, array in arrays.items():
+        if array.tobytes() != before[name].tobytes():
+            yield f"split() changes the {name} of the data set; expected that it only reads them"
+
+
 CHECKS = (
+    check_examples_stay_as_they_are,
     check_parts_are_indices_of_examples,
     check_each_client_has_an_example,
     check_an_example_belongs_to_one_client,

@@ -125,6 +125,14 @@ def check_updates_stay_as_they_are(tested: RobustRuleUnderTest) -> Iterator[str]
         yield f"the rule writes into updates ({exc}); expected new arrays"
 
 
+def check_equal_updates_are_followed(tested: RobustRuleUnderTest) -> Iterator[str]:
+    """Require a result on the side of the updates if they are all equal, whose robust mean is no question."""
+    update = tested.updates()[0]
+    found = gather(tested.make(), np.tile(update, (max(NUM_UPDATES, tested.fewest), 1)))
+    if not float(found.astype(np.float64) @ update.astype(np.float64)) > 0.0:
+        yield "if all updates are equal, the result does not point their way; expected that it does"
+
+
 def check_arbitrary_updates_have_a_bounded_effect(tested: RobustRuleUnderTest) -> Iterator[str]:
     """Require that larger arbitrary updates move the result no farther, and never out of float32."""
     honest = np.delete(tested.updates(), ATTACKERS, axis=0).astype(np.float64)
@@ -217,6 +225,7 @@ RULE_CHECKS = (
     check_updates_stay_as_they_are,
     check_the_same_updates_give_the_same_bits,
     check_the_order_changes_rounding_only,
+    check_equal_updates_are_followed,
     check_arbitrary_updates_have_a_bounded_effect,
     check_pre_aggregation_comes_first,
     check_merged_parts_equal_the_whole,

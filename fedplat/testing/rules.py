@@ -199,6 +199,35 @@ def check_merged_parts_equal_the_whole(rule: RuleUnderTest) -> Iterator[str]:
             yield f"merge() of parts, {name}, changes the step by {found:.1e}; expected at most {ROUNDING:.0e}"
 
 
+def check_merged_parts_publish_the_same(rule: RuleUnderTest) -> Iterator[str]:
+    """Require that a merged partial result has all numbers of its parts, also those that only the end needs."""
+    made, updates = rule.make(), rule.updates(0)
+    whole, merged = fold(made, updates), made.merge(fold(made, updates[:2]), fold(made, updates[2:]))
+    functions = {"publish": made.publish, "remember": made.remember}
+    for name, function in functions.items():
+        if function is None:
+            continue
+        expected, found = function(whole), function(merged)
+        if found.keys() != expected.keys() or any(
+            not np.isclose(found[key], value, rtol=ROUNDING, atol=0.0) for key, value in expected.items()
+        ):
+            yield (
+                f"after merge(), {name}() returns {dict(found)}, and {dict(expected)} for all updates together; "
+                "expected a merge() that also adds `sums`, and no randomness"
+            )
+
+
+def check_the_step_follows_the_updates(rule: RuleUnderTest) -> Iterator[str]:
+    """Require a step that reduces the distance to the clients' models: an update is their model minus the server's."""
+    update = rule.updates(0)[0][0]
+    moved, _ = step(rule.make(), [(update, contribution) for _, contribution in rule.updates(0)])
+    if not float(moved.astype(np.float64) @ update.astype(np.float64)) > 0.0:
+        yield (
+            "if all updates are equal, the step does not go their way; expected a step to add to the model, as an "
+            "update is (minus the gradient, times a learning rate)"
+        )
+
+
 def check_weights_count(rule: RuleUnderTest) -> Iterator[str]:
     """Require the use of weights: they are all that a rule learns of examples, staleness and limits of influence."""
     updates = list(rule.updates(0))
@@ -218,15 +247,31 @@ def check_weights_count(rule: RuleUnderTest) -> Iterator[str]:
 
 
 def check_a_mean_of_nothing_is_refused(rule: RuleUnderTest) -> Iterator[str]:
-    """Require an error if no update is usable."""
+    """Require an error if no update is usable, or has a weight: staleness weights may be 0."""
     made = rule.make()
-    try:
-        with np.errstate(all="ignore"):
-            moved, _ = made.apply(made.init(SIZE), made.start(SIZE))
-    except ValueError:
-        return
-    if not np.isfinite(moved).all():
-        yield "apply() without an update returns NaN or infinite entries; expected a ValueError"
+    weightless = [(update, dataclasses.replace(each, weight=0.0)) for update, each in rule.updates(0)]
+    for name, updates in (("without an update", ()), ("of updates with the weight 0", weightless)):
+        try:
+            with np.errstate(all="ignore"):
+                moved, _ = step(made, updates)
+        except ValueError:
+            continue
+        if not np.isfinite(moved).all():
+            yield f"apply() {name} returns NaN or infinite entries; expected a ValueError"
+
+
+def check_refused_updates_change_nothing(rule: RuleUnderTest) -> Iterator[str]:
+    """Require that `fold` checks a contribution before it adds anything: the attempt goes on without this update."""
+    for weight in (float("nan"), -1.0):
+        made, ((update, contribution), (other, refused), *_) = rule.make(), rule.updates(0)
+        partial = made.fold(made.start(SIZE), VectorBlocks(update), contribution)
+        before = partial.total.copy()
+        try:
+            with np.errstate(all="ignore"):
+                made.fold(partial, VectorBlocks(other), dataclasses.replace(refused, weight=weight))
+        except ValueError:
+            if partial.total.tobytes() != before.tobytes():
+                yield f"fold() refuses the weight {weight} after adding the update; expected that it checks first"
 
 
 def check_hostile_contributions_are_refused_or_harmless(rule: RuleUnderTest) -> Iterator[str]:
@@ -266,6 +311,19 @@ def check_updates_are_read_in_blocks(rule: RuleUnderTest) -> Iterator[str]:
             f"fold() allocates {peak:,} bytes for an update of {4 * size:,}; expected that it reads the blocks of the "
             "update one after the other, and keeps none of them"
         )
+
+
+def check_sums_do_not_grow_with_the_updates(rule: RuleUnderTest) -> Iterator[str]:
+    """Require that memory does not grow with the number of clients."""
+    made = rule.make()
+    few, many = (fold(made, rule.updates(0, number)) for number in (NUM_UPDATES, 2 * NUM_UPDATES))
+    if len(many.sums) > len(few.sums):
+        yield (
+            f"{NUM_UPDATES} updates have {len(few.sums)} sums, and {2 * NUM_UPDATES} have {len(many.sums)}; expected "
+            "sums over the updates, not numbers of each"
+        )
+    if many.kept and made.gather is None:
+        yield "fold() keeps updates; expected that only a rule with gather() does"
 
 
 class _Stream(Blocks):
@@ -323,10 +381,14 @@ CHECKS = (
     check_all_memory_is_in_the_state,
     check_the_order_changes_rounding_only,
     check_merged_parts_equal_the_whole,
+    check_merged_parts_publish_the_same,
     check_weights_count,
+    check_the_step_follows_the_updates,
     check_a_mean_of_nothing_is_refused,
     check_hostile_contributions_are_refused_or_harmless,
+    check_refused_updates_change_nothing,
     check_updates_are_read_in_blocks,
+    check_sums_do_not_grow_with_the_updates,
     check_blockwise_rules_give_the_bits_of_the_whole,
     check_rules_on_the_mean_see_only_the_mean,
 )

@@ -13,7 +13,7 @@ import pytest
 import reproduction
 import reproductions_page
 import workers
-from reproduction import Log, Observe, Paper, read_log, rounds_to, run_cell
+from reproduction import Log, Observe, Paper, format_gains, read_log, rounds_to, run_cell
 from workers import Workers
 
 from fedplat.simulation import RunFolderOptions
@@ -56,6 +56,20 @@ def mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_rounds_to_a_target_are_interpolated_on_the_running_maximum(accuracies: Sequence[float], rounds: float | None):
     assert rounds_to(accuracies, 90.0) == rounds
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({0: 61.0, 1: 73.0}, "+2.00 ± 1.41"),
+        ({1: 71.5}, "+1.50"),  # beside the run with the same seed, not the mean of both
+        ({0: 59.5}, "-0.50"),
+        ({2: 65.0}, "not run"),
+        ({}, "not run"),
+    ],
+)
+def test_gains_are_those_over_runs_with_the_same_seed(values: dict[int, float], text: str):
+    assert format_gains(values, {0: 60.0, 1: 70.0}) == text
 
 
 @every_paper

@@ -14,7 +14,8 @@ from typing import Any, cast
 
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec, check_algorithm, check_main, job_file
-from fedplat.plugins import BUILTIN, Plugins, plugins_in
+from fedplat.plugin_objects import plugins_in
+from fedplat.plugins import BUILTIN, Plugins
 from fedplat.simulation.scenario.options import SimulationOptions
 from fedplat.toml import format_value, read_record, read_toml, to_table
 from fedplat.toml_text import set_key, split_key, write_toml

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from fedplat.plugins import adopt_fields
+from fedplat.plugin_objects import adopt_fields
 from fedplat.simulation.clients import FleetOptions
 from fedplat.simulation.data import DataSource, Partition
 from fedplat.simulation.engines.registry import AutoOptions, EngineOptions

@@ -19,6 +19,14 @@ from fedplat.simulation.api import simulate
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "extending.md").read_text("utf-8")
 FILES = dict(re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", PAGE, flags=re.DOTALL))
 
+ENTRY_POINTS = {
+    "rules": "lion:Lion",
+    "policies": "turns:Turns",
+    "codecs": "signs:Signs",
+    "partitions": "similar:Similar",
+    "algorithms": "moon:Moon",
+}
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -36,6 +44,31 @@ def test_its_plugins_learn_to_read_digits(folder: Path) -> None:
     merged = run.result.participation.merged
     assert merged.sum() == 20 * 10
     assert merged.max() - merged.min() <= 1  # clients take turns
+
+
+def test_an_installed_package_gives_its_plugins_names(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"rounds": 1, "simulation.engine": "loop"}
+    by_path = simulate(folder / "digits.toml", changes)
+    package = folder / "package"
+    (package / "own-1.0.dist-info").mkdir(parents=True)
+    (package / "own-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.0\n")
+    text, points = FILES["digits.toml"], ""
+    for kind, reference in ENTRY_POINTS.items():
+        module, _, name = reference.partition(":")
+        assert f'"{module}.py:{name}"' in text
+        (folder / f"{module}.py").rename(package / f"{module}.py")
+        text = text.replace(f'"{module}.py:{name}"', f'"{module}"')
+        points += f"[fedplat.{kind}]\n{module} = {reference}\n"
+    (package / "own-1.0.dist-info/entry_points.txt").write_text(points)
+    (folder / "digits.toml").write_text(text)
+    monkeypatch.syspath_prepend(str(package))
+    try:
+        by_name = simulate(folder / "digits.toml", changes)
+    finally:
+        for reference in ENTRY_POINTS.values():
+            sys.modules.pop(reference.partition(":")[0], None)
+    assert by_path.model is not None
+    assert by_name.model == by_path.model
 
 
 @pytest.mark.parametrize("engine", ["loop", "processes", "auto"])

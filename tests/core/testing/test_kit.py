@@ -114,6 +114,17 @@ def write_negated(vector: Blocks, rng: np.random.Generator) -> Iterator[bytes]:
     return ((-block).astype("<f2").tobytes() for block in vector)
 
 
+def write_without_small(vector: Blocks, rng: np.random.Generator) -> Iterator[bytes]:
+    for block in vector:
+        block[np.abs(block) < 0.01] = 0.0
+        yield block.astype("<f2").tobytes()
+
+
+def read_turned(source: Source, size: int) -> Iterator[Vector]:
+    """Turns all blocks but the first one round."""
+    return (block[:: -1 if number else 1].copy() for number, block in enumerate(read_halves(source, size)))
+
+
 def one_byte(size: int) -> int:
     return size
 
@@ -139,6 +150,10 @@ class Halves(Struct, frozen=True):
         ({"read": read_unchecked}, "is decoded to NaN or infinite entries"),
         ({"read": read_at_once}, "expected that it yields one block after the other"),
         ({"write": write_at_random}, "two payloads of a vector and a seed differ"),
+        ({"write": write_without_small}, "encode() writes into the vector that it receives"),
+        ({"write": write_negated}, "the entries from 0 on are decoded to -1.00 times the original, on average"),
+        ({"read": read_turned}, "the entries from 65,536 on are decoded to "),
+        ({"read": read_turned, "needs_feedback": True}, "times as long as the vector; with needs_feedback"),
         ({"write": write_negated, "needs_feedback": True}, "times as long as the vector; with needs_feedback"),
     ],
 )
@@ -166,6 +181,14 @@ class OwnSeed(BasePartition, frozen=True):
         return np.array_split(np.random.default_rng(next(CALLS)).permutation(len(dataset.inputs)), 5)
 
 
+class Sorted(BasePartition, frozen=True):
+    """Sorts the targets in place, so that they no longer belong to the inputs."""
+
+    def split(self, dataset: Dataset, rng: np.random.Generator) -> list[Part]:
+        dataset.targets.sort()
+        return np.array_split(rng.permutation(len(dataset.inputs)), 5)
+
+
 @pytest.mark.parametrize(
     ("partition", "sentence"),
     [
@@ -173,6 +196,7 @@ class OwnSeed(BasePartition, frozen=True):
         (Windows(clients=5, step=2000, size=10), "client 3 has the examples 6000 to 6009; expected indices below 6000"),
         (Windows(clients=5, step=10, size=0), "5 of 5 clients have no example"),
         (Windows(clients=0, step=10, size=5), "there are no clients"),
+        (Sorted(), "split() changes the targets of the data set"),
         (OwnSeed(), "two splits with the same generator differ"),
     ],
     ids=repr,

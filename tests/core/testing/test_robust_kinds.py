@@ -72,12 +72,17 @@ def by_norm(inputs: RobustInputs) -> Vector:
     return found / np.float32(max(np.linalg.norm(found), 1e-9)) if found.size else found
 
 
+def nothing(inputs: RobustInputs) -> Vector:
+    return np.zeros_like(median(inputs))
+
+
 @pytest.mark.parametrize(
     ("rule", "sentence"),
     [
         (Broken(mean), "of 13 updates move the result by"),
         (Broken(almost_all), "expected a bound that does not depend on their size"),
         (Broken(first), "updates in another order change the result by"),
+        (Broken(nothing), "if all updates are equal, the result does not point their way"),
         (Broken(random), "expected no randomness and no memory"),
         (Broken(in_double), "the result is float64[1000]; expected float32[1000]"),
         (Broken(in_place), "the rule writes into updates"),

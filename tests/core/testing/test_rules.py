@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -128,6 +128,46 @@ def by_total_weight(state: State, partial: Partial) -> tuple[Vector, State]:
     return MEAN.apply({}, partial)[0] * np.float32(partial.weight), state
 
 
+def negated(state: State, partial: Partial) -> tuple[Vector, State]:
+    return -MEAN.apply({}, partial)[0], state
+
+
+def adding_before_checking(partial: Partial, update: Blocks, contribution: Contribution) -> Partial:
+    first = 0
+    for block in update:
+        partial.total[first : first + block.size] += np.float32(contribution.weight) * block
+        first += block.size
+    if not contribution.weight >= 0 or np.isinf(contribution.weight):
+        raise ValueError("impossible weight")
+    weight = partial.weight + contribution.weight
+    return dataclasses.replace(partial, weight=weight, num_updates=partial.num_updates + 1)
+
+
+def with_a_sum_for_each(partial: Partial, update: Blocks, contribution: Contribution) -> Partial:
+    return MEAN.fold(partial, update, contribution).plus(**{contribution.client_id: 1.0})
+
+
+def losing_sums() -> Rule:
+    """Adds up the examples, which `merge` forgets."""
+
+    def fold(partial: Partial, update: Blocks, contribution: Contribution) -> Partial:
+        return MEAN.fold(partial, update, contribution).plus(examples=contribution.num_examples)
+
+    def merge(left: Partial, right: Partial) -> Partial:
+        return dataclasses.replace(MEAN.merge(left, right), sums=left.sums)
+
+    def publish(partial: Partial) -> Mapping[str, float]:
+        return partial.sums
+
+    return dataclasses.replace(MEAN, fold=fold, merge=merge, publish=publish)
+
+
+def dividing_by_the_weight(state: State, partial: Partial) -> tuple[Vector, State]:
+    if partial.num_updates == 0:
+        raise ValueError("no update")
+    return partial.total / np.float32(partial.weight), state
+
+
 BROKEN: dict[str, tuple[Callable[[], Rule], str]] = {
     "ignores weights": (with_mean(fold=without_weights), "expected that the weight of an update counts"),
     "depends on the unit of weights": (with_mean(apply=by_total_weight), "all weights times 1024 change the step by"),
@@ -142,6 +182,17 @@ BROKEN: dict[str, tuple[Callable[[], Rule], str]] = {
     "depends on the order": (with_mean(fold=first_counts_most), "updates in reverse order change the step by"),
     "has double precision": (with_mean(apply=in_double), "the step is float64["),
     "divides by zero": (with_mean(apply=dividing_by_zero), "without an update returns NaN or infinite entries"),
+    "divides by no weight": (with_mean(apply=dividing_by_the_weight), "of updates with the weight 0 returns NaN"),
+    "climbs": (with_mean(apply=negated), "if all updates are equal, the step does not go their way"),
+    "checks too late": (
+        with_mean(fold=adding_before_checking),
+        "fold() refuses the weight nan after adding the update",
+    ),
+    "remembers each client": (with_mean(fold=with_a_sum_for_each), "5 updates have 5 sums, and 10 have 10"),
+    "loses sums in merge": (
+        losing_sums,
+        "after merge(), publish() returns {'examples': 30.0}, and {'examples': 150.0}",
+    ),
 }
 
 
