@@ -134,8 +134,10 @@ def wrap_errors(action: str) -> Generator[None]:
         raise
     except (Exception, SystemExit) as exc:  # user code may raise anything; the operator needs one line
         frames = traceback.extract_tb(exc.__traceback__)
-        # The mistake is neither in this file nor in Python's import machinery.
-        places = [f"{f.filename}, line {f.lineno}" for f in frames if f.filename != __file__ and f.filename[:1] != "<"]
+        # The mistake is neither in this file nor in Python's import machinery, and hardly in an installed library.
+        frames = [each for each in frames if each.filename != __file__ and each.filename[:1] != "<"]
+        frames = [each for each in frames if "site-packages" not in each.filename] or frames
+        places = [f"{each.filename}, line {each.lineno}" for each in frames]
         if isinstance(exc, SyntaxError) and exc.filename:
             places.append(f"{exc.filename}, line {exc.lineno}")
         where = f" ({places[-1]})" if places else ""

@@ -102,3 +102,14 @@ def test_a_file_that_fails_is_tried_afresh() -> None:
             user_code.load(reference)
     with pytest.raises(UserCodeError, match="there is no module 'no_such_module_anywhere' in"):
         user_code.load("no_such_module_anywhere:score")
+
+
+def test_an_error_in_a_library_names_the_line_that_called_it(tmp_path: Path) -> None:
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "shapes.py").write_text("def check(value):\n    return value.shape\n")
+    (tmp_path / "loss.py").write_text("def compute(check):\n    check(1)\n")
+    check = user_code.load(f"{tmp_path / 'site-packages' / 'shapes.py'}:check", tmp_path)
+    compute = user_code.load(f"{tmp_path / 'loss.py'}:compute", tmp_path)
+    expected = r"the loss raised AttributeError: .* \(/.*/loss.py, line 2\)$"
+    with pytest.raises(UserCodeError, match=expected), user_code.wrap_errors("the loss"):
+        compute(check)
