@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from typing_extensions import override
 
-from fedplat import report_validation
+from fedplat import report_validation, user_code
 from fedplat.aggregate import Accumulator, Rule, State, rebase, seed_of
 from fedplat.codecs.container import Format
-from fedplat.errors import CodecError, FedplatError, PluginError
+from fedplat.errors import CodecError, FedplatError, ModelError, PluginError, UserCodeError
 from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters, Values, Vector
+from fedplat.plugins import name_of
 from fedplat.privacy import KEY_BYTES, Noise
 from fedplat.rounds import AssignmentId, AttemptKey, JobState, ModelVersion, Verdict, influence
 from fedplat.rounds.commands import Commit, Fold, Restart
@@ -26,6 +27,8 @@ from fedplat.simulation.federated.interface import Report, TrainingModel, make_v
 from fedplat.simulation.federated.retention import UpdateRetention
 
 _TRAINING, _CODEC, _NOISE = 1, 2, 3
+MAX_FAILURES = 20
+"""Failed aggregations in a row that end a simulation, unless the job fails before (`retry.max_attempts`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +87,7 @@ class RealTraining(TrainingModel):
         self._users: Counter[int] = Counter()
         self._models: dict[int, Parameters] = {}
         self._version = 0
+        self._failures: set[AttemptKey] = set()
         size = float(initial.schema.file_size_bytes)
         self._sizes = Sizes(size, float(self._format.max_bytes) if self._format is not None else size)
         rule, _ = self._build_rule(AttemptKey(spec.name, 0, 0))
@@ -170,10 +174,8 @@ class RealTraining(TrainingModel):
         try:
             with np.errstate(over="ignore", invalid="ignore"):  # `finish` checks the sum
                 attempt.accumulator.fold(values, command.contribution)
-        except PluginError:  # it would fail in each attempt: the simulation ends
-            raise
-        except (FedplatError, ValueError) as exc:
-            return AggregationFailed(command.key, str(exc))
+        except Exception as exc:
+            return self._fail(command.key, exc)
         return None
 
     @override
@@ -181,10 +183,9 @@ class RealTraining(TrainingModel):
         attempt = self._open(command.key)
         try:
             attempt.result = attempt.accumulator.finish(self.model, self._state)
-        except PluginError:
-            raise
-        except (FedplatError, ValueError) as exc:
-            return AggregationFailed(command.key, str(exc))
+        except Exception as exc:
+            return self._fail(command.key, exc)
+        self._failures.clear()
         number = job.latest.version + 1
         version = ModelVersion(
             version=number,
@@ -197,6 +198,19 @@ class RealTraining(TrainingModel):
             total_weight=attempt.accumulator.total_weight,
         )
         return AttemptAggregated(command.key, version, attempt.accumulator.published)
+
+    def _fail(self, key: AttemptKey, exc: Exception) -> AggregationFailed:
+        """Return the failure of an attempt, or raise it if the next attempts would fail as well."""
+        rule = f'aggregation.rule = "{name_of(self._spec.aggregation)}"'
+        if isinstance(exc, PluginError | UserCodeError):
+            raise exc
+        if not isinstance(exc, FedplatError | ValueError):
+            with user_code.wrap_errors(rule):
+                raise exc
+        self._failures.add(key)
+        if len(self._failures) >= MAX_FAILURES:
+            raise ModelError(f"{rule}: {len(self._failures)} attempts in a row failed, the last one with: {exc}")
+        return AggregationFailed(key, str(exc))
 
     @override
     def settle(self, key: AttemptKey, version: int | None) -> Mapping[str, float]:

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedplat.cli.app import app
-from fedplat.errors import DataError, JobFileError, PluginError, UserCodeError
+from fedplat.errors import DataError, JobFileError, ModelError, PluginError, UserCodeError
 from fedplat.metrics import Metric
 from fedplat.plugins import Plugins, name_of
 from fedplat.simulation.api import simulate
@@ -80,6 +80,19 @@ class Loop(msgspec.Struct, frozen=True):
         from fedplat.simulation.engines.loop import LoopEngine
 
         return LoopEngine(task)
+
+class Failing(msgspec.Struct, frozen=True):
+    how: str
+
+    def build(self):
+        from fedplat.aggregate import server_optimizer, weighted_mean
+
+        def update(state, mean):
+            if self.how == "raises":
+                raise KeyError("momentum")
+            return mean * np.float32("nan"), state
+
+        return server_optimizer(lambda size: {}, update)(weighted_mean())
 
 class Sure(msgspec.Struct, frozen=True):
     """The fraction of examples whose class has more than a probability."""
@@ -184,6 +197,16 @@ def test_metrics_have_options(folder: Path) -> None:
             {"mode.staleness": {"kind": "own.py:Bad", "value": "?"}, "mode.max_staleness": 9},
             UserCodeError,
             r"weight\(0\) raised KeyError: '\?' \(.*own.py, line \d+\)",
+        ),
+        (
+            {"aggregation": {"rule": "own.py:Failing", "how": "raises"}},
+            UserCodeError,
+            r"""aggregation.rule = "own.py:Failing" raised KeyError: 'momentum' \(.*own.py, line \d+\)""",
+        ),
+        (
+            {"aggregation": {"rule": "own.py:Failing", "how": "returns NaN"}},
+            ModelError,
+            'aggregation.rule = "own.py:Failing": 20 attempts in a row failed, .* is not finite',
         ),
         (
             {"simulation.fleet.speed": {"kind": "own.py:Bad", "value": "zeros"}},
