@@ -85,7 +85,7 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def keys(self) -> frozenset[str]:
         """The keys of `[config]` that these options are read from."""
-        return frozenset({*self.__struct_fields__, *self.algorithm.__struct_fields__})
+        return frozenset({*self.__struct_fields__, *cast(msgspec.Struct, self.algorithm).__struct_fields__})
 
     def find_unknown(self, config: Mapping[str, Scalar]) -> dict[str, str]:
         """Return the keys of a `[config]` that are not in `keys`, each with a hint such as `; did you mean epochs?`."""

@@ -112,6 +112,14 @@ def test_mistakes_are_one_line_each(
     assert done.stdout == ""
 
 
+def test_keys_that_only_a_trainer_may_know_are_reported(here: Path) -> None:
+    write_digits(here)
+    done = run("digits.toml", "--set", "config.moment=0.5", "--set", "rounds=1", "--no-plots")
+    assert done.exit_code == 0
+    note = "config.moment is ignored: local training has no such key; did you mean momentum?"
+    assert note in done.stderr.splitlines()
+
+
 def test_an_error_of_the_users_own_code_names_its_line(here: Path) -> None:
     (here / "own.py").write_text("def loss(outputs, targets):\n    raise RuntimeError('no loss today')\n")
     write_digits(here)

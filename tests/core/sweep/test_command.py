@@ -127,7 +127,7 @@ def test_the_plan_runs_nothing(here: Path, pool: FakePool) -> None:
     ("text", "arguments", "words"),
     [
         (GRID.replace("base.toml", "none.toml"), [], "none.toml: the file cannot be read: No such file or directory"),
-        (GRID + '"config.learning_rat" = [1.0]', [], "did you mean learning_rate?"),
+        (GRID + '"config.learning_rat" = [1.0]', [], "did you mean learning_rate or learning_rate_decay?"),
         (GRID.replace("[0, 1]", "[0, 2]"), [], "the sweep in out has seeds = [0, 1], and this file [0, 2]"),
         (GRID, ["--output", "sweep.toml"], "sweep.toml cannot be written: File exists"),
     ],
