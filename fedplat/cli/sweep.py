@@ -83,12 +83,17 @@ def _run(out: Output, file: SweepFile, folder: Path, options: WorkerOptions) -> 
 
 def _estimate(file: SweepFile, options: WorkerOptions) -> str:
     """Describe the work of a sweep in one line."""
-    count, seeds = plan.num_configurations(file.options), len(file.seeds)
+    count = plan.num_configurations(file.options)
     work = _count_work(file)
     where = "on Ray" if options.ray else f"{num_processes(file, options)} at a time"
-    runs = f"{file.num_runs:,} runs ({count:,} configurations, {seeds} seed{'' if seeds == 1 else 's'})"
+    parts = f"{_format_count(count, 'configuration')}, {_format_count(len(file.seeds), 'seed')}"
+    runs = f"{_format_count(file.num_runs, 'run')} ({parts})"
     most = "at most " if file.options.stopping is not None else ""
     return f"{file.path.stem}: {runs}, {where}; {most}{work['rounds']:,} rounds and {work['updates']:,} client updates"
+
+
+def _format_count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _count_work(file: SweepFile) -> dict[str, int]:
