@@ -86,7 +86,8 @@ def check_drawn_clients_are_different_candidates(tested: PolicyUnderTest) -> Ite
             drawn: list[Any] = tested.draw(tested.fleet(total), count)
             most = total if tested.policy.is_trial else min(count, total)
             if not all(isinstance(index, int) and 0 <= index < total for index in drawn):
-                yield f"draw() of {count} from {total} returns {str(drawn)[:80]}; expected ints from 0 to {total - 1}"
+                expected = f"ints from 0 to {total - 1}" if total else "an empty list: there may be no candidates"
+                yield f"draw() of {count} from {total} returns {str(drawn)[:80]}; expected {expected}"
             if len(set(drawn)) < len(drawn):
                 yield f"draw() of {count} from {total} returns a candidate twice"
             if len(drawn) > most or (len(drawn) < most and not tested.policy.is_trial):

@@ -73,7 +73,7 @@ class SecretHistory(BasePolicy, frozen=True):
         (First(), "32 of 40 clients are not drawn in 300 rounds of 8"),
         (WithReplacement(), "returns a candidate twice"),
         (TooMany(), "draw() of 1 from 2 returns 2 candidates; expected 1"),
-        (OutOfRange(), "draw() of 1 from 0 returns [0]; expected ints from 0 to -1"),
+        (OutOfRange(), "draw() of 1 from 0 returns [0]; expected an empty list: there may be no candidates"),
         (OwnRandomness(), "expected no other randomness and no memory"),
         (SecretHistory(), "expected remembers = True"),
     ],
