@@ -62,6 +62,8 @@ def read_name(name: object, kind: Kind, path: str, plugins: Plugins = BUILTIN) -
         hint = ""
         if isinstance(name, str) and ":" in name:
             hint = f"; a job cannot name code of a server or client, to which --plugin {kind.name}.NAME adds it"
+        elif isinstance(name, str) and name.endswith(".py") and plugins.folder is not None:
+            hint = f"; a file needs the name of its class as well: {name}:NAME"
         raise JobFileError(f"{path} = {format_value(name)}: {_one_of(plugins.names(kind), name)}{hint}")
     return record
 

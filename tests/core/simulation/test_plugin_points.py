@@ -244,6 +244,11 @@ def test_metrics_have_options(folder: Path) -> None:
             r"simulation.model.metrics\[0\].abov = 1: there is no such key; did you mean above\?",
         ),
         (
+            {"aggregation.rule": "own.py"},
+            JobFileError,
+            r"aggregation.rule = 'own.py': expected one of .*; a file needs the name of its class as well: own.py:NAME",
+        ),
+        (
             {"simulation.model.metrics": ["f2"]},
             JobFileError,
             r"simulation.model.metrics\[0\] = 'f2': expected one of f1, top_k, mae, r2",
