@@ -104,6 +104,7 @@ async def train(site: Site, rounds: int) -> None:
         await client.deliver((await client.assignment()).token, update_of(initial_model(), seed))
 
 
+@pytest.mark.slow
 async def test_those_that_fail_cost_a_score_and_nothing_else(
     folder: Path, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

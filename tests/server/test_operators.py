@@ -292,6 +292,7 @@ async def test_a_role_that_is_too_low_is_held_up_noted_and_counted(folder: Path)
 
 
 @pytest.mark.fault("F42")
+@pytest.mark.slow
 async def test_refused_calls_from_many_addresses_make_few_rows(folder: Path) -> None:
     """Each call comes from another address, according to a trusted proxy."""
     limits = Limits(refusal_delay_s=0.0, notes_per_minute=7.0)

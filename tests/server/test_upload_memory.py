@@ -28,6 +28,7 @@ MODEL = Parameters.from_arrays({"weight": np.zeros(200_000, np.float32)})
 
 @pytest.mark.calm("counts refusals")
 @pytest.mark.fault("F39")
+@pytest.mark.slow
 async def test_uploads_beyond_the_memory_wait_in_order_and_none_is_lost(folder: Path) -> None:
     limits = Limits(upload_memory_bytes=4 * 2**20, upload_wait_s=60.0)
     async with daemons.running(folder, limits=limits) as site:

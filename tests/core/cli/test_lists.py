@@ -47,6 +47,7 @@ def test_a_refusal_prints_no_json(run: Run, state: State):
     assert (refused.exit_code, refused.stdout) == (1, "")
 
 
+@pytest.mark.slow
 def test_limits(run: Run, state: State):
     add_rounds(state, 5)
     state.clients = [admin_pb2.Client(client_id=f"c-{n}") for n in range(5)]

@@ -70,6 +70,7 @@ def refused(text: str, *arguments: str) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 def test_a_plan_is_what_the_accountant_says() -> None:
     found = planned(POISSON, "--noise", "1.2", "--noise", "2.5")
     mechanism = find_mechanism(parse_job(POISSON))

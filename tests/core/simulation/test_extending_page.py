@@ -35,6 +35,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_its_plugins_learn_to_read_digits(folder: Path) -> None:
     assert all(len(text.splitlines()) <= 60 for text in FILES.values())
     run = simulate(folder / "digits.toml")

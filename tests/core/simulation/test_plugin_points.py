@@ -149,6 +149,7 @@ def test_own_fleet_models_shape_the_run(folder: Path) -> None:
     assert run.result.totals.duration_s > 3000.0 > online.result.totals.duration_s
 
 
+@pytest.mark.slow
 def test_metrics_are_results_and_may_be_the_target(folder: Path) -> None:
     path = write_digits(folder)
     changes: dict[str, object] = {

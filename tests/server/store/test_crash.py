@@ -39,7 +39,7 @@ def _killed_after(database: str, saves: int) -> dict[str, int]:
     return revisions
 
 
-@pytest.mark.parametrize("saves", [1, 10, *(pytest.param(saves, marks=pytest.mark.slow) for saves in (57, 150))])
+@pytest.mark.parametrize("saves", [1, *(pytest.param(saves, marks=pytest.mark.slow) for saves in (10, 57, 150))])
 async def test_a_killed_server_leaves_a_consistent_database(sqlite: str, saves: int) -> None:
     acknowledged = _killed_after(sqlite, saves)
     assert acknowledged
