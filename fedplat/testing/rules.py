@@ -97,6 +97,15 @@ def step(rule: Rule, updates: Updates, state: State | None = None) -> tuple[Vect
     return rule.apply(state, fold_and_gather(rule, updates, state))
 
 
+def _try_step(rule: Rule, updates: Updates) -> Vector | None:
+    """Return the step, or None if the rule refuses the updates."""
+    try:
+        with np.errstate(all="ignore"):
+            return step(rule, updates)[0]
+    except ValueError:
+        return None
+
+
 def _difference(left: Vector, right: Vector) -> float:
     """Return the largest difference, relative to the largest entry."""
     return float(np.abs(left - right).max() / max(np.abs(right).max(), 1e-30))
@@ -251,12 +260,7 @@ def check_a_mean_of_nothing_is_refused(rule: RuleUnderTest) -> Iterator[str]:
     made = rule.make()
     weightless = [(update, dataclasses.replace(each, weight=0.0)) for update, each in rule.updates(0)]
     for name, updates in (("without an update", ()), ("of updates with the weight 0", weightless)):
-        try:
-            with np.errstate(all="ignore"):
-                moved, _ = step(made, updates)
-        except ValueError:
-            continue
-        if not np.isfinite(moved).all():
+        if (moved := _try_step(made, updates)) is not None and not np.isfinite(moved).all():
             yield f"apply() {name} returns NaN or infinite entries; expected a ValueError"
 
 
@@ -280,10 +284,7 @@ def check_hostile_contributions_are_refused_or_harmless(rule: RuleUnderTest) -> 
         made, updates = rule.make(), list(rule.updates(0))
         update, contribution = updates[1]
         updates[1] = (update, dataclasses.replace(contribution, weight=weight))
-        try:
-            with np.errstate(all="ignore"):
-                moved, _ = step(made, updates)
-        except ValueError:
+        if (moved := _try_step(made, updates)) is None:
             continue
         if not np.isfinite(moved).all():
             yield f"an update with the weight {weight} gives a step that is not finite; expected a ValueError of fold()"
