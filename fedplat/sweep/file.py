@@ -112,17 +112,16 @@ class SweepFile:
         read = [self.parse(configuration) for configuration in configurations]
         for configuration, file in zip(configurations, read, strict=True):
             self._check_engine(configuration, file)
-        if any(_trains_with_pytorch(file) for file in read) and importlib.util.find_spec("torch") is None:
+        # Other learners than PyTorch modules check `[config]` themselves.
+        trained = [pair for pair in zip(configurations, read, strict=True) if _trains_with_pytorch(pair[1])]
+        if trained and importlib.util.find_spec("torch") is None:
             raise MissingExtraError("training needs PyTorch; install it with: pip install 'fedplat[torch]'")
-        for configuration, file in zip(configurations, read, strict=True):
-            if isinstance(file.simulation.model, ModelOptions):  # other learners check `[config]` themselves
-                self._check_training(configuration, file)
+        for configuration, file in trained:
+            self._check_training(configuration, file)
         return read
 
     def _check_training(self, configuration: Configuration, file: SimulationFile) -> None:
         """Check `[config]` as training does: with keys of the trainer's own, a misspelled name would change nothing."""
-        if not file.simulation.training:
-            return
         try:
             options = LocalOptions.from_config(file.job.config, file.plugins)
         except JobFileError as exc:
