@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.resources
 import re
 import shlex
@@ -16,6 +15,7 @@ import typer
 from fedplat.cli.output import Output
 from fedplat.cli.session import WRONG_USAGE, JsonOption, reporting
 from fedplat.texts import NAME_PATTERN
+from fedplat.toml import suggest
 
 TEMPLATES: Mapping[str, tuple[str, str]] = {
     "numpy": ("[cli]", ""),
@@ -72,9 +72,8 @@ def create(folder: Path, name: str, template: str) -> list[str]:
 
 def _find_mistake(folder: Path, name: str, template: str) -> str:
     if template not in TEMPLATES:
-        near = difflib.get_close_matches(template, TEMPLATES, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        return f"there is no template {template!r}; expected one of {', '.join(TEMPLATES)}{hint}"
+        expected = f"expected one of {', '.join(TEMPLATES)}{suggest(template, TEMPLATES)}"
+        return f"there is no template {template!r}; {expected}"
     if not re.fullmatch(NAME_PATTERN, name):
         return (
             f"{name!r} cannot be the name of a project: expected at most 63 letters, digits, '_', '.' and '-', and a "
