@@ -53,6 +53,11 @@ def format_number(number: int) -> str:
     return str(number) if number.bit_length() <= 128 else f"(a number of {number.bit_length()} bits)"
 
 
+def format_count(number: int, noun: str) -> str:
+    """Return a number with its noun, such as `1 run` or `1,000 runs`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def duration(seconds: float) -> str:
     """Return a duration such as `230 ms`, `2.1 s`, `3 min 5 s`, `2 h 40 min` or `3 d 4 h`; `-` if it is not finite."""
     if not math.isfinite(seconds):

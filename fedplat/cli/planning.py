@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from fedplat import texts
 from fedplat.cli import progress
 from fedplat.cli.output import Output
 from fedplat.cli.session import JsonOption, reporting
@@ -246,7 +247,7 @@ def _most(found: PrivacyPlan, noise: NoiseCost) -> str:
 
 
 def _rounds(count: int) -> str:
-    return f"{count:,} round" + ("" if count == 1 else "s")
+    return texts.format_count(count, "round")
 
 
 def _number(epsilon: float) -> str:

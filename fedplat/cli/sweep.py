@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from fedplat import sweep as sweeps
+from fedplat import texts
 from fedplat.cli import formats
 from fedplat.cli.output import Output
 from fedplat.cli.session import INTERRUPTED, JsonOption, reporting
@@ -86,14 +87,10 @@ def _estimate(file: SweepFile, options: WorkerOptions) -> str:
     count = plan.num_configurations(file.options)
     work = _count_work(file)
     where = "on Ray" if options.ray else f"{num_processes(file, options)} at a time"
-    parts = f"{_format_count(count, 'configuration')}, {_format_count(len(file.seeds), 'seed')}"
-    runs = f"{_format_count(file.num_runs, 'run')} ({parts})"
+    parts = f"{texts.format_count(count, 'configuration')}, {texts.format_count(len(file.seeds), 'seed')}"
+    runs = f"{texts.format_count(file.num_runs, 'run')} ({parts})"
     most = "at most " if file.options.stopping is not None else ""
     return f"{file.path.stem}: {runs}, {where}; {most}{work['rounds']:,} rounds and {work['updates']:,} client updates"
-
-
-def _format_count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _count_work(file: SweepFile) -> dict[str, int]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedplat import texts
 from fedplat.simulation.report.plots import MAIN, QUIET, save
 from fedplat.sweep import plan
 from fedplat.sweep.file import SweepFile
@@ -132,8 +133,7 @@ def _position(score: float, scores: Any) -> float:
 
 
 def _seeds(file: SweepFile) -> str:
-    count = len(file.seeds)
-    return f"{count} seed" + ("" if count == 1 else "s")
+    return texts.format_count(len(file.seeds), "seed")
 
 
 def _floats(values: Sequence[float | None]) -> Any:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import msgspec
 
+from fedplat import texts
 from fedplat.simulation.recording import folder as folders
 from fedplat.sweep import plan
 from fedplat.sweep.file import SweepFile
@@ -95,8 +96,7 @@ class SweepResult:
         place = f"\n# Its modules are in {self.file.folder.resolve()}: run it there." if self.needs_base_folder else ""
         objective = self.file.objective
         values = plan.describe(best.values, self.file.names)
-        seeds = f"{best.num_seeds} seed" + ("" if best.num_seeds == 1 else "s")
-        score = f"{objective.metric} {best.score:.4g}, {seeds}"
+        score = f"{objective.metric} {best.score:.4g}, {texts.format_count(best.num_seeds, 'seed')}"
         head = f"# The best configuration of {self.file.path.name}: {values} ({score})"
         return head + place + "\n" + change_text(self.file.base_text, changes)
 
