@@ -363,7 +363,7 @@ def test_records_of_files_are_pickled_by_their_name_and_folder() -> None:
     content = pickle.dumps(options)
     module = type(options.algorithm).__module__
     loaded = sys.modules.pop(module)
-    try:  # another process has not imported the file
+    try:  # as in a new process
         read = pickle.loads(content)
         assert name_of(read.algorithm) == "fedlc.py:FedLC"
         assert read.algorithm.tau == 0.2
