@@ -2,8 +2,7 @@
 
 Source: Lee et al. 2022, "Preservation of the Global Knowledge by Not-True Distillation in Federated Learning", arXiv
 2106.03097, Section 4: cross-entropy + β KL(q ‖ p), where q and p are the softmax of the logits / τ without the true
-class, of the received model and of the model in training; as in the published code, without the factor τ² of other
-distillation losses.
+class, of the received model and of the model in training; with the factor τ² of the published code.
 """
 
 from typing import Annotated
@@ -42,7 +41,7 @@ class FedNTD(msgspec.Struct, frozen=True):
                     kept = take_not_true(received(inputs), targets)
                 trained = take_not_true(outputs, targets)
                 distance = functional.kl_div(trained, kept, reduction="batchmean", log_target=True)
-                return context.loss(outputs, targets) + self.beta * distance, outputs
+                return context.loss(outputs, targets) + self.beta * self.tau**2 * distance, outputs
 
             return compute
 

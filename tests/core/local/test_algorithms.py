@@ -414,7 +414,7 @@ def test_not_true_distillation_matches_the_paper() -> None:
     for _ in range(2):
         p = softmax(x @ weight.T + bias)
         kept, ours = (softmax(np.where(true, -np.inf, (x @ w.T + b) / tau)) for w, b in (received, (weight, bias)))
-        slope = (p - true + beta * (ours - kept) / tau) / len(x)
+        slope = (p - true + beta * tau * (ours - kept)) / len(x)
         weight, bias = weight - rate * slope.T @ x, bias - rate * slope.sum(0)
     np.testing.assert_allclose(model["1.weight"], weight, atol=1e-6)
     np.testing.assert_allclose(model["1.bias"], bias, atol=1e-6)
