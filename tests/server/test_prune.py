@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 from grpc import aio
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from fedplat_server.cli.commands import app
 from fedplat_server.errors import ConfigError

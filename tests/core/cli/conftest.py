@@ -4,7 +4,8 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from typer.testing import CliRunner, Result
+from click.testing import Result
+from typer.testing import CliRunner
 
 from fedplat.admin import AdminClient
 from fedplat.admin.profile import Profile

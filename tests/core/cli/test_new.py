@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from click.testing import Result
+from typer.testing import CliRunner
 
 from fedplat.admin import AdminClient, profile
 from fedplat.cli.app import app

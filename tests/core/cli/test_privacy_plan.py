@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
 from rich.console import Console
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from fedplat.cli.app import app
 from fedplat.cli.output import Output

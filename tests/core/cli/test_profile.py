@@ -7,7 +7,8 @@ import stat
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from click.testing import Result
+from typer.testing import CliRunner
 
 from fedplat.admin import profile
 from fedplat.admin.profile import Profile

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from typer.testing import Result
+from click.testing import Result
 
 from support.cli.fake_admin import FakeServer
 
