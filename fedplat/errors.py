@@ -7,6 +7,7 @@ FedplatError
 ├── CodecError        a compressed vector that cannot be read, or a vector that cannot be compressed
 ├── UserCodeError     a user's function that is not found or raised an exception
 ├── PluginError       an object that cannot be used as a plugin of its kind
+├── FlowerError       a Flower app that cannot be used, or that failed
 ├── LabelError        an invalid expression over client labels
 ├── DataError         data for a simulation that is missing or unsuitable
 ├── ReplayError       a simulation that cannot resume from its run folder
@@ -44,6 +45,10 @@ class UserCodeError(FedplatError):
 
 class PluginError(FedplatError):
     """An object that cannot be used as a plugin of its kind."""
+
+
+class FlowerError(FedplatError):
+    """A Flower app that cannot be used, or that failed."""
 
 
 class CodecError(FedplatError):

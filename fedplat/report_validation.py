@@ -21,6 +21,7 @@ from fedplat.claims import MetricLimits
 from fedplat.codecs.container import Format
 from fedplat.errors import CodecError, ModelError, PluginError, UserCodeError
 from fedplat.model import Blocks, ModelFile, Parameters, Schema, header
+from fedplat.model.schema import MESSAGE_KEY
 from fedplat.rounds.states import AttemptKind, Reason
 from fedplat.rounds.transition import ACCEPTED, Verdict
 
@@ -82,6 +83,21 @@ def validate_file(update: Path, base: Path, codec: codecs.CodecOptions | None) -
     if not same or update.stat().st_size != expected.file_size_bytes:
         return Verdict(Reason.REJECTED_SCHEMA, _describe_difference(update, expected))
     return measure_norm(ModelFile(update, expected).to_blocks())
+
+
+def validate_message(update: Path) -> float | Verdict:
+    """Return 0 for the file of a Flower message, or a refusal: it may have any tensors, but only finite numbers.
+
+    Reads the file once; memory does not grow with its size.
+    """
+    try:
+        file = ModelFile.open(update)
+    except ModelError as exc:
+        return Verdict(Reason.REJECTED_SCHEMA, str(exc))
+    if MESSAGE_KEY not in {tensor.name for tensor in file.schema.tensors}:
+        return Verdict(Reason.REJECTED_SCHEMA, "it is not the file of a Flower message")
+    norm = measure_norm(file.to_blocks())
+    return norm if isinstance(norm, Verdict) else 0.0
 
 
 @lru_cache(maxsize=256)

@@ -232,6 +232,24 @@ class Evaluation(Struct, frozen=True, forbid_unknown_fields=True):
         return round_number % self.every == 0 or round_number >= num_rounds
 
 
+class Flower(Struct, frozen=True, forbid_unknown_fields=True):
+    """A Flower app whose ServerApp the server runs: it draws the clients, and decides when the job is complete.
+
+    Each of its exchanges of messages with clients is a round. A client needs the app as its trainer.
+    """
+
+    app: Name
+    """Name of the app on the server (`fedplat-server run --flower-app NAME=FOLDER`)."""
+    run_config: dict[str, Scalar] = {}
+    """Values in place of those of the app's `[tool.flwr.app.config]`."""
+    max_reply_mb: Annotated[float, Meta(ge=0.0, le=1_000_000.0)] = 0.0
+    """Maximum size of a client's reply, in MiB; 0: 64 MiB and twice the size of the message."""
+
+    def max_reply_bytes(self, message_bytes: int) -> int:
+        """Return the maximum size of a reply to a message of this size."""
+        return int(self.max_reply_mb * 2**20) or 64 * 2**20 + 2 * message_bytes
+
+
 class Retention(Struct, frozen=True, forbid_unknown_fields=True):
     """Files and history of the job that the server keeps; it removes the rest in the background.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from msgspec import Struct
@@ -16,6 +16,7 @@ from fedplat.job.sections import (
     Count,
     Deadlines,
     Evaluation,
+    Flower,
     Model,
     Name,
     Retention,
@@ -40,6 +41,11 @@ from fedplat.toml_text import write_toml
 
 OUTLIER_FACTOR = 1000.0
 MAX_WEIGHT_FACTOR = 10.0
+NO_PRIVACY = (
+    "privacy: the ServerApp reads the replies of single clients, so no guarantee would hold; expected no table "
+    '[privacy] with a Flower app, or an ordinary job with [aggregation] rule = "fedavg"'
+)
+"""Why a job with a Flower app cannot be private."""
 _RULES_ON_MEAN = ", ".join(name for name, each in aggregate.RULES.items() if each.works_on_mean)
 
 
@@ -90,19 +96,20 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """Training on the server's data before round 1; none: round 1 begins with the initial model."""
     server_step: ServerStep | None = None
     """Training on the server's data at the end of rounds; none: only clients train."""
+    flower: Flower | None = None
+    """Flower app whose messages the rounds exchange; none: clients train the job's model."""
 
     def __post_init__(self) -> None:
         adopt_fields(self)
-        if len(self.config) > 1000:
-            raise ValueError(f"config has {len(self.config)} keys; expected at most 1000")
-        for key, value in self.config.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"config.{shown_key(key)} = {value}: expected a finite number")
-            if isinstance(value, int) and not -(2**63) <= value < 2**63:
-                raise ValueError(
-                    f"config.{shown_key(key)} = {format_value(value)}: expected a number of at most 64 bits"
-                )
+        _check_values(self.config, "config")
+        if self.flower is not None:
+            _check_values(self.flower.run_config, "flower.run_config")
         _check(self)
+
+    @property
+    def client_config(self) -> Mapping[str, Scalar]:
+        """The values that clients find in `task.config`."""
+        return self.config if self.flower is None else self.flower.run_config
 
     @property
     def num_ranks(self) -> int:
@@ -137,6 +144,8 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
         """
         if self.updates.outlier_factor is not None:
             return self.updates.outlier_factor
+        if self.flower is not None:
+            return 0.0
         return 0.0 if self.updates.clips or self.robust is not None else OUTLIER_FACTOR
 
     @property
@@ -145,7 +154,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
         By default 10 with `weighting = "examples"`. A private job has its own bound: no update has a weight above 1.
         """
-        if self.updates.weighting == "uniform" or self.privacy is not None:
+        if self.updates.weighting == "uniform" or self.privacy is not None or self.flower is not None:
             return 0.0
         factor = self.updates.max_weight_factor
         return MAX_WEIGHT_FACTOR if factor is None else factor
@@ -218,6 +227,8 @@ def _check(spec: JobSpec) -> None:
     """
     if has_absent(spec):
         return
+    if spec.flower is not None:
+        _check_flower(spec)
     _check_rule(spec, build_checked(spec.aggregation, aggregate.Rule, "aggregation.rule"))
     for name in ("uplink", "downlink"):
         if (codec := getattr(spec.compression, name)) is not None:
@@ -235,8 +246,21 @@ def _check(spec: JobSpec) -> None:
         _check_server_step(spec, spec.server_step)
 
 
+def _check_values(values: Mapping[str, Scalar], table: str) -> None:
+    """Raise `ValueError` for values that cannot be sent to clients."""
+    if len(values) > 1000:
+        raise ValueError(f"{table} has {len(values)} keys; expected at most 1000")
+    for key, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{table}.{shown_key(key)} = {value}: expected a finite number")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError(f"{table}.{shown_key(key)} = {format_value(value)}: expected a number of at most 64 bits")
+
+
 def _check_rule(spec: JobSpec, rule: aggregate.Rule) -> None:
     name = name_of(spec.aggregation)
+    if rule.keeps_memory and spec.pool is not None:
+        raise ValueError(f'aggregation.rule = "{name}": it works on whole models in one process; expected no [pool]')
     algorithm = rule.requirements.algorithm
     if spec.updates.weighting != "uniform" and (rule.unit_weights or algorithm):
         raise ValueError(f'aggregation.rule = "{name}": it needs [updates] weighting = "uniform"')
@@ -254,6 +278,34 @@ def _check_buffered(spec: JobSpec) -> None:
     if spec.selection.close != "goal":
         raise ValueError(
             f'selection.close = "{spec.selection.close}": a buffer closes at its goal; expected mode.kind = "sync"'
+        )
+
+
+def _check_flower(spec: JobSpec) -> None:
+    """Raise `ValueError` if a job with a Flower app has a table for what the app itself decides."""
+    defaults: dict[str, object] = {
+        "privacy": None,
+        "robust": None,
+        "warm_start": None,
+        "server_step": None,
+        "pool": None,
+        "mode": modes.Sync(),
+        "durability": "spool",
+        "updates": Updates(),
+        "compression": Compression(),
+        "aggregation": aggregate.FedAvg(),
+        "evaluation": Evaluation(),
+    }
+    if spec.privacy is not None:
+        raise ValueError(NO_PRIVACY)
+    for name, default in defaults.items():
+        if getattr(spec, name) != default:
+            raise ValueError(f"{name}: the Flower app decides about it; expected no such key with the table [flower]")
+    selection = spec.selection
+    if selection.sampling != Uniform() or selection.min_separation or selection.wait_for:
+        raise ValueError(
+            "selection: the Flower app draws the clients; expected none of sampling, min_separation and wait_for with "
+            "the table [flower]"
         )
 
 
@@ -331,7 +383,12 @@ def _updates_mistakes(spec: JobSpec) -> Iterator[str]:
 
 
 def _other_mistakes(spec: JobSpec) -> Iterator[str]:
-    if not spec.aggregation.works_on_mean:
+    if isinstance(spec.aggregation, aggregate.FlowerAggregation):
+        yield (
+            f'aggregation.rule = "flower": expected {_RULES_ON_MEAN}; a Flower strategy sees the model of each client, '
+            "before any noise, and keeps what it likes of it"
+        )
+    elif not spec.aggregation.works_on_mean:
         yield (
             f'aggregation.rule = "{name_of(spec.aggregation)}": expected {_RULES_ON_MEAN}; others have a mean of '
             "their own"

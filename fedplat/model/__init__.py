@@ -28,7 +28,7 @@ from fedplat.model import header
 from fedplat.model.blocks import BLOCK, WINDOW, Blocks, Vector, VectorBlocks, blocks, is_finite, part_of, windows
 from fedplat.model.file import ModelFile
 from fedplat.model.schema import DTYPES, FLOATING, Carry, Schema, Segment, TensorSpec
-from fedplat.model.steps import apply_step, read_base_values
+from fedplat.model.steps import FlatModel, apply_step, read_base_values
 from fedplat.model.values import Bytes, FloatingBlocks, Read, Values, add_step, all_finite, read_run
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "Blocks",
     "Bytes",
     "Carry",
+    "FlatModel",
     "ModelFile",
     "Parameters",
     "Read",

@@ -45,6 +45,9 @@ METADATA_KEY = "__metadata__"
 CARRY_KEY = "fedplat.carry"
 """The key of the metadata in a safetensors header, and the key of the carry rule in the metadata."""
 
+MESSAGE_KEY = "__records__"
+"""The tensor that makes a file that of a Flower message, and has what is not an array in it (`fedplat.flower`)."""
+
 
 class TensorSpec(msgspec.Struct, frozen=True):
     """Name, dtype (safetensors name) and shape of one tensor."""

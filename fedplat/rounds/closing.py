@@ -46,9 +46,9 @@ def close_if_due(job: JobState, commands: tuple[Command, ...], context: Context)
     elif attempt.closes_at is not None:
         if context.now < attempt.closes_at:
             return Transition(job, commands)
-    elif reported + busy < attempt.minimum:
+    elif not job.fills_cohort and reported + busy < attempt.minimum:
         return _fail_for_few(job, commands, context)
-    elif busy and (reported < attempt.goal or _waits_for_all(job, attempt)):
+    elif (busy or job.fills_cohort) and (reported < attempt.goal or _waits_for_all(job, attempt)):
         return Transition(job, commands)
     return close(job, commands, context)
 

@@ -14,6 +14,7 @@ Only one proposal may be pending at a time.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterable, Sequence
 
 from msgspec import structs
@@ -179,8 +180,7 @@ class Coordinator:
         summary = self._summaries[population] = _PopulationSummary(
             running,
             num_busy=sum(job.num_busy for job in running),
-            # A job with `wait_for` needs that many clients to wait at the same time, even if it draws fewer.
-            num_needed=sum(max(job.spec.num_wanted, job.spec.selection.wait_for) for job in running),
+            num_needed=sum(_num_needed(job) for job in running),
             round_s=min((job.spec.deadlines.training_s for job in running), default=0.0),
             fleet=max((job.spec.selection.wait_for for job in running if privacy_rules.hides_sample(job)), default=0),
             hides=any(privacy_rules.hides_sample(job) for job in jobs),
@@ -248,7 +248,8 @@ class Coordinator:
         self._apply(proposal, before, closing.drop_late(before, context), context)
         job = self._latest(proposal, event.job_id)
         attempt = job.open_attempt if job is not None else None
-        if attempt is not None and attempt.awaits_clients and attempt.selection_ends_at <= context.now:
+        is_selecting = attempt is not None and (attempt.awaits_clients or (job is not None and job.fills_cohort))
+        if attempt is not None and is_selecting and attempt.selection_ends_at <= context.now:
             self._draw(proposal, event.job_id, context, final=True)
         return ACCEPTED
 
@@ -354,3 +355,9 @@ class Coordinator:
 
 def _refuse_unknown_job(job_id: str) -> Verdict:
     return Verdict(Reason.STALE, f"there is no job {job_id}")
+
+
+def _num_needed(job: JobState) -> int:
+    """Return how many clients must wait at the same time, even if the job draws fewer."""
+    # A Flower app draws particular clients, before they wait: each of them is needed.
+    return sys.maxsize if job.spec.flower is not None else max(job.spec.num_wanted, job.spec.selection.wait_for)

@@ -180,11 +180,13 @@ class AssignmentRevoked(AttemptEvent):
 class AttemptAggregated(AttemptEvent):
     """The updates of an attempt were aggregated, and the new version is durable.
 
-    `metrics` are stored as those of the attempt; None: the means of its clients' metrics.
+    `metrics` are stored as those of the attempt; None: the means of its clients' metrics. `cohort` are the clients that
+    the job's Flower app has drawn for the next round; none: the app has ended, or the job has no app.
     """
 
     version: ModelVersion
     metrics: Mapping[str, float] | None = None
+    cohort: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

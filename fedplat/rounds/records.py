@@ -127,6 +127,13 @@ class AssignmentSet(Struct, frozen=True, kw_only=True):
         return [each for each in self.assignments.values() if each.is_busy] if self.num_busy else []
 
     @property
+    def failures(self) -> dict[str, str]:
+        """The reasons why clients have failed or their updates were refused, by client."""
+        ended = (AssignmentState.FAILED, AssignmentState.REJECTED)
+        found = (each for each in self.assignments.values() if each.state in ended)
+        return {each.client_id: each.text or str(each.reason or each.state) for each in found}
+
+    @property
     def num_busy(self) -> int:
         """The number of clients that are still working."""
         return sum(self.counts.get(state, 0) for state in BUSY_STATES)
@@ -251,7 +258,8 @@ class JobState(Struct, frozen=True):
     change; the store refuses a change to a revision other than its own. `carried_over` are assignments to train that
     have outlived their attempt, while no other attempt to train collects. `claims` holds the latest claim of each
     client, in order, if the job judges reports by more than one attempt (`influence.looks_back`). `plugins` are the
-    versions of the plugins that it runs with.
+    versions of the plugins that it runs with. `cohort` are the clients that the Flower app of a job has drawn for the
+    next round; none: the app has not begun, or it has ended.
     """
 
     job_id: str
@@ -268,6 +276,7 @@ class JobState(Struct, frozen=True):
     carried_over: AssignmentSet = NO_ASSIGNMENTS
     claims: tuple[Claim, ...] = ()
     plugins: tuple[PluginVersion, ...] = ()
+    cohort: tuple[str, ...] = ()
 
     @property
     def algorithms(self) -> frozenset[str]:
@@ -278,6 +287,14 @@ class JobState(Struct, frozen=True):
     def open_attempt(self) -> Attempt | None:
         """The attempt that has not ended, if there is one."""
         return self.attempt if self.attempt is not None and self.attempt.is_open else None
+
+    @property
+    def fills_cohort(self) -> bool:
+        """True if clients that a Flower app has drawn are still to be assigned, while others of them work already."""
+        attempt = self.open_attempt
+        if attempt is None or self.spec.flower is None:
+            return False
+        return attempt.phase is AttemptPhase.COLLECTING and len(attempt.assignments) < attempt.target
 
     @property
     def assignment_sets(self) -> tuple[AssignmentSet, ...]:
@@ -310,6 +327,7 @@ class JobState(Struct, frozen=True):
         elif attempt.awaits_clients:
             moments.append(attempt.selection_ends_at)
         elif attempt.phase is AttemptPhase.COLLECTING:
+            moments.append(attempt.selection_ends_at if self.fills_cohort else None)
             moments += (attempt.next_deadline if attempt.num_busy else None, attempt.closes_at)
         if self.carried_over.num_busy:
             moments.append(self.carried_over.next_deadline)

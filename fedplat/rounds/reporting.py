@@ -23,7 +23,7 @@ def wants_clients(job: JobState, attempt: Attempt) -> bool:
     """Return whether newly drawn clients are given assignments."""
     if attempt.phase is AttemptPhase.SELECTING:
         return True
-    return attempt.phase is AttemptPhase.COLLECTING and fills_buffer(job, attempt)
+    return job.fills_cohort or (attempt.phase is AttemptPhase.COLLECTING and fills_buffer(job, attempt))
 
 
 def await_clients(job: JobState, context: Context) -> JobState:

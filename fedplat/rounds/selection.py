@@ -23,7 +23,8 @@ class Demand:
     """The demand of an attempt: `target` clients, drawn by `sampling` once `min_eligible` eligible clients wait.
 
     Without `min_eligible` they are drawn when the time for selection is over. `codecs` and `algorithms` are those that
-    a client must support. Clients in `excluded` are not drawn: they take part already.
+    a client must support. Clients in `excluded` are not drawn: they take part already. If there is a `cohort`, only its
+    clients are drawn.
     """
 
     key: AttemptKey
@@ -37,6 +38,7 @@ class Demand:
     sampling: Policy
     excluded: Mapping[str, object] = dataclasses.field(default_factory=dict[str, object], compare=False)
     algorithms: frozenset[str] = frozenset()
+    cohort: frozenset[str] | None = dataclasses.field(default=None, compare=False)
 
     def accepts(self, client: ClientCheckedIn) -> bool:
         """Return whether the client may take part."""
@@ -53,6 +55,7 @@ class Demand:
         installed = client.trainers if self.kind is AttemptKind.TRAIN else client.evaluators
         return (
             client.population == self.population
+            and (self.cohort is None or client.client_id in self.cohort)
             and self.handler in installed
             and label_expressions.compile_expression(self.where)(client.labels)
         )
@@ -71,6 +74,8 @@ def make_demand(job: JobState) -> Demand | None:
         if not reporting.wants_clients(job, attempt) or free <= 0:
             return None
         return _training_demand(job, attempt, free, 1)
+    if attempt.kind is AttemptKind.TRAIN and job.spec.flower is not None:
+        return _make_cohort_demand(job, attempt)
     if attempt.phase is not AttemptPhase.SELECTING:
         return None
     if attempt.kind is AttemptKind.TRAIN:
@@ -91,6 +96,14 @@ def make_demand(job: JobState) -> Demand | None:
         frozenset[str](),
         Uniform(),
     )
+
+
+def _make_cohort_demand(job: JobState, attempt: Attempt) -> Demand | None:
+    """Return the demand for the clients that a Flower app has drawn, each of which is assigned when it waits."""
+    if not reporting.wants_clients(job, attempt):
+        return None
+    demand = _training_demand(job, attempt, attempt.target - len(attempt.assignments), 1)
+    return dataclasses.replace(demand, sampling=Uniform(), cohort=frozenset(job.cohort))
 
 
 def _training_demand(job: JobState, attempt: Attempt, target: int, min_eligible: int | None) -> Demand:
@@ -115,6 +128,12 @@ def may_train(job: JobState, client: ClientCheckedIn) -> bool:
     has_plugins = job.spec.compression.names <= client.codecs and job.algorithms <= client.algorithms
     supported = job.spec.trainer in client.trainers and has_plugins
     return supported and label_expressions.compile_expression(job.spec.selection.where)(client.labels)
+
+
+def list_able(room: WaitingRoom, job: JobState) -> list[str]:
+    """Return the waiting clients that a job may have train, now or later. Examines all waiting clients."""
+    waiting = room.clients.values()
+    return [each.client_id for each in waiting if each.population == job.spec.population and may_train(job, each)]
 
 
 def may_evaluate(job: JobState, client: ClientCheckedIn) -> bool:
@@ -225,7 +244,8 @@ class WaitingRoom:
         """Prepare the eligible clients of a demand; rebuild them if a lost batch had advanced them too far."""
         name = (demand.key.job_id, demand.kind)
         eligible = self._eligible.get(name)
-        if eligible is None or eligible.key > demand.key:
+        # Another cohort accepts other clients.
+        if eligible is None or eligible.key > demand.key or (demand.cohort is not None and eligible.key < demand.key):
             eligible = EligibleClients(
                 demand.accepts, history if demand.kind is AttemptKind.TRAIN else None, demand.key
             )

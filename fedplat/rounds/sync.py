@@ -8,6 +8,7 @@ job. `reporting` defines how attempts accept reports, `closing` how they end, `r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -84,7 +85,7 @@ def advance(job: JobState, context: Context) -> Transition | None:
         return warm_start.begin(job, context)
     if _evaluation_is_due(job):
         return Transition(_open(job, AttemptKind.EVALUATE, context))
-    if job.round >= job.spec.rounds:
+    if job.round >= job.spec.rounds or (job.spec.flower is not None and not job.cohort):
         return Transition(closing.set_status(job, JobStatus.COMPLETED, ""))
     if spent := privacy_rules.describe_spent_budget(job):
         return Transition(closing.set_status(job, JobStatus.PAUSED, spent))
@@ -112,6 +113,8 @@ def _open(job: JobState, kind: AttemptKind, context: Context) -> JobState:
     round_ = job.round + 1 if kind is AttemptKind.TRAIN else job.round
     number = job.attempt.key.number + 1 if job.attempt and job.attempt.key.round == round_ else 1
     goal, minimum, target = job.spec.selection.goal, privacy_rules.minimum(job), job.spec.num_wanted
+    if job.spec.flower is not None:
+        target, goal, minimum = _flower_sizes(job)
     if kind is AttemptKind.EVALUATE:
         clients = job.spec.evaluation.clients
         assert clients is not None
@@ -129,6 +132,13 @@ def _open(job: JobState, kind: AttemptKind, context: Context) -> JobState:
         selection_ends_at=context.now + job.spec.deadlines.selection_s,
     )
     return structs.replace(job, attempt=attempt, resume_at=None)
+
+
+def _flower_sizes(job: JobState) -> tuple[int, int, int]:
+    """Return the size of the cohort that the Flower app has drawn, the goal, and the minimum of reports."""
+    target, selection = len(job.cohort), job.spec.selection
+    goal = max(1, math.floor(round(target / selection.over_selection, 9)))
+    return target, goal, max(1, math.ceil(round(selection.min_fraction * goal, 9)))
 
 
 # --- operators ---------------------------------------------------------------------------------------------
@@ -187,6 +197,8 @@ def _on_candidates(job: JobState, event: CandidatesDrawn, context: Context) -> T
     if reporting.fills_buffer(job, attempt):
         if not found:
             return closing.close_without_clients(job, context)
+    elif job.spec.flower is not None and (found or job.fills_cohort):
+        return _assign_cohort(job, attempt, event, context)
     elif found < needed:
         text = f"{found} of at least {needed} needed clients were available for selection"
         failed = closing.fail_attempt(job, text + _describe_excluded(job, event), context)
@@ -194,6 +206,16 @@ def _on_candidates(job: JobState, event: CandidatesDrawn, context: Context) -> T
             return structs.replace(failed, job=closing.set_status(failed.job, JobStatus.PAUSED, exhaustion))
         return failed
     return _assign(job, attempt, event.client_ids, context)
+
+
+def _assign_cohort(job: JobState, attempt: Attempt, event: CandidatesDrawn, context: Context) -> Transition:
+    """Assign clients that a Flower app has drawn as they arrive; when the time is over, do without the others."""
+    drawn = _assign(job, attempt, event.client_ids, context)
+    after = drawn.job.attempt
+    if not event.final or after is None:
+        return drawn
+    complete = structs.replace(drawn.job, attempt=structs.replace(after, target=len(after.assignments)))
+    return closing.close_if_due(complete, drawn.commands, context)
 
 
 def _describe_excluded(job: JobState, event: CandidatesDrawn) -> str:
@@ -385,7 +407,9 @@ def _on_aggregated(job: JobState, event: AttemptAggregated, context: Context) ->
     after = closing.commit(job, attempt, context, event.metrics)
     # A job that was paused meanwhile keeps the reason of its pause.
     reason = "" if job.status is JobStatus.RUNNING else job.reason
-    after = structs.replace(after, latest=event.version, round=attempt.key.round, failures=0, reason=reason)
+    after = structs.replace(
+        after, latest=event.version, round=attempt.key.round, failures=0, reason=reason, cohort=event.cohort
+    )
     return Transition(after) if job.spec.buffered is None else Transition(*buffered.stop_stale(after))
 
 

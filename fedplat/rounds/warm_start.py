@@ -2,13 +2,14 @@
 
 Before round 1 the server trains the initial model on its own data, and the result is version 1. This is an attempt
 without a cohort, in round 0; it is committed, fails and is retried like others. It is not a private release, because it
-does not use data of clients.
+does not use data of clients. In a job with a Flower app it runs the app until it sends its first messages.
 """
 
 from __future__ import annotations
 
 from msgspec import structs
 
+from fedplat.job import JobSpec
 from fedplat.rounds.commands import RunWarmStart
 from fedplat.rounds.records import Attempt, AttemptKey, JobState
 from fedplat.rounds.states import FIRST_PHASES, AttemptKind
@@ -20,9 +21,14 @@ def is_warm_start(attempt: Attempt) -> bool:
     return attempt.kind is AttemptKind.WARM_START
 
 
+def is_wanted(spec: JobSpec) -> bool:
+    """Return whether a job begins with a warm start."""
+    return spec.warm_start is not None or spec.flower is not None
+
+
 def is_due(job: JobState) -> bool:
     """Return whether the server must train the job's model before its clients do."""
-    return job.spec.warm_start is not None and job.latest.version == 0
+    return is_wanted(job.spec) and job.latest.version == 0
 
 
 def begin(job: JobState, context: Context) -> Transition:

@@ -150,7 +150,7 @@ def without(key: str) -> str:
     return "\n".join(line for line in SMALL.splitlines() if line.partition("=")[0].strip() != key)
 
 
-RULES = ", ".join(aggregate.RULES)
+RULES = ", ".join([*aggregate.RULES, "flower"])
 MISTAKES: Mapping[str, tuple[str, str]] = {
     "typo in a top-level key": (
         SMALL.replace("rounds = 3", "round = 3\nrounds = 3"),

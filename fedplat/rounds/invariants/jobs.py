@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from fedplat.job import build_rule
 from fedplat.plugins import has_absent
+from fedplat.rounds import warm_start
 from fedplat.rounds.invariants.records import (
     Location,
     ParticipationRounds,
@@ -56,7 +57,7 @@ def warm_starts_come_first(job: StoredJob) -> Iterator[Violation]:
     """Check I2: round 0 has the initial model and warm starts; a warm start makes version 1."""
     if job.spec is None:
         return
-    begins_warm = job.spec.warm_start is not None
+    begins_warm = warm_start.is_wanted(job.spec)
     for row in job.attempts:
         is_one = row.kind == AttemptKind.WARM_START
         if is_one != (row.round == 0) or (is_one and not begins_warm):
@@ -74,6 +75,8 @@ def optimizer_state_is_kept(job: StoredJob) -> Iterator[Violation]:
     """Check I2: each version that a round of a rule with state made has that state; no other version has a state."""
     if job.spec is None or has_absent(job.spec):
         return
+    if job.spec.flower is not None:
+        return  # the state of an app is kept with each version that it continues from, but not with its last one
     rule = build_rule(job.spec)
     is_stateful = job.spec.compression.downlink is not None or bool(rule.init(1)) or bool(rule.start(1).scalars)
     for version in job.versions:

@@ -413,7 +413,7 @@ class Job(_message.Message):
     reason: _builtins.str
     """Why the job has this status, or is waiting."""
     round: _builtins.int
-    """Number of committed rounds, and of all rounds."""
+    """Number of committed rounds, and of all rounds (0: a Flower app decides when the job is complete)."""
     num_rounds: _builtins.int
     created_unix_s: _builtins.float
     job_file: _builtins.str

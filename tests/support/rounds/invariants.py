@@ -406,7 +406,8 @@ class Ledger:
         else:
             crews.check_buffer(job, list(self.unended[job.job_id].values()), self.coordinator.room)
         if attempt.num_busy or (attempt.phase is AttemptPhase.COLLECTING and job.spec.buffered is None):
-            assert attempt.num_busy or attempt.closes_at is not None, "no client is left to wait for"
+            waits = attempt.num_busy or attempt.closes_at is not None or job.fills_cohort
+            assert waits, "no client is left to wait for"
             assert attempt.phase is AttemptPhase.COLLECTING
         if not attempt.is_open:
             assert attempt.num_reported == 0, "an accepted report was not ended"

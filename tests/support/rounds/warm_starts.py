@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedplat.rounds import AttemptKey, JobState, ModelVersion, Proposal
+from fedplat.rounds import AttemptKey, JobState, ModelVersion, Proposal, warm_start
 from fedplat.rounds.commands import Abandon, RunWarmStart
 from fedplat.rounds.events import Event, ServerRestarted
 from fedplat.rounds.states import AttemptKind, AttemptPhase
@@ -33,7 +33,7 @@ class WarmStarts:
 
     def check(self, job: JobState, versions: Sequence[ModelVersion]) -> None:
         """The server works for exactly the open attempt; nothing else happens to the job before its version 1."""
-        attempt, is_wanted = job.open_attempt, job.spec.warm_start is not None
+        attempt, is_wanted = job.open_attempt, warm_start.is_wanted(job.spec)
         is_one = attempt is not None and attempt.kind is AttemptKind.WARM_START
         assert self.at_work.get(job.job_id) == (attempt.key if attempt is not None and is_one else None)
         made = [version for version in versions[1:] if version.restored_from is None]
