@@ -24,10 +24,21 @@ from fedplat.errors import FedplatError, PluginError
 from fedplat.plugins import BUILTIN, ENTRY_POINTS, Kind, Plugins, find_file, find_records, kinds
 from fedplat.texts import NAME_PATTERN
 
-JOB_KINDS = ("rules", "robust-rules", "pre-aggregators", "policies", "codecs", "staleness", "algorithms")
+JOB_KINDS = (
+    "rules",
+    "robust-rules",
+    "pre-aggregators",
+    "policies",
+    "codecs",
+    "staleness",
+    "algorithms",
+    "flower-strategies",
+)
 """The kinds that jobs of a server may use."""
 CLIENT_KINDS = ("codecs", "algorithms")
 """The kinds whose code runs on clients."""
+FLOWER_APPS = "flower-apps"
+"""The kind of Flower apps, which jobs name in the table `[flower]`; they are folders, not classes."""
 _DIGITS = 12
 _EXPECTED = "expected KIND.NAME=/path/to/file.py:NAME, KIND.NAME=module:NAME, or KIND.NAME of an installed package"
 Request = TypeVar("Request", bound=Struct)
@@ -83,14 +94,18 @@ class LoadedPlugins:
         return tuple(version for version in self.versions if version.label in labels)
 
     def find_used(self, options: Struct, config: Mapping[str, object] | None = None) -> tuple[PluginVersion, ...]:
-        """Return the plugins whose records are among the fields of options, and the one that `config` names."""
+        """Return the plugins whose records are among the fields of options, and those that they or `config` name."""
         types, algorithm = {type(record) for record in find_records(options)}, (config or {}).get("algorithm")
-        return tuple(
-            version
-            for version in self.versions
-            if (version.kind == "algorithms" and version.name == algorithm)
-            or self.table.find(kinds()[version.kind], version.name) in types
-        )
+        app = getattr(getattr(options, "flower", None), "app", None)
+
+        def is_used(version: PluginVersion) -> bool:
+            if version.kind == FLOWER_APPS:
+                return version.name == app
+            if version.kind == "algorithms" and version.name == algorithm:
+                return True
+            return self.table.find(kinds()[version.kind], version.name) in types
+
+        return tuple(version for version in self.versions if is_used(version))
 
 
 NO_PLUGINS = LoadedPlugins()

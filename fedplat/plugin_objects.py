@@ -71,6 +71,8 @@ def _adopt_values(value: object, kind: Kind, key: str) -> object:
         return value
     if kind.plain and isinstance(value, str) and value in kind.builtin:
         return kind.builtin[value]()
+    if isinstance(value, type) and kind.adapt is not None:
+        value = kind.check(value, value.__name__)()
     if isinstance(value, type):
         raise PluginError(f"{key} = {value.__name__}: expected an object, such as {value.__name__}(), not the class")
     if not isinstance(value, Struct):

@@ -54,10 +54,14 @@ class Kind:
     plain: bool = False
     default: str = ""
     """The name that is assumed for a table without the key; "": the key is required."""
+    adapt: Callable[[object], object] | None = None
+    """Returns the options record of a class of another library, and anything else as it is; None: a class must
+    itself be a record."""
 
     def check(self, record: object, name: str) -> type[Struct]:
         """Return an options record of this kind. Raises `PluginError` if it is not one."""
         origin = f"{self.name}.{name}"
+        record = record if self.adapt is None else self.adapt(record)
         if not isinstance(record, type):
             raise PluginError(
                 f"{origin} is of type {type(record).__name__}; expected a class, the options of {self.noun}"
@@ -323,7 +327,8 @@ def _reduce(record: type[Struct], kind: Kind, name: str, folder: Path | None) ->
 
     Another process may have imported neither the module of the kind nor the plugin's file, so it loads a reference.
     """
-    origin = folder or user_code.find_reference(record) or record
+    adapted = f"{record.__module__}:{record.__qualname__}" if kind.adapt is not None else None
+    origin = folder or user_code.find_reference(record) or adapted or record
 
     def reduce(options: Struct) -> object:
         return _restore, (origin, kind.contract, name, msgspec.structs.asdict(options))
@@ -337,6 +342,7 @@ def _restore(origin: type[Struct] | Path | str, contract: type, name: str, field
     if isinstance(origin, Path):
         record = Plugins(folder=origin).find(kind, name)
     else:
-        record = _with_name(user_code.load(origin) if isinstance(origin, str) else origin, kind, name)
+        loaded = user_code.load(origin) if isinstance(origin, str) else origin
+        record = _with_name(kind.check(loaded, name), kind, name)
     assert record is not None
     return record(**fields)

@@ -40,6 +40,7 @@ from fedplat.aggregate.fedbuff import FedBuff, divide_by_number
 from fedplat.aggregate.feddyn import FedDyn, LocalFedDyn, server_feddyn
 from fedplat.aggregate.fednova import FedNova, normalize_by_steps
 from fedplat.aggregate.fedyogi import FedYogi, server_yogi
+from fedplat.aggregate.flower import FLOWER_STRATEGIES, FlowerAggregation, FlowerStrategy
 from fedplat.aggregate.local import (
     Correction,
     LocalAlgorithm,
@@ -57,8 +58,11 @@ from fedplat.aggregate.robust import MAX_ROBUST_UPDATES, Robust
 from fedplat.aggregate.scaffold import LocalScaffold, Scaffold, server_scaffold
 from fedplat.aggregate.state import (
     column_start,
+    columns_of,
     first_columns,
+    memory_from_bytes,
     read_columns,
+    read_memory,
     read_scalars,
     scalars_to_bytes,
     state_from_bytes,
@@ -94,9 +98,19 @@ RULES: Mapping[str, type[RuleOptions]] = by_name(
     Scaffold,
     FedDyn,
 )
-"""The options record of each built-in rule, by its name in a job file."""
+"""The options record of each rule that is defined here, by its name in a job file."""
 
-define(Kind("rules", "rule", "an aggregation rule", RuleOptions, ("build",), RULES, BaseRule))
+define(
+    Kind(
+        "rules",
+        "rule",
+        "an aggregation rule",
+        RuleOptions,
+        ("build",),
+        {**RULES, **by_name(FlowerAggregation)},
+        BaseRule,
+    )
+)
 
 
 @runtime_checkable
@@ -118,6 +132,7 @@ LOCAL_ALGORITHM = define(
 )
 
 __all__ = [
+    "FLOWER_STRATEGIES",
     "LOCAL_ALGORITHM",
     "LOCAL_ALGORITHMS",
     "MAX_ROBUST_UPDATES",
@@ -139,6 +154,8 @@ __all__ = [
     "FedDyn",
     "FedNova",
     "FedYogi",
+    "FlowerAggregation",
+    "FlowerStrategy",
     "LocalAlgorithm",
     "LocalAlgorithmOptions",
     "LocalEnding",
@@ -162,13 +179,16 @@ __all__ = [
     "clip_by_norm",
     "clip_by_quantile",
     "column_start",
+    "columns_of",
     "compress_step",
     "describe_metrics_problem",
     "divide_by_number",
     "first_columns",
     "l2_norm",
+    "memory_from_bytes",
     "normalize_by_steps",
     "read_columns",
+    "read_memory",
     "read_scalars",
     "rebase",
     "restrict_to_mean",

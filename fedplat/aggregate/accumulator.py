@@ -24,6 +24,7 @@ from fedplat.model import (
     DTYPES,
     FLOATING,
     WINDOW,
+    FlatModel,
     ModelFile,
     Parameters,
     Read,
@@ -94,11 +95,17 @@ class Accumulator:
     """
 
     def __init__(
-        self, schema: Schema, rule: Rule, scalars: Mapping[str, float] | None = None, shard: Shard | None = None
+        self,
+        schema: Schema,
+        rule: Rule,
+        scalars: Mapping[str, float] | None = None,
+        shard: Shard | None = None,
+        memory: bytes = b"",
     ) -> None:
         """Start an attempt with the previous attempt's `scalars`, or without any, with the rule's initial ones.
 
-        Without a `shard` the accumulator has all columns. With one, all its vectors have only the shard's columns.
+        `memory` are the bytes that the previous attempt of a rule that `keeps_memory` returned; none at first. Without
+        a `shard` the accumulator has all columns. With one, all its vectors have only the shard's columns.
         """
         self._schema = schema
         self._rule = rule
@@ -106,6 +113,8 @@ class Accumulator:
         self._partial = _place_in_memory(rule.start(len(self._shard.columns)), self._shard, rule)
         if scalars:
             self._partial = dataclasses.replace(self._partial, scalars=scalars)
+        if rule.keeps_memory:
+            self._partial = dataclasses.replace(self._partial, memory=memory)
         self._carried: dict[Segment, npt.NDArray[Any]] = {}
 
     @property
@@ -134,6 +143,11 @@ class Accumulator:
         return self._rule.remember(self._partial)
 
     @property
+    def memory(self) -> bytes:
+        """The bytes with which the next attempt starts, once the updates are reduced; b"" if the rule keeps none."""
+        return self._partial.memory
+
+    @property
     def published(self) -> Mapping[str, float] | None:
         """The attempt's published metrics; None if the means of the clients' metrics are published."""
         return None if self._rule.publish is None else self._rule.publish(self._partial)
@@ -160,12 +174,13 @@ class Accumulator:
                 next_state.append({name: vector.copy() for name, vector in part.state.items()})
         return model, concatenate_columns(next_state)
 
-    def reduce_updates(self, state: Iterable[State]) -> Accumulator:
+    def reduce_updates(self, state: Iterable[State], base: FlatModel | None = None) -> Accumulator:
         """Return an accumulator in which the updates of a rule that gathers are reduced to one total of weight 1.
 
         A sum on a device is copied to memory; otherwise returns this accumulator. `state` are the columns of the last
-        state, which are read more than once. Calls the shard's `reduce_shards`. Raises `ValueError` if the rule cannot
-        reduce the updates; if there are too few of them, before any update is read.
+        state, which are read more than once; `base` is the base version, for a rule that keeps a memory. Calls the
+        shard's `reduce_shards`. Raises `ValueError` if the rule cannot reduce the updates; if there are too few of
+        them, before any update is read.
         """
         rule, size = self._rule, len(self._shard.columns)
         if (device := self._partial.device) is not None:
@@ -174,7 +189,7 @@ class Accumulator:
             return self
         remembered = {name: StoredColumns(state, name, size) for name in rule.init(0)}
         with np.errstate(all="ignore"):
-            partial = rule.gather(remembered, self._partial)
+            partial = rule.gather(remembered, dataclasses.replace(self._partial, base=base))
         return self._with(dataclasses.replace(rule, gather=None), partial)
 
     def merge_shards(self, totals: Iterable[Vector]) -> Accumulator:
@@ -232,23 +247,23 @@ class Accumulator:
         """
         self._check(base, "base version")
         drawn: list[State] = []
-        steps = self._steps(state, drawn)
+        steps = self._steps(state, base, drawn)
         for placed in apply_step(base, steps, self._carry, self._shard.columns):
             _check_finite(placed.values)
             yield ResultPart(*placed, drawn.pop() if drawn else None)
         for _ in steps:  # the one column of a model without floating-point entries
             yield ResultPart(0, np.empty(0, np.uint8), drawn.pop())
 
-    def _steps(self, state: Iterable[State], drawn: list[State]) -> Iterator[Vector]:
+    def _steps(self, state: Iterable[State], base: FlatModel, drawn: list[State]) -> Iterator[Vector]:
         """Yield the rule's step, column by column, and append the column of the next state to `drawn`."""
-        for step, remembered in self._apply_rule(state):
+        for step, remembered in self._apply_rule(state, base):
             _check_finite(*remembered.values())
             drawn.append(remembered)
             yield step
 
-    def _apply_rule(self, state: Iterable[State]) -> Iterator[tuple[Vector, State]]:
+    def _apply_rule(self, state: Iterable[State], base: FlatModel) -> Iterator[tuple[Vector, State]]:
         rule, size = self._rule, len(self._shard.columns)
-        partial = self.reduce_updates(state)._partial
+        partial = self.reduce_updates(state, base)._partial
         if not rule.blockwise:
             assert size == self._schema.num_floating, "merge the shards of a rule that is not blockwise first"
             with np.errstate(all="ignore"):

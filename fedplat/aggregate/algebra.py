@@ -17,6 +17,11 @@ updates, which must stay readable until the attempt ends. Then `gather(state, pa
 their total, which `apply` receives as usual. It reads the updates and the state in lockstep, block by block
 (`fedplat.model.rows`).
 
+A rule that `keeps_memory` has state of any form, which only it can read, such as that of an optimizer of another
+library: bytes of any length, which are stored with the vectors. It gathers: `gather` finds the bytes of the previous
+attempt in `partial.memory`, and the base version in `partial.base`, and returns a partial result with the next bytes.
+Its columns are not sharded.
+
 `fold` and `merge` may reuse the memory of the partial results passed to them, never the memory of the update. If `fold`
 refuses an update with a `ValueError`, nothing has changed; if reading the update fails, the partial result is lost.
 
@@ -41,7 +46,7 @@ from typing import ClassVar, Protocol
 
 import msgspec
 
-from fedplat.model import Blocks, Parameters, Schema, Vector
+from fedplat.model import Blocks, FlatModel, Parameters, Schema, Vector
 from fedplat.model.shards import ShardReduce, single_shard
 
 State = Mapping[str, Vector]
@@ -82,9 +87,9 @@ class Partial:
 
     `sums` are further numbers that a rule adds up over the updates, under its own names. `scalars` are the numbers that
     the previous attempt returned from `remember`, available while updates are folded. `kept` are the updates of a rule
-    that gathers. If the total is a slice of the model's vector, `first` is the index of its first entry; updates and
-    state are then slices too, and `reduce_shards` computes sums over all entries, such as a norm. If `device` is set,
-    it holds the sum, which is copied to `total` before `apply`.
+    that gathers; `memory` and `base` are for one that keeps a memory. If the total is a slice of the model's vector,
+    `first` is the index of its first entry; updates and state are then slices too, and `reduce_shards` computes sums
+    over all entries, such as a norm. If `device` is set, it holds the sum, which is copied to `total` before `apply`.
     """
 
     total: Vector
@@ -96,6 +101,8 @@ class Partial:
     first: int = 0
     reduce_shards: ShardReduce = single_shard
     device: DeviceAccumulator | None = None
+    memory: bytes = b""
+    base: FlatModel | None = None
 
     def plus(self, **terms: float) -> Partial:
         """Return a copy with terms added to its sums of these names."""
@@ -139,7 +146,8 @@ class Rule:
     `metrics` are the names of the metrics that every report must have (`describe_metrics_problem` checks a report). A
     rule with `unit_weights` uses weights as absolute factors instead of fractions of their sum, so a fresh update must
     have weight 1. A rule that is `from_latest` requires updates as differences from the version to which its step is
-    added, even if a client started from an older one (`rebase`). `requirements` are those for clients and model.
+    added, even if a client started from an older one (`rebase`). One that `keeps_memory` reads and returns
+    `Partial.memory`. `requirements` are those for clients and model.
 
     >>> rule = weighted_mean()
     >>> partial = rule.fold(rule.start(2), VectorBlocks(np.array([1.0, 3.0], np.float32)), Contribution(1.0))
@@ -162,6 +170,7 @@ class Rule:
     from_latest: bool = False
     requirements: ClientRequirements = ClientRequirements()
     gather: Callable[[Mapping[str, Blocks], Partial], Partial] | None = None
+    keeps_memory: bool = False
 
 
 class BaseRule(msgspec.Struct, frozen=True):

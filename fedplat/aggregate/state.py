@@ -3,7 +3,8 @@
 A *column* is the same `WINDOW` entries of every vector (the last column may have fewer). A state file has the rule's
 scalars and then its columns one after the other, each with its part of every vector in the order of the rule's names:
 tensors `velocity.0`, `velocity.1` ... of a safetensors file. So the next state is written in one pass and read in one
-pass, with windows of a column's size, independent of the size of the model.
+pass, with windows of a column's size, independent of the size of the model. The memory of a rule that keeps one is the
+last tensor, of bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import numpy as np
 from fedplat.aggregate.algebra import Rule, State
 from fedplat.errors import ModelError
 from fedplat.model import WINDOW, ModelFile, Parameters, Schema, TensorSpec, Vector, blocks
+
+_MEMORY = "memory"
 
 
 def columns(size: int) -> Sequence[slice]:
@@ -72,15 +75,16 @@ def concatenate_columns(parts: Iterable[State]) -> State:
     return {name: np.concatenate(each) for name, each in vectors.items()}
 
 
-def state_schema(names: Iterable[str], size: int, scalars: Iterable[str] = ()) -> Schema:
-    """Return the schema of a state file with vectors of these `names` and `size`, and these scalars."""
+def state_schema(names: Iterable[str], size: int, scalars: Iterable[str] = (), memory_bytes: int = 0) -> Schema:
+    """Return the schema of a state file with vectors of these `names` and `size`, these scalars and a memory."""
     names = tuple(names)
     lengths = (column.stop - column.start for column in columns(size))
     numbers = [TensorSpec(name, "F64", ()) for name in scalars]
     vectors = [
         TensorSpec(f"{name}.{number}", "F32", (length,)) for number, length in enumerate(lengths) for name in names
     ]
-    return Schema((*numbers, *vectors))
+    memory = [TensorSpec(_MEMORY, "U8", (memory_bytes,))] if memory_bytes else []
+    return Schema((*numbers, *vectors, *memory))
 
 
 def scalars_to_bytes(scalars: Mapping[str, float]) -> bytes:
@@ -93,6 +97,16 @@ def read_scalars(path: str | os.PathLike[str], rule: Rule, size: int) -> Mapping
     names = tuple(rule.start(0).scalars)
     with _open_state_file(path, rule, size).reader(8 * len(names)) as read:
         return dict(zip(names, read(0, 8 * len(names)).view(np.float64).tolist(), strict=True))
+
+
+def read_memory(path: str | os.PathLike[str], rule: Rule, size: int) -> bytes:
+    """Read the memory of a state file; b"" if the rule keeps none. Raises the errors of `read_columns`."""
+    if not rule.keeps_memory:
+        return b""
+    file = _open_state_file(path, rule, size)
+    length = _memory_bytes(file.schema)
+    with file.reader(length) as read:
+        return read(file.schema.size_bytes - length, length).tobytes()
 
 
 def read_columns(path: str | os.PathLike[str], rule: Rule, size: int, shard: range | None = None) -> Columns:
@@ -118,14 +132,14 @@ def _read(path: str | os.PathLike[str], rule: Rule, size: int, shard: range) -> 
             yield {name: content[number * length :][:length] for number, name in enumerate(names)}
 
 
-def state_to_bytes(state: State, scalars: Mapping[str, float] | None = None) -> bytes:
-    """Encode a state file; an empty state without scalars is no bytes."""
+def state_to_bytes(state: State, scalars: Mapping[str, float] | None = None, memory: bytes = b"") -> bytes:
+    """Encode a state file; an empty state without scalars and memory is no bytes."""
     scalars = scalars or {}
-    if not (state or scalars):
+    if not (state or scalars or memory):
         return b""
     size = next(iter(state.values())).size if state else 0
     parts = [vector.tobytes() for part in columns_of(state, size) for vector in part.values()]
-    return b"".join([state_schema(state, size, scalars).header, scalars_to_bytes(scalars), *parts])
+    return b"".join([state_schema(state, size, scalars, len(memory)).header, scalars_to_bytes(scalars), *parts, memory])
 
 
 def state_from_bytes(data: bytes) -> tuple[State, Mapping[str, float]]:
@@ -134,17 +148,31 @@ def state_from_bytes(data: bytes) -> tuple[State, Mapping[str, float]]:
         return {}, {}
     parameters = Parameters.from_bytes(data)
     scalars = [spec.name for spec in parameters.schema.tensors if spec.dtype == "F64"]
-    vectors = {name: vector for name, vector in parameters.items() if name not in scalars}
+    memory = _memory_bytes(parameters.schema)
+    vectors = {spec.name: parameters[spec.name] for spec in parameters.schema.tensors if spec.dtype == "F32"}
     names = dict.fromkeys(name.rpartition(".")[0] for name in vectors)
     size = sum(vector.size for vector in vectors.values()) // max(len(names), 1)
-    if difference := parameters.schema.difference_from(state_schema(names, size, scalars)):
+    if difference := parameters.schema.difference_from(state_schema(names, size, scalars, memory)):
         raise ModelError(f"the bytes are not a state file: {difference}")
     state = concatenate_columns({name.rpartition(".")[0]: vector} for name, vector in vectors.items())
     return state, {name: float(parameters[name]) for name in scalars}
 
 
+def memory_from_bytes(data: bytes) -> bytes:
+    """Decode the memory in the result of `state_to_bytes`. Raises `ModelError` if the bytes are not a state file."""
+    parameters = Parameters.from_bytes(data) if data else Parameters.from_arrays({})
+    return parameters[_MEMORY].tobytes() if _memory_bytes(parameters.schema) else b""
+
+
 def _open_state_file(path: str | os.PathLike[str], rule: Rule, size: int) -> ModelFile:
     file = ModelFile.open(path)
-    if difference := file.schema.difference_from(state_schema(rule.init(0), size, rule.start(0).scalars)):
+    memory = _memory_bytes(file.schema) if rule.keeps_memory else 0
+    if difference := file.schema.difference_from(state_schema(rule.init(0), size, rule.start(0).scalars, memory)):
         raise ModelError(f"the state file is not a state of the job's rule: {difference}")
     return file
+
+
+def _memory_bytes(schema: Schema) -> int:
+    """Return the length of the memory in a file of this schema, 0 without one."""
+    last = schema.tensors[-1] if schema.tensors else None
+    return last.count if last is not None and (last.name, last.dtype) == (_MEMORY, "U8") else 0

@@ -46,6 +46,7 @@ ALLOWED = {
     "importlib.import_module": {
         "fedplat/user_code.py": "functions that a user's own file, an operator or a client's owner names",
         "fedplat/privacy/losses.py": "dp-accounting's modules, whose names stand there",
+        "fedplat/aggregate/flower.py": "modules of fedplat, whose names stand there",
         "benchmarks/update_codecs.py": "a module of the examples, whose name stands there",
         "benchmarks/papers/reproduction.py": "a program of its own folder, by the name that it gave its worker",
         "benchmarks/papers/reproductions_page.py": "the programs of its own folder, whose names stand there",
@@ -54,6 +55,7 @@ ALLOWED = {
         "server/fedplat_server/training/evaluation.py": "pickles between the daemon and its own child",
         "fedplat/cli/planning.py": "pickles between the command and the processes that it starts to compute",
         "fedplat/simulation/engines/worker_pool.py": "forks its workers; msgpack over sockets without names",
+        "fedplat/simulation/engines/client_apps.py": "forks its workers; msgpack over pipes without names",
         "benchmarks/aggregation.py": "pickles between the benchmark and its own child",
         "benchmarks/pool_aggregation.py": "pickles between the benchmark and its own child",
         "benchmarks/robust_aggregation.py": "pickles between the benchmark and its own child",
@@ -63,7 +65,13 @@ ALLOWED = {
         "fedplat/simulation/engines/ray/cluster.py": "pickles between machines of a researcher's own cluster",
         "benchmarks/peers/flower_simulation.py": "a peer's own simulation, on this machine",
     },
-    "pickle": {"fedplat/testing/learners.py": "a test's own object, pickled and read in memory"},
+    "pickle": {
+        "fedplat/testing/learners.py": "a test's own object, pickled and read in memory",
+        "fedplat/flower/attributes.py": "a strategy's state, in a file that the server wrote and no one else can write",
+        "fedplat/flower/durable.py": "how far a strategy's rounds have come, in the same file",
+        "fedplat/flower/grid.py": "the messages of a strategy that are on their way, in the same file",
+    },
+    "torch.save": {"examples/flower/digits/digits/server_app.py": "writes the model of a Flower app, and reads none"},
     "np.load": {"fedplat/simulation/data/sources/paths.py": "arrays of the researcher's own file, without pickle"},
     "np.savez": {"benchmarks/peers/nvflare_app/noop_nvflare.py": "writes what a peer would write, and never reads it"},
 }

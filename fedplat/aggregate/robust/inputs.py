@@ -109,6 +109,25 @@ Reduce = Callable[[RobustInputs], Vector]
 """A robust rule: it reduces the updates of an attempt to one vector."""
 
 
+def keep_updates(inner: Rule) -> Rule:
+    """Return a rule that folds nothing: its partial results keep the updates, for a `gather` that is to be added."""
+
+    def fold(partial: Partial, update: Blocks, contribution: Contribution) -> Partial:
+        if update.size != partial.total.size:
+            raise ValueError(f"the update has {update.size} entries; expected {partial.total.size}")
+        return dataclasses.replace(
+            partial,
+            weight=partial.weight + contribution.weight,
+            num_updates=partial.num_updates + 1,
+            kept=(*partial.kept, (update, contribution)),
+        )
+
+    def merge(left: Partial, right: Partial) -> Partial:
+        return dataclasses.replace(inner.merge(left, right), kept=left.kept + right.kept)
+
+    return dataclasses.replace(inner, fold=fold, merge=merge)
+
+
 def make_wrapper(reduce: Reduce, before: Mix, extra: Sequence[str] = ()) -> Wrapper:
     """Make a wrapper that replaces the updates of a partial result by the robust result, as a single update.
 
@@ -118,25 +137,12 @@ def make_wrapper(reduce: Reduce, before: Mix, extra: Sequence[str] = ()) -> Wrap
     """
 
     def wrap(inner: Rule) -> Rule:
-        def fold(partial: Partial, update: Blocks, contribution: Contribution) -> Partial:
-            if update.size != partial.total.size:
-                raise ValueError(f"the update has {update.size} entries; expected {partial.total.size}")
-            return dataclasses.replace(
-                partial,
-                weight=partial.weight + contribution.weight,
-                num_updates=partial.num_updates + 1,
-                kept=(*partial.kept, (update, contribution)),
-            )
-
-        def merge(left: Partial, right: Partial) -> Partial:
-            return dataclasses.replace(inner.merge(left, right), kept=left.kept + right.kept)
-
         def gather(state: Mapping[str, Blocks], partial: Partial) -> Partial:
             updates = [update for update, _ in partial.kept]
             rows = Rows.of(updates, [state[name] for name in extra], partial.reduce_shards)
             total = reduce(RobustInputs(before(rows), [contribution for _, contribution in partial.kept]))
             return dataclasses.replace(partial, total=total, weight=1.0, kept=())
 
-        return dataclasses.replace(inner, fold=fold, merge=merge, gather=gather)
+        return dataclasses.replace(keep_updates(inner), gather=gather)
 
     return wrap

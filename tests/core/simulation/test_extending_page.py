@@ -135,5 +135,7 @@ def test_its_message_is_the_one_that_is_printed(folder: Path, monkeypatch: pytes
 def test_it_has_a_row_for_each_kind(kind: Kind) -> None:
     rows = [line for line in PAGE.splitlines() if f"| `{kind.name}` |" in line]
     assert len(rows) == 1
+    if kind.adapt is not None:
+        return  # users write a class of another library, and name it by another key
     assert f"| `{kind.key}` |" in rows[0]
     assert all(f"{method}(" in rows[0] for method in kind.methods)

@@ -1,0 +1,183 @@
+"""The rule `flower`: a strategy of Flower (https://flower.ai), or one that is written for it, makes the next version.
+
+This file has the options. `fedplat.flower.strategy_rule` calls the strategy, and is imported when it is first used:
+only the server, or a simulation, needs `flwr`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Annotated, ClassVar, Protocol, runtime_checkable
+
+import msgspec
+from msgspec import Meta
+
+from fedplat.aggregate.algebra import BaseRule, ClientRequirements, Partial, Rule
+from fedplat.aggregate.mean import weighted_mean
+from fedplat.aggregate.robust.inputs import keep_updates
+from fedplat.errors import FedplatError
+from fedplat.model import Blocks, Schema
+from fedplat.plugins import Kind, by_name, define
+
+Value = bool | int | float | Annotated[str, Meta(max_length=1000)]
+
+
+@runtime_checkable
+class FlowerStrategy(Protocol):
+    """The key `strategy` of a job file: a class of strategies, selected by its name."""
+
+    def find(self) -> type | None:
+        """Return the class; None for the one that Flower has under the name."""
+        ...
+
+
+class _StrategyName(msgspec.Struct, frozen=True):
+    """The base of the records of strategies."""
+
+    own_class: ClassVar[type | None] = None
+
+    def find(self) -> type | None:
+        """Return the class; None for the one that Flower has under the name."""
+        return self.own_class
+
+
+class FlowerFedAvg(_StrategyName, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="FedAvg"):
+    """Flower's weighted mean."""
+
+
+class FlowerFedAvgM(_StrategyName, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="FedAvgM"):
+    """Flower's FedAvg with server momentum."""
+
+
+class FlowerFedAdam(_StrategyName, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="FedAdam"):
+    """Flower's FedAdam."""
+
+
+class FlowerFedYogi(_StrategyName, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="FedYogi"):
+    """Flower's FedYogi."""
+
+
+class FlowerFedAdagrad(_StrategyName, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="FedAdagrad"):
+    """Flower's FedAdagrad."""
+
+
+class FlowerFedMedian(_StrategyName, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="FedMedian"):
+    """Flower's median of each entry."""
+
+
+class FlowerFedTrimmedAvg(
+    _StrategyName, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="FedTrimmedAvg"
+):
+    """Flower's trimmed mean of each entry."""
+
+
+class FlowerFedProx(_StrategyName, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="FedProx"):
+    """Flower's FedProx, which is FedAvg on the server."""
+
+
+class FlowerQFedAvg(_StrategyName, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="QFedAvg"):
+    """Flower's q-FedAvg."""
+
+
+class FlowerKrum(_StrategyName, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="Krum"):
+    """Flower's Krum."""
+
+
+class FlowerMultiKrum(_StrategyName, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="MultiKrum"):
+    """Flower's Multi-Krum."""
+
+
+class FlowerBulyan(_StrategyName, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="Bulyan"):
+    """Flower's Bulyan."""
+
+
+FLOWER_STRATEGIES: Mapping[str, type[FlowerStrategy]] = by_name(
+    FlowerFedAvg,
+    FlowerFedAvgM,
+    FlowerFedAdam,
+    FlowerFedYogi,
+    FlowerFedAdagrad,
+    FlowerFedMedian,
+    FlowerFedTrimmedAvg,
+    FlowerFedProx,
+    FlowerQFedAvg,
+    FlowerKrum,
+    FlowerMultiKrum,
+    FlowerBulyan,
+)
+"""The record of each strategy of Flower that a job may name.
+
+Its other strategies wrap another one, for privacy, or merge decision trees, not arrays.
+"""
+
+
+@functools.cache
+def _make_record(found: object) -> object:
+    """Return the record of a class of strategies; anything else as it is."""
+    methods = ("configure_train", "aggregate_train")
+    if not isinstance(found, type) or issubclass(found, msgspec.Struct):
+        return found
+    if not all(callable(getattr(found, method, None)) for method in methods):
+        return found
+    return msgspec.defstruct(
+        found.__name__,
+        [],
+        bases=(_StrategyName,),
+        module=found.__module__,
+        namespace={"__doc__": found.__doc__, "own_class": found},
+        frozen=True,
+    )
+
+
+define(
+    Kind(
+        "flower-strategies",
+        "name",
+        "a Flower strategy",
+        FlowerStrategy,
+        ("find",),
+        FLOWER_STRATEGIES,
+        plain=True,
+        adapt=_make_record,
+    )
+)
+
+
+def _import_rule() -> ModuleType:
+    """Import the code that calls strategies. Raises `MissingExtraError` without `flwr`."""
+    # By their names, because these modules are in a layer above, and only they import flwr.
+    importlib.import_module("fedplat.flower.app").check_version()
+    return importlib.import_module("fedplat.flower.strategy_rule")
+
+
+class FlowerAggregation(BaseRule, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="flower"):
+    """Options of the rule `flower` (extra "flower" of the server)."""
+
+    strategy: FlowerStrategy
+    """Class of the strategy, such as `strategy = "FedAdam"`."""
+    options: dict[str, Value] = msgspec.field(default_factory=dict[str, Value])
+    """Arguments of the class, such as `options = { eta = 0.01 }`."""
+
+    def build(self) -> Rule:
+        """Return the rule with these options. It imports `flwr` when it is used."""
+
+        def gather(state: Mapping[str, Blocks], partial: Partial) -> Partial:
+            return _import_rule().aggregate(self.strategy, self.options, partial)
+
+        def misfit(schema: Schema) -> str:
+            try:
+                _import_rule().make_strategy(self.strategy, self.options)
+            except FedplatError as exc:
+                return str(exc)
+            return ""
+
+        return dataclasses.replace(
+            keep_updates(weighted_mean()),
+            gather=gather,
+            keeps_memory=True,
+            requirements=ClientRequirements(misfit=misfit),
+        )

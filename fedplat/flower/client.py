@@ -1,0 +1,95 @@
+"""A ClientApp that answers messages in this process. It is imported once, not once for each message."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from flwr.app import DEFAULT_TTL, Context, Message, Metadata, RecordDict
+
+from fedplat import user_code
+from fedplat.errors import FlowerError
+from fedplat.flower import identity, records
+from fedplat.flower.app import Config, FlowerApp
+from fedplat.flower.records import MessageFile
+from fedplat.model import Parameters
+
+SERVER_NODE_ID = 1
+"""The node id from which clients receive messages, as in Flower."""
+
+
+class NodeAnswer(msgspec.Struct, frozen=True):
+    """The reply to a message, and what the app remembers (`Context.state`), both as files."""
+
+    reply: Parameters
+    state: Parameters
+
+
+class ClientAppRunner:
+    """Calls the ClientApp of an app."""
+
+    def __init__(self, app: FlowerApp) -> None:
+        """Import the ClientApp. Raises `FlowerError`."""
+        self.app = app
+        self._client_app = app.load_client_app()
+
+    def answer(
+        self,
+        file: Parameters,
+        node_id: int,
+        node_config: Mapping[str, bool | int | float | str],
+        run_config: Config | None = None,
+        state: Parameters | None = None,
+    ) -> NodeAnswer:
+        """Return the ClientApp's answer to the message of a file, whose arrays the app may change.
+
+        `run_config` replaces that of the app, `state` is that of the previous answer. Raises `FlowerError` if the app
+        fails or its reply is not a message.
+        """
+        asked = records.decode(file)
+        message = make_message(asked, node_id)
+        context = Context(
+            run_id=message.metadata.run_id,
+            node_id=node_id,
+            node_config=dict(node_config),
+            state=records.decode(state).content if state is not None else RecordDict(),
+            run_config=dict(self.app.run_config if run_config is None else run_config),
+        )
+        identity.assume(node_id)
+        with user_code.wrap_errors(f"the ClientApp of {self.app.name}, called with {asked.message_type},"):
+            reply = self._client_app(message, context)
+        return NodeAnswer(self._encode_reply(reply, asked.message_type), records.encode(MessageFile(context.state)))
+
+    def _encode_reply(self, reply: Any, message_type: str) -> Parameters:
+        if not isinstance(reply, Message):
+            raise FlowerError(
+                f"the ClientApp of {self.app.name} answered {message_type} with a {type(reply).__name__}; expected a "
+                "Message"
+            )
+        if reply.has_error():
+            raise FlowerError(f"the ClientApp of {self.app.name} answered {message_type} with: {reply.error.reason}")
+        file = records.encode(MessageFile(reply.content))
+        if name := records.find_nonfinite(file):
+            raise FlowerError(
+                f"the ClientApp of {self.app.name} answered {message_type} with arrays that are not finite ({name}): "
+                "the training has diverged; expected finite numbers, perhaps with a lower learning rate"
+            )
+        return file
+
+
+def make_message(file: MessageFile, node_id: int, message_id: str = "") -> Message:
+    """Return the message that a node receives."""
+    metadata = Metadata(
+        run_id=identity.RUN_ID,
+        message_id=message_id or "message",
+        src_node_id=SERVER_NODE_ID,
+        dst_node_id=node_id,
+        reply_to_message_id="",
+        group_id=file.group_id,
+        created_at=time.time(),
+        ttl=DEFAULT_TTL,
+        message_type=file.message_type,
+    )
+    return Message(content=file.content, metadata=metadata)  # pyright: ignore[reportCallIssue]

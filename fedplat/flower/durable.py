@@ -1,0 +1,189 @@
+"""The rounds of a Flower strategy, so that they continue after a crash.
+
+An app calls `strategy.start(grid, ...)` once, for all rounds. `install` replaces that method, for the grids of fedplat,
+by `run_rounds`: the same rounds, with a checkpoint before each exchange of messages. After a crash the app's `main` is
+called again; what it does before `start` is repeated, and `start` continues in the middle of its round, with the
+attributes of the strategy, its results so far, and the random numbers of that moment.
+
+An app that sends messages of its own before `start`, or has no strategy, begins anew after a crash.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Callable, Iterable
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from fedplat.errors import FlowerError
+from fedplat.flower import attributes, randomness
+from fedplat.flower.grid import FlowerGrid
+from fedplat.flower.reply_checks import aggregate_usable
+
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+_flower_start = Strategy.start
+
+
+@dataclasses.dataclass
+class _Progress:
+    """How far the calls of `start` in an app have come: a checkpoint has it, pickled.
+
+    `finished` are the results of the calls that have returned. Of the current one, `round` is the round in which it is,
+    and `is_training` is true while clients train. `attributes` are those of the strategy.
+    """
+
+    finished: list[Result] = dataclasses.field(default_factory=list[Result])
+    round: int = 1
+    is_training: bool = True
+    arrays: ArrayRecord | None = None
+    result: Result | None = None
+    attributes: bytes = b""
+    random_states: bytes = b""
+
+
+@dataclasses.dataclass
+class _Calls:
+    """The calls of `start` with one grid.
+
+    `message_ids` are those of the exchange to continue with after a crash. `num_exchanges` counts the exchanges of
+    strategies in this process; if the app has sent other messages, it cannot continue after a crash.
+    """
+
+    progress: _Progress = dataclasses.field(default_factory=_Progress)
+    num_calls: int = 0
+    message_ids: list[str] | None = None
+    num_exchanges: int = 0
+
+
+def install() -> None:
+    """Let strategies that are started with a grid of fedplat be run by `run_rounds`."""
+    Strategy.start = _start  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def restore(grid: FlowerGrid, checkpoint: bytes) -> None:
+    """Let the next call of `start` with this grid continue from a checkpoint. Raises `FlowerError`."""
+    try:
+        progress, message_ids = grid.unpack(checkpoint)
+        grid.rounds = _Calls(pickle.loads(progress), message_ids=message_ids)  # the server's own file
+    except (pickle.UnpicklingError, EOFError, ImportError, AttributeError, TypeError, ValueError, IndexError) as exc:
+        raise FlowerError(
+            "the checkpoint of the Flower app cannot be read; expected one of this version of fedplat and of the app: "
+            "start the run anew"
+        ) from exc
+
+
+def _start(  # noqa: PLR0913 - the signature of Flower
+    strategy: Strategy,
+    grid: Grid,
+    initial_arrays: ArrayRecord,
+    num_rounds: int = 3,
+    timeout: float = 3600,
+    train_config: ConfigRecord | None = None,
+    evaluate_config: ConfigRecord | None = None,
+    evaluate_fn: EvaluateFn | None = None,
+) -> Result:
+    """Replace `Strategy.start`."""
+    arguments = (initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
+    if not isinstance(grid, FlowerGrid):
+        return _flower_start(strategy, grid, *arguments)
+    strategy.summary()
+    rounds = _Rounds(strategy, grid, timeout, train_config or ConfigRecord(), evaluate_config or ConfigRecord())
+    return rounds.run(initial_arrays, num_rounds, evaluate_fn)
+
+
+class _Rounds:
+    """One call of `start`."""
+
+    def __init__(
+        self, strategy: Strategy, grid: FlowerGrid, timeout: float, train_config: ConfigRecord, config: ConfigRecord
+    ) -> None:
+        self._strategy, self._grid, self._timeout = strategy, grid, timeout
+        self._train_config, self._evaluate_config = train_config, config
+        grid.rounds = grid.rounds or _Calls()
+        self._calls: _Calls = grid.rounds
+
+    def run(self, initial_arrays: ArrayRecord, num_rounds: int, evaluate_fn: EvaluateFn | None) -> Result:
+        """Run all rounds, or those that are left."""
+        calls, grid = self._calls, self._grid
+        calls.num_calls += 1
+        progress = calls.progress
+        if calls.num_calls <= len(progress.finished):
+            return progress.finished[calls.num_calls - 1]
+        if calls.message_ids is None:
+            progress.round, progress.is_training = 1, True
+            progress.arrays, progress.result = initial_arrays, Result()
+            self._evaluate_centrally(progress, 0, evaluate_fn)
+        else:
+            attributes.assign_attributes(self._strategy, progress.attributes)
+            randomness.set_states(pickle.loads(progress.random_states))
+        while progress.round <= num_rounds:
+            self._run_round(progress)
+            self._evaluate_centrally(progress, progress.round, evaluate_fn)
+            progress.round, progress.is_training = progress.round + 1, True
+        assert progress.result is not None
+        progress.finished.append(progress.result)
+        grid.final_arrays = progress.arrays
+        return progress.result
+
+    def _run_round(self, progress: _Progress) -> None:
+        strategy, number = self._strategy, progress.round
+        assert progress.arrays is not None
+        assert progress.result is not None
+        if progress.is_training:
+            replies = self._exchange(
+                lambda: strategy.configure_train(number, progress.arrays, self._train_config, self._grid)  # pyright: ignore[reportArgumentType]
+            )
+            arrays, metrics = aggregate_usable(strategy, strategy.aggregate_train, number, replies, progress.arrays)
+            if arrays is not None:
+                progress.arrays = progress.result.arrays = arrays
+            if metrics is not None:
+                progress.result.train_metrics_clientapp[number] = metrics
+            self._publish(metrics, number)
+            progress.is_training = False
+        replies = self._exchange(
+            lambda: strategy.configure_evaluate(number, progress.arrays, self._evaluate_config, self._grid)  # pyright: ignore[reportArgumentType]
+        )
+        assert progress.arrays is not None
+        metrics = aggregate_usable(strategy, strategy.aggregate_evaluate, number, replies, progress.arrays)
+        if metrics is not None:
+            progress.result.evaluate_metrics_clientapp[number] = metrics
+        self._publish(metrics, number)
+
+    def _exchange(self, configure: Callable[[], Iterable[Message]]) -> list[Message]:
+        """Exchange messages with clients, after a checkpoint; or continue the exchange that was on its way."""
+        calls, grid = self._calls, self._grid
+        if (message_ids := calls.message_ids) is not None:
+            calls.message_ids = None
+            grid.take_snapshot = self._take_snapshot
+            return grid.wait_for(message_ids)
+        messages = list(configure())
+        if messages and grid.num_exchanges == calls.num_exchanges:
+            grid.take_next_snapshot = self._take_snapshot
+        calls.num_exchanges += bool(messages)
+        return grid.send_and_receive(messages, timeout=self._timeout)
+
+    def _take_snapshot(self) -> bytes:
+        """Return the progress of this call, pickled; the app waits for replies meanwhile."""
+        progress = self._calls.progress
+        progress.attributes = attributes.pickle_attributes(self._strategy)
+        progress.random_states = pickle.dumps(randomness.get_states())
+        return pickle.dumps(progress)
+
+    def _evaluate_centrally(self, progress: _Progress, number: int, evaluate_fn: EvaluateFn | None) -> None:
+        if evaluate_fn is None:
+            return
+        assert progress.arrays is not None
+        assert progress.result is not None
+        metrics = evaluate_fn(number, progress.arrays)
+        if metrics is not None:
+            progress.result.evaluate_metrics_serverapp[number] = metrics
+            self._publish(metrics, number)
+
+    def _publish(self, metrics: MetricRecord | None, number: int) -> None:
+        self._grid.metrics["server-round"] = float(number)
+        for name, value in (metrics or {}).items():
+            if isinstance(value, int | float):
+                self._grid.metrics[name] = float(value)

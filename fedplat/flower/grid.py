@@ -1,0 +1,291 @@
+"""The grid of a ServerApp: what it sends to clients, and receives, as exchanges of messages.
+
+All messages of an `Exchange` have the same content: messages with other contents follow in the next ones, so that no
+client receives what is meant for another one.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+from flwr.app import Error, Message, Metadata, RecordDict
+from flwr.serverapp import Grid
+
+from fedplat.errors import FedplatError, FlowerError
+from fedplat.flower import identity, records
+from fedplat.flower.client import SERVER_NODE_ID
+from fedplat.flower.records import MessageFile
+from fedplat.model import Parameters
+
+FAILED, LATE = 2, 4
+"""The codes of error replies, as Flower counts them: a client failed, or its reply did not arrive in time."""
+GATHER_S = 0.05
+"""Messages of several threads of an app are sent together if there is no longer pause between them."""
+
+
+class Exchange(msgspec.Struct, frozen=True):
+    """A message for several nodes; `timeout_s` is how long the app waits for their replies (None: forever)."""
+
+    file: Parameters
+    nodes: tuple[int, ...]
+    message_type: str
+    timeout_s: float | None = None
+
+
+class NodeReply(msgspec.Struct, frozen=True):
+    """The reply of a node: a file, or None with the reason of its failure."""
+
+    node_id: int
+    file: Parameters | None
+    error: str = ""
+
+
+class _Sent(msgspec.Struct, frozen=True):
+    """Messages with the same content that are on their way, or will be: the ids of the messages by node."""
+
+    file: Parameters
+    message_type: str
+    group_id: str
+    message_ids: dict[int, str]
+
+
+class AppClosed(SystemExit):
+    """Ends a thread of an app that is not needed any more; Python prints no traceback for it."""
+
+
+class FlowerGrid(Grid):
+    """The grid of a ServerApp: Flower's interface to the clients, in front of fedplat.
+
+    Calls may come from several threads of the app. The methods without a leading `_` that Flower does not know are for
+    `durable.py`.
+    """
+
+    def __init__(self, list_nodes: Callable[[], Sequence[int]]) -> None:
+        self.rounds: Any = None
+        """The state of `durable.py`."""
+        self.take_snapshot: Callable[[], bytes] | None = None
+        """Returns what the strategy needs to continue from the last exchange; None if only a new start can."""
+        self.take_next_snapshot: Callable[[], bytes] | None = None
+        """The same for the messages that are sent next."""
+        self.metrics: dict[str, float] = {}
+        """The aggregated metrics that the strategy has returned since the last exchange."""
+        self.final_arrays: Any = None
+        """The arrays that the strategy has returned."""
+        self.num_exchanges = 0
+        """The number of calls that have sent messages."""
+        self._list_nodes = list_nodes
+        self._main = threading.get_ident()
+        self._changed = threading.Condition()
+        self._waiting: list[_Sent] = []
+        self._sent: _Sent | None = None
+        self._replies: dict[str, Message] = {}
+        self._timeout_s: float | None = None
+        self._ready_at = 0.0
+        self._next_id = 0
+        self._is_closed = self._is_over = False
+        self._error: FedplatError | None = None
+
+    # --- called by the app ---
+
+    def set_run(self, run: Any) -> None:
+        """Do nothing: there is one run in a process."""
+
+    @property
+    def run(self) -> Any:
+        """Run information, as far as the old API of servers reads it."""
+        return _RunInfo()
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Return a new message."""
+        return Message(content, dst_node_id, message_type, group_id=group_id, ttl=ttl)
+
+    def get_node_ids(self) -> list[int]:
+        """Return the ids of the clients that may work for this app now."""
+        with self._changed:
+            self._check_open()
+        return list(self._list_nodes())
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Send messages, and return their ids."""
+        return self._push(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """Return the replies that have arrived, and an error for each message whose reply is too late."""
+        with self._changed:
+            self._check_open()
+            return [self._replies.pop(each) for each in message_ids if each in self._replies]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        """Send messages, and wait until each was answered, or is too late."""
+        return self.wait_for(self._push(messages, timeout))
+
+    # --- called by durable.py ---
+
+    def wait_for(self, message_ids: Sequence[str]) -> list[Message]:
+        """Wait until each message was answered or is too late, and return the replies."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or all(each in self._replies for each in message_ids))
+            self._check_open()
+            found = [self._replies.pop(each) for each in message_ids]
+        return [each for each in found if each.has_content() or each.error.code != LATE]
+
+    def pack(self, strategy: bytes) -> bytes:
+        """Return a checkpoint: a strategy's state, and the messages and replies on their way."""
+        replies = {name: _pack_reply(reply) for name, reply in self._replies.items()}
+        # The message that is on its way is not needed again: only what its replies answer is.
+        sent = [(b"", *_describe(self._sent))] if self._sent is not None else []
+        waiting = [(each.file.to_bytes(), *_describe(each)) for each in self._waiting]
+        return pickle.dumps((strategy, sent, waiting, replies, self._next_id))
+
+    def unpack(self, checkpoint: bytes) -> tuple[bytes, list[str]]:
+        """Restore the messages and replies of a checkpoint; return the strategy's state and the messages' ids."""
+        strategy, sent, waiting, replies, self._next_id = pickle.loads(checkpoint)  # the server's own file
+        self._sent = next((_Sent(_NOTHING, *rest) for _, *rest in sent), None)
+        self._waiting = [_Sent(Parameters.from_bytes(bytearray(file)), *rest) for file, *rest in waiting]
+        self._replies = {name: _unpack_reply(*reply) for name, reply in replies.items()}
+        open_groups = [*self._waiting, *([self._sent] if self._sent is not None else [])]
+        ids = {name for each in open_groups for name in each.message_ids.values()} | self._replies.keys()
+        return strategy, sorted(ids, key=int)
+
+    # --- called by ServerAppRun ---
+
+    def exchange(self, replies: Sequence[NodeReply]) -> Exchange | None:
+        """Pass the replies to the last exchange to the app; return the next exchange, or None if the app has ended.
+
+        Raises what the app has raised, as `FlowerError` or `UserCodeError`.
+        """
+        with self._changed:
+            self._deliver(replies)
+            while not self._is_over:
+                delay = self._ready_at - time.monotonic() if self._waiting else None
+                if delay is not None and delay <= 0.0:
+                    break
+                self._changed.wait(delay)
+            if self._error is not None:
+                raise self._error
+            if not self._waiting:
+                return None
+            self._sent = self._waiting.pop(0)
+            return Exchange(self._sent.file, tuple(self._sent.message_ids), self._sent.message_type, self._timeout_s)
+
+    def begin(self) -> None:
+        """Let this thread be the app's own."""
+        self._main = threading.get_ident()
+
+    def end(self, error: FedplatError | None = None) -> None:
+        """Note that the app has ended."""
+        with self._changed:
+            self._is_over, self._error = True, error
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the app's threads at their next call."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise AppClosed
+
+    def _push(self, messages: Iterable[Message], timeout: float | None = None) -> list[str]:
+        listed = list(messages)
+        ids: list[str] = []
+        with self._changed:
+            self._check_open()
+            groups: dict[tuple[int, str, str], list[_Sent]] = {}
+            if listed:
+                self.num_exchanges += 1
+                self.take_snapshot, self.take_next_snapshot = self.take_next_snapshot, None
+            for message in listed:
+                self._next_id += 1
+                ids.append(str(self._next_id))
+                self._add(groups, message, ids[-1])
+            self._timeout_s = timeout
+            # An app of the old API sends one message from each of several threads.
+            self._ready_at = time.monotonic() + (0.0 if threading.get_ident() == self._main else GATHER_S)
+            self._changed.notify_all()
+        return ids
+
+    def _add(self, groups: dict[tuple[int, str, str], list[_Sent]], message: Message, message_id: str) -> None:
+        metadata = message.metadata
+        node, kind = metadata.dst_node_id, (metadata.message_type, metadata.group_id)
+        found = groups.setdefault((id(message.content), *kind), [])
+        if not found:  # equal contents are one object in the strategies of Flower, but not in the old API
+            file = records.encode(MessageFile(message.content, *kind))
+            found += [each for each in self._waiting if each.file == file]
+        else:
+            file = found[0].file
+        for sent in found:
+            if node not in sent.message_ids:
+                sent.message_ids[node] = message_id
+                return
+        self._waiting.append(_Sent(file, *kind, {node: message_id}))
+        found.append(self._waiting[-1])
+
+    def _deliver(self, replies: Sequence[NodeReply]) -> None:
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return
+        arrived = {reply.node_id: reply for reply in replies}
+        for node, message_id in sent.message_ids.items():
+            code = FAILED if node in arrived else LATE
+            reply = arrived.get(node, NodeReply(node, None, "the reply did not arrive in time"))
+            self._replies[message_id] = make_reply(reply, sent.message_type, message_id, code)
+        self._changed.notify_all()
+
+
+class _RunInfo(msgspec.Struct, frozen=True):
+    run_id: int = identity.RUN_ID
+
+
+def make_reply(reply: NodeReply, message_type: str, message_id: str, code: int = FAILED) -> Message:
+    """Return the message that a ServerApp receives."""
+    content, error = None, reply.error
+    if reply.file is not None:
+        try:
+            content = records.decode(reply.file).content
+        except FlowerError as exc:
+            error = str(exc)
+    metadata = Metadata(
+        run_id=identity.RUN_ID,
+        message_id=f"{message_id}-reply",
+        src_node_id=reply.node_id,
+        dst_node_id=SERVER_NODE_ID,
+        reply_to_message_id=message_id,
+        group_id="",
+        created_at=time.time(),
+        ttl=60.0,
+        message_type=message_type,
+    )
+    if content is not None:
+        return Message(content=content, metadata=metadata)  # pyright: ignore[reportCallIssue]
+    return Message(Error(code, error), metadata=metadata)  # pyright: ignore[reportCallIssue]
+
+
+def _describe(sent: _Sent) -> tuple[str, str, dict[int, str]]:
+    return sent.message_type, sent.group_id, sent.message_ids
+
+
+_NOTHING = Parameters.from_arrays({})
+
+
+def _pack_reply(reply: Message) -> tuple[NodeReply, bytes, str, str, int]:
+    metadata = reply.metadata
+    content = records.encode(MessageFile(reply.content)).to_bytes() if reply.has_content() else b""
+    error, code = ("", 0) if reply.has_content() else (reply.error.reason or "", reply.error.code)
+    packed = NodeReply(metadata.src_node_id, None, error)
+    return packed, content, metadata.message_type, metadata.reply_to_message_id, code
+
+
+def _unpack_reply(reply: NodeReply, content: bytes, message_type: str, message_id: str, code: int) -> Message:
+    if content:
+        reply = NodeReply(reply.node_id, Parameters.from_bytes(bytearray(content)))
+    return make_reply(reply, message_type, message_id, code)

@@ -1,0 +1,87 @@
+"""A ServerApp that runs in a thread and exchanges messages through fedplat.
+
+`ServerAppRun.advance` lets the app run until it waits for clients, and returns the messages that it sends; the caller
+delivers them and passes the replies to the next call. So the app can be driven by a server's rounds and by a simulation
+in virtual time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from flwr.app import Context, RecordDict
+
+from fedplat import user_code
+from fedplat.errors import FedplatError
+from fedplat.flower import durable, identity, records
+from fedplat.flower.app import Config, FlowerApp
+from fedplat.flower.client import SERVER_NODE_ID
+from fedplat.flower.grid import AppClosed, Exchange, FlowerGrid, NodeReply
+from fedplat.flower.records import MessageFile
+from fedplat.model import Parameters
+from fedplat.model.schema import MESSAGE_KEY
+
+
+class ServerAppRun:
+    """One run of a ServerApp, in a thread of its own.
+
+    A `checkpoint` of an earlier run lets it continue with the exchange that was on its way then.
+    """
+
+    def __init__(
+        self,
+        app: FlowerApp,
+        list_nodes: Callable[[], Sequence[int]],
+        run_config: Mapping[str, bool | int | float | str] | None = None,
+        checkpoint: bytes = b"",
+    ) -> None:
+        """Import the ServerApp. Raises `FlowerError`."""
+        self._server_app, self._app = app.load_server_app(), app
+        self._run_config: Config = dict(app.run_config if run_config is None else run_config)
+        self.grid = FlowerGrid(list_nodes)
+        if checkpoint:
+            durable.restore(self.grid, checkpoint)
+        self._thread: threading.Thread | None = None
+
+    def advance(self, replies: Sequence[NodeReply] = ()) -> Exchange | None:
+        """Run the app with the replies to its last exchange; return the next one, or None if the app has ended.
+
+        Raises `FedplatError` if the app has raised an exception.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"ServerApp {self._app.name}", daemon=True)
+            self._thread.start()
+        return self.grid.exchange(replies)
+
+    @property
+    def checkpoint(self) -> bytes:
+        """The state with which a new run continues the last exchange; empty if the app can only start anew."""
+        take_snapshot = self.grid.take_snapshot
+        return self.grid.pack(take_snapshot()) if take_snapshot is not None else b""
+
+    @property
+    def final_model(self) -> Parameters | None:
+        """The arrays that the app's strategy returned at its end, by their names; None if it has returned none."""
+        if self.grid.final_arrays is None:
+            return None
+        file = records.encode(MessageFile(RecordDict({"arrays": self.grid.final_arrays})))
+        return Parameters.from_arrays({name: values for name, values in file.items() if name != MESSAGE_KEY})
+
+    def close(self) -> None:
+        """End the app, which may be waiting for replies, at its next call."""
+        self.grid.close()
+
+    def _run(self) -> None:
+        durable.install()
+        identity.assume(SERVER_NODE_ID)
+        self.grid.begin()
+        context = Context(identity.RUN_ID, SERVER_NODE_ID, {}, RecordDict(), self._run_config)
+        try:
+            with user_code.wrap_errors(f"the ServerApp of {self._app.name}"), contextlib.suppress(AppClosed):
+                self._server_app(self.grid, context)
+        except FedplatError as exc:
+            self.grid.end(exc)
+        else:
+            self.grid.end()

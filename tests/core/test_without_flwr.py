@@ -1,0 +1,68 @@
+"""An environment without flwr: all else works, and a command that needs it names the package."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+APP = "examples/flower/digits"
+SITE = """
+import importlib.machinery
+import importlib.metadata
+
+find_spec = importlib.machinery.PathFinder.find_spec
+from_name = importlib.metadata.Distribution.from_name
+
+@classmethod
+def find_other_spec(cls, name, path=None, target=None):
+    return None if name.partition(".")[0] == "flwr" else find_spec(name, path, target)
+
+def find_other_distribution(name):
+    if name == "flwr":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return from_name(name)
+
+importlib.machinery.PathFinder.find_spec = find_other_spec
+importlib.metadata.Distribution.from_name = find_other_distribution
+"""
+"""Python imports `sitecustomize` when it starts."""
+COMMANDS = {
+    "fedplat.cli": (["flower", "run", APP], "error: Flower apps need flwr: pip install 'fedplat[flower]'"),
+    "fedplat_client": (
+        ["flower", APP, "--server", "localhost:1"],
+        "Error: FlowerTrainer needs flwr, which is not installed; install it with: "
+        "pip install 'fedplat-client[flower]'",
+    ),
+    "fedplat_server": (
+        ["run", "--insecure", "--flower-app", f"digits={APP}"],
+        f"fedplat-server: --flower-app digits={APP}: Flower apps need flwr: pip install 'fedplat[flower]'",
+    ),
+}
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "sitecustomize.py").write_text(SITE)
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_a_command_says_what_to_install(tmp_path: Path, module: str) -> None:
+    arguments, expected = COMMANDS[module]
+    folder = ["--data-dir", str(tmp_path / "data")] if module != "fedplat.cli" else []
+    done = run(tmp_path, "-m", module, *arguments, *folder)
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[-1] == expected
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_all_tests_can_be_collected(tmp_path: Path) -> None:
+    done = run(tmp_path, "-m", "pytest", "--collect-only", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "tests")
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "tests/core/flower/" not in done.stdout
