@@ -19,7 +19,7 @@ BENCHMARKS := \
 	both_ways.py \
 	papers/private_utility.py
 
-.PHONY: all demo private warm-start test test-slow test-all faults faults-page hostile fuzz soak soak-attackers check format proto bench bench-peers references papers papers-page bench-page job-reference clean
+.PHONY: all demo private warm-start test test-slow test-all faults faults-page hostile fuzz flower soak soak-attackers check format proto bench bench-peers references papers papers-page bench-page job-reference clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
@@ -57,6 +57,9 @@ hostile: $(STAMP) ## 100,000 malformed messages to a daemon with honest clients,
 fuzz: $(STAMP) ## a minute of mutations for every parser of untrusted bytes
 	for target in model update encoded_update codec state job_file labels message fields ticket; do \
 		OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/run.py $$target --seconds 60 || exit 1; done
+
+flower: $(STAMP) ## Flower's own apps, unchanged, from the checkout that FLOWER_REPO names; prints which of them run
+	$(BIN)/python tests/conformance/run.py
 
 soak: $(STAMP) ## 200 clients and many faults for 10 minutes; fails if memory grows or data is lost
 	$(BIN)/python tests/faults/soak.py

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import fedplat
-from fedplat.cli import clients, enrollments, formats, jobs, models, new, operators, privacy, simulate, sweep
+from fedplat.cli import clients, enrollments, flower, formats, jobs, models, new, operators, privacy, simulate, sweep
 from fedplat.cli.output import to_record
 from fedplat.cli.session import (
     AnyTimeoutOption,
@@ -30,6 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(jobs.app, name="job")
+app.add_typer(flower.app, name="flower")
 app.add_typer(clients.app, name="client")
 app.add_typer(enrollments.app, name="enrollment")
 app.add_typer(models.app, name="model")

@@ -49,6 +49,11 @@ def _format_list(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in sorted(values.items()))
 
 
+def rounds(number: int, job: admin_pb2.Job) -> str:
+    """Format the number of a round: `3/10`, or `3` if a Flower app decides how many there are."""
+    return f"{number}/{job.num_rounds}" if job.num_rounds else str(number)
+
+
 def progress(progress: admin_pb2.AttemptProgress) -> str:
     """Format progress: `12 at work (median 40%, slowest 10%: c-0123456789abcdef), 2 uploading`; empty if all is 0."""
     parts: list[str] = []

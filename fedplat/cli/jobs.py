@@ -56,21 +56,34 @@ def submit_job(  # noqa: PLR0913 - a command's parameters are its options
     """Submit a job: upload its initial model, create and start it."""
     with session(context, server, as_json, own_timeout_s(context, timeout)) as command:
         submission = _load_for(command.client, file, command.patience)
-        with command.output.transfer("uploading the model") as progress:
-            job = submit(
-                command.client,
-                submission,
-                start=start,
-                idempotency_key=idempotency_key,
-                progress=progress,
-                patience=command.patience,
-            )
-        _warn(command.output, submission)
-        _print_state(command.output, job)
-        if follow:
-            _watch(command, job)
-        elif not command.output.as_json:
-            command.output.note(f"watch it with: fedplat job watch {job.job_id}")
+        job = submit_and_report(command, submission, start=start, idempotency_key=idempotency_key)
+        follow_if(command, job, follow=follow)
+
+
+def submit_and_report(
+    command: CommandSession, submission: Submission, *, start: bool = True, idempotency_key: str = ""
+) -> admin_pb2.Job:
+    """Submit a job, and print its state and the warnings about it."""
+    with command.output.transfer("uploading the model") as progress:
+        job = submit(
+            command.client,
+            submission,
+            start=start,
+            idempotency_key=idempotency_key,
+            progress=progress,
+            patience=command.patience,
+        )
+    _warn(command.output, submission)
+    _print_state(command.output, job)
+    return job
+
+
+def follow_if(command: CommandSession, job: admin_pb2.Job, *, follow: bool) -> None:
+    """Watch a job until it ends, or print how to."""
+    if follow:
+        _watch(command, job)
+    elif not command.output.as_json:
+        command.output.note(f"watch it with: fedplat job watch {job.job_id}")
 
 
 @app.command("check")
@@ -122,7 +135,7 @@ def list_jobs(
                 job.name,
                 job.population,
                 formats.job_status(job.status),
-                f"{job.round}/{job.num_rounds}",
+                formats.rounds(job.round, job),
                 formats.moment(job.created_unix_s),
                 job.reason,
             )
@@ -147,7 +160,7 @@ def show_job(
             "name": found.name,
             "population": found.population,
             "status": formats.job_status(found.status) + (f" ({found.reason})" if found.reason else ""),
-            "rounds": f"{found.round} of {found.num_rounds} committed",
+            "rounds": f"{found.round}{f' of {found.num_rounds}' if found.num_rounds else ''} committed",
             "model": _model(found),
             "updates": _encoding(found),
             "created": formats.moment(found.created_unix_s),

@@ -114,8 +114,8 @@ def picture(board: AttemptTable, job: admin_pb2.Job, height: int) -> Group:
     bar = Table.grid(padding=(0, 2))
     bar.add_row(
         Text(formats.printable(job.name), style="bold"),
-        ProgressBar(total=max(1, job.num_rounds), completed=board.committed_rounds, width=40),
-        Text(f"{board.committed_rounds}/{job.num_rounds} rounds"),
+        ProgressBar(total=job.num_rounds or None, completed=board.committed_rounds, width=40),
+        Text(f"{formats.rounds(board.committed_rounds, job)} rounds"),
         Text(board.job_status or formats.job_status(job.status)),
     )
     return Group(table(PICTURE_COLUMNS, rows), bar)
@@ -130,11 +130,11 @@ def lines(line: Callable[[str], object], job: admin_pb2.Job) -> Callable[[admin_
         if event.entity == "job" and not board.has_ended:  # the caller of `follow` prints the final status
             line(f"job {job.name} is {event.to_state}" + (f": {event.reason}" if event.reason else ""))
         if event.entity == "progress":
-            line(f"round {event.round}/{job.num_rounds}  {formats.progress(event.progress)}")
+            line(f"round {formats.rounds(event.round, job)}  {formats.progress(event.progress)}")
         if attempt is None:
             return
         is_warm_start = attempt.kind == admin_pb2.ATTEMPT_KIND_WARM_START
-        place = "warm start" if is_warm_start else f"round {attempt.round}/{job.num_rounds}"
+        place = "warm start" if is_warm_start else f"round {formats.rounds(attempt.round, job)}"
         if event.entity == "version":
             line(f"{place}  scored by the server  {formats.metrics(attempt.server_metrics, {})}")
             return

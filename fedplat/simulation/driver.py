@@ -184,14 +184,13 @@ class Driver:
                 case Refuse():
                     refusals.append(command)
                 case _:
-                    assert not isinstance(command, RunWarmStart)  # `unsupported.check` refuses such jobs
                     self._carry_out(command)
         if refusals:
             self._idle.on_refused(refusals, self.now)
         if assigns:
             self._assign(assigns)
 
-    def _carry_out(self, command: Abort | Fold | Restart | Commit | Abandon) -> None:
+    def _carry_out(self, command: Abort | Fold | Restart | Commit | RunWarmStart | Abandon) -> None:
         match command:
             case Abort():
                 task = self._tasks.get(int(command.client_id))
@@ -206,6 +205,8 @@ class Driver:
             case Commit():
                 outcome = self._training.commit(command, self.job)
                 self._queue.put(self.now, (self._record, outcome))
+            case RunWarmStart():
+                self._queue.put(self.now, (self._record, self._training.warm_start(command)))
             case Abandon():
                 pass  # `settle` has discarded the updates of the attempt
 

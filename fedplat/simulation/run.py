@@ -68,7 +68,7 @@ def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
     Raises `JobFileError` for a job that only a server can run, `ValueError` if the parts do not fit together,
     `ReplayError` if the journal cannot be used, and what training raises.
     """
-    spec, fleet, seed, engine = simulation.spec, simulation.fleet, simulation.seed, simulation.engine
+    spec, fleet, engine = simulation.spec, simulation.fleet, simulation.engine
     unsupported.check(spec)
     with contextlib.ExitStack() as stack:
         training: TrainingModel
@@ -79,7 +79,7 @@ def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
             if simulation.initial is None:
                 raise ValueError("a simulation with an engine needs an initial model")
             fleet = fleet.with_examples([engine.num_examples(client) for client in range(engine.num_clients)])
-            training = learning = RealTraining(spec, engine, _extend_initial(spec, simulation.initial), seed)
+            training = learning = RealTraining(spec, engine, _extend_initial(spec, simulation.initial), simulation.seed)
             if hooks.journal is not None:
                 journal = ReplayLog(
                     learning,
@@ -89,13 +89,19 @@ def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
                     hooks.checkpoint_due,
                 )
                 training = stack.enter_context(contextlib.closing(journal))
-        statistics = RunStatistics(fleet, hooks.observe)
-        driver = Driver(spec, fleet, training, statistics, seed, hooks.trace)
-        driver.run(simulation.until_s)
+        result = drive(simulation, fleet, training, hooks)
+    return result if learning is None else dataclasses.replace(result, model=learning.model)
+
+
+def drive(simulation: Simulation, fleet: Fleet, training: TrainingModel, hooks: Hooks) -> Result:
+    """Run a simulation with the given fleet and training instead of its own; the result has no model."""
+    statistics = RunStatistics(fleet, hooks.observe)
+    driver = Driver(simulation.spec, fleet, training, statistics, simulation.seed, hooks.trace)
+    driver.run(simulation.until_s)
     participation = statistics.participation()
     return Result(
-        job=spec.name,
-        seed=seed,
+        job=simulation.spec.name,
+        seed=simulation.seed,
         num_clients=fleet.num_clients,
         status=driver.job.status.value,
         reason=driver.job.reason,
@@ -104,7 +110,6 @@ def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
         staleness=count_staleness(statistics.attempts),
         groups=measure_groups(fleet, participation),
         participation=participation,
-        model=learning.model if learning is not None else None,
     )
 
 

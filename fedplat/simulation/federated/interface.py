@@ -8,8 +8,14 @@ from typing import ClassVar, Protocol
 from typing_extensions import override
 
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
-from fedplat.rounds.commands import Commit, Fold, Restart
-from fedplat.rounds.events import AggregationFailed, AttemptAggregated, UpdateRejected, UpdateReported
+from fedplat.rounds.commands import Commit, Fold, Restart, RunWarmStart
+from fedplat.rounds.events import (
+    AggregationFailed,
+    AssignmentFailed,
+    AttemptAggregated,
+    UpdateRejected,
+    UpdateReported,
+)
 from fedplat.rounds.states import AttemptKind
 from fedplat.simulation.clients.device import DeviceAssignment, Sizes
 
@@ -35,8 +41,8 @@ class TrainingModel(Protocol):
         """Begin tasks that are expected to report in time and to matter, as far as this can be predicted."""
         ...
 
-    def report(self, task: DeviceAssignment) -> Report:
-        """Return the report of a client, or the reason why the server rejects it."""
+    def report(self, task: DeviceAssignment) -> Report | AssignmentFailed:
+        """Return the report of a client, the reason why the server rejects it, or the failure that it reports."""
         ...
 
     def drop(self, task: DeviceAssignment) -> None:
@@ -58,6 +64,10 @@ class TrainingModel(Protocol):
     def commit(self, command: Commit, job: JobState) -> AttemptAggregated | AggregationFailed:
         """Compute the version of an attempt."""
         ...
+
+    def warm_start(self, command: RunWarmStart) -> AttemptAggregated:
+        """Compute version 1 without clients. Only Flower apps do: `unsupported.check` refuses other such jobs."""
+        raise AssertionError(command)
 
     def settle(self, key: AttemptKey, version: int | None) -> Mapping[str, float]:
         """End an attempt, with its version or None; returns the version's evaluation, empty without one."""

@@ -10,9 +10,9 @@ import numpy as np
 from typing_extensions import override
 
 from fedplat import report_validation, user_code
-from fedplat.aggregate import Accumulator, Rule, State, rebase, seed_of
+from fedplat.aggregate import Accumulator, Rule, State, columns_of, rebase, seed_of
 from fedplat.codecs.container import Format
-from fedplat.errors import CodecError, FedplatError, ModelError, PluginError, UserCodeError
+from fedplat.errors import CodecError, FedplatError, MissingExtraError, ModelError, PluginError, UserCodeError
 from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters, Values, Vector
 from fedplat.plugins import name_of
@@ -42,11 +42,15 @@ class _Update:
 
 @dataclasses.dataclass
 class _OpenAttempt:
-    """The aggregation of an attempt: `folded` has its updates in order, `result` its version once that is computed."""
+    """The aggregation of an attempt: `folded` has its updates in order.
+
+    Once it is computed, `result` is its version and `memory` that of the rule.
+    """
 
     accumulator: Accumulator
     rule: Rule
     payloads: list[bytes]
+    memory: bytes = b""
     folded: dict[AssignmentId, _Update] = dataclasses.field(default_factory=dict[AssignmentId, _Update])
     result: tuple[Parameters, State] | None = None
 
@@ -56,14 +60,15 @@ class Snapshot:
     """The state of a job after a commit, while no update is received or folded: a stopped run resumes from it.
 
     `models` are the latest version and those that clients in training began with; `step` is the size of the latest
-    version's encoded step, if there is one. `state` and `scalars` belong to the rule, `residuals` to the clients'
-    codecs, and `client_states` are the client states.
+    version's encoded step, if there is one. `state`, `scalars` and `memory` belong to the rule, `residuals` to the
+    clients' codecs, and `client_states` are the client states.
     """
 
     version: int
     models: Mapping[int, Parameters]
     state: State
     scalars: Mapping[str, float]
+    memory: bytes
     residuals: Mapping[int, Vector]
     client_states: Mapping[int, Mapping[str, Parameters]]
     step: float | None
@@ -93,6 +98,7 @@ class RealTraining(TrainingModel):
         rule, _ = self._build_rule(AttemptKey(spec.name, 0, 0))
         self._state: State = rule.init(initial.schema.num_floating)
         self._scalars: Mapping[str, float] = {}
+        self._memory = b""
 
     @property
     @override
@@ -182,7 +188,10 @@ class RealTraining(TrainingModel):
     def commit(self, command: Commit, job: JobState) -> AttemptAggregated | AggregationFailed:
         attempt = self._open(command.key)
         try:
-            attempt.result = attempt.accumulator.finish(self.model, self._state)
+            reduced = attempt.accumulator.reduce_updates(
+                columns_of(self._state, self.model.schema.num_floating), self.model
+            )
+            attempt.result, attempt.memory = reduced.finish(self.model, self._state), reduced.memory
         except Exception as exc:
             return self._fail(command.key, exc)
         self._failures.clear()
@@ -202,7 +211,7 @@ class RealTraining(TrainingModel):
     def _fail(self, key: AttemptKey, exc: Exception) -> AggregationFailed:
         """Return the failure of an attempt, or raise it if the next attempts would fail as well."""
         rule = f'aggregation.rule = "{name_of(self._spec.aggregation)}"'
-        if isinstance(exc, PluginError | UserCodeError):
+        if isinstance(exc, PluginError | UserCodeError | MissingExtraError):
             raise exc
         if not isinstance(exc, FedplatError | ValueError):
             with user_code.wrap_errors(rule):
@@ -229,7 +238,7 @@ class RealTraining(TrainingModel):
                 self._residuals[update.task.client] = update.residual
         before, self._version = self._version, version
         self.model, self._state = attempt.result
-        self._scalars = attempt.accumulator.scalars
+        self._scalars, self._memory = attempt.accumulator.scalars, attempt.memory
         self._publish(version, self.model)
         if not self._users[before]:
             self._retire(before)
@@ -248,6 +257,7 @@ class RealTraining(TrainingModel):
             models=dict(self._models),
             state=self._state,
             scalars=self._scalars,
+            memory=self._memory,
             residuals=dict(self._residuals),
             client_states=self._engine.client_states(),
             step=self._sizes.step,
@@ -256,7 +266,7 @@ class RealTraining(TrainingModel):
     def restore(self, snapshot: Snapshot, tasks: Sequence[DeviceAssignment]) -> None:
         """Restore a snapshot; `tasks` are those in progress whose reports are expected to matter."""
         self._version, self.model = snapshot.version, snapshot.models[snapshot.version]
-        self._state, self._scalars = snapshot.state, snapshot.scalars
+        self._state, self._scalars, self._memory = snapshot.state, snapshot.scalars, snapshot.memory
         self._residuals = dict(snapshot.residuals)
         self._sizes = self._sizes._replace(step=snapshot.step)
         self._engine.set_client_states(snapshot.client_states)
@@ -305,7 +315,7 @@ class RealTraining(TrainingModel):
         attempt = self._attempts.get(key)
         if attempt is None:
             rule, payloads = self._build_rule(key)
-            accumulator = Accumulator(self.model.schema, rule, self._scalars)
+            accumulator = Accumulator(self.model.schema, rule, self._scalars, memory=self._memory)
             attempt = self._attempts[key] = _OpenAttempt(accumulator, rule, payloads)
         return attempt
 

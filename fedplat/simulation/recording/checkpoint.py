@@ -18,7 +18,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from fedplat import durable
-from fedplat.aggregate import state_from_bytes, state_to_bytes
+from fedplat.aggregate import memory_from_bytes, state_from_bytes, state_to_bytes
 from fedplat.errors import ModelError, ReplayError
 from fedplat.model import Parameters
 from fedplat.simulation.federated.training import Snapshot
@@ -65,7 +65,7 @@ def write(folder: Path, snapshot: Snapshot, num_bytes: int) -> None:
     record = _Record(snapshot.version, sorted(snapshot.models), snapshot.step, num_bytes)
     contents = {
         _RECORD: msgspec.json.encode(record),
-        _STATE: state_to_bytes(snapshot.state, snapshot.scalars),
+        _STATE: state_to_bytes(snapshot.state, snapshot.scalars, snapshot.memory),
         _RESIDUALS: _to_bytes({str(client): vector for client, vector in snapshot.residuals.items()}),
         _MEMORIES: _to_bytes(_flatten(snapshot.client_states)),
     }
@@ -84,7 +84,8 @@ def read(checkpoint: Checkpoint) -> Snapshot:
     """Read a snapshot. Raises `ReplayError` if a file is missing or damaged."""
     folder, record = checkpoint.folder, _record(checkpoint.folder)
     try:
-        state, scalars = state_from_bytes((folder / _STATE).read_bytes())
+        content = (folder / _STATE).read_bytes()
+        (state, scalars), memory = state_from_bytes(content), memory_from_bytes(content)
         residuals = _from_bytes((folder / _RESIDUALS).read_bytes())
         client_states = _from_bytes((folder / _MEMORIES).read_bytes())
         models = {
@@ -97,6 +98,7 @@ def read(checkpoint: Checkpoint) -> Snapshot:
         models=models,
         state=state,
         scalars=scalars,
+        memory=memory,
         residuals={int(client): vector for client, vector in residuals.items()},
         client_states=_unflatten(client_states),
         step=record.step,

@@ -7,7 +7,12 @@ from fedplat.job import JobSpec
 
 
 def check(spec: JobSpec) -> None:
-    """Raise `JobFileError` for a job that trains on the server's data. `[pool]` is ignored: it changes no result."""
+    """Raise `JobFileError` for a job that trains on the server's data, or that a Flower app runs.
+
+    `[pool]` is ignored: it changes no result.
+    """
+    if spec.flower is not None:
+        raise JobFileError("flower: a Flower app is simulated from its folder; run fedplat flower run APP_DIR")
     tables = {"warm_start": spec.warm_start, "server_step": spec.server_step}
     if unsupported := [f"[{name}]" for name, table in tables.items() if table is not None]:
         raise JobFileError(

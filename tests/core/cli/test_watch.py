@@ -233,6 +233,20 @@ def test_lines_tell_attempts_scores_and_states():
     ]
 
 
+def test_a_job_whose_number_of_rounds_is_not_known():
+    printed: list[str] = []
+    job, board = admin_pb2.Job(name="app"), AttemptTable()
+    show = watch.lines(printed.append, job)
+    for event in script():
+        show(event)
+        board.add(event)
+    assert printed[1].startswith("round 1  abandoned")
+    console = Console(file=io.StringIO(), width=100)
+    console.print(watch.picture(board, job, 24))
+    assert isinstance(console.file, io.StringIO)
+    assert "1 rounds" in console.file.getvalue()
+
+
 def test_a_warm_start_has_no_clients_and_no_round():
     printed: list[str] = []
     show = watch.lines(printed.append, admin_pb2.Job(name="digits", num_rounds=3))

@@ -1,0 +1,1 @@
+"""A Flower app with PyTorch: handwritten digits of scikit-learn."""

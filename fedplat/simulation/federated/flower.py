@@ -1,0 +1,253 @@
+"""A Flower app in virtual time: its ServerApp runs between rounds, its ClientApp answers when a client reports.
+
+Each exchange of messages is a round, as on a server: model version k is the file of the message that the app sends
+next, and an update is the file of a reply. The last version is the app's final model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+
+from typing_extensions import override
+
+from fedplat import label_expressions, report_validation
+from fedplat.errors import FlowerError
+from fedplat.flower import records
+from fedplat.flower.app import FlowerApp
+from fedplat.flower.claims import read_claims
+from fedplat.flower.grid import Exchange, NodeReply
+from fedplat.flower.server import ServerAppRun
+from fedplat.job import JobSpec, build_rule
+from fedplat.model import Parameters
+from fedplat.rounds import AssignmentId, AttemptKey, JobState, ModelVersion, Verdict
+from fedplat.rounds.commands import Commit, Fold, Restart, RunWarmStart
+from fedplat.rounds.events import AssignmentFailed, AttemptAggregated, UpdateRejected, UpdateReported
+from fedplat.rounds.states import AttemptKind, Reason
+from fedplat.simulation.clients import Fleet
+from fedplat.simulation.clients.device import DeviceAssignment, Sizes
+from fedplat.simulation.engines.client_apps import Answers, AppTask
+from fedplat.simulation.federated.interface import Report, TrainingModel, make_version_zero
+from fedplat.simulation.federated.training import training_seed
+
+MAX_ASKED = 5
+"""How often a ServerApp may ask for the clients, at most every half a second, before it is taken to wait for more."""
+PAUSE_S = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class _Answer:
+    reply: Parameters
+    state: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class ClientFailure:
+    """A client whose ClientApp failed, or whose reply was refused."""
+
+    client: int
+    text: str
+
+
+@dataclasses.dataclass
+class ExchangeLog:
+    """What happened in a round besides the coordinator's numbers: the message's type, and failures in order."""
+
+    message_type: str
+    num_messages: int
+    failures: list[ClientFailure] = dataclasses.field(default_factory=list[ClientFailure])
+
+
+class FlowerTraining(TrainingModel):
+    """The messages of an app and the replies of its clients, which `answers` computes."""
+
+    one_at_a_time = True
+
+    def __init__(self, app: FlowerApp, spec: JobSpec, fleet: Fleet, answers: Answers, seed: int) -> None:
+        """Import the ServerApp. Raises `FlowerError`."""
+        assert spec.flower is not None
+        self.log: dict[int, ExchangeLog] = {}
+        """What happened in each round, by its number."""
+        self._app, self._answers, self._seed = app, answers, seed
+        self._options = spec.flower
+        self._claims_rule = build_rule(spec)
+        self._nodes = _Nodes(app, _find_clients(fleet, spec.selection.where), fleet.num_clients)
+        self._run = ServerAppRun(app, self._nodes.list)
+        self._exchange: Exchange | None = None
+        self._version = 0
+        self._tasks: dict[AssignmentId, AppTask] = {}
+        self._num_tasks = 0
+        self._received: dict[AssignmentId, _Answer] = {}
+        self._folded: dict[AssignmentId, _Answer] = {}
+        self._states: dict[int, bytes] = {}
+        self._metrics: Mapping[str, float] = {}
+        self._sizes = Sizes(0.0, 0.0)
+
+    @property
+    def final_model(self) -> Parameters | None:
+        """The arrays that the app's strategy returned at its end, by their names; None if it has returned none."""
+        return self._run.final_model
+
+    def close(self) -> None:
+        """End the ServerApp."""
+        self._run.close()
+
+    @property
+    @override
+    def sizes(self) -> Sizes:
+        return self._sizes
+
+    @override
+    def first_version(self) -> ModelVersion:
+        return make_version_zero(self._sizes)
+
+    @override
+    def warm_start(self, command: RunWarmStart) -> AttemptAggregated:
+        return self._advance(command.key, [])
+
+    @override
+    def expect(self, tasks: Sequence[DeviceAssignment]) -> None:
+        self._answers.begin([self._make_task(task) for task in tasks if task.id not in self._tasks])
+
+    @override
+    def report(self, task: DeviceAssignment) -> Report | AssignmentFailed:
+        answer = self._answers.result(self._tasks.get(task.id) or self._make_task(task))
+        del self._tasks[task.id]
+        log = self.log[task.key.round]
+        if answer.failure:
+            log.failures.append(ClientFailure(task.client, answer.failure))
+            return AssignmentFailed(task.key, task.client_id, Reason.TRAINER_ERROR, answer.failure)
+        reply = Parameters.from_bytes(answer.reply)
+        num_examples, metrics = read_claims(records.decode(reply).content)
+        verdict = self._validate(reply, len(answer.reply), num_examples, metrics)
+        if isinstance(verdict, Verdict):
+            assert verdict.reason is not None
+            log.failures.append(ClientFailure(task.client, verdict.text or verdict.reason.value))
+            return UpdateRejected(task.key, task.client_id, verdict.reason, verdict.text)
+        self._received[task.id] = _Answer(reply, answer.state)
+        digest = sha256(answer.reply).hexdigest()
+        return UpdateReported(task.key, task.client_id, digest, num_examples, metrics, len(answer.reply), verdict)
+
+    @override
+    def drop(self, task: DeviceAssignment) -> None:
+        self._received.pop(task.id, None)
+        if (begun := self._tasks.pop(task.id, None)) is not None:
+            self._answers.drop(begun)
+
+    @override
+    def forget(self, key: AttemptKey, client_id: str) -> None:
+        name = AssignmentId(key, client_id)
+        self._received.pop(name, None)
+        self._folded.pop(name, None)
+
+    @override
+    def restart(self, command: Restart) -> None:
+        self._received |= self._folded
+        self._folded = {}
+
+    @override
+    def fold(self, command: Fold) -> None:
+        if (answer := self._received.pop(command.assignment, None)) is not None:
+            self._folded[command.assignment] = answer
+
+    @override
+    def commit(self, command: Commit, job: JobState) -> AttemptAggregated:
+        assert self._exchange is not None
+        arrived = {int(each.client_id): answer for each, answer in self._folded.items()}
+        failures = job.open_attempt.failures if job.open_attempt is not None else {}
+        replies = [NodeReply(node, arrived[node].reply) for node in self._exchange.nodes if node in arrived]
+        replies += [NodeReply(int(client), None, reason) for client, reason in failures.items()]
+        self._states |= {node: answer.state for node, answer in arrived.items()}
+        return self._advance(command.key, replies)
+
+    @override
+    def settle(self, key: AttemptKey, version: int | None) -> Mapping[str, float]:
+        self._received, self._folded = {}, {}
+        return {}
+
+    def _advance(self, key: AttemptKey, replies: Sequence[NodeReply]) -> AttemptAggregated:
+        """Run the ServerApp to its next exchange, whose message is the next version, or to its end."""
+        metrics = self._run.grid.metrics
+        metrics.clear()
+        self._nodes.begin()
+        with self._answers.server():
+            exchange = self._exchange = self._run.advance(replies)
+        num_updates = sum(reply.file is not None for reply in replies)
+        self._version += 1
+        size = self._sizes.model
+        if exchange is not None:
+            self._answers.publish(exchange.file)
+            self.log[key.round + 1] = ExchangeLog(exchange.message_type, len(exchange.nodes))
+            size = float(exchange.file.schema.file_size_bytes)
+            # The size of replies is not known before: that of the message for training, and next to nothing otherwise.
+            self._sizes = Sizes(size, size if exchange.message_type.startswith("train") else 0.0)
+        version = ModelVersion(
+            version=self._version,
+            round=key.round,
+            attempt=key.number,
+            digest=f"version-{self._version}",
+            size_bytes=int(size),
+            num_updates=num_updates,
+            total_weight=float(num_updates),
+        )
+        published = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        cohort = () if exchange is None else tuple(str(node) for node in exchange.nodes)
+        return AttemptAggregated(key, version, published or None, cohort)
+
+    def _make_task(self, task: DeviceAssignment) -> AppTask:
+        self._num_tasks += 1
+        seed = training_seed(self._seed, task.client, task.number)
+        made = AppTask(self._num_tasks, task.client, seed, self._states.get(task.client, b""))
+        self._tasks[task.id] = made
+        return made
+
+    def _validate(
+        self, reply: Parameters, num_bytes: int, num_examples: float, metrics: Mapping[str, float]
+    ) -> float | Verdict:
+        """Return the norm of a reply as a server computes it, or a refusal."""
+        max_bytes = self._options.max_reply_bytes(int(self._sizes.model))
+        if num_bytes > max_bytes:
+            text = f"the reply has {num_bytes} bytes; flower.max_reply_mb allows {max_bytes}"
+            return Verdict(Reason.REJECTED_SCHEMA, text)
+        verdict = report_validation.validate_claims(self._claims_rule, AttemptKind.TRAIN, num_examples, metrics)
+        if not verdict.accepted:
+            return verdict
+        norm = report_validation.measure_norm(reply.to_blocks())
+        return norm if isinstance(norm, Verdict) else 0.0
+
+
+class _Nodes:
+    """The clients that a ServerApp may draw; it is called in the app's threads.
+
+    Their number does not change during a run, so an app that waits for more of them would wait forever.
+    """
+
+    def __init__(self, app: FlowerApp, clients: Sequence[int], num_clients: int) -> None:
+        self._app, self._clients, self._num_clients = app, clients, num_clients
+        self._num_asked, self._since = 0, 0.0
+
+    def begin(self) -> None:
+        """Note that the app begins to run."""
+        self._num_asked, self._since = 0, time.monotonic()
+
+    def list(self) -> Sequence[int]:
+        """Return the clients. Raises `FlowerError` if the app asks for them again and again."""
+        self._num_asked += 1
+        if self._num_asked >= MAX_ASKED and time.monotonic() - self._since >= self._num_asked * PAUSE_S:
+            found, total = len(self._clients), self._num_clients
+            some = "" if found == total else ", those that selection.where accepts"
+            raise FlowerError(
+                f"the ServerApp of {self._app.name} waits for more clients than there are ({found}{some}); expected at "
+                "most as many in its strategy (min_available_nodes, min_train_nodes, min_evaluate_nodes), or "
+                "--num-clients with more"
+            )
+        return self._clients
+
+
+def _find_clients(fleet: Fleet, where: str) -> list[int]:
+    """Return the clients whose labels satisfy an expression."""
+    accepts = label_expressions.compile_expression(where)
+    return [client for client in range(fleet.num_clients) if accepts(fleet.labels_of(client))]
