@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import platform
 import sys
 from collections.abc import Callable, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -21,6 +23,7 @@ from fedplat_client.errors import DataDirectoryError
 from fedplat_client.options import ClientOptions
 from fedplat_client.task import Task
 
+_PARTITION_LABELS = ("partition_id", "num_partitions")
 _LEVELS = ("debug", "info", "warning", "error")
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -54,19 +57,29 @@ class _FieldFormatter(logging.Formatter):
         return "\n".join(_printable(line) for line in super().formatException(ei).split("\n"))
 
 
-class _RunOptions(TypedDict):
+class _ClientCommandOptions(TypedDict):
     ticket: str | None
     ticket_file: Path | None
     server: str | None
     population: str | None
-    trainers: tuple[str, ...]
-    evaluators: tuple[str, ...]
     plugins: tuple[str, ...]
     labels: tuple[str, ...]
     data_dir: Path | None
     mtls: bool
     max_tasks: int | None
     log_level: str
+
+
+class _RunOptions(_ClientCommandOptions):
+    trainers: tuple[str, ...]
+    evaluators: tuple[str, ...]
+
+
+class _FlowerOptions(_ClientCommandOptions):
+    app_dir: Path
+    name: str | None
+    node_config: tuple[str, ...]
+    run_config: tuple[str, ...]
 
 
 class _ClientArguments(TypedDict):
@@ -82,58 +95,100 @@ def main() -> None:
     """Entry point of the command."""
 
 
+_OPTIONS = (
+    click.option(
+        "--ticket",
+        metavar="TICKET",
+        help="Enrollment ticket from the operator; default FEDPLAT_TICKET. "
+        "Prefer --ticket-file: all users of the host can see arguments.",
+    ),
+    click.option(
+        "--ticket-file",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="File with the ticket; default FEDPLAT_TICKET_FILE. An enrolled client needs no ticket.",
+    ),
+    click.option(
+        "--server",
+        envvar="FEDPLAT_SERVER",
+        show_envvar=True,
+        metavar="HOST:PORT",
+        help="Server to use, if the data directory has identities for several.",
+    ),
+    click.option(
+        "--population",
+        envvar="FEDPLAT_POPULATION",
+        show_envvar=True,
+        help="Population to use, if the data directory has identities for several.",
+    ),
+    click.option(
+        "--plugin",
+        "plugins",
+        multiple=True,
+        metavar="KIND.NAME=REF",
+        help="Add a plugin that jobs may name, as module:class or file.py:class; KIND.NAME alone for one of an "
+        "installed package. KIND is codecs or algorithms; repeatable.",
+    ),
+    click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Add a label; repeatable."),
+    click.option(
+        "--data-dir", type=click.Path(path_type=Path, file_okay=False), help="Directory for identity and models."
+    ),
+    click.option(
+        "--mtls",
+        is_flag=True,
+        envvar="FEDPLAT_MTLS",
+        show_envvar=True,
+        help="Authenticate with a client certificate, on the server's mTLS port, instead of signing each call.",
+    ),
+    click.option("--max-tasks", type=click.IntRange(min=0), help="Stop after this many tasks."),
+    click.option("--log-level", type=click.Choice(_LEVELS), default="info", show_default=True),
+)
+"""The options of each command that runs a client."""
+
+
+def _add_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
 @main.command(help="Run a client until stopped. A module may be given as a file: /path/to/file.py:function.")
-@click.option(
-    "--ticket",
-    metavar="TICKET",
-    help="Enrollment ticket from the operator; default FEDPLAT_TICKET. "
-    "Prefer --ticket-file: all users of the host can see arguments.",
-)
-@click.option(
-    "--ticket-file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="File with the ticket; default FEDPLAT_TICKET_FILE. An enrolled client needs no ticket.",
-)
-@click.option(
-    "--server",
-    envvar="FEDPLAT_SERVER",
-    show_envvar=True,
-    metavar="HOST:PORT",
-    help="Server to use, if the data directory has identities for several.",
-)
-@click.option(
-    "--population",
-    envvar="FEDPLAT_POPULATION",
-    show_envvar=True,
-    help="Population to use, if the data directory has identities for several.",
-)
 @click.option(
     "--trainer", "trainers", multiple=True, metavar="[NAME=]MODULE:FUNCTION", help="Add a trainer; repeatable."
 )
 @click.option(
     "--evaluator", "evaluators", multiple=True, metavar="[NAME=]MODULE:FUNCTION", help="Add an evaluator; repeatable."
 )
-@click.option(
-    "--plugin",
-    "plugins",
-    multiple=True,
-    metavar="KIND.NAME=REF",
-    help="Add a plugin that jobs may name, as module:class or file.py:class; KIND.NAME alone for one of an installed "
-    "package. KIND is codecs or algorithms; repeatable.",
-)
-@click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Add a label; repeatable.")
-@click.option("--data-dir", type=click.Path(path_type=Path, file_okay=False), help="Directory for identity and models.")
-@click.option(
-    "--mtls",
-    is_flag=True,
-    envvar="FEDPLAT_MTLS",
-    show_envvar=True,
-    help="Authenticate with a client certificate, on the server's mTLS port, instead of signing each call.",
-)
-@click.option("--max-tasks", type=click.IntRange(min=0), help="Stop after this many tasks.")
-@click.option("--log-level", type=click.Choice(_LEVELS), default="info", show_default=True)
+@_add_options
 def run(**options: Unpack[_RunOptions]) -> None:
     """Run a client."""
+    _run(options, lambda: _create_client(options))
+
+
+@main.command(
+    help="Run the ClientApp of a Flower app, in the folder APP_DIR, as trainer and evaluator of jobs, until stopped."
+)
+@click.argument("app_dir", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--name", metavar="NAME", help="Name of the trainer and the evaluator; default: the name of the app.")
+@click.option(
+    "--node-config",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Add a value to the app's node config, such as partition-id=0; repeatable. The labels partition_id and "
+    "num_partitions are values of it, too.",
+)
+@click.option(
+    "--run-config",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change a value of [tool.flwr.app.config]; repeatable.",
+)
+@_add_options
+def flower(**options: Unpack[_FlowerOptions]) -> None:
+    """Run a ClientApp."""
+    _run(options, lambda: _create_flower_client(options))
+
+
+def _run(options: _ClientCommandOptions, create: Callable[[], Client]) -> None:
     _set_up_logging(options["log_level"])
     if options["ticket"] is not None:
         click.echo(
@@ -142,7 +197,7 @@ def run(**options: Unpack[_RunOptions]) -> None:
             err=True,
         )
     process_tuning.reuse_message_memory()
-    client = _create_client(options)
+    client = create()
     process_tuning.keep_what_is_loaded()
     try:
         client.run(options["max_tasks"])
@@ -172,7 +227,34 @@ def _create_client(options: _RunOptions) -> Client:
     return client
 
 
-def _open_client(options: _RunOptions, labels: dict[str, str]) -> Client:
+def _create_flower_client(options: _FlowerOptions) -> Client:
+    from fedplat.flower.app import read_app, read_settings
+
+    labels = dict(_parse_label(text) for text in options["labels"])
+    try:
+        app = read_app(options["app_dir"]).with_run_config(options["run_config"])
+        given = (f"{name.replace('_', '-')}={labels[name]}" for name in _PARTITION_LABELS if name in labels)
+        node_config = {**read_settings([*given]), **read_settings(options["node_config"])}
+        from fedplat_client.trainers.flower import FlowerTrainer
+
+        trainer = FlowerTrainer(app=app, node_config=node_config, node_id=_node_id(options["data_dir"]))
+        client = _open_client(options, labels)
+        client.add_trainer(options["name"] or app.name, trainer)
+        client.add_evaluator(options["name"] or app.name, trainer.evaluate)
+    except PluginError as exc:
+        raise _UsageError(f"--plugin {exc}") from exc
+    except (ValueError, FedplatError) as exc:
+        raise _UsageError(str(exc)) from exc
+    return client
+
+
+def _node_id(data_dir: Path | None) -> int:
+    """Return the id by which a ClientApp knows this client: the same after a restart."""
+    place = f"{platform.node()}:{data_dir.resolve() if data_dir is not None else ''}"
+    return int.from_bytes(sha256(place.encode()).digest()[:8], "little") >> 1
+
+
+def _open_client(options: _ClientCommandOptions, labels: dict[str, str]) -> Client:
     """Open the client named by the ticket or the options; without either, the one enrolled in the data directory."""
     server, population = options["server"], options["population"]
     given: _ClientArguments = {

@@ -106,7 +106,7 @@ class ServerConfig(msgspec.Struct, frozen=True):
 
     `listen` is `host:port` (port 0: any free one). `database` is a URL; `evaluators` and `trainers` map the names that
     jobs use to `module:name` or `/path/to/file.py:name`; one call of an evaluator may last `evaluation_s`.
-    `plugins` are those that jobs may name.
+    `plugins` are those that jobs may name, `flower_apps` the folders of the Flower apps that jobs may name.
     Other daemons of the database reach this one at `advertise` (empty: at `listen`). With `share_port` several daemons
     of one host share `listen`, and each also listens at its own port, that of `advertise`.
     `reflection` enables gRPC server reflection. Without `tls` the server speaks plaintext.
@@ -121,6 +121,7 @@ class ServerConfig(msgspec.Struct, frozen=True):
     evaluators: Mapping[str, str] = {}
     trainers: Mapping[str, str] = {}
     plugins: LoadedPlugins = NO_PLUGINS
+    flower_apps: Mapping[str, str] = {}
     evaluation_s: float = 600.0
     limits: Limits = Limits()
     grace_s: float = 10.0

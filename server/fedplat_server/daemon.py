@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from fedplat.loaded_plugins import describe_versions
-from fedplat.rounds import Change, Coordinator, HistoryRow, JobState, ModelVersion
+from fedplat.rounds import Change, Coordinator, HistoryRow, JobState, ModelVersion, selection
 from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, Restart, RunWarmStart
 from fedplat.rounds.events import ServerRestarted
 from fedplat.rounds.states import ENDED_JOBS, AttemptKind, AttemptPhase
@@ -41,6 +41,7 @@ from fedplat_server.database.engine import async_url, sqlite_path
 from fedplat_server.database.ports import Store, recall_participations
 from fedplat_server.database.store import open_store as _open_store
 from fedplat_server.errors import LeadershipLostError, StoreError, StoreUnavailableError
+from fedplat_server.flower.runs import FlowerRuns
 from fedplat_server.leadership.election import Election, open_election
 from fedplat_server.records import audit
 from fedplat_server.records.lease import Candidate, HeldLease, Lease
@@ -245,11 +246,17 @@ class _LeaderParts:
     runner_task: asyncio.Task[None]
 
     def __init__(
-        self, services: Services, aggregation: Aggregation, training: ServerTraining, retention: RetentionTask
+        self,
+        services: Services,
+        aggregation: Aggregation,
+        training: ServerTraining,
+        flower: FlowerRuns,
+        retention: RetentionTask,
     ) -> None:
         self.services = services
         self._aggregation = aggregation
         self._training = training
+        self._flower = flower
         self._retention = retention
 
     @classmethod
@@ -276,6 +283,8 @@ class _LeaderParts:
         references = config.plugins.references
         training = ServerTraining(config.trainers, config.data_dir, blobs, runner.post, references)
         await asyncio.to_thread(training.keep, jobs.pending_warm_starts())
+        waiting = functools.partial(selection.list_able, runner.coordinator.room)
+        flower = FlowerRuns(config.flower_apps, config.data_dir, blobs, runner.post, waiting, clients.list_able)
         evaluation = EvaluationScheduler(
             config.evaluators,
             config.evaluation_s,
@@ -316,11 +325,11 @@ class _LeaderParts:
         )
         pool = WorkerPool.at(config.data_dir)
         retention = RetentionTask(blobs, store, jobs.state, clients.drain_last_seen)
-        accelerators = Accelerators(pool, training, references)
+        accelerators = Accelerators(pool, training, references, flower)
         aggregation = Aggregation(
             blobs, spool, store.jobs.find_version, runner.post, accelerators, on_leftovers=retention.schedule_blobs
         )
-        return cls(services, aggregation, training, retention)
+        return cls(services, aggregation, training, flower, retention)
 
     async def restore(self) -> None:
         """Resume every job, and score the versions that have no metrics yet."""
@@ -345,9 +354,11 @@ class _LeaderParts:
             case Fold() | Restart() | Commit():
                 self._aggregation.submit(services.jobs.state(command.key.job_id), command)
             case RunWarmStart():
-                self._training.begin(services.jobs.state(command.key.job_id), command)
+                job = services.jobs.state(command.key.job_id)
+                (self._training if job.spec.flower is None else self._flower).begin(job, command)
             case Abandon():
                 self._training.end(command.key)
+                self._flower.end(command.key)
                 self._aggregation.end(command.key)
 
     def on_stored(self, changes: Sequence[Change]) -> None:
@@ -365,7 +376,10 @@ class _LeaderParts:
             if change.version is not None:
                 if change.attempt is not None and change.version.restored_from is None:
                     self._aggregation.end(change.attempt.key)
+                    self._flower.end(change.attempt.key)
                 self._score(change.job, change.version)
+            if change.job.spec.flower is not None and change.job.status in ENDED_JOBS:
+                self._flower.forget(job_id)
             if change.version is not None or change.job.status in ENDED_JOBS:
                 self._retention.schedule_job(job_id)
             if change.job.spec.warm_start is not None and not has_pending_warm_start(change.job):
@@ -385,6 +399,7 @@ class _LeaderParts:
         await self.services.spool.close()
         await self.services.evaluation.close()
         await self._training.close()
+        await self._flower.close()
         self.services.budgets.accountant.close()
 
     def _is_committing(self) -> bool:

@@ -24,6 +24,7 @@ ServerError
 │   ├── PoolBrokenError           a rank died or the pool was stopped before the task was done; retry
 │   └── PoolWorkError             the task failed on the ranks; the message is theirs or that of user code
 │       └── PoolMemoryError       the task needs more memory than an accelerator has
+├── FlowerRunError                a Flower app failed, or its process ended; the message is that of the app
 ├── UploadError                   the upload cannot continue (wrong offset, too many bytes, wrong digest)
 └── RefusedError                  a request is refused: a `Code`, its public message and a public detail
 ```
@@ -122,6 +123,10 @@ class UploadError(ServerError):
 
 class PoolError(ServerError):
     """The worker pool cannot do a task."""
+
+
+class FlowerRunError(ServerError):
+    """A Flower app failed, or its process ended."""
 
 
 class PoolUnavailableError(PoolError):

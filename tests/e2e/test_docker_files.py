@@ -21,6 +21,7 @@ from fedplat_client import Task
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILES = [ROOT / "docker" / f"Dockerfile.{app}" for app in ("server", "client")]
 COMPOSE = (ROOT / "docker" / "compose.yaml").read_text()
+FLOWER_COMPOSE = (ROOT / "docker" / "compose.flower.yaml").read_text()
 JOB = parse_job((ROOT / "docker" / "job.toml").read_text())
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 NUM_CLIENTS = 10
@@ -50,7 +51,7 @@ def stages(path: Path) -> dict[str, list[list[str]]]:
 def targets(path: Path) -> list[str]:
     """The stages that become images."""
     app = path.suffix.removeprefix(".")
-    return [f"digits-{app}", app]
+    return [f"digits-{app}", f"flower-{app}", app]
 
 
 @each_dockerfile
@@ -90,7 +91,7 @@ def test_images_run_as_a_numbered_user_that_is_not_root(path: Path) -> None:
 @each_dockerfile
 def test_whatever_is_installed_is_pinned(path: Path) -> None:
     installs = [" ".join(words) for words in instructions(path) if words[0] == "RUN" and "install" in words]
-    assert len([line for line in installs if "-c constraints.txt" in line]) == 2
+    assert len([line for line in installs if "-c constraints.txt" in line]) == 3
     assert all("-c constraints.txt" in line or "--no-deps" in line for line in installs if "pip" in line)
 
 
@@ -121,13 +122,14 @@ def test_server_listens_where_it_is_exposed_and_checked() -> None:
     assert 'exec fedplat-server run \\"$@\\"' in text, "without exec, SIGTERM does not reach the daemon"
 
 
-def test_compose_runs_this_version_of_targets_that_exist() -> None:
+@pytest.mark.parametrize("compose", [COMPOSE, FLOWER_COMPOSE], ids=["digits", "flower"])
+def test_compose_runs_this_version_of_targets_that_exist(compose: str) -> None:
     known = {target for path in DOCKERFILES for target in targets(path)}
-    built = set(re.findall(r"^ +target: (\S+)$", COMPOSE, re.MULTILINE))
-    images = set(re.findall(r"^ +image: (\S+)$", COMPOSE, re.MULTILINE))
+    built = set(re.findall(r"^ +target: (\S+)$", compose, re.MULTILINE))
+    images = set(re.findall(r"^ +image: (\S+)$", compose, re.MULTILINE))
     assert built <= known
     assert images == {f"fedplat-{target}:{VERSION}" for target in built}
-    for path in re.findall(r"^ +dockerfile: (\S+)$", COMPOSE, re.MULTILINE):
+    for path in re.findall(r"^ +dockerfile: (\S+)$", compose, re.MULTILINE):
         assert (ROOT / path).is_file()
 
 
@@ -140,6 +142,15 @@ def test_compose_has_ten_clients_with_a_share_and_a_volume_each() -> None:
         assert '"ticket:/run/fedplat:ro"' in service
         assert f"\n  client-{index}:" in COMPOSE.partition("\nvolumes:")[2]
     assert f"client-{NUM_CLIENTS}" not in COMPOSE
+
+
+def test_flower_has_the_services_of_the_other_compose_file() -> None:
+    """Apart from the app, its clients and the command that submits it, the two files are the same."""
+    parts = re.compile(r"\n  (server|ticket):\n(.*?)(?=\n\n)", re.DOTALL)
+    for (name, ours), (_, other) in zip(parts.findall(FLOWER_COMPOSE), parts.findall(COMPOSE), strict=True):
+        assert ours.replace("flower-", "digits-").replace("--uses 4", "--uses 10") == other, name
+    assert FLOWER_COMPOSE.count('"num-partitions=4"') == 4
+    assert "--uses 4 " in FLOWER_COMPOSE
 
 
 def test_only_the_server_sees_its_data_and_keys() -> None:

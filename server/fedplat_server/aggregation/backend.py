@@ -21,7 +21,8 @@ class Aggregate:
     """The result of an attempt: the files of the next version and of the rule's state, which are durable.
 
     `published` is the attempt's published metrics, None for the means of the clients' metrics. `payload` is the
-    encoded step of a job with a downlink. The `model` of a draft has no digest yet.
+    encoded step of a job with a downlink. The `model` of a draft has no digest yet. `cohort` are the clients that a
+    Flower app has drawn for the next round.
     """
 
     model: Blob
@@ -30,6 +31,7 @@ class Aggregate:
     total_weight: float
     published: Mapping[str, float] | None
     payload: bytes = b""
+    cohort: tuple[str, ...] = ()
 
 
 class AggregationBackend(Protocol):

@@ -62,22 +62,26 @@ class LocalAggregation(AggregationBackend):
         base, rule, accumulator = sums.base, self._rule, sums.merge()
         size = base.schema.num_floating
         state = self._inputs.read_columns(rule, base, range(size))
+        # The length of the memory must be known before the header of the state file is written.
+        reduced = accumulator.reduce_updates(state, base) if rule.keeps_memory else accumulator
         with contextlib.ExitStack() as stack:
             stack.enter_context(backend.store_model())
             model = stack.enter_context(self._blobs.writer() if draft is None else self._blobs.draft(draft))
             model.write(base.schema.header)
             state_writer: BlobWriter | None = None
-            names, scalars = rule.init(0), accumulator.scalars
-            if names or scalars:
+            names, scalars, memory = rule.init(0), accumulator.scalars, reduced.memory
+            if names or scalars or memory:
                 stack.enter_context(backend.store_state())
                 state_writer = stack.enter_context(self._blobs.writer())
-                state_writer.write(state_schema(names, size, scalars).header)
+                state_writer.write(state_schema(names, size, scalars, len(memory)).header)
                 state_writer.write(scalars_to_bytes(scalars))
-            for part in accumulator.parts(base, state):
+            for part in reduced.parts(base, state):
                 model.write(part.model.view(np.uint8).data)
                 if state_writer and part.state:
                     for vector in part.state.values():
                         state_writer.write(vector.data)
+            if state_writer:
+                state_writer.write(memory)
         return Aggregate(
             model=model.blob if draft is None else dataclasses.replace(model.blob, digest=""),
             state=state_writer.blob if state_writer else None,
@@ -96,7 +100,8 @@ class _PartialSums:
         self._rule = rule
         self._scalars: Mapping[str, float] = inputs.read_scalars(rule, base)
         num_sums = inputs.num_sums(rule, base)
-        self._accumulators = [Accumulator(base.schema, rule, self._scalars) for _ in range(num_sums)]
+        memory = inputs.read_memory(rule, base)
+        self._accumulators = [Accumulator(base.schema, rule, self._scalars, memory=memory) for _ in range(num_sums)]
         self._next = 0
 
     def fold(self, values: Values, update: SpooledUpdate) -> None:

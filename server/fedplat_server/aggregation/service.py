@@ -28,9 +28,11 @@ from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat_server import crash_points, logs
 from fedplat_server.aggregation.backend import Aggregate, AggregationBackend
+from fedplat_server.aggregation.flower import AppAggregation
 from fedplat_server.aggregation.local import LocalAggregation
 from fedplat_server.aggregation.pooled import WithFallback
 from fedplat_server.errors import BlobError, StoreUnavailableError
+from fedplat_server.flower.runs import FlowerRuns
 from fedplat_server.storage.blobs import Blob, BlobStore
 from fedplat_server.storage.spool import Spool
 from fedplat_server.training.server_training import ServerTraining, is_due
@@ -42,21 +44,23 @@ FindVersion = Callable[[str, int], Awaitable[ModelVersion | None]]
 Post = Callable[[AttemptAggregated | AggregationFailed], None]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _OpenAttempt:
-    """An attempt that is being aggregated: the task that does it, and the queue of its commands."""
+    """An attempt that is being aggregated: its job at the last command, the queue of its commands, and the task."""
 
+    job: JobState
     queue: asyncio.Queue[Fold | Restart | Commit]
     task: asyncio.Task[None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Accelerators:
-    """The worker pool, the server trainers, and the server's plugins, which the ranks import."""
+    """The worker pool, the server trainers, the server's plugins, which the ranks import, and its Flower apps."""
 
     pool: WorkerPool
     training: ServerTraining
     plugins: tuple[PluginReference, ...] = ()
+    flower: FlowerRuns | None = None
 
 
 class Aggregation:
@@ -90,7 +94,8 @@ class Aggregation:
         if attempt is None:
             queue: asyncio.Queue[Fold | Restart | Commit] = asyncio.Queue()
             task = asyncio.create_task(self._run(job, command.key, queue), name=f"aggregate {command.key}")
-            attempt = self._open[command.key] = _OpenAttempt(queue, task)
+            attempt = self._open[command.key] = _OpenAttempt(job, queue, task)
+        attempt.job = job
         if isinstance(command, Restart):
             while not attempt.queue.empty():  # the restart discards what these would fold
                 attempt.queue.get_nowait()
@@ -142,12 +147,13 @@ class Aggregation:
         plugins = self._accelerators.plugins if self._accelerators is not None else ()
         inputs = AttemptInputs.of(job, blobs, plugins)
         from_latest = inputs.build_rule().from_latest
-        backend, paths = self._choose_backend(job, inputs, blobs), list[Path]()
+        backend: AggregationBackend
+        backend, paths = self._choose_backend(job, key, inputs, blobs), list[Path]()
         try:
             while not isinstance(command := await queue.get(), Commit):
                 if isinstance(command, Restart):
                     await backend.close()
-                    backend, paths = self._choose_backend(job, inputs, blobs), []
+                    backend, paths = self._choose_backend(job, key, inputs, blobs), []
                     continue
                 origin_path = await self._find_origin(job, command) if from_latest else ""
                 paths.append(await asyncio.to_thread(self._find_update, command))
@@ -164,7 +170,7 @@ class Aggregation:
             version = structs.replace(
                 version, delta_digest=delta.digest, delta_size_bytes=delta.size_bytes, delta_base=job.latest.digest
             )
-        return AttemptAggregated(key, version, aggregate.published)
+        return AttemptAggregated(key, version, aggregate.published, aggregate.cohort)
 
     async def _commit(
         self, job: JobState, key: AttemptKey, backend: AggregationBackend, updates: Sequence[Path]
@@ -179,7 +185,13 @@ class Aggregation:
             version = _make_version(job, key, aggregate)
             return aggregate, await self._accelerators.training.step(job, version, draft, updates)
 
-    def _choose_backend(self, job: JobState, inputs: AttemptInputs, blobs: BlobStore) -> AggregationBackend:
+    def _choose_backend(
+        self, job: JobState, key: AttemptKey, inputs: AttemptInputs, blobs: BlobStore
+    ) -> AggregationBackend:
+        if job.spec.flower is not None:
+            assert self._accelerators is not None
+            assert self._accelerators.flower is not None
+            return AppAggregation(lambda: self._open[key].job, self._accelerators.flower, blobs)
         if job.spec.pool is None or self._accelerators is None:
             return LocalAggregation(inputs, blobs)
         return WithFallback(inputs, blobs, self._accelerators.pool.with_backend(job.spec.pool.backend))

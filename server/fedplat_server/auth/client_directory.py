@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from fedplat.label_expressions import compile_expression
+from fedplat.rounds import JobState
 from fedplat_server.auth.audit_limits import RecentEntries
 from fedplat_server.database.batch_loader import BatchLoader
 from fedplat_server.database.clients import ClientRecord
@@ -45,6 +48,19 @@ class ClientDirectory:
         if record.revoked_unix_s is not None:
             raise RefusedError(Code.REVOKED)
         return record
+
+    async def list_able(self, job: JobState, client_ids: Iterable[str]) -> list[str]:
+        """Return those of some clients that a job may have train, in the order of their enrollment.
+
+        Clients that are unknown or revoked are left out.
+        """
+        is_eligible = compile_expression(job.spec.selection.where)
+        found: list[ClientRecord] = []
+        for client_id in client_ids:
+            with contextlib.suppress(RefusedError):
+                found.append(await self.find(client_id))
+        able = [each for each in found if each.population == job.spec.population and is_eligible(each.labels)]
+        return [each.client_id for each in sorted(able, key=lambda each: (each.enrolled_unix_s, each.client_id))]
 
     async def begin_session(self, client_id: str) -> ClientRecord:
         """Store a new session number for a client; return the client. Raises `RefusedError` if it is unknown."""

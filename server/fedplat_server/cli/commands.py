@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fedplat import user_code
-from fedplat.errors import PluginError, UserCodeError
-from fedplat.loaded_plugins import LoadedPlugins, load_plugins, parse_plugins
+from fedplat.errors import FedplatError, PluginError, UserCodeError
+from fedplat.flower.app import check_version, describe_app, read_app
+from fedplat.loaded_plugins import LoadedPlugins, PluginVersion, load_plugins, parse_plugins
+from fedplat.texts import NAME_PATTERN
 from fedplat.wire import process_tuning
 from fedplat_server import __version__, logs
 from fedplat_server.auth import addresses
@@ -97,6 +101,13 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
             "package. KIND is rules, robust-rules, pre-aggregators, policies, codecs or algorithms; repeatable.",
         ),
     ] = None,
+    flower_app: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FOLDER",
+            help="Flower app whose ServerApp jobs may run, the folder of its pyproject.toml; repeatable.",
+        ),
+    ] = None,
     evaluation_s: Annotated[
         float, typer.Option(metavar="SECONDS", help="Time limit for the evaluation of one model.")
     ] = 600.0,
@@ -162,7 +173,9 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         files = None
     else:
         files = _tls_files(data_dir, tls_certificate, tls_key, tls_ca)
+    flower_apps, app_versions = _read_flower_apps(flower_app or [])
     plugins = _load_plugins(plugin or [])
+    plugins = dataclasses.replace(plugins, versions=(*plugins.versions, *app_versions))
     config = ServerConfig(
         listen=listen,
         data_dir=data_dir.resolve(),
@@ -170,6 +183,7 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         evaluators=scorers,
         trainers=trainers,
         plugins=plugins,
+        flower_apps=flower_apps,
         evaluation_s=evaluation_s,
         grace_s=grace_s,
         limits=Limits(upload_memory_bytes=upload_memory_mib * 2**20),
@@ -261,6 +275,26 @@ def _load_plugins(items: list[str]) -> LoadedPlugins:
         return load_plugins(parse_plugins(items))
     except PluginError as exc:
         raise ConfigError(f"--plugin {exc}") from exc
+
+
+def _read_flower_apps(items: list[str]) -> tuple[dict[str, str], list[PluginVersion]]:
+    """Return the folders of Flower apps by name, and their versions."""
+    apps: dict[str, str] = {}
+    versions: list[PluginVersion] = []
+    for item in items:
+        name, sign, folder = item.partition("=")
+        if not sign or not folder or not re.fullmatch(NAME_PATTERN, name):
+            raise ConfigError(f"--flower-app {item}: expected NAME=FOLDER, such as digits=/opt/digits")
+        if name in apps:
+            raise ConfigError(f"--flower-app {item}: {name} is {apps[name]} already")
+        try:
+            check_version()
+            app = read_app(Path(folder))
+        except FedplatError as exc:
+            raise ConfigError(f"--flower-app {item}: {exc}") from exc
+        apps[name] = str(app.folder)
+        versions.append(describe_app(name, app))
+    return apps, versions
 
 
 async def _serve(config: ServerConfig) -> None:

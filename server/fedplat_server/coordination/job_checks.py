@@ -36,8 +36,10 @@ def parse(job_file: str, max_bytes: int, plugins: Plugins = BUILTIN) -> JobSpec:
     return spec
 
 
-def check_is_runnable(spec: JobSpec, evaluators: Sequence[str], trainers: Sequence[str]) -> None:
-    """Check that the server has the job's evaluator and trainers, and supports its `durability`."""
+def check_is_runnable(
+    spec: JobSpec, evaluators: Sequence[str], trainers: Sequence[str], flower_apps: Sequence[str] = ()
+) -> None:
+    """Check that the server has the job's evaluator, trainers and Flower app, and supports its `durability`."""
     evaluator = spec.evaluation.server
     if evaluator is not None and evaluator not in evaluators:
         raise RefusedError(
@@ -52,6 +54,13 @@ def check_is_runnable(spec: JobSpec, evaluators: Sequence[str], trainers: Sequen
                 f"{table}.trainer = {learning.trainer!r}; {_list(trainers)}. Start it with --trainer "
                 f"{learning.trainer}=module:object, or leave [{table}] out of the job file",
             )
+    if spec.flower is not None and spec.flower.app not in flower_apps:
+        app = spec.flower.app
+        raise RefusedError(
+            Code.INVALID_JOB_FILE,
+            f"flower.app = {app!r}: the server has no such Flower app; {_list(flower_apps)}. Start it with "
+            f"--flower-app {app}=FOLDER",
+        )
     if spec.durability == "memory" and not spool_file.CAN_KEEP_IN_MEMORY:
         raise RefusedError(
             Code.INVALID_JOB_FILE,

@@ -235,6 +235,7 @@ def job_values(state: JobState) -> Values:
         "latest_version": state.latest.version,
         "revision": state.revision,
         "plugins": versions_to_builtins(state.plugins) or None,
+        "cohort": list(state.cohort) or None,
     }
 
 
@@ -268,6 +269,7 @@ def job_record(
         claims=past.claims if influence.looks_back(spec) else (),
         revision=row.revision,
         plugins=job_plugins(row),
+        cohort=tuple(row.cohort or ()),
     )
     return JobRecord(state, row.job_file, row.created_unix_s, problem)
 

@@ -156,6 +156,8 @@ jobs = Table(
     Column("privacy", JSON(none_as_null=True)),
     # The versions of the plugins that it runs with (`PluginVersion`); NULL: none.
     Column("plugins", JSON(none_as_null=True)),
+    # The ids of the clients that the job's Flower app has drawn for the next round; NULL: none.
+    Column("cohort", JSON(none_as_null=True)),
 )
 
 attempts = Table(

@@ -94,7 +94,7 @@ def job(record: JobRecord, current: admin_pb2.Round | None) -> admin_pb2.Job:
         status=STATUSES[state.status],
         reason=shorten(state.reason),
         round=state.round,
-        num_rounds=state.spec.rounds,
+        num_rounds=state.spec.rounds if state.spec.flower is None else 0,
         model=model_ref(state.latest),
         created_unix_s=record.created_unix_s,
         job_file=record.job_file,

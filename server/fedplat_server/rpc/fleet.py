@@ -197,7 +197,7 @@ class FleetService(EnrollmentService):
             task=convert.TASKS[command.kind],
             trainer=convert.handler_of(spec, command.kind),
             model=convert.model_ref(model),
-            config={name: convert.value(scalar) for name, scalar in spec.config.items()},
+            config={name: convert.value(scalar) for name, scalar in spec.client_config.items()},
             training_timeout_s=command.training_timeout_s,
             upload_timeout_s=command.upload_timeout_s,
             heartbeat_s=spec.deadlines.heartbeat_s,

@@ -60,7 +60,10 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         services, max_bytes = self._services, self._services.config.limits.max_job_file_bytes
         plugins = services.config.plugins
         spec = await asyncio.to_thread(job_checks.parse, request.job_file, max_bytes, plugins.table)
-        job_checks.check_is_runnable(spec, services.evaluation.names, sorted(services.config.trainers))
+        config = services.config
+        job_checks.check_is_runnable(
+            spec, services.evaluation.names, sorted(config.trainers), sorted(config.flower_apps)
+        )
         digest = validation.digest(request.initial_digest)
         with services.blobs.protect(digest):
             path = services.blobs.path(digest)

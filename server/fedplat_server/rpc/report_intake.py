@@ -109,7 +109,9 @@ class ReportIntake:
             await self._count_bytes(assignment, len(request.update))
         job = services.jobs.state(assignment.key.job_id)
         base, codec = services.blobs.path(job.latest.digest), job.spec.compression.uplink
-        validate = functools.partial(report_validation.validate_file, base=base, codec=codec)
+        validate: Validate = functools.partial(report_validation.validate_file, base=base, codec=codec)
+        if job.spec.flower is not None:
+            validate = report_validation.validate_message
         try:
             # One thread call for all steps: for a small update, switching threads costs more than the work.
             return await asyncio.to_thread(
@@ -130,6 +132,8 @@ class ReportIntake:
 
     async def _size_limit(self, assignment: Assignment) -> int:
         job = self._services.jobs.state(assignment.key.job_id)
+        if job.spec.flower is not None:
+            return job.spec.flower.max_reply_bytes(job.latest.size_bytes)
         base, codec = self._services.blobs.path(job.latest.digest), job.spec.compression.uplink
         try:
             return report_validation.size_limit(base, codec)

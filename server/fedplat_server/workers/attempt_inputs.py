@@ -16,6 +16,7 @@ from fedplat.aggregate import (
     Rule,
     first_columns,
     read_columns,
+    read_memory,
     read_scalars,
     rebase,
     seed_of,
@@ -87,6 +88,10 @@ class AttemptInputs(msgspec.Struct, frozen=True, kw_only=True):
     def read_scalars(self, rule: Rule, base: ModelFile) -> Mapping[str, float]:
         """Read the scalars of the rule's state; empty before its first version."""
         return read_scalars(self.state_path, rule, base.schema.num_floating) if self.state_path else {}
+
+    def read_memory(self, rule: Rule, base: ModelFile) -> bytes:
+        """Read the memory of the rule's state; b"" before its first version."""
+        return read_memory(self.state_path, rule, base.schema.num_floating) if self.state_path else b""
 
     def read_columns(self, rule: Rule, base: ModelFile, shard: range) -> Columns:
         """Read the columns of the rule's state that belong to a shard."""

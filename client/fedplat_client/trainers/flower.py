@@ -1,0 +1,125 @@
+"""Local training with the ClientApp of a Flower app, in jobs of any kind (extra "flower")."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy.typing as npt
+from typing_extensions import override
+
+from fedplat.errors import FlowerError, MissingExtraError
+from fedplat.flower.app import FlowerApp
+from fedplat.model import FLOATING, Parameters
+from fedplat.model.schema import MESSAGE_KEY
+from fedplat_client.task import EvaluateResult, Task, TrainResult
+
+try:
+    from fedplat.flower import records
+    from fedplat.flower.claims import read_claims
+    from fedplat.flower.client import ClientAppRunner
+    from fedplat.flower.messages import NUM_EXAMPLES, is_empty, make_request, read_reply
+except ImportError as exc:
+    raise MissingExtraError(
+        "FlowerTrainer needs flwr, which is not installed; install it with: pip install 'fedplat-client[flower]'"
+    ) from exc
+
+STATE = "flower-context"
+"""The entry of the client state that has the app's `Context.state`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowerTrainer:
+    """A trainer and an evaluator that call a ClientApp.
+
+    ```python
+    trainer = FlowerTrainer(app=read_app(Path("quickstart")), node_config={"partition-id": 0, "num-partitions": 10})
+    client.add_trainer("quickstart", trainer)
+    client.add_evaluator("quickstart", trainer.evaluate)
+    ```
+
+    In a job with the table `[flower]` the app answers the messages of its ServerApp. In any other job it receives the
+    model as the ArrayRecord `arrays`, and the job's `[config]` with `server-round` as the
+    ConfigRecord `config`. It replies with an ArrayRecord, its model, and a MetricRecord, which has `num-examples`. Its
+    `Context.state` is client state: it counts only if the update was merged. The app is imported once.
+    """
+
+    app: FlowerApp
+    node_config: Mapping[str, bool | int | float | str] = field(default_factory=dict[str, bool | int | float | str])
+    """`Context.node_config`, such as the number of this client's partition of the data."""
+    node_id: int = 1
+    """`Context.node_id`."""
+
+    def __post_init__(self) -> None:
+        _ = self._runner  # now: an app that cannot be imported is an error at the start
+
+    def __call__(self, task: Task) -> TrainResult:
+        """Let the app train, or answer a message of its ServerApp. Raises `FlowerError` or `UserCodeError`."""
+        if MESSAGE_KEY in task.parameters:
+            return self._reply(task)
+        arrays, metrics = self._answer(task, "train")
+        if arrays is None:
+            raise FlowerError(
+                f"the ClientApp of {self.app.name} answered train without arrays; expected an ArrayRecord"
+            )
+        return TrainResult(parameters=_fit(arrays, task.parameters), num_examples=self._count(metrics), metrics=metrics)
+
+    def evaluate(self, task: Task) -> EvaluateResult:
+        """Let the app evaluate. Raises `FlowerError` or `UserCodeError`."""
+        _, metrics = self._answer(task, "evaluate")
+        return EvaluateResult(num_examples=self._count(metrics), metrics=metrics)
+
+    def _reply(self, task: Task) -> TrainResult:
+        """Answer the message of a job with a Flower app; its config is the run config."""
+        task.progress(0.0)
+        config = {**self.app.run_config, **task.config}
+        answer = self._runner.answer(
+            task.parameters, self.node_id, self.node_config, config, task.client_state.get(STATE)
+        )
+        task.client_state.put(STATE, answer.state)
+        task.progress(1.0)
+        num_examples, metrics = read_claims(records.decode(answer.reply).content)
+        return _MessageReply(delta=answer.reply, num_examples=num_examples, metrics=metrics)
+
+    @cached_property
+    def _runner(self) -> ClientAppRunner:
+        return ClientAppRunner(self.app)
+
+    def _answer(self, task: Task, kind: str) -> tuple[Mapping[str, npt.NDArray[Any]] | None, dict[str, float]]:
+        task.progress(0.0)
+        request = make_request(task.parameters, {**task.config, "server-round": task.round}, kind)
+        state = task.client_state.get(STATE)
+        answer = self._runner.answer(request, self.node_id, self.node_config, self.app.run_config, state)
+        if state is not None or not is_empty(answer.state):
+            task.client_state.put(STATE, answer.state)
+        task.progress(1.0)
+        return read_reply(answer.reply, self.app.name)
+
+    def _count(self, metrics: dict[str, float]) -> float:
+        """Remove the number of examples from the metrics and return it."""
+        if NUM_EXAMPLES not in metrics:
+            raise FlowerError(
+                f"the ClientApp of {self.app.name} answered without the metric {NUM_EXAMPLES}; expected it in its "
+                "MetricRecord"
+            )
+        return metrics.pop(NUM_EXAMPLES)
+
+
+class _MessageReply(TrainResult):
+    """The reply to a message, which is not an update of the message's arrays."""
+
+    @override
+    def to_update(self, base: Parameters) -> Parameters:
+        assert isinstance(self.delta, Parameters)
+        return self.delta
+
+
+def _fit(arrays: Mapping[str, npt.NDArray[Any]], model: Parameters) -> dict[str, npt.NDArray[Any]]:
+    """Return arrays with the model's floating-point types: some apps compute in float64."""
+    floating = {tensor.name for tensor in model.schema.tensors if tensor.dtype in FLOATING}
+    return {
+        name: values.astype(model[name].dtype) if name in floating and values.dtype.kind == "f" else values
+        for name, values in arrays.items()
+    }

@@ -1,0 +1,157 @@
+"""The process of a ServerApp: `python -m fedplat_server.flower.process`, started by the daemon.
+
+Standard input and output carry the protocol. What the app prints goes to the server's log, and it can read nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+
+from fedplat.errors import FedplatError
+from fedplat.flower.app import read_app
+from fedplat.flower.grid import NodeReply
+from fedplat.flower.server import ServerAppRun
+from fedplat.model import Parameters
+from fedplat_server.flower.protocol import (
+    AdvanceRun,
+    ListClients,
+    ListedClients,
+    NextExchange,
+    RunEnded,
+    RunFailed,
+    RunStarted,
+    StartRun,
+    read_frame,
+    write_frame,
+)
+
+
+class RunState(msgspec.Struct, frozen=True):
+    """The state of a run between two exchanges: the checkpoint of the app, and the clients that it knew."""
+
+    checkpoint: bytes
+    clients: tuple[str, ...]
+
+
+class AppProcess:
+    """The app's side of the pipes."""
+
+    def __init__(self, requests: BinaryIO, answers: BinaryIO) -> None:
+        self._requests, self._answers = requests, answers
+        self._todo: queue.SimpleQueue[StartRun | AdvanceRun] = queue.SimpleQueue()
+        self._listed: queue.SimpleQueue[ListedClients] = queue.SimpleQueue()
+        self._listing, self._writing = threading.Lock(), threading.Lock()
+        self._clients: dict[int, str] = {}
+        self._known: tuple[str, ...] = ()
+        self._file: Parameters | None = None
+
+    def serve(self) -> None:
+        """Run the app until it ends or the daemon does."""
+        threading.Thread(target=self._read, name="requests", daemon=True).start()
+        start = self._todo.get()
+        assert isinstance(start, StartRun)
+        try:
+            run = self._start(start)
+            while True:
+                request = self._todo.get()
+                assert isinstance(request, AdvanceRun)
+                if not self._advance(run, request):
+                    return
+        except FedplatError as exc:
+            self._write(RunFailed(str(exc)))
+        except Exception as exc:  # a process boundary: a bug, or no memory
+            self._write(RunFailed(f"{type(exc).__name__}: {exc}"))
+            raise
+
+    def _start(self, request: StartRun) -> ServerAppRun:
+        state = msgspec.msgpack.decode(Path(request.state).read_bytes(), type=RunState) if request.state else None
+        app = read_app(Path(request.folder))
+        checkpoint = state.checkpoint if state is not None else b""
+        run = ServerAppRun(app, self._list_nodes, {**app.run_config, **request.run_config}, checkpoint)
+        if state is not None:
+            self._remember(state.clients)
+        self._write(RunStarted(self._known, bool(checkpoint)))
+        return run
+
+    def _advance(self, run: ServerAppRun, request: AdvanceRun) -> bool:
+        """Continue the app; return whether it waits for replies."""
+        self._remember((*request.replies, *request.failures))
+        replies = [_read_reply(client, path) for client, path in request.replies.items()]
+        failed = [NodeReply(node_id(client), None, reason) for client, reason in request.failures.items()]
+        exchange = run.advance([*replies, *failed])
+        metrics, run.grid.metrics = run.grid.metrics, {}
+        if exchange is None:
+            model = run.final_model or self._file
+            if model is not None:
+                _write_file(request.message, model)
+            self._write(RunEnded(metrics, model is not None))
+            return False
+        self._file = exchange.file
+        _write_file(request.message, exchange.file)
+        state = RunState(run.checkpoint, self._known)
+        Path(request.state).write_bytes(msgspec.msgpack.encode(state))
+        cohort = tuple(self._clients[node] for node in exchange.nodes if node in self._clients)
+        self._write(NextExchange(cohort, exchange.message_type, metrics))
+        return True
+
+    def _list_nodes(self) -> Sequence[int]:
+        with self._listing:
+            self._write(ListClients())
+            clients = self._listed.get().clients
+        self._remember(clients)
+        self._known = clients
+        return [node_id(client) for client in clients]
+
+    def _remember(self, clients: Iterable[str]) -> None:
+        for client in clients:
+            self._clients[node_id(client)] = client
+
+    def _read(self) -> None:
+        while (request := read_frame(self._requests)) is not None:
+            if isinstance(request, ListedClients):
+                self._listed.put(request)
+            else:
+                self._todo.put(request)
+        os._exit(0)  # the daemon has ended; threads of the app may be waiting
+
+    def _write(self, frame: msgspec.Struct) -> None:
+        with self._writing:
+            write_frame(self._answers, frame)
+
+
+def node_id(client_id: str) -> int:
+    """Return the node id that apps see for a client: 63 bits of a hash."""
+    return int.from_bytes(sha256(client_id.encode()).digest()[:8], "big") >> 1
+
+
+def _read_reply(client: str, path: str) -> NodeReply:
+    # Copy on write: the app may change arrays in place. Reading into new memory takes much longer than the arithmetic.
+    return NodeReply(node_id(client), Parameters.from_bytes(np.memmap(path, np.uint8, mode="c")))
+
+
+def _write_file(path: str, file: Parameters) -> None:
+    with Path(path).open("wb") as out:
+        out.write(file.schema.header)
+        out.write(file.buffer.data)
+
+
+def main() -> None:
+    """Serve the daemon at the other end of standard input and output, which are not the app's."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    AppProcess(requests, answers).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""A Flower app on a real server with real clients: from the command line to the model, through crashes."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fedplat.model import Parameters
+from fedplat.wire.v1 import admin_pb2
+from support import processes
+
+pytest.importorskip("flwr")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+APP = processes.ROOT / "examples" / "flower" / "digits"
+NUM_CLIENTS = 4
+
+
+def copy_app(folder: Path) -> Path:
+    """The example; its strategy draws the same clients each time."""
+    app = shutil.copytree(APP, folder / "app", ignore=shutil.ignore_patterns("__pycache__"))
+    file = app / "digits" / "server_app.py"
+    seeded = file.read_text().replace("    torch.manual_seed(0)\n", "    random.seed(0)\n    torch.manual_seed(0)\n")
+    file.write_text(seeded.replace("import torch\n", "import random\n\nimport torch\n", 1))
+    return app
+
+
+class Deployment:
+    """A server and its clients."""
+
+    def __init__(self, folder: Path, app: Path, server: processes.Server) -> None:
+        self.folder, self.app, self.server = folder, app, server
+        self.clients: list[subprocess.Popen[bytes]] = []
+
+    def run(self, *arguments: str, status: int = 0) -> str:
+        """What a command of the operator says."""
+        command = [str(processes.BIN / "fedplat"), "--profile", str(self.server.profile_path), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout if status == 0 else done.stderr
+
+    def submit(self, *options: str, status: int = 0) -> str:
+        arguments = ["flower", "run", str(self.app), "--server", self.server.address, "--population", "few"]
+        return self.run(*arguments, "--no-watch", *options, status=status)
+
+    def job(self) -> admin_pb2.Job:
+        with self.server.admin() as admin:
+            return admin.show_job("digits")
+
+    def num_waiting(self) -> int:
+        with self.server.admin() as admin:
+            return admin.status().num_waiting
+
+    def until(self, condition: Callable[[admin_pb2.Job], bool], what: str) -> admin_pb2.Job:
+        processes.until(lambda: condition(self.job()), what)
+        return self.job()
+
+    def until_ended(self) -> admin_pb2.Job:
+        ended = (admin_pb2.JOB_STATUS_COMPLETED, admin_pb2.JOB_STATUS_FAILED, admin_pb2.JOB_STATUS_PAUSED)
+        return self.until(lambda job: job.status in ended, "the end of the job")
+
+    def start_client(self, number: int) -> None:
+        """Start a client, or start it again: then it needs no ticket."""
+        data_dir, ticket = self.folder / f"client-{number}", self.folder / f"ticket-{number}"
+        command = [str(processes.BIN / "fedplat-client"), "flower", str(self.app), "--data-dir", str(data_dir)]
+        command += ["--node-config", f"partition-id={number}", "--node-config", f"num-partitions={NUM_CLIENTS}"]
+        if not data_dir.exists():
+            ticket.write_text(self.server.ticket("few"))
+        command += ["--ticket-file", str(ticket)]
+        with (self.folder / f"client-{number}.log").open("ab") as log:
+            self.clients.append(subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
+
+    def model(self) -> bytes:
+        """A digest of the arrays of the last version."""
+        file = self.folder / "exported.safetensors"
+        self.run("model", "export", "digits", "--output", str(file))
+        model = Parameters.open(file)
+        arrays = [name.encode() + model[name].tobytes() for name in sorted(model) if not name.startswith("__")]
+        return hashlib.sha256(b"".join(arrays)).digest()
+
+
+@contextmanager
+def deployed(folder: Path) -> Generator[Deployment]:
+    folder.mkdir()
+    app = copy_app(folder)
+    with processes.server(folder / "server", "--flower-app", f"digits={app}") as server:
+        deployment = Deployment(folder, app, server)
+        try:
+            for number in range(NUM_CLIENTS):  # one after the other: the order of enrollment is that of the nodes
+                deployment.start_client(number)
+                processes.until(lambda count=number: deployment.num_waiting() > count, "a client")
+            yield deployment
+        finally:
+            for client in deployment.clients:
+                client.terminate()
+            for client in deployment.clients:
+                client.wait(processes.PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    with deployed(tmp_path_factory.mktemp("undisturbed") / "run") as deployment:
+        said = deployment.submit("--run-config", "num-server-rounds=2")
+        assert "job digits" in said
+        job = deployment.until_ended()
+        assert job.status == admin_pb2.JOB_STATUS_COMPLETED, job.reason
+        assert job.round == 4  # two rounds of training, two of evaluation
+        metrics = job.current.client_metrics
+        assert metrics["server-round"] == 2.0
+        assert metrics["accuracy"] > 0.5
+        assert "nothing is broken" in verify(deployment)
+        status = deployment.run("status")
+        assert "flower-apps.digits" in status
+        return deployment.model()
+
+
+def verify(deployment: Deployment) -> str:
+    command = [str(processes.BIN / "fedplat-server"), "verify", "--data-dir", str(deployment.server.folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
+def test_an_app_trains(undisturbed: bytes) -> None:
+    assert undisturbed
+
+
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_a_killed_server_and_a_killed_client_change_nothing(tmp_path: Path, undisturbed: bytes, after: int) -> None:
+    with deployed(tmp_path / "run") as deployment:
+        deployment.submit("--run-config", "num-server-rounds=2")
+        collecting = admin_pb2.ATTEMPT_PHASE_COLLECTING
+        deployment.until(lambda job: job.round >= after and job.current.phase >= collecting, "an exchange")
+        deployment.clients[1].send_signal(signal.SIGKILL)
+        deployment.server.kill()
+        deployment.server.start()
+        deployment.start_client(1)
+        job = deployment.until_ended()
+        assert job.status == admin_pb2.JOB_STATUS_COMPLETED, job.reason
+        assert deployment.model() == undisturbed
+        assert "nothing is broken" in verify(deployment)
+
+
+def test_a_changed_app_pauses_the_job(tmp_path: Path) -> None:
+    with deployed(tmp_path / "run") as deployment:
+        deployment.submit("--run-config", "num-server-rounds=200")
+        deployment.until(lambda job: job.round >= 1, "an exchange")
+        deployment.server.kill()
+        with (deployment.app / "digits" / "task.py").open("a") as file:
+            file.write("\n# changed\n")
+        deployment.server.start()
+        job = deployment.until(lambda job: job.status == admin_pb2.JOB_STATUS_PAUSED, "the pause")
+        assert "flower-apps.digits" in job.reason
+        deployment.run("job", "resume", "digits")
+        round_ = job.round
+        deployment.until(lambda job: job.round > round_ + 1, "another exchange")
+        deployment.run("job", "cancel", "digits")
+
+
+def test_an_app_that_fails_ends_the_job_with_its_own_words(tmp_path: Path) -> None:
+    with deployed(tmp_path / "run") as deployment:
+        file = deployment.app / "digits" / "server_app.py"
+        file.write_text(file.read_text().replace("    net = Net()\n", '    raise ValueError("no such city")\n'))
+        (deployment.app / "fedplat.toml").write_text("[retry]\nbase_s = 0.1\nmax_attempts = 2\n")
+        deployment.submit()
+        job = deployment.until_ended()
+        assert job.status == admin_pb2.JOB_STATUS_FAILED
+        assert "the ServerApp of digits raised ValueError: no such city" in job.reason
+        assert "server_app.py, line" in job.reason
+
+
+REPORTING = """
+class Reporting(FedAvg):
+    def aggregate_train(self, server_round, replies):
+        replies = list(replies)
+        with open("errors.txt", "a") as file:
+            file.writelines(f"{each.error.code} {each.error.reason}\\n" for each in replies if each.has_error())
+        return super().aggregate_train(server_round, replies)
+"""
+
+
+def test_a_failed_client_is_an_error_reply(tmp_path: Path) -> None:
+    with deployed(tmp_path / "run") as deployment:
+        file = deployment.app / "digits" / "server_app.py"
+        text = file.read_text().replace("app = ServerApp()\n", f"app = ServerApp()\n{REPORTING}", 1)
+        file.write_text(text.replace("strategy = FedAvg(", "strategy = Reporting(min_available_nodes=4, "))
+        client = deployment.app / "digits" / "client_app.py"
+        failing = '    if context.node_config["partition-id"] == 2:\n        raise ValueError("no pictures")\n'
+        client.write_text(client.read_text().replace("    net = Net()\n", f"{failing}    net = Net()\n", 1))
+        deployment.clients[2].terminate()
+        deployment.clients[2].wait(processes.PATIENCE_S)
+        deployment.start_client(2)
+        deployment.submit("--run-config", "num-server-rounds=1")
+        job = deployment.until_ended()
+        assert job.status == admin_pb2.JOB_STATUS_COMPLETED, job.reason
+        (errors,) = (deployment.server.folder / "flower" / job.job_id).glob("errors.txt")
+        (line,) = errors.read_text().splitlines()
+        failure = "the ClientApp of digits, called with train, raised ValueError: no pictures"
+        assert line.startswith(f"2 UserCodeError: {failure}")
+
+
+def test_a_server_without_the_app_says_how_to_get_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with processes.server(folder / "server") as server:
+        said = Deployment(folder, APP, server).submit(status=1)
+    assert "the server has no such Flower app; it has none" in said
+    assert "--flower-app digits=FOLDER" in said
+    assert "Traceback" not in said
