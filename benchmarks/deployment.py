@@ -71,8 +71,11 @@ class Deployment:
 
 
 @contextlib.contextmanager
-def serve(folder: Path, insecure: bool = False) -> Generator[Deployment]:
-    """Start a server; end it and its other processes afterwards. Raises `FailedError` if it does not start."""
+def serve(folder: Path, insecure: bool = False, options: Sequence[str] = ()) -> Generator[Deployment]:
+    """Start a server with more `options`; end it and its other processes afterwards.
+
+    Raises `FailedError` if it does not start.
+    """
     port = free_port()
     address = f"127.0.0.1:{port}"
     server = BIN / "fedplat-server"
@@ -82,7 +85,7 @@ def serve(folder: Path, insecure: bool = False) -> Generator[Deployment]:
         if not processes.run(init, START_S):
             raise FailedError(f"the server could not be set up: {(folder / 'commands.log').read_text()[-600:]}")
         run = [server, "run", "--listen", address, "--data-dir", folder, "--log-level", "warning"]
-        daemon = processes.start("server", [*run, *(["--insecure"] if insecure else [])])
+        daemon = processes.start("server", [*run, *(["--insecure"] if insecure else []), *options])
         deployment = Deployment(address, folder, processes, daemon, insecure)
         with deployment.admin() as admin:
             admin.wait_until_ready(START_S)
