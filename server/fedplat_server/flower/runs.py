@@ -52,7 +52,7 @@ FindEnrolled = Callable[[JobState, Iterable[str]], Awaitable[Sequence[str]]]
 
 @dataclasses.dataclass(frozen=True)
 class AppStep:
-    """The result of an exchange: the files of the next version, and who is to answer it (none: the app has ended)."""
+    """The result of an exchange: the files of the next version, and its cohort, which is empty if the app has ended."""
 
     message: Blob
     state: Blob | None
@@ -178,13 +178,16 @@ class FlowerRuns:
         blobs = self._blobs.recorder()
         try:
             step = await self.advance(job, blobs, {}, {})
-            outcome = AttemptAggregated(key, make_version(job, key, step), step.metrics, step.cohort)
+            outcome = AttemptAggregated(key, _make_version(job, key, step), step.metrics, step.cohort)
         except asyncio.CancelledError:
             self._blobs.settle(blobs.made)
             raise
         except (FedplatError, OSError) as exc:
             logs.get().error("a Flower app failed", attempt=str(key), error=str(exc))
             outcome = AggregationFailed(key, " ".join(str(exc).split())[:1000])
+        except Exception as exc:  # a task boundary: out of memory, or a bug; an attempt that never ends blocks its job
+            logs.get().exception("a Flower app failed", attempt=str(key))
+            outcome = AggregationFailed(key, type(exc).__name__)
         self._open.pop(key, None)
         self._made[key] = blobs.made
         self._post(outcome)
@@ -243,8 +246,8 @@ class FlowerRuns:
             await run.end()
 
 
-def make_version(job: JobState, key: AttemptKey, step: AppStep, num_updates: int = 0) -> ModelVersion:
-    """Return the version that has the message of an exchange."""
+def _make_version(job: JobState, key: AttemptKey, step: AppStep) -> ModelVersion:
+    """Return the version that has the app's first message."""
     return ModelVersion(
         version=job.latest.version + 1,
         round=key.round,
@@ -252,6 +255,6 @@ def make_version(job: JobState, key: AttemptKey, step: AppStep, num_updates: int
         digest=step.message.digest,
         size_bytes=step.message.size_bytes,
         state_digest=step.state.digest if step.state is not None else "",
-        num_updates=num_updates,
-        total_weight=float(num_updates),
+        num_updates=0,
+        total_weight=0.0,
     )
