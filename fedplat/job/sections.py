@@ -42,6 +42,11 @@ class Model(Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
+def _count_fraction(fraction: float, total: int) -> int:
+    """Return `ceil(fraction × total)`, at least 1. The product is rounded first: 0.7 * 10 is 7, not 8."""
+    return max(1, math.ceil(round(fraction * total, 9)))
+
+
 class Selection(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """Clients that take part, and when an attempt closes."""
 
@@ -78,7 +83,11 @@ class Selection(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     @property
     def minimum(self) -> int:
         """The number of reports that are enough at the deadline."""
-        return max(1, math.ceil(round(self.min_fraction * self.goal, 9)))
+        return self.minimum_of(self.goal)
+
+    def minimum_of(self, goal: int) -> int:
+        """Return the number of reports that are enough at the deadline of an attempt with this goal."""
+        return _count_fraction(self.min_fraction, goal)
 
     @cached_property
     def uses_history(self) -> bool:
@@ -214,6 +223,11 @@ class ClientEvaluation(Struct, frozen=True, forbid_unknown_fields=True):
     """`ceil(min_fraction × goal)` reports are enough at the deadline."""
     timeout_s: Duration = 60.0
     """Deadline of a client's evaluation, in seconds."""
+
+    @property
+    def minimum(self) -> int:
+        """The number of reports that are enough at the deadline."""
+        return _count_fraction(self.min_fraction, self.goal)
 
 
 class Evaluation(Struct, frozen=True, forbid_unknown_fields=True):

@@ -247,9 +247,8 @@ class Coordinator:
             return _refuse_unknown_job(event.job_id)
         self._apply(proposal, before, closing.drop_late(before, context), context)
         job = self._latest(proposal, event.job_id)
-        attempt = job.open_attempt if job is not None else None
-        is_selecting = attempt is not None and (attempt.awaits_clients or (job is not None and job.fills_cohort))
-        if attempt is not None and is_selecting and attempt.selection_ends_at <= context.now:
+        attempt = job.open_attempt if job is not None and job.selects else None
+        if attempt is not None and attempt.selection_ends_at <= context.now:
             self._draw(proposal, event.job_id, context, final=True)
         return ACCEPTED
 

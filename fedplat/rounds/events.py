@@ -181,7 +181,7 @@ class AttemptAggregated(AttemptEvent):
     """The updates of an attempt were aggregated, and the new version is durable.
 
     `metrics` are stored as those of the attempt; None: the means of its clients' metrics. `cohort` are the clients that
-    the job's Flower app has drawn for the next round; none: the app has ended, or the job has no app.
+    the job's Flower app has drawn for the next round. It is empty if the app has ended, or if the job has no app.
     """
 
     version: ModelVersion

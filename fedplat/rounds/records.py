@@ -259,7 +259,7 @@ class JobState(Struct, frozen=True):
     have outlived their attempt, while no other attempt to train collects. `claims` holds the latest claim of each
     client, in order, if the job judges reports by more than one attempt (`influence.looks_back`). `plugins` are the
     versions of the plugins that it runs with. `cohort` are the clients that the Flower app of a job has drawn for the
-    next round; none: the app has not begun, or it has ended.
+    next round. It is empty before the app has begun and after it has ended.
     """
 
     job_id: str
@@ -287,6 +287,12 @@ class JobState(Struct, frozen=True):
     def open_attempt(self) -> Attempt | None:
         """The attempt that has not ended, if there is one."""
         return self.attempt if self.attempt is not None and self.attempt.is_open else None
+
+    @property
+    def selects(self) -> bool:
+        """True if the open attempt waits for clients to check in: for its first ones, or for more of a cohort."""
+        attempt = self.open_attempt
+        return attempt is not None and (attempt.awaits_clients or self.fills_cohort)
 
     @property
     def fills_cohort(self) -> bool:

@@ -62,8 +62,7 @@ def _resume(job: JobState, commands: tuple[Command, ...], context: Context) -> T
         # assignments, and so depends on the sample.
         attempt = structs.replace(attempt, closes_at=closes_at)
         job = structs.replace(job, attempt=attempt)
-    selects = attempt.awaits_clients or job.fills_cohort
-    late = closing.drop_late(reporting.await_clients(job, context) if selects else job, context)
+    late = closing.drop_late(reporting.await_clients(job, context) if job.selects else job, context)
     return structs.replace(late, commands=commands + late.commands)
 
 

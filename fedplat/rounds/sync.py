@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import numpy as np
 from msgspec import structs
 
 from fedplat.rounds import (
@@ -119,7 +118,7 @@ def _open(job: JobState, kind: AttemptKind, context: Context) -> JobState:
         clients = job.spec.evaluation.clients
         assert clients is not None
         goal = target = clients.goal
-        minimum = max(1, int(np.ceil(round(clients.min_fraction * clients.goal, 9))))
+        minimum = clients.minimum
     attempt = Attempt(
         key=AttemptKey(job.job_id, round_, number),
         kind=kind,
@@ -138,7 +137,7 @@ def _flower_sizes(job: JobState) -> tuple[int, int, int]:
     """Return the size of the cohort that the Flower app has drawn, the goal, and the minimum of reports."""
     target, selection = len(job.cohort), job.spec.selection
     goal = max(1, math.floor(round(target / selection.over_selection, 9)))
-    return target, goal, max(1, math.ceil(round(selection.min_fraction * goal, 9)))
+    return target, goal, selection.minimum_of(goal)
 
 
 # --- operators ---------------------------------------------------------------------------------------------
