@@ -6,7 +6,6 @@ import logging
 import platform
 import sys
 from collections.abc import Callable, Mapping
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -229,6 +228,7 @@ def _create_client(options: _RunOptions) -> Client:
 
 def _create_flower_client(options: _FlowerOptions) -> Client:
     from fedplat.flower.app import read_app, read_settings
+    from fedplat.flower.identity import node_id
 
     labels = dict(_parse_label(text) for text in options["labels"])
     try:
@@ -237,7 +237,9 @@ def _create_flower_client(options: _FlowerOptions) -> Client:
         node_config = {**read_settings([*given]), **read_settings(options["node_config"])}
         from fedplat_client.trainers.flower import FlowerTrainer
 
-        trainer = FlowerTrainer(app=app, node_config=node_config, node_id=_node_id(options["data_dir"]))
+        data_dir = options["data_dir"]
+        place = f"{platform.node()}:{data_dir.resolve() if data_dir is not None else ''}"
+        trainer = FlowerTrainer(app=app, node_config=node_config, node_id=node_id(place))  # the same after a restart
         client = _open_client(options, labels)
         client.add_trainer(options["name"] or app.name, trainer)
         client.add_evaluator(options["name"] or app.name, trainer.evaluate)
@@ -246,12 +248,6 @@ def _create_flower_client(options: _FlowerOptions) -> Client:
     except (ValueError, FedplatError) as exc:
         raise _UsageError(str(exc)) from exc
     return client
-
-
-def _node_id(data_dir: Path | None) -> int:
-    """Return the id by which a ClientApp knows this client: the same after a restart."""
-    place = f"{platform.node()}:{data_dir.resolve() if data_dir is not None else ''}"
-    return int.from_bytes(sha256(place.encode()).digest()[:8], "little") >> 1
 
 
 def _open_client(options: _ClientCommandOptions, labels: dict[str, str]) -> Client:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from flwr.app import DEFAULT_TTL, Context, Message, Metadata, RecordDict
+from flwr.app import Context, Message, RecordDict
 
 from fedplat import user_code
 from fedplat.errors import FlowerError
-from fedplat.flower import identity, records
+from fedplat.flower import envelopes, identity, records
 from fedplat.flower.app import Config, FlowerApp
 from fedplat.flower.records import MessageFile
 from fedplat.model import Parameters
-
-SERVER_NODE_ID = 1
-"""The node id from which clients receive messages, as in Flower."""
 
 
 class NodeAnswer(msgspec.Struct, frozen=True):
@@ -49,7 +45,7 @@ class ClientAppRunner:
         fails or its reply is not a message.
         """
         asked = records.decode(file)
-        message = make_message(asked, node_id)
+        message = envelopes.make_request(asked, node_id)
         context = Context(
             run_id=message.metadata.run_id,
             node_id=node_id,
@@ -77,19 +73,3 @@ class ClientAppRunner:
                 "the training has diverged; expected finite numbers, perhaps with a lower learning rate"
             )
         return file
-
-
-def make_message(file: MessageFile, node_id: int, message_id: str = "") -> Message:
-    """Return the message that a node receives."""
-    metadata = Metadata(
-        run_id=identity.RUN_ID,
-        message_id=message_id or "message",
-        src_node_id=SERVER_NODE_ID,
-        dst_node_id=node_id,
-        reply_to_message_id="",
-        group_id=file.group_id,
-        created_at=time.time(),
-        ttl=DEFAULT_TTL,
-        message_type=file.message_type,
-    )
-    return Message(content=file.content, metadata=metadata)  # pyright: ignore[reportCallIssue]

@@ -1,9 +1,9 @@
 """The rounds of a Flower strategy, so that they continue after a crash.
 
-An app calls `strategy.start(grid, ...)` once, for all rounds. `install` replaces that method, for the grids of fedplat,
-by `run_rounds`: the same rounds, with a checkpoint before each exchange of messages. After a crash the app's `main` is
-called again; what it does before `start` is repeated, and `start` continues in the middle of its round, with the
-attributes of the strategy, its results so far, and the random numbers of that moment.
+An app calls `strategy.start(grid, ...)` once, for all rounds. `install` replaces that method, for the grids of fedplat:
+the rounds are the same, with a checkpoint before each exchange of messages. After a crash the app's `main` is called
+again; what it does before `start` is repeated, and `start` continues in the middle of its round, with the attributes of
+the strategy, its results so far, and the random numbers of that moment.
 
 An app that sends messages of its own before `start`, or has no strategy, begins anew after a crash.
 """
@@ -59,7 +59,7 @@ class _Calls:
 
 
 def install() -> None:
-    """Let strategies that are started with a grid of fedplat be run by `run_rounds`."""
+    """Replace `Strategy.start` by rounds that continue after a crash, for the grids of fedplat."""
     Strategy.start = _start  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -85,12 +85,12 @@ def _start(  # noqa: PLR0913 - the signature of Flower
     evaluate_config: ConfigRecord | None = None,
     evaluate_fn: EvaluateFn | None = None,
 ) -> Result:
-    """Replace `Strategy.start`."""
+    """Run the rounds of a strategy, as `Strategy.start` does; `timeout` has no effect with a grid of fedplat."""
     arguments = (initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
     if not isinstance(grid, FlowerGrid):
         return _flower_start(strategy, grid, *arguments)
     strategy.summary()
-    rounds = _Rounds(strategy, grid, timeout, train_config or ConfigRecord(), evaluate_config or ConfigRecord())
+    rounds = _Rounds(strategy, grid, train_config or ConfigRecord(), evaluate_config or ConfigRecord())
     return rounds.run(initial_arrays, num_rounds, evaluate_fn)
 
 
@@ -98,10 +98,10 @@ class _Rounds:
     """One call of `start`."""
 
     def __init__(
-        self, strategy: Strategy, grid: FlowerGrid, timeout: float, train_config: ConfigRecord, config: ConfigRecord
+        self, strategy: Strategy, grid: FlowerGrid, train_config: ConfigRecord, evaluate_config: ConfigRecord
     ) -> None:
-        self._strategy, self._grid, self._timeout = strategy, grid, timeout
-        self._train_config, self._evaluate_config = train_config, config
+        self._strategy, self._grid = strategy, grid
+        self._train_config, self._evaluate_config = train_config, evaluate_config
         grid.rounds = grid.rounds or _Calls()
         self._calls: _Calls = grid.rounds
 
@@ -163,7 +163,7 @@ class _Rounds:
         if messages and grid.num_exchanges == calls.num_exchanges:
             grid.take_next_snapshot = self._take_snapshot
         calls.num_exchanges += bool(messages)
-        return grid.send_and_receive(messages, timeout=self._timeout)
+        return grid.send_and_receive(messages)
 
     def _take_snapshot(self) -> bytes:
         """Return the progress of this call, pickled; the app waits for replies meanwhile."""
@@ -183,7 +183,4 @@ class _Rounds:
             self._publish(metrics, number)
 
     def _publish(self, metrics: MetricRecord | None, number: int) -> None:
-        self._grid.metrics["server-round"] = float(number)
-        for name, value in (metrics or {}).items():
-            if isinstance(value, int | float):
-                self._grid.metrics[name] = float(value)
+        self._grid.publish({"server-round": number, **(metrics or {})})

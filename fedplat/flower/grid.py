@@ -9,32 +9,29 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from flwr.app import Error, Message, Metadata, RecordDict
+from flwr.app import Error, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedplat.errors import FedplatError, FlowerError
-from fedplat.flower import identity, records
-from fedplat.flower.client import SERVER_NODE_ID
+from fedplat.flower import claims, envelopes, identity, records
+from fedplat.flower.envelopes import FAILED, LATE
 from fedplat.flower.records import MessageFile
 from fedplat.model import Parameters
 
-FAILED, LATE = 2, 4
-"""The codes of error replies, as Flower counts them: a client failed, or its reply did not arrive in time."""
 GATHER_S = 0.05
 """Messages of several threads of an app are sent together if there is no longer pause between them."""
 
 
 class Exchange(msgspec.Struct, frozen=True):
-    """A message for several nodes; `timeout_s` is how long the app waits for their replies (None: forever)."""
+    """A message for several nodes."""
 
     file: Parameters
     nodes: tuple[int, ...]
     message_type: str
-    timeout_s: float | None = None
 
 
 class NodeReply(msgspec.Struct, frozen=True):
@@ -72,8 +69,6 @@ class FlowerGrid(Grid):
         """Returns what the strategy needs to continue from the last exchange; None if only a new start can."""
         self.take_next_snapshot: Callable[[], bytes] | None = None
         """The same for the messages that are sent next."""
-        self.metrics: dict[str, float] = {}
-        """The aggregated metrics that the strategy has returned since the last exchange."""
         self.final_arrays: Any = None
         """The arrays that the strategy has returned."""
         self.num_exchanges = 0
@@ -84,7 +79,7 @@ class FlowerGrid(Grid):
         self._waiting: list[_Sent] = []
         self._sent: _Sent | None = None
         self._replies: dict[str, Message] = {}
-        self._timeout_s: float | None = None
+        self._metrics: dict[str, float] = {}
         self._ready_at = 0.0
         self._next_id = 0
         self._is_closed = self._is_over = False
@@ -123,8 +118,8 @@ class FlowerGrid(Grid):
             return [self._replies.pop(each) for each in message_ids if each in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Send messages, and wait until each was answered, or is too late."""
-        return self.wait_for(self._push(messages, timeout))
+        """Send messages, and wait until each was answered, or is too late by the deadlines of the job."""
+        return self.wait_for(self._push(messages))
 
     # --- called by durable.py ---
 
@@ -136,18 +131,22 @@ class FlowerGrid(Grid):
             found = [self._replies.pop(each) for each in message_ids]
         return [each for each in found if each.has_content() or each.error.code != LATE]
 
+    def publish(self, metrics: Mapping[str, object]) -> None:
+        """Add metrics of the strategy to those that `take_metrics` returns."""
+        self._metrics = claims.select_metrics({**self._metrics, **metrics}.items())
+
     def pack(self, strategy: bytes) -> bytes:
         """Return a checkpoint: a strategy's state, and the messages and replies on their way."""
         replies = {name: _pack_reply(reply) for name, reply in self._replies.items()}
         # The message that is on its way is not needed again: only what its replies answer is.
-        sent = [(b"", *_describe(self._sent))] if self._sent is not None else []
+        sent = [_describe(self._sent)] if self._sent is not None else []
         waiting = [(each.file.to_bytes(), *_describe(each)) for each in self._waiting]
         return pickle.dumps((strategy, sent, waiting, replies, self._next_id))
 
     def unpack(self, checkpoint: bytes) -> tuple[bytes, list[str]]:
         """Restore the messages and replies of a checkpoint; return the strategy's state and the messages' ids."""
         strategy, sent, waiting, replies, self._next_id = pickle.loads(checkpoint)  # the server's own file
-        self._sent = next((_Sent(_NOTHING, *rest) for _, *rest in sent), None)
+        self._sent = next((_Sent(_NOTHING, *rest) for rest in sent), None)
         self._waiting = [_Sent(Parameters.from_bytes(bytearray(file)), *rest) for file, *rest in waiting]
         self._replies = {name: _unpack_reply(*reply) for name, reply in replies.items()}
         open_groups = [*self._waiting, *([self._sent] if self._sent is not None else [])]
@@ -173,7 +172,12 @@ class FlowerGrid(Grid):
             if not self._waiting:
                 return None
             self._sent = self._waiting.pop(0)
-            return Exchange(self._sent.file, tuple(self._sent.message_ids), self._sent.message_type, self._timeout_s)
+            return Exchange(self._sent.file, tuple(self._sent.message_ids), self._sent.message_type)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics that the strategy has returned since the last call, as far as they can be reported."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
 
     def begin(self) -> None:
         """Let this thread be the app's own."""
@@ -195,7 +199,7 @@ class FlowerGrid(Grid):
         if self._is_closed:
             raise AppClosed
 
-    def _push(self, messages: Iterable[Message], timeout: float | None = None) -> list[str]:
+    def _push(self, messages: Iterable[Message]) -> list[str]:
         listed = list(messages)
         ids: list[str] = []
         with self._changed:
@@ -208,7 +212,6 @@ class FlowerGrid(Grid):
                 self._next_id += 1
                 ids.append(str(self._next_id))
                 self._add(groups, message, ids[-1])
-            self._timeout_s = timeout
             # An app of the old API sends one message from each of several threads.
             self._ready_at = time.monotonic() + (0.0 if threading.get_ident() == self._main else GATHER_S)
             self._changed.notify_all()
@@ -238,7 +241,7 @@ class FlowerGrid(Grid):
         for node, message_id in sent.message_ids.items():
             code = FAILED if node in arrived else LATE
             reply = arrived.get(node, NodeReply(node, None, "the reply did not arrive in time"))
-            self._replies[message_id] = make_reply(reply, sent.message_type, message_id, code)
+            self._replies[message_id] = _read_reply(reply, sent.message_type, message_id, code)
         self._changed.notify_all()
 
 
@@ -246,28 +249,15 @@ class _RunInfo(msgspec.Struct, frozen=True):
     run_id: int = identity.RUN_ID
 
 
-def make_reply(reply: NodeReply, message_type: str, message_id: str, code: int = FAILED) -> Message:
-    """Return the message that a ServerApp receives."""
-    content, error = None, reply.error
+def _read_reply(reply: NodeReply, message_type: str, message_id: str, code: int) -> Message:
+    """Return the message that a ServerApp receives; `code` is that of an error."""
+    answer: RecordDict | Error = Error(code, reply.error)
     if reply.file is not None:
         try:
-            content = records.decode(reply.file).content
+            answer = records.decode(reply.file).content
         except FlowerError as exc:
-            error = str(exc)
-    metadata = Metadata(
-        run_id=identity.RUN_ID,
-        message_id=f"{message_id}-reply",
-        src_node_id=reply.node_id,
-        dst_node_id=SERVER_NODE_ID,
-        reply_to_message_id=message_id,
-        group_id="",
-        created_at=time.time(),
-        ttl=60.0,
-        message_type=message_type,
-    )
-    if content is not None:
-        return Message(content=content, metadata=metadata)  # pyright: ignore[reportCallIssue]
-    return Message(Error(code, error), metadata=metadata)  # pyright: ignore[reportCallIssue]
+            answer = Error(FAILED, str(exc))
+    return envelopes.make_reply(answer, reply.node_id, message_type, message_id)
 
 
 def _describe(sent: _Sent) -> tuple[str, str, dict[int, str]]:
@@ -288,4 +278,4 @@ def _pack_reply(reply: Message) -> tuple[NodeReply, bytes, str, str, int]:
 def _unpack_reply(reply: NodeReply, content: bytes, message_type: str, message_id: str, code: int) -> Message:
     if content:
         reply = NodeReply(reply.node_id, Parameters.from_bytes(bytearray(content)))
-    return make_reply(reply, message_type, message_id, code)
+    return _read_reply(reply, message_type, message_id, code)

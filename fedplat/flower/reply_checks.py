@@ -16,7 +16,8 @@ from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import Strategy
 
 from fedplat.claims import MAX_EXAMPLES
-from fedplat.flower.grid import FAILED
+from fedplat.flower.envelopes import FAILED
+from fedplat.flower.messages import NUM_EXAMPLES
 
 _logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ def aggregate_usable(
     together. A user's method may be made for replies of several kinds: it gets all of them, and those that fit together
     only if it raises an exception.
     """
-    usable = refuse_misfits(replies, getattr(strategy, "weighted_by_key", "num-examples"), sent)
+    usable = refuse_misfits(replies, getattr(strategy, "weighted_by_key", NUM_EXAMPLES), sent)
     if usable is replies or aggregate.__module__.startswith("flwr."):
         return aggregate(number, usable)
     try:

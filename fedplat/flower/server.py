@@ -17,7 +17,6 @@ from fedplat import user_code
 from fedplat.errors import FedplatError
 from fedplat.flower import durable, identity, records
 from fedplat.flower.app import Config, FlowerApp
-from fedplat.flower.client import SERVER_NODE_ID
 from fedplat.flower.grid import AppClosed, Exchange, FlowerGrid, NodeReply
 from fedplat.flower.records import MessageFile
 from fedplat.model import Parameters
@@ -75,9 +74,9 @@ class ServerAppRun:
 
     def _run(self) -> None:
         durable.install()
-        identity.assume(SERVER_NODE_ID)
+        identity.assume(identity.SERVER_NODE_ID)
         self.grid.begin()
-        context = Context(identity.RUN_ID, SERVER_NODE_ID, {}, RecordDict(), self._run_config)
+        context = Context(identity.RUN_ID, identity.SERVER_NODE_ID, {}, RecordDict(), self._run_config)
         try:
             with user_code.wrap_errors(f"the ServerApp of {self._app.name}"), contextlib.suppress(AppClosed):
                 self._server_app(self.grid, context)

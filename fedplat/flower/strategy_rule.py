@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 import flwr.serverapp.strategy
 import msgspec
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
@@ -31,8 +30,7 @@ from fedplat import user_code
 from fedplat.aggregate import Contribution, Partial
 from fedplat.aggregate.flower import FlowerStrategy
 from fedplat.errors import FedplatError, FlowerError, PluginError
-from fedplat.flower import attributes, identity, randomness
-from fedplat.flower.client import SERVER_NODE_ID
+from fedplat.flower import attributes, envelopes, identity, randomness
 from fedplat.flower.messages import NUM_EXAMPLES
 from fedplat.flower.records import FlatArray
 from fedplat.model import FLOATING, Blocks, FlatModel, Parameters, Vector
@@ -83,7 +81,7 @@ def aggregate(options: FlowerStrategy, arguments: Mapping[str, Any], partial: Pa
     number = memory.round + 1
     seed = int.from_bytes(sha256(b"%d" % number + sha256(base.buffer.data).digest()).digest()[:8], "little")
     with _lock, randomness.seed_within(seed):
-        identity.assume(SERVER_NODE_ID)
+        identity.assume(identity.SERVER_NODE_ID)
         strategy = make_strategy(options, arguments)
         if memory.attributes:
             attributes.assign_attributes(strategy, memory.attributes)
@@ -103,7 +101,8 @@ def _check_updates(partial: Partial) -> None:
 def _call(
     strategy: Strategy, name: str, number: int, base: Parameters, kept: Sequence[tuple[Blocks, Contribution]]
 ) -> ArrayRecord:
-    grid = _CohortGrid(name, [_node_id(contribution.client_id, index) for index, (_, contribution) in enumerate(kept)])
+    clients = [contribution.client_id or str(index) for index, (_, contribution) in enumerate(kept)]
+    grid = _CohortGrid(name, [identity.node_id(client) for client in clients])
     needed = max(getattr(strategy, "min_available_nodes", 0), getattr(strategy, "min_train_nodes", 0))
     if needed > len(kept):
         raise ValueError(
@@ -146,18 +145,7 @@ def _make_replies(
                 "metrics": MetricRecord({**metrics, NUM_EXAMPLES: float(contribution.weight)}),
             }
         )
-        metadata = Metadata(
-            run_id=identity.RUN_ID,
-            message_id=f"{node}-reply",
-            src_node_id=node,
-            dst_node_id=SERVER_NODE_ID,
-            reply_to_message_id=str(node),
-            group_id="",
-            created_at=time.time(),
-            ttl=60.0,
-            message_type="train",
-        )
-        yield Message(content=content, metadata=metadata)  # pyright: ignore[reportCallIssue]
+        yield envelopes.make_reply(content, node, "train", str(node))
 
 
 def _make_record(model: Parameters) -> ArrayRecord:
@@ -199,11 +187,6 @@ def _read(base: FlatModel) -> Parameters:
     size = base.schema.size_bytes
     with base.reader(size) as read:
         return Parameters(base.schema, np.array(read(0, size)))
-
-
-def _node_id(client_id: str, index: int) -> int:
-    """Return the id by which a strategy knows a client: the same in each round."""
-    return int.from_bytes(sha256(client_id.encode() or b"%d" % index).digest()[:8], "little") >> 1
 
 
 class _CohortGrid(Grid):

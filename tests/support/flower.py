@@ -21,8 +21,9 @@ from flwr.serverapp import Grid
 from fedplat.errors import FedplatError
 from fedplat.flower import identity
 from fedplat.flower.app import FlowerApp, read_app
-from fedplat.flower.client import SERVER_NODE_ID, ClientAppRunner
+from fedplat.flower.client import ClientAppRunner
 from fedplat.flower.grid import Exchange, NodeReply
+from fedplat.flower.identity import SERVER_NODE_ID
 from fedplat.flower.server import ServerAppRun
 from fedplat.model import Parameters
 

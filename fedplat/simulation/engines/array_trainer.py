@@ -52,7 +52,7 @@ class ArrayTrainer:
             return LocalResult(NO_UPDATE, self.evaluate_on(data, base), None)
         parameters = base.copy()
         config = config_of_round(self._config, task.version + 1)
-        with _one_thread(), user_code.wrap_errors(f"{self._name}.train()"):
+        with one_thread_of_torch(), user_code.wrap_errors(f"{self._name}.train()"):
             metrics = _check_metrics(self._learner.train(parameters, data, config, task.seed))
         update = parameters.minus(base)
         if buffer is not None:
@@ -63,7 +63,7 @@ class ArrayTrainer:
         """Score a model; returns no metrics if there are no examples."""
         if not len(data[1]):
             return {}
-        with _one_thread(), user_code.wrap_errors(f"{self._name}.evaluate()"):
+        with one_thread_of_torch(), user_code.wrap_errors(f"{self._name}.evaluate()"):
             return _check_metrics(self._learner.evaluate(model, data))
 
     def examples(self, inputs: Array, targets: Array, part: Part) -> Data:
@@ -103,8 +103,8 @@ def _check_metrics(metrics: object) -> dict[str, float]:
 
 
 @contextmanager
-def _one_thread() -> Generator[None]:
-    """Compute on the calling thread inside the block, if the learner uses PyTorch."""
+def one_thread_of_torch() -> Generator[None]:
+    """Compute on the calling thread inside the block, if PyTorch is used: sums have the same order in all processes."""
     if "torch" not in sys.modules:
         yield
         return

@@ -12,20 +12,21 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Generator, Sequence
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 from typing_extensions import override
 
 from fedplat.errors import EngineError, FedplatError
 from fedplat.flower import identity, randomness
-from fedplat.flower.client import SERVER_NODE_ID, ClientAppRunner
+from fedplat.flower.client import ClientAppRunner
 from fedplat.model import Parameters
+from fedplat.simulation.engines.array_trainer import one_thread_of_torch
+from fedplat.simulation.engines.worker_pool import describe_exit
 
 _AT_ONCE = 16
 """The most tasks that are sent to a worker together."""
@@ -100,7 +101,7 @@ class LoopAnswers(Answers):
     @override
     def result(self, task: AppTask) -> AppAnswer:
         self._server_states = self._server_states or randomness.get_states()
-        with _one_thread():
+        with one_thread_of_torch():
             return self._responder.answer(task)
 
     @override
@@ -110,7 +111,7 @@ class LoopAnswers(Answers):
     @override
     @contextlib.contextmanager
     def server(self) -> Generator[None]:
-        identity.assume(SERVER_NODE_ID)
+        identity.assume(identity.SERVER_NODE_ID)
         if self._server_states:
             randomness.set_states(self._server_states)
             self._server_states = None
@@ -247,12 +248,9 @@ class _Worker:
         self._process.join()
 
     def _describe_end(self) -> EngineError:
-        self._process.join()
-        code = self._process.exitcode or 0
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         clients = ", ".join(str(task.client) for task in self.tasks)
-        hint = "; it probably ran out of memory: use fewer workers" if code == -signal.SIGKILL else ""
-        return EngineError(f"a worker process {how} while the ClientApp of client {clients} ran{hint}")
+        activity = f"while the ClientApp of client {clients} ran"
+        return EngineError(describe_exit(self._process, activity, "use fewer workers"))
 
 
 def _serve(responder: _Responder, connection: Connection, parent: Connection) -> None:
@@ -262,24 +260,9 @@ def _serve(responder: _Responder, connection: Connection, parent: Connection) ->
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(2, 1)  # stdout is for the results of the run
-    with _one_thread(), contextlib.suppress(EOFError, OSError):
+    with one_thread_of_torch(), contextlib.suppress(EOFError, OSError):
         while True:
             if content := connection.recv_bytes():
                 responder.message = Parameters.from_bytes(content)
             tasks = msgspec.msgpack.decode(connection.recv_bytes(), type=list[AppTask])
             connection.send_bytes(msgspec.msgpack.encode([responder.answer(task) for task in tasks]))
-
-
-@contextlib.contextmanager
-def _one_thread() -> Generator[None]:
-    """Let PyTorch compute with one thread, so that sums have the same order in all processes."""
-    torch: Any = sys.modules.get("torch")
-    if torch is None:
-        yield
-        return
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

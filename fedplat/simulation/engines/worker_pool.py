@@ -66,7 +66,8 @@ class ForkedWorkers:
             if self._answers in ready:
                 return self._read()
             died = next(number for number, process in enumerate(self._processes) if process.sentinel in ready)
-            self._failure = _describe_exit(self._processes[died], self._current[died])
+            activity = _describe_activity(self._current[died])
+            self._failure = describe_exit(self._processes[died], activity, "use fewer workers or smaller batches")
         raise EngineError(self._failure)
 
     def close(self) -> None:
@@ -97,12 +98,15 @@ class ForkedWorkers:
         serve(queue, answers, current)
 
 
-def _describe_exit(process: BaseProcess, current: int) -> str:
+def describe_exit(process: BaseProcess, activity: str, advice: str) -> str:
+    """Return how a worker process has ended; `advice` is for one that was killed, probably for lack of memory."""
     process.join()
     code = process.exitcode or 0
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-    activity = {IDLE: "while it was idle", NO_CLIENT: "while it scored a model"}.get(
-        current, f"while it trained client {current}"
-    )
-    hint = "; it probably ran out of memory: use fewer workers or smaller batches" if code == -signal.SIGKILL else ""
+    hint = f"; it probably ran out of memory: {advice}" if code == -signal.SIGKILL else ""
     return f"the worker process {process.pid} {how} {activity}{hint}"
+
+
+def _describe_activity(current: int) -> str:
+    activities = {IDLE: "while it was idle", NO_CLIENT: "while it scored a model"}
+    return activities.get(current, f"while it trained client {current}")

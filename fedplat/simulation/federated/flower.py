@@ -7,7 +7,6 @@ next, and an update is the file of a reply. The last version is the app's final 
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -170,8 +169,6 @@ class FlowerTraining(TrainingModel):
 
     def _advance(self, key: AttemptKey, replies: Sequence[NodeReply]) -> AttemptAggregated:
         """Run the ServerApp to its next exchange, whose message is the next version, or to its end."""
-        metrics = self._run.grid.metrics
-        metrics.clear()
         self._nodes.begin()
         with self._answers.server():
             exchange = self._exchange = self._run.advance(replies)
@@ -193,9 +190,8 @@ class FlowerTraining(TrainingModel):
             num_updates=num_updates,
             total_weight=float(num_updates),
         )
-        published = {name: value for name, value in metrics.items() if math.isfinite(value)}
         cohort = () if exchange is None else tuple(str(node) for node in exchange.nodes)
-        return AttemptAggregated(key, version, published or None, cohort)
+        return AttemptAggregated(key, version, self._run.grid.take_metrics() or None, cohort)
 
     def _make_task(self, task: DeviceAssignment) -> AppTask:
         self._num_tasks += 1

@@ -9,7 +9,6 @@ import os
 import queue
 import threading
 from collections.abc import Iterable, Sequence
-from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,6 +18,7 @@ import numpy as np
 from fedplat.errors import FedplatError
 from fedplat.flower.app import read_app
 from fedplat.flower.grid import NodeReply
+from fedplat.flower.identity import node_id
 from fedplat.flower.server import ServerAppRun
 from fedplat.model import Parameters
 from fedplat_server.flower.protocol import (
@@ -88,7 +88,7 @@ class AppProcess:
         replies = [_read_reply(client, path) for client, path in request.replies.items()]
         failed = [NodeReply(node_id(client), None, reason) for client, reason in request.failures.items()]
         exchange = run.advance([*replies, *failed])
-        metrics, run.grid.metrics = run.grid.metrics, {}
+        metrics = run.grid.take_metrics()
         if exchange is None:
             model = run.final_model or self._file
             if model is not None:
@@ -126,11 +126,6 @@ class AppProcess:
     def _write(self, frame: msgspec.Struct) -> None:
         with self._writing:
             write_frame(self._answers, frame)
-
-
-def node_id(client_id: str) -> int:
-    """Return the node id that apps see for a client: 63 bits of a hash."""
-    return int.from_bytes(sha256(client_id.encode()).digest()[:8], "big") >> 1
 
 
 def _read_reply(client: str, path: str) -> NodeReply:

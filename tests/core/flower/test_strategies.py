@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from fedplat import claims
+from fedplat.flower.grid import FlowerGrid
 from support import flower
 from support.flower import mark_slow
 
@@ -128,5 +131,21 @@ def test_the_metrics_of_a_round_are_published(tmp_path: Path) -> None:
         exchange = run.advance(
             [NodeReply(node, flower.answer(app, exchange.file.copy(), node)) for node in exchange.nodes]
         )
-    assert run.grid.metrics["round"] == 3.0
-    assert run.grid.metrics["train_loss"] == pytest.approx(1 / 3)
+    metrics = run.grid.take_metrics()
+    assert metrics["round"] == 3.0
+    assert metrics["train_loss"] == pytest.approx(1 / 3)
+
+
+def test_metrics_that_cannot_be_stored_are_left_out() -> None:
+    grid = FlowerGrid(lambda: [0])
+    grid.publish({"server-round": 1, "loss": math.nan, "accuracy": 0.5, "text": "no number", "x" * 200: 1.0})
+    assert grid.take_metrics() == {"server-round": 1.0, "accuracy": 0.5}
+    for start in range(0, 400, 100):
+        grid.publish({f"metric {number:050}": math.inf if number % 2 else 1.0 for number in range(start, start + 100)})
+    grid.publish({f"metric {0:050}": 2.0})
+    found = grid.take_metrics()
+    assert len(found) == claims.DEFAULT_LIMITS.num_metrics
+    assert found[f"metric {0:050}"] == 2.0
+    assert claims.check_metrics(found) == ""
+    grid.publish({f"{number:0100}": 1.0 for number in range(60)})
+    assert sum(map(len, grid.take_metrics())) <= claims.DEFAULT_LIMITS.name_bytes

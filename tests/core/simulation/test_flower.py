@@ -298,7 +298,7 @@ def test_a_client_app_may_start_processes(here: Path) -> None:
 
 def test_a_worker_that_dies_is_named(here: Path) -> None:
     folder = write_app(here / "app")
-    with pytest.raises(EngineError, match="a worker process ended with status 3 while the ClientApp of client"):
+    with pytest.raises(EngineError, match=r"worker process \d+ ended with status 3 while the ClientApp of"):
         run_app(folder, AppOptions(("mode=exit",), workers=2))
 
 
