@@ -20,6 +20,12 @@ hypothesis.settings.register_profile("tests", deadline=None, suppress_health_che
 hypothesis.settings.load_profile("tests")
 
 
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the variable that flwr sets when a test imports it: the programs that tests start have their own value."""
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+
+
 @pytest.fixture
 def one_thread() -> Generator[None]:
     """One thread of PyTorch: for small matrices, more of them only cost time."""
