@@ -15,6 +15,9 @@ from fedplat.flower.app import Config, FlowerApp
 from fedplat.flower.records import MessageFile
 from fedplat.model import Parameters
 
+EMPTY_STATE = records.encode(MessageFile(RecordDict()))
+"""The file of an empty `Context.state`."""
+
 
 class NodeAnswer(msgspec.Struct, frozen=True):
     """The reply to a message, and what the app remembers (`Context.state`), both as files."""
@@ -50,13 +53,14 @@ class ClientAppRunner:
             run_id=message.metadata.run_id,
             node_id=node_id,
             node_config=dict(node_config),
-            state=records.decode(state).content if state is not None else RecordDict(),
+            state=RecordDict() if state is None or state is EMPTY_STATE else records.decode(state).content,
             run_config=dict(self.app.run_config if run_config is None else run_config),
         )
         identity.assume(node_id)
         with user_code.wrap_errors(f"the ClientApp of {self.app.name}, called with {asked.message_type},"):
             reply = self._client_app(message, context)
-        return NodeAnswer(self._encode_reply(reply, asked.message_type), records.encode(MessageFile(context.state)))
+        kept = records.encode(MessageFile(context.state)) if context.state else EMPTY_STATE
+        return NodeAnswer(self._encode_reply(reply, asked.message_type), kept)
 
     def _encode_reply(self, reply: Any, message_type: str) -> Parameters:
         if not isinstance(reply, Message):

@@ -35,11 +35,19 @@ class Exchange(msgspec.Struct, frozen=True):
 
 
 class NodeReply(msgspec.Struct, frozen=True):
-    """The reply of a node: a file, or None with the reason of its failure."""
+    """The reply of a node: its content, or None with the reason of its failure."""
 
     node_id: int
-    file: Parameters | None
+    content: RecordDict | None
     error: str = ""
+
+    @classmethod
+    def read(cls, node_id: int, file: Parameters) -> NodeReply:
+        """Return the reply in a file, whose arrays are views of it. A file that cannot be read is a failure."""
+        try:
+            return cls(node_id, records.decode(file).content)
+        except FlowerError as exc:
+            return cls(node_id, None, str(exc))
 
 
 class _Sent(msgspec.Struct, frozen=True):
@@ -241,7 +249,7 @@ class FlowerGrid(Grid):
         for node, message_id in sent.message_ids.items():
             code = FAILED if node in arrived else LATE
             reply = arrived.get(node, NodeReply(node, None, "the reply did not arrive in time"))
-            self._replies[message_id] = _read_reply(reply, sent.message_type, message_id, code)
+            self._replies[message_id] = _make_reply(reply, sent.message_type, message_id, code)
         self._changed.notify_all()
 
 
@@ -249,14 +257,9 @@ class _RunInfo(msgspec.Struct, frozen=True):
     run_id: int = identity.RUN_ID
 
 
-def _read_reply(reply: NodeReply, message_type: str, message_id: str, code: int) -> Message:
+def _make_reply(reply: NodeReply, message_type: str, message_id: str, code: int) -> Message:
     """Return the message that a ServerApp receives; `code` is that of an error."""
-    answer: RecordDict | Error = Error(code, reply.error)
-    if reply.file is not None:
-        try:
-            answer = records.decode(reply.file).content
-        except FlowerError as exc:
-            answer = Error(FAILED, str(exc))
+    answer = reply.content if reply.content is not None else Error(code, reply.error)
     return envelopes.make_reply(answer, reply.node_id, message_type, message_id)
 
 
@@ -277,5 +280,5 @@ def _pack_reply(reply: Message) -> tuple[NodeReply, bytes, str, str, int]:
 
 def _unpack_reply(reply: NodeReply, content: bytes, message_type: str, message_id: str, code: int) -> Message:
     if content:
-        reply = NodeReply(reply.node_id, Parameters.from_bytes(bytearray(content)))
-    return _read_reply(reply, message_type, message_id, code)
+        reply = NodeReply.read(reply.node_id, Parameters.from_bytes(bytearray(content)))
+    return _make_reply(reply, message_type, message_id, code)

@@ -39,8 +39,3 @@ def read_reply(file: Parameters, name: str) -> tuple[Mapping[str, npt.NDArray[An
         None if arrays is None else {key: array.numpy() for key, array in arrays.items()},
         {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)},
     )
-
-
-def is_empty(file: Parameters) -> bool:
-    """Return whether a file has no records."""
-    return not records.decode(file).content

@@ -9,6 +9,7 @@ cannot change its checkout.
 from __future__ import annotations
 
 import collections
+import copy
 import json
 import os
 import shutil
@@ -93,7 +94,7 @@ class Checkpoints:
             if not self._is_observing:
                 return advance(run, replies)
             # The app may change the arrays that it receives.
-            copies = [NodeReply(each.node_id, each.file and each.file.copy(), each.error) for each in replies]
+            copies = [NodeReply(each.node_id, copy.deepcopy(each.content), each.error) for each in replies]
             exchange = advance(run, replies)
             if replies and (exchange is not None or self._last is None):
                 self._last = self._checkpoint, copies, _compute_digest(exchange)

@@ -167,7 +167,7 @@ def _reply(
     except FedplatError as exc:
         return NodeReply(node, None, str(exc))
     states[node] = answered.state
-    return NodeReply(node, answered.reply)
+    return NodeReply.read(node, answered.reply)
 
 
 class DirectGrid(Grid):

@@ -19,8 +19,8 @@ from fedplat_client.task import EvaluateResult, Task, TrainResult
 try:
     from fedplat.flower import records
     from fedplat.flower.claims import read_claims
-    from fedplat.flower.client import ClientAppRunner
-    from fedplat.flower.messages import NUM_EXAMPLES, is_empty, make_request, read_reply
+    from fedplat.flower.client import EMPTY_STATE, ClientAppRunner
+    from fedplat.flower.messages import NUM_EXAMPLES, make_request, read_reply
 except ImportError as exc:
     raise MissingExtraError(
         "FlowerTrainer needs flwr, which is not installed; install it with: pip install 'fedplat-client[flower]'"
@@ -92,7 +92,7 @@ class FlowerTrainer:
         request = make_request(task.parameters, {**task.config, "server-round": task.round}, kind)
         state = task.client_state.get(STATE)
         answer = self._runner.answer(request, self.node_id, self.node_config, self.app.run_config, state)
-        if state is not None or not is_empty(answer.state):
+        if state is not None or answer.state is not EMPTY_STATE:
             task.client_state.put(STATE, answer.state)
         task.progress(1.0)
         return read_reply(answer.reply, self.app.name)

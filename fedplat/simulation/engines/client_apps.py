@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from fedplat.errors import EngineError, FedplatError
 from fedplat.flower import identity, randomness
-from fedplat.flower.client import ClientAppRunner
+from fedplat.flower.client import EMPTY_STATE, ClientAppRunner
 from fedplat.model import Parameters
 from fedplat.simulation.engines.array_trainer import one_thread_of_torch
 from fedplat.simulation.engines.worker_pool import describe_exit
@@ -42,7 +42,7 @@ class AppTask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AppAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """The files of a reply and of the client's new state, or the failure of its app."""
+    """The files of a reply and of the client's new state, if it has one, or the failure of its app."""
 
     number: int
     reply: bytes = b""
@@ -203,7 +203,8 @@ class _Responder:
             done = self._runner.answer(self.message.copy(), task.client, config, state=state)
         except FedplatError as exc:
             return AppAnswer(task.number, failure=str(exc))
-        return AppAnswer(task.number, done.reply.to_bytes(), done.state.to_bytes())
+        kept = b"" if done.state is EMPTY_STATE else done.state.to_bytes()
+        return AppAnswer(task.number, done.reply.to_bytes(), kept)
 
 
 class _Worker:

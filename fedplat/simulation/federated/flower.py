@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from fedplat import label_expressions, report_validation
 from fedplat.errors import FlowerError
-from fedplat.flower import records
 from fedplat.flower.app import FlowerApp
 from fedplat.flower.claims import read_claims
 from fedplat.flower.grid import Exchange, NodeReply
@@ -39,7 +38,7 @@ PAUSE_S = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class _Answer:
-    reply: Parameters
+    reply: NodeReply
     state: bytes
 
 
@@ -63,11 +62,11 @@ class ExchangeLog:
 class FlowerTraining(TrainingModel):
     """The messages of an app and the replies of its clients, which `answers` computes."""
 
-    one_at_a_time = True
-
     def __init__(self, app: FlowerApp, spec: JobSpec, fleet: Fleet, answers: Answers, seed: int) -> None:
         """Import the ServerApp. Raises `FlowerError`."""
         assert spec.flower is not None
+        # Without over-selection the app waits for all replies, so none of those of a moment is superfluous.
+        self.one_at_a_time = spec.selection.over_selection > 1.0
         self.log: dict[int, ExchangeLog] = {}
         """What happened in each round, by its number."""
         self._app, self._answers, self._seed = app, answers, seed
@@ -120,13 +119,15 @@ class FlowerTraining(TrainingModel):
             log.failures.append(ClientFailure(task.client, answer.failure))
             return AssignmentFailed(task.key, task.client_id, Reason.TRAINER_ERROR, answer.failure)
         reply = Parameters.from_bytes(answer.reply)
-        num_examples, metrics = read_claims(records.decode(reply).content)
+        found = NodeReply.read(task.client, reply)
+        assert found.content is not None, "the file comes from this process"
+        num_examples, metrics = read_claims(found.content)
         verdict = self._validate(reply, len(answer.reply), num_examples, metrics)
         if isinstance(verdict, Verdict):
             assert verdict.reason is not None
             log.failures.append(ClientFailure(task.client, verdict.text or verdict.reason.value))
             return UpdateRejected(task.key, task.client_id, verdict.reason, verdict.text)
-        self._received[task.id] = _Answer(reply, answer.state)
+        self._received[task.id] = _Answer(found, answer.state)
         digest = sha256(answer.reply).hexdigest()
         return UpdateReported(task.key, task.client_id, digest, num_examples, metrics, len(answer.reply), verdict)
 
@@ -157,7 +158,7 @@ class FlowerTraining(TrainingModel):
         assert self._exchange is not None
         arrived = {int(each.client_id): answer for each, answer in self._folded.items()}
         failures = job.open_attempt.failures if job.open_attempt is not None else {}
-        replies = [NodeReply(node, arrived[node].reply) for node in self._exchange.nodes if node in arrived]
+        replies = [arrived[node].reply for node in self._exchange.nodes if node in arrived]
         replies += [NodeReply(int(client), None, reason) for client, reason in failures.items()]
         self._states |= {node: answer.state for node, answer in arrived.items()}
         return self._advance(command.key, replies)
@@ -172,7 +173,7 @@ class FlowerTraining(TrainingModel):
         self._nodes.begin()
         with self._answers.server():
             exchange = self._exchange = self._run.advance(replies)
-        num_updates = sum(reply.file is not None for reply in replies)
+        num_updates = sum(reply.content is not None for reply in replies)
         self._version += 1
         size = self._sizes.model
         if exchange is not None:

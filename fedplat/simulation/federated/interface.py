@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from typing_extensions import override
 
@@ -25,7 +25,7 @@ Report = UpdateReported | UpdateRejected
 class TrainingModel(Protocol):
     """The models and updates of a job, as the driver uses them."""
 
-    one_at_a_time: ClassVar[bool]
+    one_at_a_time: bool
     """True if the coordinator must handle each report before the next one is computed, because a report is costly."""
 
     @property

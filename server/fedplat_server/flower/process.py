@@ -130,7 +130,7 @@ class AppProcess:
 
 def _read_reply(client: str, path: str) -> NodeReply:
     # Copy on write: the app may change arrays in place. Reading into new memory takes much longer than the arithmetic.
-    return NodeReply(node_id(client), Parameters.from_bytes(np.memmap(path, np.uint8, mode="c")))
+    return NodeReply.read(node_id(client), Parameters.from_bytes(np.memmap(path, np.uint8, mode="c")))
 
 
 def _write_file(path: str, file: Parameters) -> None:

@@ -317,7 +317,7 @@ def test_wrong_replies_of_all_clients_are_one_sentence(name: str, tmp_path: Path
     wrong = records.encode(MessageFile(RecordDict(WRONG_REPLIES[name])))
     app = flower.write_app(tmp_path)
     with pytest.raises(FedplatError) as caught:
-        flower.drive(app, fault=lambda exchange, node: NodeReply(node, wrong))
+        flower.drive(app, fault=lambda exchange, node: NodeReply.read(node, wrong))
     assert str(caught.value).startswith(f"the ServerApp of {app.name} raised ")
 
 
@@ -326,7 +326,7 @@ def test_a_reply_that_is_no_message_is_an_error_reply(tmp_path: Path) -> None:
 
     other = Parameters.from_arrays({"a": np.zeros(2)})
     run = flower.drive(
-        flower.write_app(tmp_path), fault=lambda exchange, node: NodeReply(node, other) if node == 1 else None
+        flower.write_app(tmp_path), fault=lambda exchange, node: NodeReply.read(node, other) if node == 1 else None
     )
     assert run.final_model is not None
 

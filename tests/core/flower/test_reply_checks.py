@@ -61,7 +61,7 @@ def train(app_folder: Path, bad: Callable[[], RecordDict] | None, num_bad: int =
         replies = []
         for node in exchange.nodes:
             content = bad() if bad is not None and node < num_bad else reply()
-            replies.append(NodeReply(node, records.encode(MessageFile(content))))
+            replies.append(NodeReply.read(node, records.encode(MessageFile(content))))
         exchange = run.advance(replies)
     assert run.grid.final_arrays is not None
     return run.grid.final_arrays["0"].numpy()

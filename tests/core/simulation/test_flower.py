@@ -65,7 +65,7 @@ def compute_reference(folder: Path, num_clients: int, seed: int) -> Parameters:
             config = {"partition-id": node, "num-partitions": num_clients}
             answer = client.answer(exchange.file.copy(), node, config, state=states.get(node))
             states[node] = answer.state
-            replies.append(NodeReply(node, answer.reply))
+            replies.append(NodeReply.read(node, answer.reply))
         randomness.set_states(own)
         identity.assume(1)
         exchange = server.advance(replies)
