@@ -181,7 +181,7 @@ def _work(connection: Connection, models: Path, assignment: fleet_pb2.Assignment
 
     def up() -> None:
         update.buffer[:4] = np.frombuffer(os.urandom(3) + b"\0", np.uint8)
-        transfer.upload(connection, assignment.token, transfer.Content.of(update), control)
+        transfer.upload(connection, assignment.token, transfer.Content(update.pieces), control)
 
     answer({"down": down, "up": up})
 

@@ -153,6 +153,10 @@ class TrainResult:
         assert self.parameters is not None
         return _fit_schema(self.parameters, base.schema).minus(base)
 
+    def to_pieces(self, base: Parameters) -> tuple[memoryview, ...]:
+        """Return the bytes of the update's file as pieces of memory. Raises `ModelError` if it does not fit `base`."""
+        return self.to_update(base).pieces
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateResult:

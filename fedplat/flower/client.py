@@ -12,7 +12,7 @@ from fedplat import user_code
 from fedplat.errors import FlowerError
 from fedplat.flower import envelopes, identity, records
 from fedplat.flower.app import Config, FlowerApp
-from fedplat.flower.records import MessageFile
+from fedplat.flower.records import MessageFile, PackedMessage
 from fedplat.model import Parameters
 
 EMPTY_STATE = records.encode(MessageFile(RecordDict()))
@@ -20,9 +20,12 @@ EMPTY_STATE = records.encode(MessageFile(RecordDict()))
 
 
 class NodeAnswer(msgspec.Struct, frozen=True):
-    """The reply to a message, and what the app remembers (`Context.state`), both as files."""
+    """The reply to a message, and what the app remembers (`Context.state`), both as files.
 
-    reply: Parameters
+    The reply shares the memory of the app's arrays, so it must be sent before the app is called again.
+    """
+
+    reply: PackedMessage
     state: Parameters
 
 
@@ -60,9 +63,9 @@ class ClientAppRunner:
         with user_code.wrap_errors(f"the ClientApp of {self.app.name}, called with {asked.message_type},"):
             reply = self._client_app(message, context)
         kept = records.encode(MessageFile(context.state)) if context.state else EMPTY_STATE
-        return NodeAnswer(self._encode_reply(reply, asked.message_type), kept)
+        return NodeAnswer(self._pack_reply(reply, asked.message_type), kept)
 
-    def _encode_reply(self, reply: Any, message_type: str) -> Parameters:
+    def _pack_reply(self, reply: Any, message_type: str) -> PackedMessage:
         if not isinstance(reply, Message):
             raise FlowerError(
                 f"the ClientApp of {self.app.name} answered {message_type} with a {type(reply).__name__}; expected a "
@@ -70,8 +73,8 @@ class ClientAppRunner:
             )
         if reply.has_error():
             raise FlowerError(f"the ClientApp of {self.app.name} answered {message_type} with: {reply.error.reason}")
-        file = records.encode(MessageFile(reply.content))
-        if name := records.find_nonfinite(file):
+        file = records.pack(MessageFile(reply.content))
+        if name := file.find_nonfinite():
             raise FlowerError(
                 f"the ClientApp of {self.app.name} answered {message_type} with arrays that are not finite ({name}): "
                 "the training has diverged; expected finite numbers, perhaps with a lower learning rate"

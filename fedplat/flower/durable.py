@@ -22,6 +22,7 @@ from fedplat.errors import FlowerError
 from fedplat.flower import attributes, randomness
 from fedplat.flower.grid import FlowerGrid
 from fedplat.flower.reply_checks import aggregate_usable
+from fedplat.model import Parameters
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 _flower_start = Strategy.start
@@ -63,12 +64,15 @@ def install() -> None:
     Strategy.start = _start  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def restore(grid: FlowerGrid, checkpoint: bytes) -> None:
-    """Let the next call of `start` with this grid continue from a checkpoint. Raises `FlowerError`."""
+def restore(grid: FlowerGrid, checkpoint: bytes, message: Parameters) -> None:
+    """Let the next call of `start` with this grid continue from a checkpoint. Raises `FlowerError`.
+
+    `message` is the file of the message that was on its way.
+    """
     try:
-        progress, message_ids = grid.unpack(checkpoint)
-        grid.rounds = _Calls(pickle.loads(progress), message_ids=message_ids)  # the server's own file
-    except (pickle.UnpicklingError, EOFError, ImportError, AttributeError, TypeError, ValueError, IndexError) as exc:
+        progress, message_ids = grid.unpack(checkpoint, message)
+        grid.rounds = _Calls(grid.load(progress), message_ids=message_ids)
+    except (pickle.UnpicklingError, EOFError, ImportError, AttributeError, TypeError, ValueError, LookupError) as exc:
         raise FlowerError(
             "the checkpoint of the Flower app cannot be read; expected one of this version of fedplat and of the app: "
             "start the run anew"
@@ -170,7 +174,7 @@ class _Rounds:
         progress = self._calls.progress
         progress.attributes = attributes.pickle_attributes(self._strategy)
         progress.random_states = pickle.dumps(randomness.get_states())
-        return pickle.dumps(progress)
+        return self._grid.dump(progress)
 
     def _evaluate_centrally(self, progress: _Progress, number: int, evaluate_fn: EvaluateFn | None) -> None:
         if evaluate_fn is None:

@@ -6,6 +6,7 @@ client receives what is meant for another one.
 
 from __future__ import annotations
 
+import io
 import pickle
 import threading
 import time
@@ -13,13 +14,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from flwr.app import Error, Message, RecordDict
+from flwr.app import Array, Error, Message, RecordDict
 from flwr.serverapp import Grid
+from typing_extensions import override
 
 from fedplat.errors import FedplatError, FlowerError
 from fedplat.flower import claims, envelopes, identity, records
 from fedplat.flower.envelopes import FAILED, LATE
-from fedplat.flower.records import MessageFile
+from fedplat.flower.records import MessageFile, PackedMessage
 from fedplat.model import Parameters
 
 GATHER_S = 0.05
@@ -27,9 +29,9 @@ GATHER_S = 0.05
 
 
 class Exchange(msgspec.Struct, frozen=True):
-    """A message for several nodes."""
+    """A message for several nodes. It shares the memory of the app's arrays until the app continues."""
 
-    file: Parameters
+    file: PackedMessage
     nodes: tuple[int, ...]
     message_type: str
 
@@ -53,7 +55,7 @@ class NodeReply(msgspec.Struct, frozen=True):
 class _Sent(msgspec.Struct, frozen=True):
     """Messages with the same content that are on their way, or will be: the ids of the messages by node."""
 
-    file: Parameters
+    file: PackedMessage
     message_type: str
     group_id: str
     message_ids: dict[int, str]
@@ -117,7 +119,7 @@ class FlowerGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         """Send messages, and return their ids."""
-        return self._push(messages)
+        return self._push(messages, continues=True)
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """Return the replies that have arrived, and an error for each message whose reply is too late."""
@@ -127,7 +129,7 @@ class FlowerGrid(Grid):
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Send messages, and wait until each was answered, or is too late by the deadlines of the job."""
-        return self.wait_for(self._push(messages))
+        return self.wait_for(self._push(messages, continues=False))
 
     # --- called by durable.py ---
 
@@ -143,6 +145,21 @@ class FlowerGrid(Grid):
         """Add metrics of the strategy to those that `take_metrics` returns."""
         self._metrics = claims.select_metrics({**self._metrics, **metrics}.items())
 
+    def dump(self, value: object) -> bytes:
+        """Pickle a value without the arrays of the message that is on its way, which `load` takes from its file."""
+        names: dict[int, tuple[str, str]] = {}
+        if self._sent is not None:
+            arrays = self._sent.file.content.array_records.items()
+            names = {id(array): (name, key) for name, record in arrays for key, array in record.items()}
+        out = io.BytesIO()
+        _Pickler(out, names).dump(value)
+        return out.getvalue()
+
+    def load(self, content: bytes) -> Any:
+        """Return a value that `dump` has pickled."""
+        assert self._sent is not None
+        return _Unpickler(io.BytesIO(content), self._sent.file.content).load()
+
     def pack(self, strategy: bytes) -> bytes:
         """Return a checkpoint: a strategy's state, and the messages and replies on their way."""
         replies = {name: _pack_reply(reply) for name, reply in self._replies.items()}
@@ -151,11 +168,14 @@ class FlowerGrid(Grid):
         waiting = [(each.file.to_bytes(), *_describe(each)) for each in self._waiting]
         return pickle.dumps((strategy, sent, waiting, replies, self._next_id))
 
-    def unpack(self, checkpoint: bytes) -> tuple[bytes, list[str]]:
-        """Restore the messages and replies of a checkpoint; return the strategy's state and the messages' ids."""
+    def unpack(self, checkpoint: bytes, message: Parameters) -> tuple[bytes, list[str]]:
+        """Restore the messages and replies of a checkpoint; return the strategy's state and the messages' ids.
+
+        `message` is the file of the message that is on its way.
+        """
         strategy, sent, waiting, replies, self._next_id = pickle.loads(checkpoint)  # the server's own file
-        self._sent = next((_Sent(_NOTHING, *rest) for rest in sent), None)
-        self._waiting = [_Sent(Parameters.from_bytes(bytearray(file)), *rest) for file, *rest in waiting]
+        self._sent = next((_Sent(_read_packed(message), *rest) for rest in sent), None)
+        self._waiting = [_Sent(_read_packed(Parameters.from_bytes(bytearray(file))), *rest) for file, *rest in waiting]
         self._replies = {name: _unpack_reply(*reply) for name, reply in replies.items()}
         open_groups = [*self._waiting, *([self._sent] if self._sent is not None else [])]
         ids = {name for each in open_groups for name in each.message_ids.values()} | self._replies.keys()
@@ -207,7 +227,8 @@ class FlowerGrid(Grid):
         if self._is_closed:
             raise AppClosed
 
-    def _push(self, messages: Iterable[Message]) -> list[str]:
+    def _push(self, messages: Iterable[Message], *, continues: bool) -> list[str]:
+        """Send messages. An app that `continues` before they are answered may change its arrays meanwhile."""
         listed = list(messages)
         ids: list[str] = []
         with self._changed:
@@ -219,18 +240,21 @@ class FlowerGrid(Grid):
             for message in listed:
                 self._next_id += 1
                 ids.append(str(self._next_id))
-                self._add(groups, message, ids[-1])
+                self._add(groups, message, ids[-1], copies=continues)
             # An app of the old API sends one message from each of several threads.
             self._ready_at = time.monotonic() + (0.0 if threading.get_ident() == self._main else GATHER_S)
             self._changed.notify_all()
         return ids
 
-    def _add(self, groups: dict[tuple[int, str, str], list[_Sent]], message: Message, message_id: str) -> None:
+    def _add(
+        self, groups: dict[tuple[int, str, str], list[_Sent]], message: Message, message_id: str, *, copies: bool
+    ) -> None:
         metadata = message.metadata
         node, kind = metadata.dst_node_id, (metadata.message_type, metadata.group_id)
         found = groups.setdefault((id(message.content), *kind), [])
         if not found:  # equal contents are one object in the strategies of Flower, but not in the old API
-            file = records.encode(MessageFile(message.content, *kind))
+            file = records.pack(MessageFile(message.content, *kind))
+            file = file.copy() if copies else file
             found += [each for each in self._waiting if each.file == file]
         else:
             file = found[0].file
@@ -253,6 +277,31 @@ class FlowerGrid(Grid):
         self._changed.notify_all()
 
 
+class _Pickler(pickle.Pickler):
+    """Writes the names of records and keys in place of the arrays with these identities."""
+
+    def __init__(self, out: io.BytesIO, names: Mapping[int, tuple[str, str]]) -> None:
+        super().__init__(out, pickle.HIGHEST_PROTOCOL)
+        self._names = names
+
+    @override
+    def persistent_id(self, obj: object) -> tuple[str, str] | None:
+        return self._names.get(id(obj)) if isinstance(obj, Array) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Takes the arrays that `_Pickler` has named from the content of a message."""
+
+    def __init__(self, file: io.BytesIO, content: RecordDict) -> None:
+        super().__init__(file)  # the server's own file
+        self._content = content
+
+    @override
+    def persistent_load(self, pid: tuple[str, str]) -> Array:
+        record, key = pid
+        return self._content.array_records[record][key]
+
+
 class _RunInfo(msgspec.Struct, frozen=True):
     run_id: int = identity.RUN_ID
 
@@ -267,7 +316,8 @@ def _describe(sent: _Sent) -> tuple[str, str, dict[int, str]]:
     return sent.message_type, sent.group_id, sent.message_ids
 
 
-_NOTHING = Parameters.from_arrays({})
+def _read_packed(file: Parameters) -> PackedMessage:
+    return records.pack(records.decode(file))
 
 
 def _pack_reply(reply: Message) -> tuple[NodeReply, bytes, str, str, int]:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy.typing as npt
-from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import ConfigRecord, RecordDict
 
 from fedplat.errors import FlowerError
 from fedplat.flower import records
-from fedplat.flower.records import FlatArray, MessageFile
+from fedplat.flower.records import MessageFile
 from fedplat.model import Parameters
 
 NUM_EXAMPLES = "num-examples"
@@ -19,17 +19,15 @@ NUM_EXAMPLES = "num-examples"
 
 def make_request(model: Parameters, config: Mapping[str, bool | int | float | str], message_type: str) -> Parameters:
     """Return the file of a message with a model and a configuration."""
-    arrays = ArrayRecord({name: FlatArray(values) for name, values in model.items()})
-    content = RecordDict({"arrays": arrays, "config": ConfigRecord({**config})})
+    content = RecordDict({"arrays": records.share_arrays(model), "config": ConfigRecord({**config})})
     return records.encode(MessageFile(content, message_type))
 
 
-def read_reply(file: Parameters, name: str) -> tuple[Mapping[str, npt.NDArray[Any]] | None, dict[str, float]]:
+def read_reply(content: RecordDict, name: str) -> tuple[Mapping[str, npt.NDArray[Any]] | None, dict[str, float]]:
     """Return the arrays of a reply, None if it has none, and its metrics that are numbers.
 
     `name` is that of the app. Raises `FlowerError` for a reply with several ArrayRecords or MetricRecords.
     """
-    content = records.decode(file).content
     for kind, found in (("ArrayRecord", content.array_records), ("MetricRecord", content.metric_records)):
         if len(found) > 1:
             raise FlowerError(f"the ClientApp of {name} answered with {len(found)} {kind}s; expected one")

@@ -19,7 +19,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from msgspec import Meta
 
 from fedplat.errors import FlowerError, ModelError
-from fedplat.model import Parameters
+from fedplat.model import Parameters, Schema, blocks
 from fedplat.model.schema import DTYPES, FLOATING, MAX_NAME_BYTES, METADATA_KEY
 from fedplat.model.schema import MESSAGE_KEY as INDEX
 from fedplat.texts import quote
@@ -28,7 +28,6 @@ MAX_INDEX_BYTES = 16 * 2**20
 MAX_RECORDS = 10_000
 NUMPY = "numpy.ndarray"
 """The serialization of arrays that Flower's own functions make: the file format of `numpy.save`."""
-_FLOATING = {DTYPES[name] for name in FLOATING}
 _DTYPES = {dtype: dtype for dtype in DTYPES.values() if dtype.kind != "V"}
 
 
@@ -47,6 +46,14 @@ class FlatArray(Array):
     def numpy(self) -> npt.NDArray[Any]:
         """Return a view of the file's memory."""
         return self._values
+
+
+def share_arrays(arrays: Mapping[str, npt.NDArray[Any]]) -> ArrayRecord:
+    """Return a record of arrays that shares their memory; the constructor of `ArrayRecord` would serialize them."""
+    record = ArrayRecord()
+    for key, values in arrays.items():
+        record[key] = FlatArray(values)
+    return record
 
 
 _Scalar: TypeAlias = bool | int | float | str
@@ -96,7 +103,57 @@ class MessageFile(msgspec.Struct, frozen=True):
     group_id: str = ""
 
 
+class PackedMessage:
+    """The file of a message, without a copy of its arrays: they must not change before the file is written or sent."""
+
+    def __init__(self, content: RecordDict, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Lay the arrays out. Raises `ModelError` for arrays that no file can hold."""
+        self.content = content
+        self.schema = Schema.of(arrays)
+        self._arrays = [np.asarray(arrays[tensor.name], order="C") for tensor in self.schema.tensors]
+
+    @property
+    def pieces(self) -> tuple[memoryview, ...]:
+        """The bytes of the file: its header, and each tensor."""
+        return (memoryview(self.schema.header), *(values.data for values in self._to_bytes()))
+
+    def find_nonfinite(self) -> str:
+        """Return the name of a tensor with a NaN or an infinite number, or ""."""
+        for tensor, values in zip(self.schema.tensors, self._arrays, strict=True):
+            flat = values.reshape(-1)
+            if tensor.dtype in FLOATING and not all(np.isfinite(flat[block]).all() for block in blocks(flat.size)):
+                return tensor.name
+        return ""
+
+    def copy(self) -> PackedMessage:
+        """Return the same message with arrays of its own."""
+        return pack(decode(self.to_parameters()))
+
+    def to_parameters(self) -> Parameters:
+        """Return a copy of the file."""
+        return Parameters(self.schema, np.concatenate(self._to_bytes()))
+
+    def to_bytes(self) -> bytes:
+        """Return a copy of the file as bytes."""
+        return b"".join(self.pieces)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PackedMessage):
+            return NotImplemented
+        return self.schema == other.schema and all(map(np.array_equal, self._to_bytes(), other._to_bytes()))
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType] - it has arrays
+
+    def _to_bytes(self) -> list[npt.NDArray[np.uint8]]:
+        return [values.reshape(-1).view(np.uint8) for values in self._arrays]
+
+
 def encode(message: MessageFile) -> Parameters:
+    """Return the file of a message, with a copy of its arrays. Raises `FlowerError` as `pack` does."""
+    return pack(message).to_parameters()
+
+
+def pack(message: MessageFile) -> PackedMessage:
     """Return the file of a message. Raises `FlowerError` for values that no file can hold."""
     tensors: dict[str, npt.NDArray[Any]] = {}
     records: list[_RecordEntry] = []
@@ -123,7 +180,7 @@ def encode(message: MessageFile) -> Parameters:
         )
     tensors[INDEX] = np.frombuffer(index, np.uint8)
     try:
-        return Parameters.from_arrays(tensors)
+        return PackedMessage(message.content, tensors)
     except ModelError as exc:
         raise FlowerError(f"the arrays of the message cannot be sent: {exc}") from exc
 
@@ -144,14 +201,6 @@ def decode(file: Parameters) -> MessageFile:
         except (TypeError, ValueError) as exc:
             raise FlowerError(f"the record {quote(entry.name)} of the message cannot be read: {exc}") from exc
     return MessageFile(content, index.message_type, index.group_id)
-
-
-def find_nonfinite(file: Parameters) -> str:
-    """Return the name of a tensor with a NaN or an infinite number, or ""."""
-    for name, values in file.items():
-        if values.dtype in _FLOATING and not np.isfinite(values).all():
-            return name
-    return ""
 
 
 def _has_bytes(value: object) -> bool:

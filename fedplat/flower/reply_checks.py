@@ -70,8 +70,8 @@ def _refuse(reply: Message, text: str) -> Message:
 
 def _describe_weight(content: RecordDict, weight: str) -> str:
     """Return what is wrong with a reply's weight, or ""."""
-    for record in content.metric_records.values():
-        value = record.get(weight, 1)
+    for record in content.values():
+        value = record.get(weight, 1) if isinstance(record, MetricRecord) else 1
         if not isinstance(value, int | float) or not math.isfinite(value) or not 0 <= value <= MAX_EXAMPLES:
             return f"its {weight} is no number from 0 to {MAX_EXAMPLES:g}"
     return ""
@@ -86,5 +86,8 @@ def _records(content: RecordDict) -> Hashable:
 
 def _shapes(content: RecordDict) -> Hashable:
     return tuple(
-        (key, array.shape) for record in content.array_records.values() for key, array in sorted(record.items())
+        (key, array.shape)
+        for record in content.values()
+        if isinstance(record, ArrayRecord)
+        for key, array in sorted(record.items())
     )

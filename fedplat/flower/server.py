@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from flwr.app import Context, RecordDict
 
@@ -23,6 +24,13 @@ from fedplat.model import Parameters
 from fedplat.model.schema import MESSAGE_KEY
 
 
+class Checkpoint(NamedTuple):
+    """The state of an earlier run, and the file of the message that was on its way then, whose arrays it refers to."""
+
+    state: bytes
+    message: Parameters
+
+
 class ServerAppRun:
     """One run of a ServerApp, in a thread of its own.
 
@@ -34,14 +42,14 @@ class ServerAppRun:
         app: FlowerApp,
         list_nodes: Callable[[], Sequence[int]],
         run_config: Mapping[str, bool | int | float | str] | None = None,
-        checkpoint: bytes = b"",
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         """Import the ServerApp. Raises `FlowerError`."""
         self._server_app, self._app = app.load_server_app(), app
         self._run_config: Config = dict(app.run_config if run_config is None else run_config)
         self.grid = FlowerGrid(list_nodes)
-        if checkpoint:
-            durable.restore(self.grid, checkpoint)
+        if checkpoint is not None:
+            durable.restore(self.grid, *checkpoint)
         self._thread: threading.Thread | None = None
 
     def advance(self, replies: Sequence[NodeReply] = ()) -> Exchange | None:
@@ -55,7 +63,7 @@ class ServerAppRun:
         return self.grid.exchange(replies)
 
     @property
-    def checkpoint(self) -> bytes:
+    def state(self) -> bytes:
         """The state with which a new run continues the last exchange; empty if the app can only start anew."""
         take_snapshot = self.grid.take_snapshot
         return self.grid.pack(take_snapshot()) if take_snapshot is not None else b""

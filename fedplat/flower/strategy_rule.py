@@ -32,7 +32,7 @@ from fedplat.aggregate.flower import FlowerStrategy
 from fedplat.errors import FedplatError, FlowerError, PluginError
 from fedplat.flower import attributes, envelopes, identity, randomness
 from fedplat.flower.messages import NUM_EXAMPLES
-from fedplat.flower.records import FlatArray
+from fedplat.flower.records import share_arrays
 from fedplat.model import FLOATING, Blocks, FlatModel, Parameters, Vector
 from fedplat.plugins import name_of
 from fedplat.texts import format_numbers, quote
@@ -151,7 +151,7 @@ def _make_replies(
 def _make_record(model: Parameters) -> ArrayRecord:
     """Return the floating-point tensors of a model, as views."""
     floating = (tensor.name for tensor in model.schema.tensors if tensor.dtype in FLOATING)
-    return ArrayRecord({key: FlatArray(model[key]) for key in floating})
+    return share_arrays({key: model[key] for key in floating})
 
 
 def _subtract(result: ArrayRecord, base: Parameters, name: str) -> Vector:

@@ -114,11 +114,14 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
         return parameters
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Parameters:
-        """Map a safetensors file into memory, read-only. Raises `ModelError` or `OSError`."""
+    def open(cls, path: str | os.PathLike[str], *, writable: bool = False) -> Parameters:
+        """Map a safetensors file into memory. Raises `ModelError` or `OSError`.
+
+        `writable` parameters may be changed: only what is changed is copied, and the file stays as it is.
+        """
         if os.stat(path).st_size < 8:
             raise ModelError(f"{os.fspath(path)} is too short to be a safetensors file")
-        return cls.from_bytes(np.asarray(np.memmap(path, np.uint8, mode="r")))
+        return cls.from_bytes(np.asarray(np.memmap(path, np.uint8, mode="c" if writable else "r")))
 
     def assign(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         """Copy named arrays into the buffer. Raises `ModelError` unless names, shapes and dtypes are the schema's."""
@@ -233,6 +236,11 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
     def is_finite(self) -> bool:
         """Return whether no floating-point entry is NaN or infinite, in its own dtype or as float32."""
         return is_finite(self.to_blocks())
+
+    @property
+    def pieces(self) -> tuple[memoryview, ...]:
+        """The bytes of the safetensors file, without a copy of the values."""
+        return (memoryview(self.schema.header), self.buffer.data)
 
     def to_bytes(self) -> bytes:
         """Return the safetensors file."""

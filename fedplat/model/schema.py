@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import ml_dtypes
@@ -109,7 +109,8 @@ class Schema:
                     f"tensor {quote(name)} has dtype {array.dtype}; expected one of {', '.join(map(str, _NAMES))}"
                 )
             specs.append(TensorSpec(name, dtype, tuple(array.shape)))
-        return cls(tuple(specs), carry)
+        # The messages and updates of a job have the same tensors, and for a small model the schema is most of the work.
+        return (_make_cached if len(specs) <= _CACHED_TENSORS else cls)(tuple(specs), carry)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -193,6 +194,10 @@ class Schema:
 
     def __repr__(self) -> str:
         return f"Schema({len(self.tensors)} tensors, {self.size_bytes} bytes, carry={self.carry!r})"
+
+
+_CACHED_TENSORS = 1_000
+_make_cached = lru_cache(maxsize=16)(Schema)
 
 
 def check_spec(tensor: TensorSpec) -> None:

@@ -289,13 +289,13 @@ def test_parts_grow_where_the_line_is_fast(seconds: float, largest: int) -> None
     content, header = update.to_bytes(), len(update.schema.header)
     for start in (0, 1, header, header + 1, len(content) - 1, len(content)):
         ticks = itertools.count(0.0, seconds)
-        parts = list(transfer.split_content(transfer.Content.of(update), start, ticks.__next__))
+        parts = list(transfer.split_content(transfer.Content(update.pieces), start, ticks.__next__))
         assert b"".join(parts) == content[start:]
         assert max(map(len, parts), default=0) == min(largest, len(content) - start)
 
 
 def test_the_digest_is_that_of_the_file(base: Parameters) -> None:
-    content = transfer.Content.of(base)
+    content = transfer.Content(base.pieces)
     assert (content.to_bytes(), content.size_bytes) == (base.to_bytes(), len(base.to_bytes()))
     assert content.digest == hashlib.sha256(base.to_bytes()).hexdigest()
 

@@ -187,9 +187,7 @@ def test_a_failed_client_is_an_error_reply(tmp_path: Path) -> None:
     with deployed(tmp_path / "run") as deployment:
         file = deployment.app / "digits" / "server_app.py"
         text = file.read_text().replace("app = ServerApp()\n", f"app = ServerApp()\n{REPORTING}", 1)
-        file.write_text(
-            text.replace("strategy = FedAvg(", "strategy = Reporting(min_train_nodes=4, ")
-        )
+        file.write_text(text.replace("strategy = FedAvg(", "strategy = Reporting(min_train_nodes=4, "))
         client = deployment.app / "digits" / "client_app.py"
         failing = '    if context.node_config["partition-id"] == 2:\n        raise ValueError("no pictures")\n'
         client.write_text(client.read_text().replace("    net = Net()\n", f"{failing}    net = Net()\n", 1))

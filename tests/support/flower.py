@@ -24,7 +24,7 @@ from fedplat.flower.app import FlowerApp, read_app
 from fedplat.flower.client import ClientAppRunner
 from fedplat.flower.grid import Exchange, NodeReply
 from fedplat.flower.identity import SERVER_NODE_ID
-from fedplat.flower.server import ServerAppRun
+from fedplat.flower.server import Checkpoint, ServerAppRun
 from fedplat.model import Parameters
 
 DIGITS = Path(__file__).resolve().parents[2] / "examples" / "flower" / "digits"
@@ -122,7 +122,7 @@ def server_module(app: FlowerApp) -> Any:
 
 def answer(app: FlowerApp, file: Parameters, node: int = 0, **options: Any) -> Parameters:
     """Return the ClientApp's reply to one message."""
-    return ClientAppRunner(app).answer(file, node, {"partition-id": node}, **options).reply
+    return ClientAppRunner(app).answer(file, node, {"partition-id": node}, **options).reply.to_parameters()
 
 
 Fault = Callable[[Exchange, int], NodeReply | str | None]
@@ -142,12 +142,14 @@ def drive(
     checkpoints: list[bytes] = []
     exchange = run.advance()
     while exchange is not None:
-        checkpoints.append(run.checkpoint)
+        checkpoints.append(run.state)
         if len(exchanges) in restart_at:
             run.close()
             random.seed(99)
             np.random.seed(99)
-            run = ServerAppRun(app, lambda: nodes, checkpoint=checkpoints[-1])
+            run = ServerAppRun(
+                app, lambda: nodes, checkpoint=Checkpoint(checkpoints[-1], exchange.file.to_parameters())
+            )
         exchanges.append(exchange)
         replies = [_reply(runner, exchange, node, states, fault) for node in exchange.nodes]
         exchange = run.advance([each for each in replies if each is not None])
@@ -163,11 +165,11 @@ def _reply(
         return None if happened == "late" else happened
     config = {"partition-id": node, "num-partitions": 4}
     try:
-        answered = runner.answer(exchange.file.copy(), node, config, state=states.get(node))
+        answered = runner.answer(exchange.file.to_parameters(), node, config, state=states.get(node))
     except FedplatError as exc:
         return NodeReply(node, None, str(exc))
     states[node] = answered.state
-    return NodeReply.read(node, answered.reply)
+    return NodeReply.read(node, answered.reply.to_parameters())
 
 
 class DirectGrid(Grid):

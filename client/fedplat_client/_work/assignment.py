@@ -24,7 +24,7 @@ from fedplat_client._state.residuals import Residuals
 from fedplat_client._state.two_phase import SentReport, WasMerged
 from fedplat_client._work import encoding, transfer
 from fedplat_client._work.heartbeat import Heartbeat
-from fedplat_client._work.model_download import Downloader
+from fedplat_client._work.model_download import DownloadedModel, Downloader
 from fedplat_client._work.transfer import Content
 from fedplat_client.backoff import retry
 from fedplat_client.cancellation import Stop, StopSignal, reason_name
@@ -51,6 +51,7 @@ _logger = logging.getLogger(__name__)
 
 Function = TypeVar("Function", TrainFunction, EvaluateFunction)
 Result = TypeVar("Result", TrainResult, EvaluateResult)
+Update = TypeVar("Update")
 
 
 @dataclass(frozen=True)
@@ -118,11 +119,11 @@ class AssignmentWorker:
         self._codec(assignment)  # fail before the training if the codec is unknown
         heartbeat = Heartbeat(self.connection, assignment.token, assignment.heartbeat_s, control)
         with self._stoppable(control), heartbeat:
-            base = self._model(assignment, control)
+            base, working = self._model(assignment, control)
             merged = _make_merge_check(self.connection, self.options, control)
             training = assignment.task != fleet_pb2.TASK_EVALUATE
             client_state = self.client_states.open(assignment.job_id, merged, training=training)
-            result = run(self._task(assignment, base, client_state, control))
+            result = run(self._task(assignment, working, client_state, control))
             request = fleet_pb2.ReportRequest(
                 token=assignment.token, num_examples=result.num_examples, metrics=result.metrics
             )
@@ -147,11 +148,11 @@ class AssignmentWorker:
         return lambda task: _call(trainer, task, TrainResult)
 
     def _task(
-        self, assignment: fleet_pb2.Assignment, base: Parameters, client_state: ClientState, control: Control
+        self, assignment: fleet_pb2.Assignment, working: Parameters, client_state: ClientState, control: Control
     ) -> Task:
         return Task(
             name=assignment.trainer,
-            parameters=base.copy(),
+            parameters=working,
             config={name: _scalar(value) for name, value in assignment.config.items()},
             job_id=assignment.job_id,
             job_name=assignment.job_name,
@@ -163,7 +164,7 @@ class AssignmentWorker:
             control=control,
         )
 
-    def _model(self, assignment: fleet_pb2.Assignment, control: Control) -> Parameters:
+    def _model(self, assignment: fleet_pb2.Assignment, control: Control) -> DownloadedModel:
         try:
             return Downloader(self.connection, self.cache, self.options.max_model_bytes, self.plugins).get(
                 assignment, control
@@ -178,9 +179,10 @@ class AssignmentWorker:
         self, assignment: fleet_pb2.Assignment, result: TrainResult, base: Parameters, merged: WasMerged
     ) -> Content:
         """Return the bytes to send: the update, encoded if the job has a codec."""
-        update, codec = _update(result, base), self._codec(assignment)
+        codec = self._codec(assignment)
         if codec is None:
-            return Content.of(update)
+            return Content(_fit_model(lambda: result.to_pieces(base)))
+        update = _fit_model(lambda: result.to_update(base))
         seed = self.options.rng.getrandbits(128)
         try:
             return encoding.encode(assignment, update, Format(codec, base.schema), seed, self.residuals, merged)
@@ -273,9 +275,9 @@ class AssignmentWorker:
             _logger.warning("The server refused the report of a failure: %s", exc)
 
 
-def _update(result: TrainResult, base: Parameters) -> Parameters:
+def _fit_model(convert: Callable[[], Update]) -> Update:
     try:
-        return result.to_update(base)
+        return convert()
     except ModelError as exc:
         raise _AssignmentFailedError(
             model_pb2.REASON_TRAINER_ERROR, f"the trainer's result does not fit the model: {exc}"

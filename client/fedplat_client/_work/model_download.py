@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,18 @@ from fedplat_client.task import Control
 _logger = logging.getLogger(__name__)
 
 
+class DownloadedModel(NamedTuple):
+    """A model, and a copy of it that a trainer may change."""
+
+    base: Parameters
+    working: Parameters
+
+    @classmethod
+    def open(cls, path: Path) -> DownloadedModel:
+        """Map a file twice, so that only what the trainer changes is copied. Raises `ModelError` or `OSError`."""
+        return cls(Parameters.open(path), Parameters.open(path, writable=True))
+
+
 @dataclass(frozen=True)
 class Downloader:
     """Gets models by their digest."""
@@ -38,20 +50,21 @@ class Downloader:
     max_model_bytes: int
     plugins: Plugins = BUILTIN
 
-    def get(self, assignment: fleet_pb2.Assignment, control: Control) -> Parameters:
+    def get(self, assignment: fleet_pb2.Assignment, control: Control) -> DownloadedModel:
         """Return the model of an assignment.
 
         Raises `TransferError`, `ModelError`, `OSError`, `IdentityError`, or `Cancelled` if the task is stopped.
         """
         model = assignment.model
         if assignment.model_bytes:
-            return transfer.decode_model(model, assignment.model_bytes)
+            base = transfer.decode_model(model, assignment.model_bytes)
+            return DownloadedModel(base, base.copy())
         path = self.cache.find(model.digest)
         if path is None and assignment.HasField("delta"):
             path = self._download_delta(model, assignment.delta, control)
-        return Parameters.open(path) if path is not None else self._download_full(model, control)
+        return DownloadedModel.open(path) if path is not None else self._download_full(model, control)
 
-    def _download_full(self, model: model_pb2.ModelRef, control: Control) -> Parameters:
+    def _download_full(self, model: model_pb2.ModelRef, control: Control) -> DownloadedModel:
         """Download the model; one that exceeds the cache limit is used but not kept."""
         if model.size_bytes > self.max_model_bytes:
             raise TransferError(
@@ -62,10 +75,10 @@ class Downloader:
         with self.cache.part(model.digest) as part:
             transfer.download(self.connection, model, part, control)
             path = self.cache.admit(part, model.digest)
-        parameters = Parameters.open(path)
+        downloaded = DownloadedModel.open(path)
         if not is_kept:
             path.unlink()  # the open file stays readable
-        return parameters
+        return downloaded
 
     def _download_delta(self, model: model_pb2.ModelRef, delta: fleet_pb2.ModelDelta, control: Control) -> Path | None:
         """Return the model's file, made from a delta; log why and return None if the delta cannot be used."""

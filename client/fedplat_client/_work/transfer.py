@@ -63,11 +63,6 @@ class Content:
     pieces: tuple[memoryview, ...]
 
     @classmethod
-    def of(cls, update: Parameters) -> Content:
-        """Return the content of an update's safetensors file, without copying the values."""
-        return cls((memoryview(update.schema.header), update.buffer.data))
-
-    @classmethod
     def merge_parts(cls, parts: Iterable[bytes]) -> Content:
         """Copy many small parts into one piece."""
         whole = bytearray()

@@ -17,10 +17,10 @@ from fedplat.model.schema import MESSAGE_KEY
 from fedplat_client.task import EvaluateResult, Task, TrainResult
 
 try:
-    from fedplat.flower import records
     from fedplat.flower.claims import read_claims
     from fedplat.flower.client import EMPTY_STATE, ClientAppRunner
     from fedplat.flower.messages import NUM_EXAMPLES, make_request, read_reply
+    from fedplat.flower.records import PackedMessage
 except ImportError as exc:
     raise MissingExtraError(
         "FlowerTrainer needs flwr, which is not installed; install it with: pip install 'fedplat-client[flower]'"
@@ -80,8 +80,8 @@ class FlowerTrainer:
         )
         task.client_state.put(STATE, answer.state)
         task.progress(1.0)
-        num_examples, metrics = read_claims(records.decode(answer.reply).content)
-        return _MessageReply(delta=answer.reply, num_examples=num_examples, metrics=metrics)
+        num_examples, metrics = read_claims(answer.reply.content)
+        return _MessageReply(answer.reply, num_examples, metrics)
 
     @cached_property
     def _runner(self) -> ClientAppRunner:
@@ -95,7 +95,7 @@ class FlowerTrainer:
         if state is not None or answer.state is not EMPTY_STATE:
             task.client_state.put(STATE, answer.state)
         task.progress(1.0)
-        return read_reply(answer.reply, self.app.name)
+        return read_reply(answer.reply.content, self.app.name)
 
     def _count(self, metrics: dict[str, float]) -> float:
         """Remove the number of examples from the metrics and return it."""
@@ -110,10 +110,17 @@ class FlowerTrainer:
 class _MessageReply(TrainResult):
     """The reply to a message, which is not an update of the message's arrays."""
 
+    def __init__(self, reply: PackedMessage, num_examples: float, metrics: Mapping[str, float]) -> None:
+        super().__init__(delta={}, num_examples=num_examples, metrics=metrics)
+        self._reply = reply
+
     @override
     def to_update(self, base: Parameters) -> Parameters:
-        assert isinstance(self.delta, Parameters)
-        return self.delta
+        return self._reply.to_parameters()
+
+    @override
+    def to_pieces(self, base: Parameters) -> tuple[memoryview, ...]:
+        return self._reply.pieces
 
 
 def _fit(arrays: Mapping[str, npt.NDArray[Any]], model: Parameters) -> dict[str, npt.NDArray[Any]]:

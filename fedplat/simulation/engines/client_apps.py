@@ -24,6 +24,7 @@ from typing_extensions import override
 from fedplat.errors import EngineError, FedplatError
 from fedplat.flower import identity, randomness
 from fedplat.flower.client import EMPTY_STATE, ClientAppRunner
+from fedplat.flower.records import PackedMessage
 from fedplat.model import Parameters
 from fedplat.simulation.engines.array_trainer import one_thread_of_torch
 from fedplat.simulation.engines.worker_pool import describe_exit
@@ -56,7 +57,7 @@ class Answers(Protocol):
     num_workers: int
     """The number of processes."""
 
-    def publish(self, message: Parameters) -> None:
+    def publish(self, message: PackedMessage) -> None:
         """Set the message, and discard the tasks that were begun before."""
         ...
 
@@ -91,8 +92,8 @@ class LoopAnswers(Answers):
         self._server_states: randomness.States | None = None
 
     @override
-    def publish(self, message: Parameters) -> None:
-        self._responder.message = message
+    def publish(self, message: PackedMessage) -> None:
+        self._responder.message = message.to_parameters()
 
     @override
     def begin(self, tasks: Sequence[AppTask]) -> None:
@@ -130,7 +131,7 @@ class PooledAnswers(Answers):
         self._answers: dict[int, AppAnswer] = {}
 
     @override
-    def publish(self, message: Parameters) -> None:
+    def publish(self, message: PackedMessage) -> None:
         self._message = message.to_bytes()
         self._waiting.clear()
         self._begun.clear()

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
-import numpy as np
 
 from fedplat.errors import FedplatError
 from fedplat.flower.app import read_app
 from fedplat.flower.grid import NodeReply
 from fedplat.flower.identity import node_id
-from fedplat.flower.server import ServerAppRun
+from fedplat.flower.server import Checkpoint, ServerAppRun
 from fedplat.model import Parameters
 from fedplat_server.flower.protocol import (
     AdvanceRun,
@@ -36,9 +35,9 @@ from fedplat_server.flower.protocol import (
 
 
 class RunState(msgspec.Struct, frozen=True):
-    """The state of a run between two exchanges: the checkpoint of the app, and the clients that it knew."""
+    """The state of a run between two exchanges: that of the app, and the clients that it knew."""
 
-    checkpoint: bytes
+    app: bytes
     clients: tuple[str, ...]
 
 
@@ -52,7 +51,6 @@ class AppProcess:
         self._listing, self._writing = threading.Lock(), threading.Lock()
         self._clients: dict[int, str] = {}
         self._known: tuple[str, ...] = ()
-        self._file: Parameters | None = None
 
     def serve(self) -> None:
         """Run the app until it ends or the daemon does."""
@@ -75,11 +73,13 @@ class AppProcess:
     def _start(self, request: StartRun) -> ServerAppRun:
         state = msgspec.msgpack.decode(Path(request.state).read_bytes(), type=RunState) if request.state else None
         app = read_app(Path(request.folder))
-        checkpoint = state.checkpoint if state is not None else b""
+        checkpoint = None
+        if state is not None and state.app:
+            checkpoint = Checkpoint(state.app, Parameters.open(request.message, writable=True))
         run = ServerAppRun(app, self._list_nodes, {**app.run_config, **request.run_config}, checkpoint)
         if state is not None:
             self._remember(state.clients)
-        self._write(RunStarted(self._known, bool(checkpoint)))
+        self._write(RunStarted(self._known, checkpoint is not None))
         return run
 
     def _advance(self, run: ServerAppRun, request: AdvanceRun) -> bool:
@@ -90,14 +90,12 @@ class AppProcess:
         exchange = run.advance([*replies, *failed])
         metrics = run.grid.take_metrics()
         if exchange is None:
-            model = run.final_model or self._file
-            if model is not None:
-                _write_file(request.message, model)
+            if (model := run.final_model) is not None:
+                _write_file(request.message, model.pieces)
             self._write(RunEnded(metrics, model is not None))
             return False
-        self._file = exchange.file
-        _write_file(request.message, exchange.file)
-        state = RunState(run.checkpoint, self._known)
+        _write_file(request.message, exchange.file.pieces)
+        state = RunState(run.state, self._known)
         Path(request.state).write_bytes(msgspec.msgpack.encode(state))
         cohort = tuple(self._clients[node] for node in exchange.nodes if node in self._clients)
         self._write(NextExchange(cohort, exchange.message_type, metrics))
@@ -129,14 +127,14 @@ class AppProcess:
 
 
 def _read_reply(client: str, path: str) -> NodeReply:
-    # Copy on write: the app may change arrays in place. Reading into new memory takes much longer than the arithmetic.
-    return NodeReply.read(node_id(client), Parameters.from_bytes(np.memmap(path, np.uint8, mode="c")))
+    # The app may change arrays in place. Reading into new memory takes much longer than the arithmetic.
+    return NodeReply.read(node_id(client), Parameters.open(path, writable=True))
 
 
-def _write_file(path: str, file: Parameters) -> None:
+def _write_file(path: str, pieces: Iterable[memoryview]) -> None:
     with Path(path).open("wb") as out:
-        out.write(file.schema.header)
-        out.write(file.buffer.data)
+        for piece in pieces:
+            out.write(piece)
 
 
 def main() -> None:

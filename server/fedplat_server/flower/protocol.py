@@ -19,12 +19,13 @@ _Frame = TypeVar("_Frame")
 
 
 class StartRun(msgspec.Struct, tag="start", frozen=True):
-    """Start the app. `state` is the file of an earlier run's state ("": none)."""
+    """Start the app, or continue an earlier run: from its state, and the message that was on its way, both files."""
 
     name: str
     folder: str
     run_config: dict[str, bool | int | float | str]
     state: str = ""
+    message: str = ""
 
 
 class AdvanceRun(msgspec.Struct, tag="advance", frozen=True):

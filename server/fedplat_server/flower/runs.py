@@ -226,9 +226,12 @@ class FlowerRuns:
             *arguments, stdin=PIPE, stdout=PIPE, cwd=folder, env=environment, limit=LIMIT_BYTES
         )
         run = self._runs[job.job_id] = _Run(process)
-        state = os.path.abspath(self._blobs.path(job.latest.state_digest)) if job.latest.state_digest else ""
-        config = dict(job.spec.flower.run_config)
-        await run.send(StartRun(name, self._apps[name], config, state))
+        request = StartRun(name, self._apps[name], dict(job.spec.flower.run_config))
+        if job.latest.state_digest:
+            files = (self._blobs.path(digest) for digest in (job.latest.state_digest, job.latest.digest))
+            state, message = map(os.path.abspath, files)
+            request = msgspec.structs.replace(request, state=state, message=message)
+        await run.send(request)
         answer = await run.receive(lambda: self._list_clients(job, run))
         assert isinstance(answer, RunStarted)
         run.seen = dict.fromkeys((*answer.clients, *job.cohort), time.monotonic())

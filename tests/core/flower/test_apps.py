@@ -16,7 +16,7 @@ from fedplat.flower import records
 from fedplat.flower.client import ClientAppRunner
 from fedplat.flower.grid import Exchange, NodeReply
 from fedplat.flower.records import MessageFile
-from fedplat.flower.server import ServerAppRun
+from fedplat.flower.server import Checkpoint, ServerAppRun
 from support import flower
 
 LEGACY_CLIENT = """
@@ -227,8 +227,8 @@ def test_mods_and_lifespans_are_called_in_order(tmp_path: Path) -> None:
     first = runner.answer(make_file(), 0, {"partition-id": 0})
     inwards, outwards = ["enter", "into a", "into b", "into c", "train"], ["out of c", "out of b", "out of a", "exit"]
     # The list of the reply is the app's own, which grows until the reply is encoded.
-    assert records.decode(first.reply).content.config_records["calls"]["calls"] == inwards + outwards
-    second = records.decode(runner.answer(make_file(), 0, {}, state=first.state).reply).content
+    assert first.reply.content.config_records["calls"]["calls"] == inwards + outwards
+    second = runner.answer(make_file(), 0, {}, state=first.state).reply.content
     assert second.config_records["calls"]["calls"] == (inwards + outwards) * 2
 
 
@@ -237,7 +237,7 @@ def test_the_state_of_an_app_grows(tmp_path: Path) -> None:
     for number in range(4):
         found = runner.answer(make_file(), 0, {}, state=state)
         state = found.state
-        assert records.decode(found.reply).content.metric_records["metrics"]["seen"] == list(range(number + 1))
+        assert found.reply.content.metric_records["metrics"]["seen"] == list(range(number + 1))
 
 
 def test_the_context_has_the_configurations(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_the_context_has_the_configurations(tmp_path: Path) -> None:
     """
     app = flower.write_app(tmp_path, client, config="lr = 0.5\nopt.name = 'sgd'").with_run_config(["lr=1"])
     reply = ClientAppRunner(app).answer(make_file(), 7, {"partition-id": 3}).reply
-    seen = records.decode(reply).content.config_records["seen"]
+    seen = reply.content.config_records["seen"]
     assert dict(seen) == {"lr": 1, "opt.name": "sgd", "partition-id": 3, "node": 7, "from": 1}
 
 
@@ -413,4 +413,4 @@ def test_a_closed_run_ends_its_threads(style: str, tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_kind(tmp_path: Path) -> None:
     with pytest.raises(FlowerError, match=r"checkpoint"):
-        ServerAppRun(flower.write_app(tmp_path), lambda: [0], checkpoint=b"x")
+        ServerAppRun(flower.write_app(tmp_path), lambda: [0], checkpoint=Checkpoint(b"x", make_file()))

@@ -131,9 +131,27 @@ def test_values_that_no_file_can_hold() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ml_dtypes.bfloat16])
 def test_numbers_that_are_not_finite_are_found(dtype: npt.DTypeLike) -> None:
-    file = Parameters.from_arrays({"good": np.zeros(2, dtype), "bad": np.array([1, np.nan], dtype)})
-    assert records.find_nonfinite(file) == "bad"
-    assert records.find_nonfinite(Parameters.from_arrays({"good": np.zeros(2, dtype)})) == ""
+    good, bad = np.zeros(2, dtype), np.array([[1], [np.nan]], dtype)
+    for arrays, found in (({"good": good, "bad": bad}, "bad"), ({"good": good, "count": np.arange(3)}, "")):
+        file = records.pack(MessageFile(RecordDict({"arrays": records.share_arrays(arrays)})))
+        assert file.find_nonfinite() == found
+
+
+def test_a_packed_message_shares_memory_and_a_copy_does_not() -> None:
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    content = RecordDict({"arrays": records.share_arrays({"w": values.T, "n": np.arange(2)})})
+    packed = records.pack(MessageFile(content, "train", "g"))
+    own = packed.copy()
+    assert own == packed
+    assert b"".join(packed.pieces) == packed.to_bytes() == packed.to_parameters().to_bytes() == own.to_bytes()
+    again = decode(Parameters.from_bytes(packed.to_bytes()))
+    assert (again.message_type, again.group_id) == ("train", "g")
+    np.testing.assert_array_equal(again.content.array_records["arrays"]["w"].numpy(), values.T)
+    shared = records.pack(MessageFile(RecordDict({"arrays": records.share_arrays({"w": values})})))
+    before = shared.copy()
+    values[0, 0] = 9.0
+    assert shared != before
+    assert shared.content.array_records["arrays"]["w"].numpy()[0, 0] == 9.0
 
 
 def hostile(index: object, **tensors: npt.NDArray[Any]) -> Parameters:

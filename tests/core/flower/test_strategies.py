@@ -129,7 +129,7 @@ def test_the_metrics_of_a_round_are_published(tmp_path: Path) -> None:
     exchange = run.advance()
     while exchange is not None:
         exchange = run.advance(
-            [NodeReply.read(node, flower.answer(app, exchange.file.copy(), node)) for node in exchange.nodes]
+            [NodeReply.read(node, flower.answer(app, exchange.file.to_parameters(), node)) for node in exchange.nodes]
         )
     metrics = run.grid.take_metrics()
     assert metrics["round"] == 3.0

@@ -63,9 +63,9 @@ def compute_reference(folder: Path, num_clients: int, seed: int) -> Parameters:
             counts[node] = counts.get(node, 0) + 1
             randomness.seed(training_seed(seed, node, counts[node]))
             config = {"partition-id": node, "num-partitions": num_clients}
-            answer = client.answer(exchange.file.copy(), node, config, state=states.get(node))
+            answer = client.answer(exchange.file.to_parameters(), node, config, state=states.get(node))
             states[node] = answer.state
-            replies.append(NodeReply.read(node, answer.reply))
+            replies.append(NodeReply.read(node, answer.reply.to_parameters()))
         randomness.set_states(own)
         identity.assume(1)
         exchange = server.advance(replies)
