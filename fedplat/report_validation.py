@@ -20,7 +20,7 @@ from fedplat.aggregate import Rule, describe_metrics_problem, l2_norm
 from fedplat.claims import MetricLimits
 from fedplat.codecs.container import Format
 from fedplat.errors import CodecError, ModelError, PluginError, UserCodeError
-from fedplat.model import Blocks, ModelFile, Parameters, Schema, header
+from fedplat.model import Blocks, ModelFile, Parameters, Schema, header, is_finite
 from fedplat.model.schema import MESSAGE_KEY
 from fedplat.rounds.states import AttemptKind, Reason
 from fedplat.rounds.transition import ACCEPTED, Verdict
@@ -96,8 +96,13 @@ def validate_message(update: Path) -> float | Verdict:
         return Verdict(Reason.REJECTED_SCHEMA, str(exc))
     if MESSAGE_KEY not in {tensor.name for tensor in file.schema.tensors}:
         return Verdict(Reason.REJECTED_SCHEMA, "it is not the file of a Flower message")
-    norm = measure_norm(file.to_blocks())
-    return norm if isinstance(norm, Verdict) else 0.0
+    return check_finite(file.to_blocks()) or 0.0
+
+
+def check_finite(values: Blocks) -> Verdict | None:
+    """Return a refusal if any of the values is not finite."""
+    with np.errstate(over="ignore"):
+        return None if is_finite(values) else Verdict(Reason.REJECTED_NONFINITE)
 
 
 @lru_cache(maxsize=256)

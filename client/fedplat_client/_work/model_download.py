@@ -18,6 +18,7 @@ import numpy.typing as npt
 from fedplat.codecs.container import Format, options_from_text
 from fedplat.errors import CodecError, ModelError, PluginError, UserCodeError
 from fedplat.model import ModelFile, Parameters, Read, Segment, Values, apply_step, read_base_values
+from fedplat.model.schema import MESSAGE_KEY
 from fedplat.plugins import BUILTIN, Plugins
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._auth.calls import Connection
@@ -65,7 +66,7 @@ class Downloader:
         return DownloadedModel.open(path) if path is not None else self._download_full(model, control)
 
     def _download_full(self, model: model_pb2.ModelRef, control: Control) -> DownloadedModel:
-        """Download the model; one that exceeds the cache limit is used but not kept."""
+        """Download the model; one that exceeds the cache limit, or is used once, is not kept."""
         if model.size_bytes > self.max_model_bytes:
             raise TransferError(
                 f"the server's model has {model.size_bytes} bytes; this client accepts at most "
@@ -76,7 +77,7 @@ class Downloader:
             transfer.download(self.connection, model, part, control)
             path = self.cache.admit(part, model.digest)
         downloaded = DownloadedModel.open(path)
-        if not is_kept:
+        if not is_kept or MESSAGE_KEY in downloaded.base:  # a message of a Flower app is for one task only
             path.unlink()  # the open file stays readable
         return downloaded
 

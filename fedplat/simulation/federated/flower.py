@@ -123,13 +123,13 @@ class FlowerTraining(TrainingModel):
         assert found.content is not None, "the file comes from this process"
         num_examples, metrics = read_claims(found.content)
         verdict = self._validate(reply, len(answer.reply), num_examples, metrics)
-        if isinstance(verdict, Verdict):
+        if verdict is not None:
             assert verdict.reason is not None
             log.failures.append(ClientFailure(task.client, verdict.text or verdict.reason.value))
             return UpdateRejected(task.key, task.client_id, verdict.reason, verdict.text)
         self._received[task.id] = _Answer(found, answer.state)
         digest = sha256(answer.reply).hexdigest()
-        return UpdateReported(task.key, task.client_id, digest, num_examples, metrics, len(answer.reply), verdict)
+        return UpdateReported(task.key, task.client_id, digest, num_examples, metrics, len(answer.reply), 0.0)
 
     @override
     def drop(self, task: DeviceAssignment) -> None:
@@ -203,8 +203,8 @@ class FlowerTraining(TrainingModel):
 
     def _validate(
         self, reply: Parameters, num_bytes: int, num_examples: float, metrics: Mapping[str, float]
-    ) -> float | Verdict:
-        """Return the norm of a reply as a server computes it, or a refusal."""
+    ) -> Verdict | None:
+        """Return the refusal of a reply, as a server decides it."""
         max_bytes = self._options.max_reply_bytes(int(self._sizes.model))
         if num_bytes > max_bytes:
             text = f"the reply has {num_bytes} bytes; flower.max_reply_mb allows {max_bytes}"
@@ -212,8 +212,7 @@ class FlowerTraining(TrainingModel):
         verdict = report_validation.validate_claims(self._claims_rule, AttemptKind.TRAIN, num_examples, metrics)
         if not verdict.accepted:
             return verdict
-        norm = report_validation.measure_norm(reply.to_blocks())
-        return norm if isinstance(norm, Verdict) else 0.0
+        return report_validation.check_finite(reply.to_blocks())
 
 
 class _Nodes:
