@@ -33,14 +33,24 @@ LAST = (25, 10, 1)
 def cells() -> Iterator[Cell]:
     """Yield one cell for each learning rate and algorithm."""
     for rate, name in itertools.product(LEARNING_RATES, ALGORITHMS):
-        _, config = ALGORITHMS[name]
-        settings = f"""
-name = "not-true-{name}-{rate}"
+        yield _make_cell(f"{name}-{rate}", "fedplat.pytorch.models:mcmahan_2nn", rate, ALGORITHMS[name][1])
+
+
+def published_cells() -> Iterator[Cell]:
+    """Yield one cell for each algorithm in the paper's setting."""
+    for name, algorithm in PUBLISHED_ALGORITHMS.items():
+        config = f'algorithm = "augmented.py:{algorithm}"'
+        yield _make_cell(f"published-{name}", "augmented.py:network", PUBLISHED_RATE, config)
+
+
+def _make_cell(name: str, model: str, rate: float, config: str) -> Cell:
+    settings = f"""
+name = "not-true-{name}"
 population = "papers"
 trainer = "papers"
 rounds = 50
 [model]
-initial = "fedplat.pytorch.models:mcmahan_2nn"
+initial = "{model}"
 [config]
 epochs = 5
 batch_size = 50
@@ -62,41 +72,7 @@ source = "mnist"
 scheme = "shards"
 clients = 100
 """
-        yield Cell(name=f"{name}-{rate}", settings=settings, quick=("rounds=2", "selection.goal=2"))
-
-
-def published_cells() -> Iterator[Cell]:
-    """Yield one cell for each algorithm in the paper's setting."""
-    for name, algorithm in PUBLISHED_ALGORITHMS.items():
-        settings = f"""
-name = "not-true-published-{name}"
-population = "papers"
-trainer = "papers"
-rounds = 50
-[model]
-initial = "augmented.py:network"
-[config]
-epochs = 5
-batch_size = 50
-learning_rate = {PUBLISHED_RATE}
-learning_rate_decay = 0.99
-momentum = 0.9
-weight_decay = 1e-5
-algorithm = "augmented.py:{algorithm}"
-[selection]
-goal = 10
-over_selection = 1.0
-[deadlines]
-training_s = 36000
-[simulation]
-engine = "loop"
-[simulation.data]
-source = "mnist"
-[simulation.partition]
-scheme = "shards"
-clients = 100
-"""
-        yield Cell(name=f"published-{name}", settings=settings, quick=("rounds=2", "selection.goal=2"))
+    return Cell(name=name, settings=settings, quick=("rounds=2", "selection.goal=2"))
 
 
 def rows(logs: Sequence[Log]) -> list[tuple[Value, ...]]:
