@@ -101,7 +101,7 @@ def validate_message(update: Path) -> float | Verdict:
 
 def check_finite(values: Blocks) -> Verdict | None:
     """Return a refusal if any of the values is not finite."""
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         return None if is_finite(values) else Verdict(Reason.REJECTED_NONFINITE)
 
 

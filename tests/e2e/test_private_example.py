@@ -24,7 +24,7 @@ def test_it_learns_and_shows_the_epsilon_of_the_rounds_that_were_committed(tmp_p
     folder, log = tmp_path / "run", tmp_path / "run.log"
     command = [sys.executable, str(EXAMPLE / "run.py"), "--folder", str(folder)]
     with processes.processes([command], log) as [run]:  # with its server, should it hang
-        code = run.wait()
+        code = processes.exit_code(run, 150.0, log, folder / "server.log", folder / "clients.log")
     assert code == 0, log.read_text()
     last = re.fullmatch(r"PRIVATE OK (.*)", log.read_text().splitlines()[-1])
     assert last is not None

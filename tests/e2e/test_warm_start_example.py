@@ -11,7 +11,7 @@ import pytest
 
 from support import processes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 pytest.importorskip("torch")
 EXAMPLE = processes.ROOT / "examples" / "warm_start"
@@ -22,7 +22,8 @@ def test_the_pool_and_the_server_alone_make_the_same_versions(tmp_path: Path) ->
     folder, log = tmp_path / "run", tmp_path / "run.log"
     command = [sys.executable, str(EXAMPLE / "run.py"), "--folder", str(folder), "--rounds", str(ROUNDS)]
     with processes.processes([command], log) as [run]:  # with its server, should it hang
-        code = run.wait()
+        logs = [folder / f"{name}.log" for name in ("server", "pool", "clients")]
+        code = processes.exit_code(run, 300.0, log, *logs)
     assert code == 0, log.read_text()
     last = re.fullmatch(r"WARM START OK (.*)", log.read_text().splitlines()[-1])
     assert last is not None

@@ -128,3 +128,12 @@ def processes(commands: Sequence[Sequence[str]], log: Path) -> Generator[list[su
             process.terminate()
         for process in running:
             process.wait(PATIENCE_S)
+
+
+def exit_code(process: subprocess.Popen[bytes], patience_s: float, *logs: Path) -> int:
+    """The exit code of a process that ends by itself; if it does not, the ends of these logs are shown."""
+    try:
+        return process.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        ends = [f"--- {log.name} ---\n{log.read_text()[-3000:]}" for log in logs if log.exists()]
+        raise AssertionError("\n".join([f"the process did not end within {patience_s:g} s", *ends])) from None
