@@ -11,14 +11,14 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from fedplat.errors import FlowerError, MissingExtraError
-from fedplat.flower.app import FlowerApp
+from fedplat.flower.app import Config, FlowerApp
 from fedplat.model import FLOATING, Parameters
 from fedplat.model.schema import MESSAGE_KEY
 from fedplat_client.task import EvaluateResult, Task, TrainResult
 
 try:
     from fedplat.flower.claims import read_claims
-    from fedplat.flower.client import EMPTY_STATE, ClientAppRunner
+    from fedplat.flower.client import EMPTY_STATE, ClientAppRunner, NodeAnswer
     from fedplat.flower.messages import NUM_EXAMPLES, make_request, read_reply
     from fedplat.flower.records import PackedMessage
 except ImportError as exc:
@@ -73,13 +73,8 @@ class FlowerTrainer:
 
     def _reply(self, task: Task) -> TrainResult:
         """Answer the message of a job with a Flower app; its config is the run config."""
-        task.progress(0.0)
         config = {**self.app.run_config, **task.config}
-        answer = self._runner.answer(
-            task.parameters, self.node_id, self.node_config, config, task.client_state.get(STATE)
-        )
-        task.client_state.put(STATE, answer.state)
-        task.progress(1.0)
+        answer = self._call(task, task.parameters, config)
         num_examples, metrics = read_claims(answer.reply.content)
         return _MessageReply(answer.reply, num_examples, metrics)
 
@@ -88,14 +83,18 @@ class FlowerTrainer:
         return ClientAppRunner(self.app)
 
     def _answer(self, task: Task, kind: str) -> tuple[Mapping[str, npt.NDArray[Any]] | None, dict[str, float]]:
-        task.progress(0.0)
         request = make_request(task.parameters, {**task.config, "server-round": task.round}, kind)
+        return read_reply(self._call(task, request, self.app.run_config).reply.content, self.app.name)
+
+    def _call(self, task: Task, request: Parameters, run_config: Config) -> NodeAnswer:
+        """Call the app with a message, and keep its state."""
+        task.progress(0.0)
         state = task.client_state.get(STATE)
-        answer = self._runner.answer(request, self.node_id, self.node_config, self.app.run_config, state)
+        answer = self._runner.answer(request, self.node_id, self.node_config, run_config, state)
         if state is not None or answer.state is not EMPTY_STATE:
             task.client_state.put(STATE, answer.state)
         task.progress(1.0)
-        return read_reply(answer.reply.content, self.app.name)
+        return answer
 
     def _count(self, metrics: dict[str, float]) -> float:
         """Remove the number of examples from the metrics and return it."""

@@ -228,9 +228,8 @@ class FlowerRuns:
         run = self._runs[job.job_id] = _Run(process)
         request = StartRun(name, self._apps[name], dict(job.spec.flower.run_config))
         if job.latest.state_digest:
-            files = (self._blobs.path(digest) for digest in (job.latest.state_digest, job.latest.digest))
-            state, message = map(os.path.abspath, files)
-            request = msgspec.structs.replace(request, state=state, message=message)
+            state, message = (self._blobs.path(each) for each in (job.latest.state_digest, job.latest.digest))
+            request = msgspec.structs.replace(request, state=os.path.abspath(state), message=os.path.abspath(message))
         await run.send(request)
         answer = await run.receive(lambda: self._list_clients(job, run))
         assert isinstance(answer, RunStarted)

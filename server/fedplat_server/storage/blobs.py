@@ -164,15 +164,22 @@ class BlobStore:
         self.path(digest)
         with files.translate_os_errors(f"adopting {path}"):
             durable.sync(path)
+        return self._adopt_synced(path, digest)
+
+    def adopt_file(self, path: Path) -> Blob:
+        """Hash a finished file of the same file system while it is synced, and move it into the store."""
+        with ThreadPoolExecutor(1) as threads, files.translate_os_errors(f"adopting {path}"):
+            syncing = threads.submit(durable.sync, path)
+            with path.open("rb", buffering=0) as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            syncing.result()
+        return self._adopt_synced(path, digest)
+
+    def _adopt_synced(self, path: Path, digest: str) -> Blob:
+        with files.translate_os_errors(f"adopting {path}"):
             size_bytes = path.stat().st_size
             self._move_in(path, digest)
         return Blob(digest, size_bytes)
-
-    def adopt_file(self, path: Path) -> Blob:
-        """Hash a finished file of the same file system, and move it into the store."""
-        with files.translate_os_errors(f"reading {path}"), path.open("rb", buffering=0) as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return self.adopt(path, digest)
 
     @contextlib.contextmanager
     def temporary(self) -> Generator[Path]:
