@@ -24,7 +24,7 @@ from fedplat.model import Parameters
 from fedplat.model.schema import MESSAGE_KEY
 
 
-class Checkpoint(NamedTuple):
+class AppCheckpoint(NamedTuple):
     """The state of an earlier run, and the file of the message that was on its way then, whose arrays it refers to."""
 
     state: bytes
@@ -42,7 +42,7 @@ class ServerAppRun:
         app: FlowerApp,
         list_nodes: Callable[[], Sequence[int]],
         run_config: Mapping[str, bool | int | float | str] | None = None,
-        checkpoint: Checkpoint | None = None,
+        checkpoint: AppCheckpoint | None = None,
     ) -> None:
         """Import the ServerApp. Raises `FlowerError`."""
         self._server_app, self._app = app.load_server_app(), app

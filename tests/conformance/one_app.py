@@ -30,7 +30,7 @@ from fedplat.errors import FedplatError, FlowerError
 from fedplat.flower.app import Config, FlowerApp, read_app
 from fedplat.flower.client import ClientAppRunner, NodeAnswer
 from fedplat.flower.grid import Exchange, NodeReply
-from fedplat.flower.server import Checkpoint, ServerAppRun
+from fedplat.flower.server import AppCheckpoint, ServerAppRun
 from fedplat.model import Parameters
 from fedplat.simulation.flower import AppOptions, ExchangeResult, run_app
 
@@ -86,8 +86,8 @@ class Checkpoints:
     def __init__(self) -> None:
         """Observe all later calls of `ServerAppRun.advance` in this process."""
         self._is_observing = self._complete = True
-        self._checkpoint: Checkpoint | None = None
-        self._last: tuple[Checkpoint | None, list[NodeReply], str] | None = None
+        self._checkpoint: AppCheckpoint | None = None
+        self._last: tuple[AppCheckpoint | None, list[NodeReply], str] | None = None
         advance = ServerAppRun.advance
 
         def observe(run: ServerAppRun, replies: Sequence[NodeReply] = ()) -> Exchange | None:
@@ -99,7 +99,7 @@ class Checkpoints:
             if replies and (exchange is not None or self._last is None):
                 self._last = self._checkpoint, copies, _compute_digest(exchange)
             if exchange is not None:
-                self._checkpoint = Checkpoint(run.state, exchange.file.to_parameters())
+                self._checkpoint = AppCheckpoint(run.state, exchange.file.to_parameters())
                 self._complete = self._complete and bool(run.state)
             return exchange
 

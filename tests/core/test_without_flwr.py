@@ -51,7 +51,9 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("module", COMMANDS)
+@pytest.mark.parametrize(
+    "module", ["fedplat.cli", *(pytest.param(name, marks=pytest.mark.slow) for name in list(COMMANDS)[1:])]
+)
 def test_a_command_says_what_to_install(tmp_path: Path, module: str) -> None:
     arguments, expected = COMMANDS[module]
     folder = ["--data-dir", str(tmp_path / "data")] if module != "fedplat.cli" else []

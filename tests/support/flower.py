@@ -24,7 +24,7 @@ from fedplat.flower.app import FlowerApp, read_app
 from fedplat.flower.client import ClientAppRunner
 from fedplat.flower.grid import Exchange, NodeReply
 from fedplat.flower.identity import SERVER_NODE_ID
-from fedplat.flower.server import Checkpoint, ServerAppRun
+from fedplat.flower.server import AppCheckpoint, ServerAppRun
 from fedplat.model import Parameters
 
 DIGITS = Path(__file__).resolve().parents[2] / "examples" / "flower" / "digits"
@@ -148,7 +148,7 @@ def drive(
             random.seed(99)
             np.random.seed(99)
             run = ServerAppRun(
-                app, lambda: nodes, checkpoint=Checkpoint(checkpoints[-1], exchange.file.to_parameters())
+                app, lambda: nodes, checkpoint=AppCheckpoint(checkpoints[-1], exchange.file.to_parameters())
             )
         exchanges.append(exchange)
         replies = [_reply(runner, exchange, node, states, fault) for node in exchange.nodes]

@@ -18,7 +18,7 @@ from fedplat.errors import FedplatError
 from fedplat.flower.app import read_app
 from fedplat.flower.grid import NodeReply
 from fedplat.flower.identity import node_id
-from fedplat.flower.server import Checkpoint, ServerAppRun
+from fedplat.flower.server import AppCheckpoint, ServerAppRun
 from fedplat.model import Parameters
 from fedplat_server.flower.protocol import (
     AdvanceRun,
@@ -75,7 +75,7 @@ class AppProcess:
         app = read_app(Path(request.folder))
         checkpoint = None
         if state is not None and state.app:
-            checkpoint = Checkpoint(state.app, Parameters.open(request.message, writable=True))
+            checkpoint = AppCheckpoint(state.app, Parameters.open(request.message, writable=True))
         run = ServerAppRun(app, self._list_nodes, {**app.run_config, **request.run_config}, checkpoint)
         if state is not None:
             self._remember(state.clients)

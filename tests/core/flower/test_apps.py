@@ -16,7 +16,7 @@ from fedplat.flower import records
 from fedplat.flower.client import ClientAppRunner
 from fedplat.flower.grid import Exchange, NodeReply
 from fedplat.flower.records import MessageFile
-from fedplat.flower.server import Checkpoint, ServerAppRun
+from fedplat.flower.server import AppCheckpoint, ServerAppRun
 from support import flower
 
 LEGACY_CLIENT = """
@@ -413,4 +413,4 @@ def test_a_closed_run_ends_its_threads(style: str, tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_kind(tmp_path: Path) -> None:
     with pytest.raises(FlowerError, match=r"checkpoint"):
-        ServerAppRun(flower.write_app(tmp_path), lambda: [0], checkpoint=Checkpoint(b"x", make_file()))
+        ServerAppRun(flower.write_app(tmp_path), lambda: [0], checkpoint=AppCheckpoint(b"x", make_file()))

@@ -279,7 +279,10 @@ def test_a_buffered_job_holds_out_against_garbage_with_a_robust_rule() -> None:
     assert 0.1 < np.linalg.norm(robustly.model["weight"]) < 2 * np.linalg.norm(honest.model["weight"])
 
 
-@pytest.mark.parametrize("participation", ["poisson", "fixed", "min_separation"])
+@pytest.mark.parametrize(
+    "participation",
+    ["fixed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("poisson", "min_separation"))],
+)
 def test_a_private_job_learns_though_everything_that_is_released_has_noise(participation: str) -> None:
     selections: dict[str, dict[str, Any]] = {
         "poisson": {"sampling": {"policy": "poisson", "rate": 0.5}, "wait_for": 30},
