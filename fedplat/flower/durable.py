@@ -64,13 +64,13 @@ def install() -> None:
     Strategy.start = _start  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def restore(grid: FlowerGrid, checkpoint: bytes, message: Parameters) -> None:
-    """Let the next call of `start` with this grid continue from a checkpoint. Raises `FlowerError`.
+def restore(grid: FlowerGrid, state: bytes, message: Parameters) -> None:
+    """Let the next call of `start` with this grid continue an earlier run. Raises `FlowerError`.
 
     `message` is the file of the message that was on its way.
     """
     try:
-        progress, message_ids = grid.unpack(checkpoint, message)
+        progress, message_ids = grid.unpack(state, message)
         grid.rounds = _Calls(grid.load(progress), message_ids=message_ids)
     except (pickle.UnpicklingError, EOFError, ImportError, AttributeError, TypeError, ValueError, LookupError) as exc:
         raise FlowerError(

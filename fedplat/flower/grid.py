@@ -161,19 +161,19 @@ class FlowerGrid(Grid):
         return _Unpickler(io.BytesIO(content), self._sent.file.content).load()
 
     def pack(self, strategy: bytes) -> bytes:
-        """Return a checkpoint: a strategy's state, and the messages and replies on their way."""
+        """Return the state of a run: that of its strategy, and the messages and replies on their way."""
         replies = {name: _pack_reply(reply) for name, reply in self._replies.items()}
         # The message that is on its way is not needed again: only what its replies answer is.
         sent = [_describe(self._sent)] if self._sent is not None else []
         waiting = [(each.file.to_bytes(), *_describe(each)) for each in self._waiting]
         return pickle.dumps((strategy, sent, waiting, replies, self._next_id))
 
-    def unpack(self, checkpoint: bytes, message: Parameters) -> tuple[bytes, list[str]]:
-        """Restore the messages and replies of a checkpoint; return the strategy's state and the messages' ids.
+    def unpack(self, state: bytes, message: Parameters) -> tuple[bytes, list[str]]:
+        """Restore the messages and replies of a run; return its strategy's state and the messages' ids.
 
         `message` is the file of the message that is on its way.
         """
-        strategy, sent, waiting, replies, self._next_id = pickle.loads(checkpoint)  # the server's own file
+        strategy, sent, waiting, replies, self._next_id = pickle.loads(state)  # the server's own file
         self._sent = next((_Sent(_read_packed(message), *rest) for rest in sent), None)
         self._waiting = [_Sent(_read_packed(Parameters.from_bytes(bytearray(file))), *rest) for file, *rest in waiting]
         self._replies = {name: _unpack_reply(*reply) for name, reply in replies.items()}

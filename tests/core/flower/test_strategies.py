@@ -110,6 +110,18 @@ def test_an_app_may_start_several_strategies(tmp_path: Path) -> None:
             np.testing.assert_array_equal(ours, theirs, strict=True)
 
 
+def test_a_checkpoint_takes_the_arrays_from_the_message(tmp_path: Path) -> None:
+    server = flower.strategy_server("FedAvg()").replace("size=(3, 4)", "size=(300, 400)")
+    calm, crashed = (flower.drive(flower.write_app(tmp_path, server=server), restart_at=at) for at in ([], [1, 4]))
+    for run in (calm, crashed):
+        assert all(
+            len(state) < 20_000 < 480_000 < exchange.file.schema.size_bytes
+            for state, exchange in zip(run.checkpoints, run.exchanges, strict=True)
+        )
+    for ours, theirs in zip(flower.arrays_of(crashed.result), flower.arrays_of(calm.result), strict=True):
+        np.testing.assert_array_equal(ours, theirs, strict=True)
+
+
 def test_messages_of_the_app_after_a_round_without_evaluation_make_no_checkpoint(tmp_path: Path) -> None:
     more = """
     content = RecordDict({"config": ConfigRecord({"server-round": 9}), "arrays": arrays})
