@@ -78,9 +78,10 @@ class Processes:
         self._running[name].wait()
 
     def stop(self, name: str) -> None:
-        """Send SIGTERM to a process, and wait until it has ended."""
+        """Send SIGTERM to a process, and wait until it has ended. Raises `DemoError` if it goes on for a minute."""
         self._running[name].terminate()
-        self._running[name].wait()
+        if not self.has_ended(name, 60.0):
+            raise DemoError(f"the {name} did not stop within a minute; see {self._folder / name}.log")
 
     def has_ended(self, name: str, patience_s: float = 0.0) -> bool:
         """Return whether a process ends within `patience_s`. Its connections break before it ends."""
