@@ -22,8 +22,12 @@ hypothesis.settings.load_profile("tests")
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the variable that flwr sets when a test imports it: the programs that tests start have their own value."""
-    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    """Remove variables that tests have set in this process, and that would change the programs that others start.
+
+    flwr sets the first one when it is imported, and a pool that runs in this process the second one.
+    """
+    for name in ("GRPC_VERBOSITY", "PYTHONSAFEPATH"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture

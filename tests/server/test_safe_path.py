@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -84,3 +85,4 @@ async def test_the_process_of_evaluators_which_still_finds_what_lies_beside_one(
         process.end()
     assert found == {"size": 3.0}
     assert ran(planted) == ""
+    assert "PYTHONSAFEPATH" not in os.environ, "the programs that this process starts later need their own folders"

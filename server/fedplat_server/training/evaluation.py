@@ -8,6 +8,7 @@ memory, and rounds never wait for it. If it dies or hangs, only one version has 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import multiprocessing
 import os
@@ -15,7 +16,7 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -79,6 +80,20 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+@contextlib.contextmanager
+def _safe_path() -> Generator[None]:
+    """Keep files in the current folder from shadowing modules in a process that is started within the block."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
+
+
 class _EvaluationProcess:
     """The process that evaluators run in. It is started on demand, and again after it died or was killed."""
 
@@ -92,17 +107,17 @@ class _EvaluationProcess:
 
         Raises `TimeoutError` after `timeout_s`, and `BrokenProcessPool` if the process died.
         """
-        if self._pool is None:
-            # When the process starts, files in the current folder must not shadow modules of Python or ours.
-            os.environ["PYTHONSAFEPATH"] = "1"
-            self._pool = ProcessPoolExecutor(
-                max_workers=1,
-                mp_context=multiprocessing.get_context("spawn"),
-                initializer=partial(_prepare, os.getcwd(), list(sys.path)),
-            )
         loop = asyncio.get_running_loop()
         try:
-            scoring = loop.run_in_executor(self._pool, score, reference, str(path), rule)
+            with (
+                _safe_path()
+            ):  # a new pool starts a process for its resources, and its first call that of the evaluator
+                self._pool = self._pool or ProcessPoolExecutor(
+                    max_workers=1,
+                    mp_context=multiprocessing.get_context("spawn"),
+                    initializer=partial(_prepare, os.getcwd(), list(sys.path)),
+                )
+                scoring = loop.run_in_executor(self._pool, score, reference, str(path), rule)
             return await asyncio.wait_for(scoring, timeout_s)
         except (BrokenProcessPool, TimeoutError, asyncio.CancelledError):
             self.end()
