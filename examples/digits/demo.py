@@ -78,7 +78,7 @@ class Processes:
         self._running[name].wait()
 
     def stop(self, name: str) -> None:
-        """Send SIGTERM to a process, and wait until it has ended. Raises `DemoError` if it goes on for a minute."""
+        """Send SIGTERM to a process, and wait until it has ended. Raises `DemoError` after a minute."""
         self._running[name].terminate()
         if not self.has_ended(name, 60.0):
             raise DemoError(f"the {name} did not stop within a minute; see {self._folder / name}.log")
