@@ -178,7 +178,10 @@ class FlowerRuns:
         blobs = self._blobs.recorder()
         try:
             step = await self.advance(job, blobs, {}, {})
-            outcome = AttemptAggregated(key, _make_version(job, key, step), step.metrics, step.cohort)
+            state_digest = step.state.digest if step.state is not None else ""
+            message = step.message
+            version = ModelVersion(1, key.round, key.number, message.digest, message.size_bytes, state_digest)
+            outcome = AttemptAggregated(key, version, step.metrics, step.cohort)
         except asyncio.CancelledError:
             self._blobs.settle(blobs.made)
             raise
@@ -246,17 +249,3 @@ class FlowerRuns:
     async def _discard(self, job: JobState) -> None:
         if (run := self._runs.pop(job.job_id, None)) is not None:
             await run.end()
-
-
-def _make_version(job: JobState, key: AttemptKey, step: AppStep) -> ModelVersion:
-    """Return the version that has the app's first message."""
-    return ModelVersion(
-        version=job.latest.version + 1,
-        round=key.round,
-        attempt=key.number,
-        digest=step.message.digest,
-        size_bytes=step.message.size_bytes,
-        state_digest=step.state.digest if step.state is not None else "",
-        num_updates=0,
-        total_weight=0.0,
-    )
