@@ -141,7 +141,7 @@ def execute(
                 )
             )
 
-        with open_run_folder(run_folder, inputs, observe) as (hooks, pace):
+        with open_run_folder(run_folder, inputs, observe, resumable=False) as (hooks, pace):
             result = drive(simulation, fleet, training, hooks)
         result = dataclasses.replace(result, model=training.final_model)
         seconds = pace.seconds()

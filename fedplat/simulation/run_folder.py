@@ -82,6 +82,8 @@ def open_run_folder(
     inputs: Mapping[str, Any],
     observe: Observer,
     on_replayed: Callable[[], object] = lambda: None,
+    *,
+    resumable: bool = True,
 ) -> Generator[tuple[Hooks, Pace]]:
     """Open the run folder, if there is one; yields the hooks of the run and its pace. `inputs` are recorded in it.
 
@@ -92,7 +94,10 @@ def open_run_folder(
         observers: list[Observer] = []
         hooks, replayed = Hooks(), 0
         if options is not None:
-            (folders.resume if options.resume else folders.begin)(options.folder, inputs)
+            if options.resume:
+                folders.resume(options.folder, inputs)
+            else:
+                folders.begin(options.folder, inputs, resumable=resumable)
             journal = options.folder / folders.JOURNAL
             last = checkpoint.find(journal)
             replayed = 0 if last is None else last.version

@@ -94,10 +94,11 @@ def format_line(record: AttemptResult) -> str:
     return json.dumps(finite(msgspec.to_builtins(record, str_keys=True)), allow_nan=False) + "\n"
 
 
-def begin(folder: Path, inputs: Mapping[str, Any]) -> None:
+def begin(folder: Path, inputs: Mapping[str, Any], *, resumable: bool = True) -> None:
     """Create the folder of a run and record the inputs of the run. Raises `DataError` if the folder has a run."""
     if (folder / RUN).exists():
-        raise DataError(f"{folder} has a run already; resume it (--resume), or choose another folder (--output)")
+        advice = "resume it (--resume), or choose" if resumable else "choose"
+        raise DataError(f"{folder} has a run already; {advice} another folder (--output)")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write(folder / RUN, (json.dumps(inputs, indent=2, default=describe) + "\n").encode())
