@@ -32,3 +32,12 @@ MAX_REQUEST_BYTES: Final = CHUNK_BYTES + 128 * 2**10
 
 MAX_MESSAGE_BYTES: Final = 8 * 2**20
 """Size of the largest message that a client accepts, in bytes."""
+
+CHANNEL_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # All callers retry themselves. With gRPC's own retries a call that starts while the server stops may stay pending
+    # for ever, without a connection and without an error (grpcio 1.85.1: 1 of about 50 such calls).
+    ("grpc.enable_retries", 0),
+)
+"""Options of every channel to a server."""

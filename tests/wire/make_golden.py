@@ -22,10 +22,10 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from fedplat import wire
-from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
+from fedplat.wire.v1 import admin_pb2, events_pb2, fleet_pb2, model_pb2
 
 FOLDER = Path(__file__).resolve().parent / "golden" / f"protocol-{wire.PROTOCOL_VERSION}"
-FILES = (model_pb2.DESCRIPTOR, fleet_pb2.DESCRIPTOR, admin_pb2.DESCRIPTOR)
+FILES = (model_pb2.DESCRIPTOR, fleet_pb2.DESCRIPTOR, admin_pb2.DESCRIPTOR, events_pb2.DESCRIPTOR)
 JOB_FILE = (
     'name = "toy"\npopulation = "demo"\ntrainer = "toy"\nrounds = 3\n'
     '[model]\ninitial = "m.safetensors"\n[selection]\ngoal = 2\nwhere = "region == \'eu\'"\n'
@@ -46,6 +46,11 @@ VALUES: dict[str, object] = {
     "uplink": '{"codec":"bf16"}',
     "codec": '{"codec":"bf16"}',
     "trainer": "toy",
+    "type": "round.committed",
+    "types": ["round.committed", "job.failed"],
+    "url": "https://example.org/fedplat",
+    "webhook_id": "w-0123456789ab",
+    "secret": "whsec_ZmVkcGxhdCBnb2xkZW4gc2VjcmV0IG9mIDMyIGJ5dGU=",
     "token": "Zm9ydHktdGhyZWUgY2hhcmFjdGVycyBvZiBiYXNlNjQ",
     "digest": hashlib.sha256(b"a golden model").hexdigest(),
     "base_digest": hashlib.sha256(b"the model before").hexdigest(),

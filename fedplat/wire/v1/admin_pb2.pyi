@@ -20,6 +20,27 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _AlertSeverity:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AlertSeverityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AlertSeverity.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ALERT_SEVERITY_UNSPECIFIED: _AlertSeverity.ValueType  # 0
+    ALERT_SEVERITY_WARNING: _AlertSeverity.ValueType  # 1
+    """Something will fail if nothing is done."""
+    ALERT_SEVERITY_CRITICAL: _AlertSeverity.ValueType  # 2
+    """Something fails now."""
+
+class AlertSeverity(_AlertSeverity, metaclass=_AlertSeverityEnumTypeWrapper): ...
+
+ALERT_SEVERITY_UNSPECIFIED: AlertSeverity.ValueType  # 0
+ALERT_SEVERITY_WARNING: AlertSeverity.ValueType  # 1
+"""Something will fail if nothing is done."""
+ALERT_SEVERITY_CRITICAL: AlertSeverity.ValueType  # 2
+"""Something fails now."""
+Global___AlertSeverity: _TypeAlias = AlertSeverity  # noqa: Y015
+
 class _JobStatus:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -148,6 +169,13 @@ class GetStatusResponse(_message.Message):
     CERTIFICATE_EXPIRES_UNIX_S_FIELD_NUMBER: _builtins.int
     CERTIFICATE_DAYS_LEFT_FIELD_NUMBER: _builtins.int
     PLUGINS_FIELD_NUMBER: _builtins.int
+    DISK_FREE_BYTES_FIELD_NUMBER: _builtins.int
+    DISK_TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    DATABASE_FIELD_NUMBER: _builtins.int
+    ALERTS_FIELD_NUMBER: _builtins.int
+    NUM_ALERTS_FIELD_NUMBER: _builtins.int
+    OPERATOR_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     software_version: _builtins.str
     protocol_version: _builtins.int
     uptime_s: _builtins.float
@@ -171,6 +199,16 @@ class GetStatusResponse(_message.Message):
     certificate_expires_unix_s: _builtins.float
     """The expiry of the server's certificate; 0 without TLS."""
     certificate_days_left: _builtins.float
+    disk_free_bytes: _builtins.int
+    """The disk of the data folder. Both are 0 if the operating system does not tell."""
+    disk_total_bytes: _builtins.int
+    database: _builtins.str
+    """"sqlite" or "postgresql"."""
+    num_alerts: _builtins.int
+    """The number of all alerts."""
+    operator: _builtins.str
+    """The operator who called, and the role: "viewer", "operator" or "admin"."""
+    role: _builtins.str
     @_builtins.property
     def num_jobs(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Number of jobs by state, e.g. "RUNNING": 2."""
@@ -186,6 +224,10 @@ class GetStatusResponse(_message.Message):
     @_builtins.property
     def plugins(self) -> _containers.RepeatedCompositeFieldContainer[Global___Plugin]:
         """The plugins that jobs may name."""
+
+    @_builtins.property
+    def alerts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Alert]:
+        """What needs the attention of an operator, the most severe first; at most 100."""
 
     def __init__(
         self,
@@ -210,14 +252,65 @@ class GetStatusResponse(_message.Message):
         certificate_expires_unix_s: _builtins.float = ...,
         certificate_days_left: _builtins.float = ...,
         plugins: _abc.Iterable[Global___Plugin] | None = ...,
+        disk_free_bytes: _builtins.int = ...,
+        disk_total_bytes: _builtins.int = ...,
+        database: _builtins.str = ...,
+        alerts: _abc.Iterable[Global___Alert] | None = ...,
+        num_alerts: _builtins.int = ...,
+        operator: _builtins.str = ...,
+        role: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_days_left", b"certificate_days_left", "certificate_expires_unix_s", b"certificate_expires_unix_s", "evaluators", b"evaluators", "gateway", b"gateway", "insecure", b"insecure", "leader", b"leader", "leader_address", b"leader_address", "num_busy", b"num_busy", "num_clients", b"num_clients", "num_jobs", b"num_jobs", "num_storage_full", b"num_storage_full", "num_waiting", b"num_waiting", "peak_rss_bytes", b"peak_rss_bytes", "plugins", b"plugins", "process_id", b"process_id", "protocol_version", b"protocol_version", "software_version", b"software_version", "term", b"term", "trainers", b"trainers", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alerts", b"alerts", "certificate_days_left", b"certificate_days_left", "certificate_expires_unix_s", b"certificate_expires_unix_s", "database", b"database", "disk_free_bytes", b"disk_free_bytes", "disk_total_bytes", b"disk_total_bytes", "evaluators", b"evaluators", "gateway", b"gateway", "insecure", b"insecure", "leader", b"leader", "leader_address", b"leader_address", "num_alerts", b"num_alerts", "num_busy", b"num_busy", "num_clients", b"num_clients", "num_jobs", b"num_jobs", "num_storage_full", b"num_storage_full", "num_waiting", b"num_waiting", "operator", b"operator", "peak_rss_bytes", b"peak_rss_bytes", "plugins", b"plugins", "process_id", b"process_id", "protocol_version", b"protocol_version", "role", b"role", "software_version", b"software_version", "term", b"term", "trainers", b"trainers", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class Alert(_message.Message):
+    """A condition that needs the attention of an operator. It ends by itself when the condition does."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SEVERITY_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    REMEDY_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    POPULATION_FIELD_NUMBER: _builtins.int
+    SINCE_UNIX_S_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The kind of condition, such as "certificate_expiring"."""
+    severity: Global___AlertSeverity.ValueType
+    text: _builtins.str
+    """A sentence: what is wrong."""
+    remedy: _builtins.str
+    """A sentence: what to do."""
+    job_id: _builtins.str
+    """The job or the population that is affected; empty for the server itself."""
+    population: _builtins.str
+    since_unix_s: _builtins.float
+    """When this daemon first saw the condition."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        severity: Global___AlertSeverity.ValueType = ...,
+        text: _builtins.str = ...,
+        remedy: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        population: _builtins.str = ...,
+        since_unix_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "name", b"name", "population", b"population", "remedy", b"remedy", "severity", b"severity", "since_unix_s", b"since_unix_s", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Alert: _TypeAlias = Alert  # noqa: Y015
 
 @_typing.final
 class Plugin(_message.Message):
@@ -462,19 +555,41 @@ class ListJobsRequest(_message.Message):
 
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    STATUSES_FIELD_NUMBER: _builtins.int
+    POPULATION_FIELD_NUMBER: _builtins.int
+    SEARCH_FIELD_NUMBER: _builtins.int
+    SINCE_UNIX_S_FIELD_NUMBER: _builtins.int
+    NEWEST_FIRST_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """The maximum number of rows; 0, or more than the server's limit: that limit. A page may also end earlier, at 1 MiB."""
     page_token: _builtins.str
     """The next_page_token of the previous page; empty for the first page."""
+    population: _builtins.str
+    """Only jobs of this population; empty: all."""
+    search: _builtins.str
+    """Only jobs whose name or id contains this text, in any case of letters; empty: all."""
+    since_unix_s: _builtins.float
+    """Only jobs created at this time or later; 0: all."""
+    newest_first: _builtins.bool
+    """The latest job first, instead of the oldest."""
+    @_builtins.property
+    def statuses(self) -> _containers.RepeatedScalarFieldContainer[Global___JobStatus.ValueType]:
+        """Only jobs with one of these statuses; empty: all."""
+
     def __init__(
         self,
         *,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        statuses: _abc.Iterable[Global___JobStatus.ValueType] | None = ...,
+        population: _builtins.str = ...,
+        search: _builtins.str = ...,
+        since_unix_s: _builtins.float = ...,
+        newest_first: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["newest_first", b"newest_first", "page_size", b"page_size", "page_token", b"page_token", "population", b"population", "search", b"search", "since_unix_s", b"since_unix_s", "statuses", b"statuses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -484,23 +599,53 @@ Global___ListJobsRequest: _TypeAlias = ListJobsRequest  # noqa: Y015
 class ListJobsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class NumByStatusEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     JOBS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    NUM_BY_STATUS_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Empty on the last page."""
+    total: _builtins.int
+    """The number of jobs on all pages."""
     @_builtins.property
     def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Job]:
         """In the order of creation, without job files: ShowJob returns the job file."""
+
+    @_builtins.property
+    def num_by_status(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """The numbers of jobs by status ("RUNNING": 2), whatever statuses the request names."""
 
     def __init__(
         self,
         *,
         jobs: _abc.Iterable[Global___Job] | None = ...,
         next_page_token: _builtins.str = ...,
+        total: _builtins.int = ...,
+        num_by_status: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "next_page_token", b"next_page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "next_page_token", b"next_page_token", "num_by_status", b"num_by_status", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -576,6 +721,13 @@ class Round(_message.Message):
     MAX_STALENESS_FIELD_NUMBER: _builtins.int
     LARGEST_NORM_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    CHECKED_IN_FIELD_NUMBER: _builtins.int
+    ELIGIBLE_FIELD_NUMBER: _builtins.int
+    DOWNLOADED_FIELD_NUMBER: _builtins.int
+    TRAINED_FIELD_NUMBER: _builtins.int
+    MERGED_FIELD_NUMBER: _builtins.int
+    BUSY_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     attempt: _builtins.int
     kind: Global___AttemptKind.ValueType
@@ -602,6 +754,18 @@ class Round(_message.Message):
     max_staleness: _builtins.int
     largest_norm: _builtins.float
     """The largest L2 norm of all reported updates, including refused ones. Unset in a private job."""
+    target: _builtins.int
+    """The number of clients that the attempt waits for and assigns."""
+    checked_in: _builtins.int
+    """When clients were drawn: clients of the population that were waiting, and those of them that could be drawn."""
+    eligible: _builtins.int
+    downloaded: _builtins.int
+    """Assigned clients that received the model, and those of them that completed the training."""
+    trained: _builtins.int
+    merged: _builtins.int
+    """Updates that the committed version contains."""
+    busy: _builtins.int
+    """Clients that are working now."""
     @_builtins.property
     def client_metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Weighted means of the metrics that more than half of the reports have; at most 64 metrics."""
@@ -641,16 +805,355 @@ class Round(_message.Message):
         max_staleness: _builtins.int = ...,
         largest_norm: _builtins.float | None = ...,
         progress: Global___AttemptProgress | None = ...,
+        target: _builtins.int = ...,
+        checked_in: _builtins.int = ...,
+        eligible: _builtins.int = ...,
+        downloaded: _builtins.int = ...,
+        trained: _builtins.int = ...,
+        merged: _builtins.int = ...,
+        busy: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_largest_norm", b"_largest_norm", "largest_norm", b"largest_norm", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_largest_norm", b"_largest_norm", "assigned", b"assigned", "attempt", b"attempt", "base_version", b"base_version", "client_metrics", b"client_metrics", "dropped", b"dropped", "failed", b"failed", "goal", b"goal", "kind", b"kind", "largest_norm", b"largest_norm", "late", b"late", "max_staleness", b"max_staleness", "mean_staleness", b"mean_staleness", "minimum", b"minimum", "opened_unix_s", b"opened_unix_s", "phase", b"phase", "progress", b"progress", "reason", b"reason", "rejected", b"rejected", "reported", b"reported", "round", b"round", "seconds", b"seconds", "server_metrics", b"server_metrics", "surplus", b"surplus", "update_bytes", b"update_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_largest_norm", b"_largest_norm", "assigned", b"assigned", "attempt", b"attempt", "base_version", b"base_version", "busy", b"busy", "checked_in", b"checked_in", "client_metrics", b"client_metrics", "downloaded", b"downloaded", "dropped", b"dropped", "eligible", b"eligible", "failed", b"failed", "goal", b"goal", "kind", b"kind", "largest_norm", b"largest_norm", "late", b"late", "max_staleness", b"max_staleness", "mean_staleness", b"mean_staleness", "merged", b"merged", "minimum", b"minimum", "opened_unix_s", b"opened_unix_s", "phase", b"phase", "progress", b"progress", "reason", b"reason", "rejected", b"rejected", "reported", b"reported", "round", b"round", "seconds", b"seconds", "server_metrics", b"server_metrics", "surplus", b"surplus", "target", b"target", "trained", b"trained", "update_bytes", b"update_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__largest_norm: _TypeAlias = _typing.Literal["largest_norm"]  # noqa: Y015
     _WhichOneofArgType__largest_norm: _TypeAlias = _typing.Literal["_largest_norm", b"_largest_norm"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__largest_norm) -> _WhichOneofReturnType__largest_norm | None: ...
 
 Global___Round: _TypeAlias = Round  # noqa: Y015
+
+@_typing.final
+class ShowRoundRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    round: _builtins.int
+    attempt: _builtins.int
+    """0: the last attempt at the round."""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        round: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "job", b"job", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShowRoundRequest: _TypeAlias = ShowRoundRequest  # noqa: Y015
+
+@_typing.final
+class RoundDetails(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    REASONS_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    NUM_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    num_attempts: _builtins.int
+    """The number of attempts at this round."""
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    @_builtins.property
+    def reasons(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReasonCount]:
+        """Why assignments ended without contributing: the most frequent first."""
+
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedCompositeFieldContainer[Global___LabelCount]:
+        """Outcomes by label, for each label with at most 20 values. In a private job only groups of 5 clients or more."""
+
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        reasons: _abc.Iterable[Global___ReasonCount] | None = ...,
+        labels: _abc.Iterable[Global___LabelCount] | None = ...,
+        num_attempts: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "num_attempts", b"num_attempts", "reasons", b"reasons", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundDetails: _TypeAlias = RoundDetails  # noqa: Y015
+
+@_typing.final
+class ReasonCount(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    EXAMPLE_FIELD_NUMBER: _builtins.int
+    state: _builtins.str
+    """The state that assignments ended with, such as "FAILED", and the reason: "TRAINER_ERROR"."""
+    reason: _builtins.str
+    count: _builtins.int
+    text: _builtins.str
+    """What the reason means, and what one of the clients reported."""
+    example: _builtins.str
+    def __init__(
+        self,
+        *,
+        state: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        count: _builtins.int = ...,
+        text: _builtins.str = ...,
+        example: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "example", b"example", "reason", b"reason", "state", b"state", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReasonCount: _TypeAlias = ReasonCount  # noqa: Y015
+
+@_typing.final
+class LabelCount(_message.Message):
+    """Assigned clients with one value of a label."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    ASSIGNED_FIELD_NUMBER: _builtins.int
+    REPORTED_FIELD_NUMBER: _builtins.int
+    MERGED_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    value: _builtins.str
+    assigned: _builtins.int
+    reported: _builtins.int
+    merged: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        value: _builtins.str = ...,
+        assigned: _builtins.int = ...,
+        reported: _builtins.int = ...,
+        merged: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assigned", b"assigned", "merged", b"merged", "name", b"name", "reported", b"reported", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LabelCount: _TypeAlias = LabelCount  # noqa: Y015
+
+@_typing.final
+class ListAssignmentsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    """A job id, or a name that only one job has. It may be empty if client_id is not."""
+    round: _builtins.int
+    """Only those of this round, and of this attempt; 0: of all."""
+    attempt: _builtins.int
+    client_id: _builtins.str
+    """Only those of this client; empty: of all."""
+    page_size: _builtins.int
+    """The maximum number of rows; 0, or more than the server's limit: that limit. A page may also end earlier, at 1 MiB."""
+    page_token: _builtins.str
+    """The next_page_token of the previous page; empty for the first page."""
+    @_builtins.property
+    def states(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Only those in one of these states, such as "FAILED"; empty: all."""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        round: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        client_id: _builtins.str = ...,
+        states: _abc.Iterable[_builtins.str] | None = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "client_id", b"client_id", "job", b"job", "page_size", b"page_size", "page_token", b"page_token", "round", b"round", "states", b"states"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAssignmentsRequest: _TypeAlias = ListAssignmentsRequest  # noqa: Y015
+
+@_typing.final
+class ListAssignmentsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ASSIGNMENTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty on the last page."""
+    total: _builtins.int
+    """The number of assignments on all pages."""
+    @_builtins.property
+    def assignments(self) -> _containers.RepeatedCompositeFieldContainer[Global___AssignmentDetails]:
+        """The latest attempt first, and by client in an attempt; of one client, the latest assignment first."""
+
+    def __init__(
+        self,
+        *,
+        assignments: _abc.Iterable[Global___AssignmentDetails] | None = ...,
+        next_page_token: _builtins.str = ...,
+        total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "next_page_token", b"next_page_token", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAssignmentsResponse: _TypeAlias = ListAssignmentsResponse  # noqa: Y015
+
+@_typing.final
+class AssignmentDetails(_message.Message):
+    """One client's participation in an attempt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    JOB_NAME_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    BASE_VERSION_FIELD_NUMBER: _builtins.int
+    ASSIGNED_UNIX_S_FIELD_NUMBER: _builtins.int
+    DEADLINE_UNIX_S_FIELD_NUMBER: _builtins.int
+    DOWNLOADED_UNIX_S_FIELD_NUMBER: _builtins.int
+    UPLOADING_UNIX_S_FIELD_NUMBER: _builtins.int
+    ENDED_UNIX_S_FIELD_NUMBER: _builtins.int
+    UPDATE_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_EXAMPLES_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    NORM_FIELD_NUMBER: _builtins.int
+    STALENESS_FIELD_NUMBER: _builtins.int
+    INTO_ROUND_FIELD_NUMBER: _builtins.int
+    INTO_ATTEMPT_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    job_name: _builtins.str
+    round: _builtins.int
+    attempt: _builtins.int
+    kind: Global___AttemptKind.ValueType
+    client_id: _builtins.str
+    state: _builtins.str
+    """"TRAINING", "UPLOADING", "REPORTED", "MERGED", "LATE", "FAILED", "REJECTED", "SURPLUS" or "DROPPED"."""
+    reason: _builtins.str
+    """Why it ended: a name such as "TRAINER_ERROR", and what the client or the server wrote."""
+    text: _builtins.str
+    base_version: _builtins.int
+    assigned_unix_s: _builtins.float
+    deadline_unix_s: _builtins.float
+    downloaded_unix_s: _builtins.float
+    """The times of its steps; 0: not yet, or not known."""
+    uploading_unix_s: _builtins.float
+    ended_unix_s: _builtins.float
+    update_bytes: _builtins.int
+    num_examples: _builtins.float
+    """Claims of the client. Unset in a private job."""
+    norm: _builtins.float
+    staleness: _builtins.int
+    into_round: _builtins.int
+    """The attempt that merged the update, if that is a later one."""
+    into_attempt: _builtins.int
+    progress: _builtins.float
+    """The completed fraction of the work, 0 to 1; unset before the first heartbeat, and after the end."""
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        job_name: _builtins.str = ...,
+        round: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        kind: Global___AttemptKind.ValueType = ...,
+        client_id: _builtins.str = ...,
+        state: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        text: _builtins.str = ...,
+        base_version: _builtins.int = ...,
+        assigned_unix_s: _builtins.float = ...,
+        deadline_unix_s: _builtins.float = ...,
+        downloaded_unix_s: _builtins.float = ...,
+        uploading_unix_s: _builtins.float = ...,
+        ended_unix_s: _builtins.float = ...,
+        update_bytes: _builtins.int = ...,
+        num_examples: _builtins.float | None = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        norm: _builtins.float | None = ...,
+        staleness: _builtins.int | None = ...,
+        into_round: _builtins.int = ...,
+        into_attempt: _builtins.int = ...,
+        progress: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_norm", b"_norm", "_num_examples", b"_num_examples", "_progress", b"_progress", "_staleness", b"_staleness", "norm", b"norm", "num_examples", b"num_examples", "progress", b"progress", "staleness", b"staleness"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_norm", b"_norm", "_num_examples", b"_num_examples", "_progress", b"_progress", "_staleness", b"_staleness", "assigned_unix_s", b"assigned_unix_s", "attempt", b"attempt", "base_version", b"base_version", "client_id", b"client_id", "deadline_unix_s", b"deadline_unix_s", "downloaded_unix_s", b"downloaded_unix_s", "ended_unix_s", b"ended_unix_s", "into_attempt", b"into_attempt", "into_round", b"into_round", "job_id", b"job_id", "job_name", b"job_name", "kind", b"kind", "metrics", b"metrics", "norm", b"norm", "num_examples", b"num_examples", "progress", b"progress", "reason", b"reason", "round", b"round", "staleness", b"staleness", "state", b"state", "text", b"text", "update_bytes", b"update_bytes", "uploading_unix_s", b"uploading_unix_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__norm: _TypeAlias = _typing.Literal["norm"]  # noqa: Y015
+    _WhichOneofArgType__norm: _TypeAlias = _typing.Literal["_norm", b"_norm"]  # noqa: Y015
+    _WhichOneofReturnType__num_examples: _TypeAlias = _typing.Literal["num_examples"]  # noqa: Y015
+    _WhichOneofArgType__num_examples: _TypeAlias = _typing.Literal["_num_examples", b"_num_examples"]  # noqa: Y015
+    _WhichOneofReturnType__progress: _TypeAlias = _typing.Literal["progress"]  # noqa: Y015
+    _WhichOneofArgType__progress: _TypeAlias = _typing.Literal["_progress", b"_progress"]  # noqa: Y015
+    _WhichOneofReturnType__staleness: _TypeAlias = _typing.Literal["staleness"]  # noqa: Y015
+    _WhichOneofArgType__staleness: _TypeAlias = _typing.Literal["_staleness", b"_staleness"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__norm) -> _WhichOneofReturnType__norm | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_examples) -> _WhichOneofReturnType__num_examples | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__progress) -> _WhichOneofReturnType__progress | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__staleness) -> _WhichOneofReturnType__staleness | None: ...
+
+Global___AssignmentDetails: _TypeAlias = AssignmentDetails  # noqa: Y015
 
 @_typing.final
 class AttemptProgress(_message.Message):
@@ -706,21 +1209,29 @@ class WatchJobRequest(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
     PROGRESS_EVERY_S_FIELD_NUMBER: _builtins.int
+    UNTIL_NOW_FIELD_NUMBER: _builtins.int
+    ONLY_NEW_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     after_sequence: _builtins.int
     """Start after this sequence number; 0 for all."""
     progress_every_s: _builtins.float
     """Also send events about the progress of the open attempt, at most one in this many seconds; 0: send no such events."""
+    until_now: _builtins.bool
+    """End after the events that are stored now, even if the job has not ended."""
+    only_new: _builtins.bool
+    """Skip the events that are stored already. Then after_sequence must be 0."""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         after_sequence: _builtins.int = ...,
         progress_every_s: _builtins.float = ...,
+        until_now: _builtins.bool = ...,
+        only_new: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "job", b"job", "progress_every_s", b"progress_every_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "job", b"job", "only_new", b"only_new", "progress_every_s", b"progress_every_s", "until_now", b"until_now"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -824,6 +1335,9 @@ class ListRoundsRequest(_message.Message):
     ALL_ATTEMPTS_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    NEWEST_FIRST_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     all_attempts: _builtins.bool
     """Include abandoned attempts, not only committed and open ones."""
@@ -831,6 +1345,14 @@ class ListRoundsRequest(_message.Message):
     """The maximum number of rows; 0, or more than the server's limit: that limit. A page may also end earlier, at 1 MiB."""
     page_token: _builtins.str
     """The next_page_token of the previous page; empty for the first page."""
+    round: _builtins.int
+    """Only attempts at this round; 0: at all."""
+    newest_first: _builtins.bool
+    """The latest attempt first, instead of the oldest."""
+    num_samples: _builtins.int
+    """If not 0: one page with at most this many committed rounds of training, evenly spaced, with the first and the last
+    one. For charts of long jobs.
+    """
     def __init__(
         self,
         *,
@@ -838,10 +1360,13 @@ class ListRoundsRequest(_message.Message):
         all_attempts: _builtins.bool = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        round: _builtins.int = ...,
+        newest_first: _builtins.bool = ...,
+        num_samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_attempts", b"all_attempts", "job", b"job", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_attempts", b"all_attempts", "job", b"job", "newest_first", b"newest_first", "num_samples", b"num_samples", "page_size", b"page_size", "page_token", b"page_token", "round", b"round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -853,8 +1378,11 @@ class ListRoundsResponse(_message.Message):
 
     ROUNDS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Empty on the last page."""
+    total: _builtins.int
+    """The number of attempts on all pages; with num_samples, of those that the sample was taken from."""
     @_builtins.property
     def rounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___Round]:
         """Sorted by round and attempt."""
@@ -864,10 +1392,11 @@ class ListRoundsResponse(_message.Message):
         *,
         rounds: _abc.Iterable[Global___Round] | None = ...,
         next_page_token: _builtins.str = ...,
+        total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "rounds", b"rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "rounds", b"rounds", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -877,25 +1406,59 @@ Global___ListRoundsResponse: _TypeAlias = ListRoundsResponse  # noqa: Y015
 class ListClientsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     POPULATION_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    SEARCH_FIELD_NUMBER: _builtins.int
     population: _builtins.str
     """Empty for all."""
     page_size: _builtins.int
     """The maximum number of rows; 0, or more than the server's limit: that limit. A page may also end earlier, at 1 MiB."""
     page_token: _builtins.str
     """The next_page_token of the previous page; empty for the first page."""
+    state: _builtins.str
+    """Only clients in this state: "waiting", "busy", "away" or "revoked"; empty: all."""
+    search: _builtins.str
+    """Only clients whose id contains this text; empty: all."""
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Only clients with all of these labels."""
+
     def __init__(
         self,
         *,
         population: _builtins.str = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        state: _builtins.str = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        search: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "population", b"population"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "page_size", b"page_size", "page_token", b"page_token", "population", b"population", "search", b"search", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -981,8 +1544,11 @@ class ListClientsResponse(_message.Message):
 
     CLIENTS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Empty on the last page."""
+    total: _builtins.int
+    """The number of clients on all pages."""
     @_builtins.property
     def clients(self) -> _containers.RepeatedCompositeFieldContainer[Global___Client]:
         """In the order of enrollment."""
@@ -992,14 +1558,188 @@ class ListClientsResponse(_message.Message):
         *,
         clients: _abc.Iterable[Global___Client] | None = ...,
         next_page_token: _builtins.str = ...,
+        total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "next_page_token", b"next_page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "next_page_token", b"next_page_token", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListClientsResponse: _TypeAlias = ListClientsResponse  # noqa: Y015
+
+@_typing.final
+class ShowClientRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    client_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        client_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShowClientRequest: _TypeAlias = ShowClientRequest  # noqa: Y015
+
+@_typing.final
+class ShowFleetRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POPULATION_FIELD_NUMBER: _builtins.int
+    SINCE_UNIX_S_FIELD_NUMBER: _builtins.int
+    population: _builtins.str
+    """Empty for all."""
+    since_unix_s: _builtins.float
+    """Availability from this time on; 0: the last 7 days."""
+    def __init__(
+        self,
+        *,
+        population: _builtins.str = ...,
+        since_unix_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["population", b"population", "since_unix_s", b"since_unix_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShowFleetRequest: _TypeAlias = ShowFleetRequest  # noqa: Y015
+
+@_typing.final
+class ShowFleetResponse(_message.Message):
+    """Counts over at most a minute ago."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POPULATIONS_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    HOURS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def populations(self) -> _containers.RepeatedCompositeFieldContainer[Global___PopulationCount]:
+        """Sorted by name."""
+
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedCompositeFieldContainer[Global___ValueCount]:
+        """The most frequent first: at most 20 labels with at most 20 values each, and at most 20 versions."""
+
+    @_builtins.property
+    def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ValueCount]: ...
+    @_builtins.property
+    def hours(self) -> _containers.RepeatedCompositeFieldContainer[Global___AvailabilityHour]:
+        """The oldest first; at most 8,784 for each population."""
+
+    def __init__(
+        self,
+        *,
+        populations: _abc.Iterable[Global___PopulationCount] | None = ...,
+        labels: _abc.Iterable[Global___ValueCount] | None = ...,
+        versions: _abc.Iterable[Global___ValueCount] | None = ...,
+        hours: _abc.Iterable[Global___AvailabilityHour] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hours", b"hours", "labels", b"labels", "populations", b"populations", "versions", b"versions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShowFleetResponse: _TypeAlias = ShowFleetResponse  # noqa: Y015
+
+@_typing.final
+class PopulationCount(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POPULATION_FIELD_NUMBER: _builtins.int
+    NUM_CLIENTS_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    NUM_BUSY_FIELD_NUMBER: _builtins.int
+    NUM_REVOKED_FIELD_NUMBER: _builtins.int
+    population: _builtins.str
+    num_clients: _builtins.int
+    num_waiting: _builtins.int
+    num_busy: _builtins.int
+    num_revoked: _builtins.int
+    def __init__(
+        self,
+        *,
+        population: _builtins.str = ...,
+        num_clients: _builtins.int = ...,
+        num_waiting: _builtins.int = ...,
+        num_busy: _builtins.int = ...,
+        num_revoked: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_busy", b"num_busy", "num_clients", b"num_clients", "num_revoked", b"num_revoked", "num_waiting", b"num_waiting", "population", b"population"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PopulationCount: _TypeAlias = PopulationCount  # noqa: Y015
+
+@_typing.final
+class ValueCount(_message.Message):
+    """The number of clients with a value of a label, or with a software version (then `name` is empty)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    value: _builtins.str
+    count: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        value: _builtins.str = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "name", b"name", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ValueCount: _TypeAlias = ValueCount  # noqa: Y015
+
+@_typing.final
+class AvailabilityHour(_message.Message):
+    """The clients of a population that checked in during an hour."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POPULATION_FIELD_NUMBER: _builtins.int
+    HOUR_UNIX_S_FIELD_NUMBER: _builtins.int
+    NUM_SEEN_FIELD_NUMBER: _builtins.int
+    MAX_AVAILABLE_FIELD_NUMBER: _builtins.int
+    population: _builtins.str
+    hour_unix_s: _builtins.float
+    num_seen: _builtins.int
+    """Different clients that checked in."""
+    max_available: _builtins.int
+    """The most clients that were waiting or busy at one time."""
+    def __init__(
+        self,
+        *,
+        population: _builtins.str = ...,
+        hour_unix_s: _builtins.float = ...,
+        num_seen: _builtins.int = ...,
+        max_available: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hour_unix_s", b"hour_unix_s", "max_available", b"max_available", "num_seen", b"num_seen", "population", b"population"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AvailabilityHour: _TypeAlias = AvailabilityHour  # noqa: Y015
 
 @_typing.final
 class RevokeClientRequest(_message.Message):
@@ -1151,8 +1891,11 @@ class ListEnrollmentsResponse(_message.Message):
 
     ENROLLMENTS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Empty on the last page."""
+    total: _builtins.int
+    """The number of tokens on all pages."""
     @_builtins.property
     def enrollments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Enrollment]:
         """In the order of creation."""
@@ -1162,10 +1905,11 @@ class ListEnrollmentsResponse(_message.Message):
         *,
         enrollments: _abc.Iterable[Global___Enrollment] | None = ...,
         next_page_token: _builtins.str = ...,
+        total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["enrollments", b"enrollments", "next_page_token", b"next_page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["enrollments", b"enrollments", "next_page_token", b"next_page_token", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1205,21 +1949,25 @@ class ListModelVersionsRequest(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    FIRST_VERSION_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     page_size: _builtins.int
     """The maximum number of rows; 0, or more than the server's limit: that limit. A page may also end earlier, at 1 MiB."""
     page_token: _builtins.str
     """The next_page_token of the previous page; empty for the first page."""
+    first_version: _builtins.int
+    """Only versions from this number on."""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        first_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_version", b"first_version", "job", b"job", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1309,8 +2057,11 @@ class ListModelVersionsResponse(_message.Message):
 
     VERSIONS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Empty on the last page."""
+    total: _builtins.int
+    """The number of versions on all pages."""
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelVersion]:
         """Oldest first."""
@@ -1320,10 +2071,11 @@ class ListModelVersionsResponse(_message.Message):
         *,
         versions: _abc.Iterable[Global___ModelVersion] | None = ...,
         next_page_token: _builtins.str = ...,
+        total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "total", b"total", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1549,22 +2301,37 @@ class ListAuditRequest(_message.Message):
     AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    ACTOR_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    SINCE_UNIX_S_FIELD_NUMBER: _builtins.int
+    NEWEST_FIRST_FIELD_NUMBER: _builtins.int
     after_sequence: _builtins.int
     """Start after this sequence number; 0 for all."""
     page_size: _builtins.int
     """The maximum number of rows; 0, or more than the server's limit: that limit. A page may also end earlier, at 1 MiB."""
     page_token: _builtins.str
     """The next_page_token of the previous page; empty for the first page."""
+    actor: _builtins.str
+    """Only rows of this actor, with this action; empty: all."""
+    action: _builtins.str
+    since_unix_s: _builtins.float
+    """Only rows from this time on; 0: all."""
+    newest_first: _builtins.bool
+    """The latest row first, instead of the oldest. Then after_sequence must be 0."""
     def __init__(
         self,
         *,
         after_sequence: _builtins.int = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        actor: _builtins.str = ...,
+        action: _builtins.str = ...,
+        since_unix_s: _builtins.float = ...,
+        newest_first: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "actor", b"actor", "after_sequence", b"after_sequence", "newest_first", b"newest_first", "page_size", b"page_size", "page_token", b"page_token", "since_unix_s", b"since_unix_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1618,8 +2385,11 @@ class ListAuditResponse(_message.Message):
 
     EVENTS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Empty on the last page."""
+    total: _builtins.int
+    """The number of rows on all pages."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___AuditEvent]: ...
     def __init__(
@@ -1627,10 +2397,11 @@ class ListAuditResponse(_message.Message):
         *,
         events: _abc.Iterable[Global___AuditEvent] | None = ...,
         next_page_token: _builtins.str = ...,
+        total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "next_page_token", b"next_page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "next_page_token", b"next_page_token", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -90,6 +90,16 @@ class JobsStub:
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListRoundsRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListRoundsResponse.FromString,
                 _registered_method=True)
+        self.ShowRound = channel.unary_unary(
+                '/fedplat.wire.v1.Jobs/ShowRound',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowRoundRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RoundDetails.FromString,
+                _registered_method=True)
+        self.ListAssignments = channel.unary_unary(
+                '/fedplat.wire.v1.Jobs/ListAssignments',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAssignmentsRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAssignmentsResponse.FromString,
+                _registered_method=True)
         self.ListModelVersions = channel.unary_unary(
                 '/fedplat.wire.v1.Jobs/ListModelVersions',
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListModelVersionsRequest.SerializeToString,
@@ -176,6 +186,20 @@ class JobsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ShowRound(self, request, context):
+        """Returns one attempt, with the reasons why clients did not contribute to it, and its outcome by label.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAssignments(self, request, context):
+        """Returns the assignments of an attempt, of a job or of a client.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModelVersions(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -246,6 +270,16 @@ def add_JobsServicer_to_server(servicer, server):
                     servicer.ListRounds,
                     request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListRoundsRequest.FromString,
                     response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListRoundsResponse.SerializeToString,
+            ),
+            'ShowRound': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShowRound,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowRoundRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RoundDetails.SerializeToString,
+            ),
+            'ListAssignments': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAssignments,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAssignmentsRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAssignmentsResponse.SerializeToString,
             ),
             'ListModelVersions': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModelVersions,
@@ -567,6 +601,60 @@ class Jobs:
             _registered_method=True)
 
     @staticmethod
+    def ShowRound(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Jobs/ShowRound',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowRoundRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.RoundDetails.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAssignments(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Jobs/ListAssignments',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAssignmentsRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAssignmentsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ListModelVersions(request,
             target,
             options=(),
@@ -636,6 +724,16 @@ class ClientsStub:
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListClientsRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListClientsResponse.FromString,
                 _registered_method=True)
+        self.ShowClient = channel.unary_unary(
+                '/fedplat.wire.v1.Clients/ShowClient',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowClientRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Client.FromString,
+                _registered_method=True)
+        self.ShowFleet = channel.unary_unary(
+                '/fedplat.wire.v1.Clients/ShowFleet',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowFleetRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowFleetResponse.FromString,
+                _registered_method=True)
         self.RevokeClient = channel.unary_unary(
                 '/fedplat.wire.v1.Clients/RevokeClient',
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeClientRequest.SerializeToString,
@@ -664,6 +762,19 @@ class ClientsServicer:
 
     def ListClients(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ShowClient(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ShowFleet(self, request, context):
+        """Returns the numbers of clients by state, label and software version, and their availability by hour.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -703,6 +814,16 @@ def add_ClientsServicer_to_server(servicer, server):
                     servicer.ListClients,
                     request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListClientsRequest.FromString,
                     response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListClientsResponse.SerializeToString,
+            ),
+            'ShowClient': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShowClient,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowClientRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Client.SerializeToString,
+            ),
+            'ShowFleet': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShowFleet,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowFleetRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowFleetResponse.SerializeToString,
             ),
             'RevokeClient': grpc.unary_unary_rpc_method_handler(
                     servicer.RevokeClient,
@@ -753,6 +874,60 @@ class Clients:
             '/fedplat.wire.v1.Clients/ListClients',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.ListClientsRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.ListClientsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ShowClient(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Clients/ShowClient',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowClientRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.Client.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ShowFleet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Clients/ShowFleet',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowFleetRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowFleetResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -940,7 +1115,7 @@ class OperatorsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListAudit(self, request, context):
-        """Returns rows of the audit log, oldest first.
+        """Returns rows of the audit log.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -48,6 +48,10 @@ class JobsStub:
     WatchJob: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchJobRequest, _admin_pb2.JobEvent]
     """Returns all events of a job after a sequence number, then new ones as they happen, until the job has ended."""
     ListRounds: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRoundsRequest, _admin_pb2.ListRoundsResponse]
+    ShowRound: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ShowRoundRequest, _admin_pb2.RoundDetails]
+    """Returns one attempt, with the reasons why clients did not contribute to it, and its outcome by label."""
+    ListAssignments: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAssignmentsRequest, _admin_pb2.ListAssignmentsResponse]
+    """Returns the assignments of an attempt, of a job or of a client."""
     ListModelVersions: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListModelVersionsRequest, _admin_pb2.ListModelVersionsResponse]
     ExportModel: _grpc.UnaryStreamMultiCallable[_admin_pb2.ExportModelRequest, _admin_pb2.ExportModelResponse]
     """Returns the safetensors file of a version."""
@@ -72,6 +76,10 @@ class JobsAsyncStub(JobsStub):
     WatchJob: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchJobRequest, _admin_pb2.JobEvent]  # type: ignore[assignment]
     """Returns all events of a job after a sequence number, then new ones as they happen, until the job has ended."""
     ListRounds: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRoundsRequest, _admin_pb2.ListRoundsResponse]  # type: ignore[assignment]
+    ShowRound: _aio.UnaryUnaryMultiCallable[_admin_pb2.ShowRoundRequest, _admin_pb2.RoundDetails]  # type: ignore[assignment]
+    """Returns one attempt, with the reasons why clients did not contribute to it, and its outcome by label."""
+    ListAssignments: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAssignmentsRequest, _admin_pb2.ListAssignmentsResponse]  # type: ignore[assignment]
+    """Returns the assignments of an attempt, of a job or of a client."""
     ListModelVersions: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListModelVersionsRequest, _admin_pb2.ListModelVersionsResponse]  # type: ignore[assignment]
     ExportModel: _aio.UnaryStreamMultiCallable[_admin_pb2.ExportModelRequest, _admin_pb2.ExportModelResponse]  # type: ignore[assignment]
     """Returns the safetensors file of a version."""
@@ -161,6 +169,22 @@ class JobsServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.ListRoundsResponse, _abc.Awaitable[_admin_pb2.ListRoundsResponse]]: ...
 
     @_abc_1.abstractmethod
+    def ShowRound(
+        self,
+        request: _admin_pb2.ShowRoundRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.RoundDetails, _abc.Awaitable[_admin_pb2.RoundDetails]]:
+        """Returns one attempt, with the reasons why clients did not contribute to it, and its outcome by label."""
+
+    @_abc_1.abstractmethod
+    def ListAssignments(
+        self,
+        request: _admin_pb2.ListAssignmentsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListAssignmentsResponse, _abc.Awaitable[_admin_pb2.ListAssignmentsResponse]]:
+        """Returns the assignments of an attempt, of a job or of a client."""
+
+    @_abc_1.abstractmethod
     def ListModelVersions(
         self,
         request: _admin_pb2.ListModelVersionsRequest,
@@ -185,6 +209,9 @@ class ClientsStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ClientsAsyncStub: ...
     ListClients: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListClientsRequest, _admin_pb2.ListClientsResponse]
+    ShowClient: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ShowClientRequest, _admin_pb2.Client]
+    ShowFleet: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ShowFleetRequest, _admin_pb2.ShowFleetResponse]
+    """Returns the numbers of clients by state, label and software version, and their availability by hour."""
     RevokeClient: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RevokeClientRequest, _admin_pb2.Client]
     """Revokes a client permanently, from its next request on. Its open assignment fails, and its report to an attempt
     that is still collecting is dropped.
@@ -201,6 +228,9 @@ class ClientsAsyncStub(ClientsStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListClients: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListClientsRequest, _admin_pb2.ListClientsResponse]  # type: ignore[assignment]
+    ShowClient: _aio.UnaryUnaryMultiCallable[_admin_pb2.ShowClientRequest, _admin_pb2.Client]  # type: ignore[assignment]
+    ShowFleet: _aio.UnaryUnaryMultiCallable[_admin_pb2.ShowFleetRequest, _admin_pb2.ShowFleetResponse]  # type: ignore[assignment]
+    """Returns the numbers of clients by state, label and software version, and their availability by hour."""
     RevokeClient: _aio.UnaryUnaryMultiCallable[_admin_pb2.RevokeClientRequest, _admin_pb2.Client]  # type: ignore[assignment]
     """Revokes a client permanently, from its next request on. Its open assignment fails, and its report to an attempt
     that is still collecting is dropped.
@@ -220,6 +250,21 @@ class ClientsServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListClientsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListClientsResponse, _abc.Awaitable[_admin_pb2.ListClientsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ShowClient(
+        self,
+        request: _admin_pb2.ShowClientRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.Client, _abc.Awaitable[_admin_pb2.Client]]: ...
+
+    @_abc_1.abstractmethod
+    def ShowFleet(
+        self,
+        request: _admin_pb2.ShowFleetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ShowFleetResponse, _abc.Awaitable[_admin_pb2.ShowFleetResponse]]:
+        """Returns the numbers of clients by state, label and software version, and their availability by hour."""
 
     @_abc_1.abstractmethod
     def RevokeClient(
@@ -270,7 +315,7 @@ class OperatorsStub:
     RemoveOperator: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RemoveOperatorRequest, _admin_pb2.RemoveOperatorResponse]
     """Removes an operator. Its token is refused from the next call on."""
     ListAudit: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAuditRequest, _admin_pb2.ListAuditResponse]
-    """Returns rows of the audit log, oldest first."""
+    """Returns rows of the audit log."""
 
 @_typing.type_check_only
 class OperatorsAsyncStub(OperatorsStub):
@@ -284,7 +329,7 @@ class OperatorsAsyncStub(OperatorsStub):
     RemoveOperator: _aio.UnaryUnaryMultiCallable[_admin_pb2.RemoveOperatorRequest, _admin_pb2.RemoveOperatorResponse]  # type: ignore[assignment]
     """Removes an operator. Its token is refused from the next call on."""
     ListAudit: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAuditRequest, _admin_pb2.ListAuditResponse]  # type: ignore[assignment]
-    """Returns rows of the audit log, oldest first."""
+    """Returns rows of the audit log."""
 
 class OperatorsServicer(metaclass=_abc_1.ABCMeta):
     """The server itself: its status, its operators and its audit log."""
@@ -325,7 +370,7 @@ class OperatorsServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListAuditRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListAuditResponse, _abc.Awaitable[_admin_pb2.ListAuditResponse]]:
-        """Returns rows of the audit log, oldest first."""
+        """Returns rows of the audit log."""
 
 def add_OperatorsServicer_to_server(servicer: OperatorsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
