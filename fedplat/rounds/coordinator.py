@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from msgspec import structs
 
@@ -108,6 +108,11 @@ class Coordinator:
     def num_busy(self) -> int:
         """The number of clients with a busy assignment."""
         return len(self._busy)
+
+    @property
+    def busy_clients(self) -> Collection[str]:
+        """The clients with a busy assignment."""
+        return self._busy.keys()
 
     def assignment_of(self, client_id: str) -> AttemptKey | None:
         """Return the attempt that a client works for now, if any."""
@@ -315,6 +320,7 @@ class Coordinator:
     def _draw(self, proposal: Proposal, job_id: str, context: Context, *, final: bool) -> None:
         demand, room = self.room.demands[job_id], self.room
         counts = room.num_resting(job_id), room.num_eligible(job_id), room.num_spent(job_id)
+        num_waiting = room.num_waiting(demand.population)
         key, error = demand.key, ""
         try:
             drawn = room.draw(job_id, context.rng)
@@ -324,7 +330,8 @@ class Coordinator:
         client_ids = tuple(client.client_id for client in drawn)
         final = final or demand.sampling.is_trial  # trials of each client are not repeated
         num_unable = room.count_unable(job_id) if final else 0
-        self._step(proposal, CandidatesDrawn(job_id, client_ids, final, *counts, num_unable, error), context)
+        candidates = CandidatesDrawn(job_id, client_ids, final, *counts, num_unable, error, num_waiting)
+        self._step(proposal, candidates, context)
         attempt = proposal.jobs[job_id].attempt
         taken = attempt.assignments if attempt is not None and attempt.key == key else {}
         for client in drawn:

@@ -97,7 +97,8 @@ class CandidatesDrawn:
 
     They were drawn from `num_eligible` clients. `num_resting` other clients wait that a later round may draw, and
     `num_spent` that have reached the participation limit, so that no later round may. `num_unable` other clients have
-    the trainer, but not the job's codec or algorithm. `error` is the error of a policy that failed to draw.
+    the trainer, but not the job's codec or algorithm. `num_waiting` clients of the population waited before the draw.
+    `error` is the error of a policy that failed to draw.
     """
 
     job_id: str
@@ -108,6 +109,7 @@ class CandidatesDrawn:
     num_spent: int = 0
     num_unable: int = 0
     error: str = ""
+    num_waiting: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

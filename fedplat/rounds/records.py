@@ -184,7 +184,7 @@ class Attempt(AssignmentSet, frozen=True, kw_only=True):
 
     `goal` reports close it, `minimum` reports are enough when no client is left to wait for, and `target` clients work
     for it. It waits for clients until `selection_ends_at`. If it hides its sample, it collects until `closes_at` in any
-    case.
+    case. `num_checked_in` and `num_eligible` are the largest numbers of a draw (`count_draw`).
     """
 
     key: AttemptKey
@@ -200,6 +200,20 @@ class Attempt(AssignmentSet, frozen=True, kw_only=True):
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     ended_at: float | None = None
     closes_at: float | None = None
+    num_checked_in: int = 0
+    num_eligible: int = 0
+
+    def count_draw(self, num_waiting: int, num_eligible: int) -> Self:
+        """Return the attempt after a draw from the waiting clients of the population, some of them eligible.
+
+        Clients that it already has were waiting and eligible before, so they are included.
+        """
+        num_assigned = len(self.assignments)
+        return structs.replace(
+            self,
+            num_checked_in=max(self.num_checked_in, num_assigned + num_waiting),
+            num_eligible=max(self.num_eligible, num_assigned + num_eligible),
+        )
 
     @property
     def is_open(self) -> bool:

@@ -161,6 +161,15 @@ class WaitingRoom:
         """Return the number of waiting clients of a population."""
         return self._num_waiting[population]
 
+    def count_by_population(self) -> Mapping[str, int]:
+        """Return the number of waiting clients of each population that has some."""
+        return {name: count for name, count in self._num_waiting.items() if count}
+
+    def num_available(self, job_id: str) -> int:
+        """Return the number of waiting clients that the job may have train now; 0 until it first selects."""
+        eligible = self._eligible.get((job_id, AttemptKind.TRAIN))
+        return len(eligible) if eligible is not None else 0
+
     def enter(self, client: ClientCheckedIn) -> None:
         """Add a waiting client; it replaces the client's earlier check-in."""
         self.leave(client.client_id)

@@ -188,6 +188,8 @@ def _on_candidates(job: JobState, event: CandidatesDrawn, context: Context) -> T
     attempt = job.open_attempt
     if attempt is None or not reporting.wants_clients(job, attempt):
         return Transition(job, verdict=Verdict(Reason.NOT_SELECTED))
+    attempt = attempt.count_draw(event.num_waiting, event.num_eligible)
+    job = structs.replace(job, attempt=attempt)
     if event.error:
         return closing.fail_attempt(job, event.error, context)
     found, needed = len(event.client_ids), attempt.minimum if event.final else 1

@@ -13,6 +13,7 @@ from fedplat.rounds import pacing
 from fedplat.rounds.commands import Assign, Refuse, RetryWindow
 from fedplat.rounds.events import ClientLeft, JobAction
 from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus, Reason
+from support.rounds.buffers import buffered
 from support.rounds.driver import EVALUATOR, Driver, assigned, commands_of, make_client, make_job, make_spec
 
 
@@ -239,3 +240,31 @@ def test_a_completed_job_sends_its_clients_to_rest() -> None:
         ("c0", Reason.NO_WORK),
         ("c1", Reason.NO_WORK),
     ]
+
+
+def test_an_attempt_counts_the_clients_of_its_draw() -> None:
+    driver = Driver(make_job(spec=make_spec(2, selection={"where": "region == 'eu'", "wait_for": 3})))
+    others = [make_client(f"us{n}", labels={"region": "us"}) for n in range(4)]
+    elsewhere = [make_client("far", population="other", labels={"region": "eu"})]
+    driver.start()
+    driver.do(*others, *elsewhere)
+    assert (driver.attempt.num_checked_in, driver.attempt.num_eligible) == (0, 0)
+    driver.do(*(make_client(f"eu{n}", labels={"region": "eu"}) for n in range(3)))
+    assert len(driver.attempt.assignments) == 2
+    assert (driver.attempt.num_checked_in, driver.attempt.num_eligible) == (7, 3)
+
+
+def test_several_draws_of_an_attempt_count_the_clients_that_it_has() -> None:
+    driver = buffered(1, concurrency=3, goal=2)
+    assert (driver.attempt.num_checked_in, driver.attempt.num_eligible) == (1, 1)
+    driver.check_in("c1")
+    driver.check_in("c2")
+    assert (driver.attempt.num_checked_in, driver.attempt.num_eligible) == (3, 3)
+    assert len(driver.attempt.assignments) == 3
+
+
+def test_an_attempt_without_enough_clients_counts_them_too() -> None:
+    driver = Driver(make_job(spec=make_spec(10))).start(4)
+    driver.wait(60)
+    assert driver.attempt.phase is AttemptPhase.ABANDONED
+    assert (driver.attempt.num_checked_in, driver.attempt.num_eligible) == (4, 4)
