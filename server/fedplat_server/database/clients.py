@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
 from fedplat_server.errors import TokenRefusedError
@@ -28,6 +28,25 @@ class ClientRecord:
     revoked_unix_s: float | None = None
     token_id: str = ""
 
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClientFilter:
+    """The clients of a list: those that satisfy all conditions; the default is all clients.
+
+    `labels` are labels that a client must have, `search` is a part of its id. `only` are the ids of the clients to
+    choose from (None: all), and `without` those to leave out: both may have as many ids as there are clients.
+    """
+
+    population: str | None = None
+    labels: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    search: str = ""
+    is_revoked: bool | None = None
+    only: Collection[str] | None = None
+    without: Collection[str] = ()
+
+
+ALL_CLIENTS = ClientFilter()
+"""The filter that every client satisfies."""
 
 NewEntries: TypeAlias = Callable[[ClientRecord], Sequence[AuditEntry]]
 """A function that returns the audit entries for a changed client, which is only known within the transaction."""

@@ -182,7 +182,7 @@ def _translate(error: exc.DBAPIError, url: URL) -> StoreError:
     if sqlstate in _CONFLICTS:
         return ConflictError(message)
     if sqlstate == _DISK_FULL or getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
-        files.note_full()
+        files.note_full("database")
         return StoreFullError(message)
     if error.connection_invalidated or (sqlstate is not None and _UNAVAILABLE.fullmatch(sqlstate)):
         return StoreUnavailableError(message)

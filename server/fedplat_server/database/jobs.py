@@ -24,6 +24,33 @@ class JobRecord:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class AttemptFilter:
+    """The attempts of a list: those of a job, only those at one round if it is not 0, and in which order.
+
+    Abandoned attempts are included only with `all_attempts`.
+    """
+
+    job_id: str
+    all_attempts: bool = False
+    round: int = 0
+    newest_first: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Funnel:
+    """How many clients took each step of an attempt.
+
+    `num_checked_in` clients of the population were waiting when clients were drawn, and `num_eligible` of them could be
+    drawn. Of the assigned ones `num_downloaded` received the model, and `num_trained` completed the training.
+    """
+
+    num_checked_in: int = 0
+    num_eligible: int = 0
+    num_downloaded: int = 0
+    num_trained: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Staleness:
     """The staleness of an attempt's updates in versions: mean and maximum."""
 
@@ -54,6 +81,7 @@ class AttemptRecord:
     update_bytes: int
     staleness: Staleness = Staleness()
     largest_norm: float | None = None
+    funnel: Funnel = Funnel()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,3 +129,15 @@ class Removable:
     version: ModelVersion
     model: bool
     state: bool
+
+
+def spaced_positions(total: int, most: int) -> list[int]:
+    """Return at most `most` evenly spaced numbers from 1 to `total`, with both ends.
+
+    >>> spaced_positions(10, 4)
+    [1, 4, 7, 10]
+    """
+    if total <= most:
+        return list(range(1, total + 1))
+    last = max(most, 2) - 1
+    return [1 + (index * (total - 1) + last // 2) // last for index in range(last + 1)]

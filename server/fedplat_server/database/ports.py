@@ -1,7 +1,9 @@
 """The ports of the database: interfaces, one for each kind of record.
 
+Those of clients and of events are in `client_ports.py` and `event_ports.py`.
 Every method is one transaction. If a method has a parameter `audit`, the same transaction appends these entries to the
-audit log. Every adapter passes the contract tests `tests/server/store/test_contract*.py`.
+audit log. Changes of jobs, clients, operators, budgets and webhooks also append their events
+(`records.events`). Every adapter passes the contract tests `tests/server/store/test_contract*.py`.
 
 Errors are `StoreUnavailableError` (try again later), `StaleRevisionError`, `PopulationChangedError` and
 `ParticipationError` (read again first) and `LeadershipLostError`; adapters translate those of a database library.
@@ -14,9 +16,27 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from fedplat.rounds import Assignment, AttemptKey, Change, JobState, ModelVersion, Participation, rounds_to_recall
-from fedplat_server.database.clients import ClientRecord, Enrollment, EnrollmentToken, NewEntries, no_entries
+from fedplat.rounds import (
+    Assignment,
+    AssignmentId,
+    AttemptKey,
+    Change,
+    JobState,
+    ModelVersion,
+    Participation,
+    rounds_to_recall,
+)
+from fedplat_server.database.assignments import (
+    AssignmentFilter,
+    AssignmentPlace,
+    AssignmentRecord,
+    LabelledCount,
+    OutcomeCount,
+)
+from fedplat_server.database.client_ports import ClientStore, FleetStore
+from fedplat_server.database.event_ports import EventStore, WebhookStore
 from fedplat_server.database.jobs import (
+    AttemptFilter,
     AttemptRecord,
     HistoryRecord,
     JobRecord,
@@ -25,12 +45,17 @@ from fedplat_server.database.jobs import (
     VersionRecord,
 )
 from fedplat_server.database.ledger import Budget, LedgerRow, Population
-from fedplat_server.records.audit import AuditEntry, AuditHead, AuditRow
+from fedplat_server.database.traces import EndedAttempt
+from fedplat_server.records.audit import ALL_ROWS, AuditEntry, AuditFilter, AuditHead, AuditRow
 from fedplat_server.records.lease import Candidate, Lease, LeaseReading
 from fedplat_server.records.operators import OperatorRecord
 
 BATCH = 1000
 """Maximum number of versions, attempts or digests in one transaction of the retention."""
+MAX_TALLIED = 20_000
+"""Maximum number of assignments, more or less, whose outcomes one sample of rounds counts."""
+MAX_EXAMPLE_BYTES = 300
+"""Maximum size of a client's text that is shown as an example."""
 ROUNDS_PER_QUERY = 50
 """Number of rounds in one query for participations, which limits the memory for a job with many large rounds."""
 
@@ -44,8 +69,18 @@ class Store(Protocol):
         ...
 
     @property
+    def assignments(self) -> AssignmentStore:
+        """Lists and outcomes of assignments."""
+        ...
+
+    @property
     def clients(self) -> ClientStore:
         """Enrollment tokens and clients."""
+        ...
+
+    @property
+    def fleet(self) -> FleetStore:
+        """Traits of all clients, and availability by hour."""
         ...
 
     @property
@@ -66,6 +101,21 @@ class Store(Protocol):
     @property
     def retention(self) -> RetentionStore:
         """The removal of old files and rows."""
+        ...
+
+    @property
+    def events(self) -> EventStore:
+        """Events."""
+        ...
+
+    @property
+    def webhooks(self) -> WebhookStore:
+        """Webhooks and the deliveries of events to them."""
+        ...
+
+    @property
+    def traces(self) -> TraceStore:
+        """The attempts that have ended, for their traces."""
         ...
 
     async def close(self) -> None:
@@ -142,16 +192,24 @@ class JobStore(Protocol):
         ...
 
     async def list_attempts(
-        self, job_id: str, *, all_attempts: bool = False, after: tuple[int, int] | None = None, limit: int | None = None
+        self, which: AttemptFilter, *, after: tuple[int, int] | None = None, limit: int | None = None
     ) -> list[AttemptRecord]:
-        """Return the first `limit` attempts after a round and number, in this order.
-
-        Abandoned attempts are included only with `all_attempts`.
-        """
+        """Return the first `limit` attempts after a round and number, in the order of the filter."""
         ...
 
-    async def find_last_attempt(self, job_id: str) -> AttemptRecord | None:
-        """Return the last attempt, abandoned or not, in constant time."""
+    async def count_attempts(self, which: AttemptFilter) -> int:
+        """Return the number of attempts that satisfy a filter."""
+        ...
+
+    async def find_attempts(self, keys: Collection[AttemptKey]) -> dict[AttemptKey, AttemptRecord]:
+        """Return the attempts with these keys, by key; unknown ones are left out."""
+        ...
+
+    async def sample_attempts(self, job_id: str, most: int) -> tuple[list[AttemptRecord], int]:
+        """Return evenly spaced committed rounds of training, with the first and the last one, and their whole number.
+
+        At most `most`, and fewer if their cohorts are so large that more than `MAX_TALLIED` assignments would be read.
+        """
         ...
 
     async def list_participations(self, job_id: str, rounds: range) -> list[Participation]:
@@ -169,8 +227,8 @@ class JobStore(Protocol):
         """Return the first `limit` model versions after a number, oldest first."""
         ...
 
-    async def list_versions_of_rounds(self, job_id: str, first: int, last: int) -> list[VersionRecord]:
-        """Return the model versions that the rounds from `first` to `last` made, oldest first."""
+    async def list_versions_of_rounds(self, job_id: str, rounds: Collection[int]) -> list[VersionRecord]:
+        """Return the model versions that these rounds made, oldest first."""
         ...
 
     async def set_version_metrics(self, job_id: str, version: int, metrics: Mapping[str, float]) -> None:
@@ -185,84 +243,44 @@ class JobStore(Protocol):
         """Return history rows after a sequence number, oldest first. `tables.Words` and `Metrics` limit their size."""
         ...
 
+    async def last_sequence(self, job_id: str) -> int:
+        """Return the sequence number of a job's last history row; 0 without rows."""
+        ...
+
     async def find_populations(self, digest: str) -> frozenset[str]:
         """Return the populations of the jobs that keep a version, or a delta, with this digest."""
         ...
 
 
-class ClientStore(Protocol):
-    """Enrollment tokens and clients. The expiry of a token is on the wall clock: it outlives the server."""
+class AssignmentStore(Protocol):
+    """Lists and outcomes of assignments, which `JobStore.save` writes."""
 
-    async def add_enrollment_token(
-        self, token: EnrollmentToken, token_hash: bytes, audit: Sequence[AuditEntry] = ()
-    ) -> None:
-        """Add a token."""
+    async def list_assignments(
+        self, which: AssignmentFilter, *, after: AssignmentPlace | None = None, limit: int | None = None
+    ) -> list[AssignmentRecord]:
+        """Return the first `limit` assignments after a position, in the order of the filter."""
         ...
 
-    async def revoke_enrollment_token(self, token_id: str, audit: Sequence[AuditEntry] = ()) -> EnrollmentToken | None:
-        """Revoke a token permanently and return it; None if it is unknown. Keeps the time of the first revocation."""
+    async def count_assignments(self, which: AssignmentFilter) -> int:
+        """Return the number of assignments that satisfy a filter."""
         ...
 
-    async def list_enrollment_tokens(self, *, after: str = "", limit: int | None = None) -> list[EnrollmentToken]:
-        """Return the first `limit` tokens created after the token with the id `after`; [] if that is unknown."""
-        ...
+    async def list_outcomes(self, key: AttemptKey) -> list[OutcomeCount]:
+        """Return how assignments of an attempt ended without contributing, the most frequent first.
 
-    async def enroll(self, enrollment: Enrollment, audit: NewEntries = no_entries) -> ClientRecord:
-        """Add a client and use its token once.
-
-        If a client has this idempotency key and public key, updates its labels and version and returns it, whatever the
-        state of the token, and appends no entries. Raises `TokenRefusedError` if the token is unknown, of another
-        population or no longer usable, and `EnrollmentConflictError` if the public key or the idempotency key belongs
-        to another client, or if this client is enrolled in another population.
+        Each has a text of one of the clients, of at most `MAX_EXAMPLE_BYTES`.
         """
         ...
 
-    async def find_clients(self, client_ids: Sequence[str]) -> dict[str, ClientRecord]:
-        """Return the clients with these ids, by id; unknown ids are left out."""
-        ...
+    async def count_labels(self, key: AttemptKey, limit: int) -> list[LabelledCount]:
+        """Return the assignments of an attempt by the present labels of their clients and by state.
 
-    async def begin_sessions(self, client_ids: Sequence[str]) -> dict[str, ClientRecord]:
-        """Count a session for each of these distinct clients; return the updated ones that exist, by id."""
-        ...
-
-    async def revoke_client(self, client_id: str, audit: Sequence[AuditEntry] = ()) -> ClientRecord | None:
-        """Revoke a client permanently and return it; None if it is unknown. Keeps the time of the first revocation."""
-        ...
-
-    async def revoke_clients_of(
-        self, token_id: str, after: str, limit: int, audit: NewEntries = no_entries
-    ) -> list[ClientRecord]:
-        """Revoke the first `limit` clients that enrolled with a token, after the client `after` ("": all).
-
-        Returns them all, including those revoked before, so that a caller that lost the answer can repeat the call.
-        Those keep their time of revocation, and `audit` is only called for the others.
+        At most `limit` combinations are returned.
         """
         ...
 
-    async def update_client(self, client_id: str, labels: Mapping[str, str], software_version: str) -> None:
-        """Replace the labels and the software version of a client."""
-        ...
-
-    async def list_clients(
-        self, population: str | None = None, *, after: str = "", limit: int | None = None
-    ) -> list[ClientRecord]:
-        """Return the first `limit` clients that enrolled after the client `after`; [] if that is unknown."""
-        ...
-
-    async def count_clients(self) -> int:
-        """Return the number of clients."""
-        ...
-
-    async def record_seen(self, seen_unix_s: Mapping[str, float]) -> None:
-        """Store the times at which clients were last seen."""
-        ...
-
-    async def list_idle_clients(self, before_unix_s: float) -> list[str]:
-        """Return the clients that were last seen before a time and have no open assignment, oldest first."""
-        ...
-
-    async def remove_clients(self, client_ids: Collection[str], before_unix_s: float) -> int:
-        """Remove those of the clients last seen before a time; return their number. Their assignments are kept."""
+    async def record_downloads(self, downloaded_unix_s: Mapping[AssignmentId, float]) -> None:
+        """Store the times at which clients had the model of their assignment; the first time is kept."""
         ...
 
 
@@ -299,8 +317,14 @@ class AuditStore(Protocol):
         """Append entries, all or none, as consecutive rows of the chain."""
         ...
 
-    async def list_rows(self, after_sequence: int = 0, limit: int = 1000) -> list[AuditRow]:
-        """Return rows after a sequence number, oldest first."""
+    async def list_rows(
+        self, after_sequence: int = 0, limit: int = 1000, which: AuditFilter = ALL_ROWS
+    ) -> list[AuditRow]:
+        """Return rows after a sequence number; with `newest_first`, those before it, or the last ones if it is 0."""
+        ...
+
+    async def count_rows(self, after_sequence: int = 0, which: AuditFilter = ALL_ROWS) -> int:
+        """Return the number of rows after a sequence number that satisfy a filter."""
         ...
 
     async def read_head(self) -> AuditHead:
@@ -363,6 +387,23 @@ class RetentionStore(Protocol):
         """Remove the history rows of attempts and their assignments, and record that; return the number of rows.
 
         With `metrics`, also clear the metrics and texts of their assignments.
+        """
+        ...
+
+
+class TraceStore(Protocol):
+    """The attempts that have ended, as rows of the history tell, whose numbers grow over all jobs."""
+
+    async def find_last_sequence(self) -> int:
+        """Return the number of the last history row; 0 in an empty history."""
+        ...
+
+    async def list_ended_attempts(
+        self, after_sequence: int, *, since_unix_s: float = 0.0, limit: int = 10, max_assignments: int = 100
+    ) -> list[EndedAttempt]:
+        """Return the first `limit` attempts that ended after a history row and since a time, in the order of their end.
+
+        Attempts whose history was removed are left out.
         """
         ...
 

@@ -22,7 +22,7 @@ from fedplat.rounds.invariants.records import JobRow
 from fedplat.rounds.records import Claim
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
 from fedplat.toml import read_record, read_toml
-from fedplat_server.database.jobs import AttemptRecord, HistoryRecord, JobRecord, Staleness, VersionRecord
+from fedplat_server.database.jobs import AttemptRecord, Funnel, HistoryRecord, JobRecord, Staleness, VersionRecord
 from fedplat_server.database.ledger import encode_mechanism
 from fedplat_server.errors import StoreError
 
@@ -52,7 +52,9 @@ def field_names(record: type[Any]) -> tuple[str, ...]:
     """Return the names of a record's fields, in order."""
     if issubclass(record, msgspec.Struct):
         return record.__struct_fields__
-    return tuple(field.name for field in dataclasses.fields(record))
+    if dataclasses.is_dataclass(record):
+        return tuple(field.name for field in dataclasses.fields(record))
+    return record._fields  # of a NamedTuple
 
 
 # --- versions ----------------------------------------------------------------------------------------------
@@ -102,6 +104,8 @@ def attempt_values(attempt: Attempt, unix_s: float) -> Values:
         "opened_unix_s": unix_s,
         "ended_unix_s": None if attempt.is_open else unix_s,
         "metrics": attempt.metrics,
+        "num_checked_in": attempt.num_checked_in,
+        "num_eligible": attempt.num_eligible,
     }
 
 
@@ -119,6 +123,8 @@ def attempt(row: Row) -> Attempt:
         selection_ends_at=0.0,
         reason=row.reason,
         metrics=row.metrics,
+        num_checked_in=row.num_checked_in,
+        num_eligible=row.num_eligible,
     )
 
 
@@ -143,6 +149,12 @@ def attempt_record(row: Row, tally: Sequence[Row]) -> AttemptRecord:
         update_bytes=sum(int(group.update_bytes) for group in tally),
         staleness=_staleness(tally),
         largest_norm=max((group.largest_norm for group in tally if group.largest_norm is not None), default=None),
+        funnel=Funnel(
+            row.num_checked_in,
+            row.num_eligible,
+            num_downloaded=sum(group.num_downloaded for group in tally),
+            num_trained=sum(group.num_trained for group in tally),
+        ),
     )
 
 
@@ -155,8 +167,8 @@ def _staleness(tally: Sequence[Row]) -> Staleness:
     return Staleness(sum(total for total, _, _ in groups) / number, max(most for _, _, most in groups))
 
 
-def assignment_values(assignment: Assignment, revision: int, epoch_unix_s: float) -> Values:
-    """Return a row of `assignments` for an assignment that changed in this revision of its job.
+def assignment_values(assignment: Assignment, revision: int, epoch_unix_s: float, unix_s: float) -> Values:
+    """Return a row of `assignments` for an assignment that changed in this revision of its job, at `unix_s`.
 
     `epoch_unix_s` is the wall-clock time at which the clock of the assignment's times is 0.
     """
@@ -186,6 +198,8 @@ def assignment_values(assignment: Assignment, revision: int, epoch_unix_s: float
         "into_round": into.round if into is not None else None,
         "into_number": into.number if into is not None else None,
         "norm": assignment.norm,
+        "uploading_unix_s": unix_s if assignment.state is AssignmentState.UPLOADING else None,
+        "ended_unix_s": None if assignment.is_busy else unix_s,
     }
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from sqlalchemy import Connection, select
+from sqlalchemy import ColumnElement, Connection, func, select
 from typing_extensions import override
 
 from fedplat_server.database import rows
 from fedplat_server.database.ports import AuditStore
 from fedplat_server.database.tables import audit_head, audit_log
-from fedplat_server.database.transactions import Clock, Database
+from fedplat_server.database.transactions import Clock, Database, appended_rows
 from fedplat_server.records import audit
-from fedplat_server.records.audit import AuditEntry, AuditHead, AuditRow
+from fedplat_server.records.audit import ALL_ROWS, AuditEntry, AuditFilter, AuditHead, AuditRow
 
 
 def append_entries(connection: Connection, entries: Sequence[AuditEntry], unix_s: float) -> None:
@@ -28,6 +28,7 @@ def append_entries(connection: Connection, entries: Sequence[AuditEntry], unix_s
     appended, head = audit.chain(entries, unix_s, AuditHead(row.num_rows, row.hash))
     connection.execute(audit_log.insert(), [dataclasses.asdict(row) for row in appended])
     connection.execute(audit_head.update().values(dataclasses.asdict(head)))
+    appended_rows(connection).audit_actions += [entry.action.value for entry in entries]
 
 
 class SqlAudit(AuditStore):
@@ -42,12 +43,37 @@ class SqlAudit(AuditStore):
         await self._database.write(lambda connection: append_entries(connection, entries, self._clock()))
 
     @override
-    async def list_rows(self, after_sequence: int = 0, limit: int = 1000) -> list[AuditRow]:
-        later = select(audit_log).where(audit_log.c.sequence > after_sequence)
-        found = await self._database.fetch(later.order_by(audit_log.c.sequence).limit(limit))
-        return [rows.to_record(row, AuditRow) for row in found]
+    async def list_rows(
+        self, after_sequence: int = 0, limit: int = 1000, which: AuditFilter = ALL_ROWS
+    ) -> list[AuditRow]:
+        query = select(audit_log).where(*_matches(which)).limit(limit)
+        if which.newest_first:
+            query = query.order_by(audit_log.c.sequence.desc())
+            query = query.where(audit_log.c.sequence < after_sequence) if after_sequence else query
+        else:
+            query = query.order_by(audit_log.c.sequence).where(audit_log.c.sequence > after_sequence)
+        return [rows.to_record(row, AuditRow) for row in await self._database.fetch(query)]
+
+    @override
+    async def count_rows(self, after_sequence: int = 0, which: AuditFilter = ALL_ROWS) -> int:
+        if which.is_total:  # the rows are numbered without gaps
+            return max((await self.read_head()).num_rows - after_sequence, 0)
+        later = audit_log.c.sequence > after_sequence
+        query = select(func.count()).select_from(audit_log).where(later, *_matches(which))
+        return (await self._database.fetch(query))[0][0]
 
     @override
     async def read_head(self) -> AuditHead:
         (row,) = await self._database.fetch(select(audit_head))
         return AuditHead(row.num_rows, row.hash)
+
+
+def _matches(which: AuditFilter) -> list[ColumnElement[bool]]:
+    conditions: list[ColumnElement[bool]] = []
+    if which.actor:
+        conditions.append(audit_log.c.actor == which.actor)
+    if which.action:
+        conditions.append(audit_log.c.action == which.action)
+    if which.since_unix_s:
+        conditions.append(audit_log.c.unix_s >= which.since_unix_s)
+    return conditions

@@ -11,8 +11,11 @@ from sqlalchemy import Connection, func, select
 from typing_extensions import override
 
 from fedplat_server import crash_points
-from fedplat_server.database import rows
+from fedplat_server.database import json_lists, rows
+from fedplat_server.database.client_ports import ClientStore
 from fedplat_server.database.clients import (
+    ALL_CLIENTS,
+    ClientFilter,
     ClientRecord,
     Enrollment,
     EnrollmentToken,
@@ -20,13 +23,16 @@ from fedplat_server.database.clients import (
     make_token_error,
     no_entries,
 )
-from fedplat_server.database.ports import ClientStore
 from fedplat_server.database.sql_audit import append_entries
+from fedplat_server.database.sql_events import append_events
 from fedplat_server.database.tables import STILL_OPEN, assignments, clients, enrollment_tokens
 from fedplat_server.database.transactions import Clock, Database
 from fedplat_server.errors import EnrollmentConflictError, StoreError
 from fedplat_server.records.audit import AuditEntry
+from fedplat_server.records.events import EventEntry, EventType
 
+MAX_LOOKED_UP = 1000
+"""The number of ids from which on a query of clients reads all clients."""
 _SEEN = func.coalesce(clients.c.seen_unix_s, clients.c.enrolled_unix_s)
 
 
@@ -58,6 +64,13 @@ class SqlClients(ClientStore):
         return rows.to_record(row, EnrollmentToken) if row is not None else None
 
     @override
+    async def find_enrollment_token(self, token_hash: bytes) -> EnrollmentToken | None:
+        found = await self._database.fetch(
+            select(enrollment_tokens).where(enrollment_tokens.c.token_hash == token_hash)
+        )
+        return rows.to_record(found[0], EnrollmentToken) if found else None
+
+    @override
     async def list_enrollment_tokens(self, *, after: str = "", limit: int | None = None) -> list[EnrollmentToken]:
         query = select(enrollment_tokens).order_by(enrollment_tokens.c.sequence).limit(limit)
         if after:
@@ -65,6 +78,10 @@ class SqlClients(ClientStore):
             last = select(tokens.c.sequence).where(tokens.c.token_id == after).scalar_subquery()
             query = query.where(enrollment_tokens.c.sequence > last)
         return [rows.to_record(row, EnrollmentToken) for row in await self._database.fetch(query)]
+
+    @override
+    async def count_enrollment_tokens(self) -> int:
+        return (await self._database.fetch(select(func.count()).select_from(enrollment_tokens)))[0][0]
 
     # --- clients ---------------------------------------------------------------------------------------------
 
@@ -110,6 +127,7 @@ class SqlClients(ClientStore):
                 raise EnrollmentConflictError("this client is enrolled with another public key")
             record = rows.to_record(row, ClientRecord)
             if is_new:
+                append_events(connection, [_event(EventType.CLIENT_ENROLLED, record)], now)
                 append_entries(connection, audit(record), now)
             return record
 
@@ -133,9 +151,21 @@ class SqlClients(ClientStore):
 
     @override
     async def revoke_client(self, client_id: str, audit: Sequence[AuditEntry] = ()) -> ClientRecord | None:
-        mine = clients.c.client_id == client_id
-        row = await self._change(clients, mine, _revocation(clients, self._clock()), audit)
-        return rows.to_record(row, ClientRecord) if row is not None else None
+        mine, now = clients.c.client_id == client_id, self._clock()
+        update = clients.update().where(mine).values(_revocation(clients, now))
+
+        def transaction(connection: Connection) -> ClientRecord | None:
+            connection.execute(update)
+            row = connection.execute(select(clients).where(mine)).one_or_none()
+            if row is None:
+                return None
+            record = rows.to_record(row, ClientRecord)
+            if record.revoked_unix_s == now:  # else it was revoked before
+                append_events(connection, [_event(EventType.CLIENT_REVOKED, record)], now)
+            append_entries(connection, audit, now)
+            return record
+
+        return await self._database.write(transaction)
 
     @override
     async def revoke_clients_of(
@@ -151,6 +181,8 @@ class SqlClients(ClientStore):
             connection.execute(clients.update().where(these).values(_revocation(clients, now)))
             revoked = _by_id(connection.execute(select(clients).where(these)).all())
             entries = [entry for client_id in unrevoked for entry in audit(revoked[client_id])]
+            revocations = [_event(EventType.CLIENT_REVOKED, revoked[client_id]) for client_id in unrevoked]
+            append_events(connection, revocations, now)
             append_entries(connection, entries, now)
             return [revoked.get(record.client_id, record) for record in records]
 
@@ -165,16 +197,33 @@ class SqlClients(ClientStore):
 
     @override
     async def list_clients(
-        self, population: str | None = None, *, after: str = "", limit: int | None = None
+        self, which: ClientFilter = ALL_CLIENTS, *, after: str = "", limit: int | None = None
     ) -> list[ClientRecord]:
-        query = _later(select(clients), after).limit(limit)
-        if population is not None:
-            query = query.where(clients.c.population == population)
+        query = _later(select(clients).where(*self._matches(which)), after).limit(limit)
         return [rows.to_record(row, ClientRecord) for row in await self._database.fetch(query)]
 
     @override
-    async def count_clients(self) -> int:
-        return (await self._database.fetch(select(func.count()).select_from(clients)))[0][0]
+    async def count_clients(self, which: ClientFilter = ALL_CLIENTS) -> int:
+        query = select(func.count()).select_from(clients).where(*self._matches(which))
+        return (await self._database.fetch(query))[0][0]
+
+    def _matches(self, which: ClientFilter) -> list[sqlalchemy.ColumnElement[bool]]:
+        conditions = [clients.c.labels[name].as_string() == value for name, value in sorted(which.labels.items())]
+        if which.population is not None:
+            conditions.append(clients.c.population == which.population)
+        if which.search:
+            conditions.append(clients.c.client_id.contains(which.search, autoescape=True))
+        if which.is_revoked is not None:
+            is_revoked = clients.c.revoked_unix_s.is_not(None)
+            conditions.append(is_revoked if which.is_revoked else ~is_revoked)
+        dialect = self._database.dialect
+        if which.only is not None:
+            # To look up many clients and sort them is slower than to read clients in order until a page is full.
+            client_id = clients.c.client_id.concat("") if len(which.only) > MAX_LOOKED_UP else clients.c.client_id
+            conditions.append(client_id.in_(json_lists.strings(dialect, which.only)))
+        if which.without:
+            conditions.append(clients.c.client_id.not_in(json_lists.strings(dialect, which.without)))
+        return conditions
 
     # --- idle clients ----------------------------------------------------------------------------------------
 
@@ -226,6 +275,10 @@ def _later(query: sqlalchemy.Select[Any], client_id: str) -> sqlalchemy.Select[A
         last = select(clients.c.sequence).where(clients.c.client_id == client_id).scalar_subquery()
         query = query.where(clients.c.sequence > last)
     return query.order_by(clients.c.sequence)
+
+
+def _event(type_: EventType, client: ClientRecord) -> EventEntry:
+    return EventEntry(type_, population=client.population, client_id=client.client_id)
 
 
 def _by_id(found: Sequence[rows.Row]) -> dict[str, ClientRecord]:

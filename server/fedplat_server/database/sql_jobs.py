@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy
@@ -13,6 +14,7 @@ from fedplat.rounds import (
     Assignment,
     AssignmentSet,
     Attempt,
+    AttemptKey,
     Change,
     HistoryRow,
     JobState,
@@ -25,14 +27,32 @@ from fedplat.rounds.records import Claim
 from fedplat.rounds.states import AttemptKind, AttemptPhase
 from fedplat.rounds.sync import MAX_DURATIONS
 from fedplat_server import crash_points
-from fedplat_server.database import rows, sql_ledger, writes
-from fedplat_server.database.jobs import AttemptRecord, HistoryRecord, JobRecord, VersionRecord
-from fedplat_server.database.ports import JobStore
+from fedplat_server.database import json_lists, rows, sql_ledger, tallies, writes
+from fedplat_server.database.jobs import (
+    AttemptFilter,
+    AttemptRecord,
+    HistoryRecord,
+    JobRecord,
+    VersionRecord,
+    spaced_positions,
+)
+from fedplat_server.database.ports import MAX_TALLIED, JobStore
 from fedplat_server.database.sql_audit import append_entries
-from fedplat_server.database.tables import OF_ROUNDS, STILL_OPEN, assignments, attempts, history, jobs, model_versions
+from fedplat_server.database.sql_events import append_events
+from fedplat_server.database.tables import (
+    OF_ROUNDS,
+    ONE_COMMIT,
+    STILL_OPEN,
+    assignments,
+    attempts,
+    history,
+    jobs,
+    model_versions,
+)
 from fedplat_server.database.transactions import Clock, Database
 from fedplat_server.errors import StoreError
 from fedplat_server.records.audit import AuditEntry
+from fedplat_server.records.events import EventEntry, EventType
 
 # Built once: each watch runs it after each transaction of its job, and building it costs more than running it.
 _LATER = (
@@ -73,6 +93,7 @@ class SqlJobs(JobStore):
         insert = rows.insert(self._database.dialect, jobs).values(values)
         insert = insert.on_conflict_do_nothing(index_elements=["idempotency_key"])
         row = rows.history_values(state.job_id, HistoryRow("job", "", state.status), now)
+        created = EventEntry(EventType.JOB_CREATED, state.job_id, state.spec.name, state.spec.population)
 
         def transaction(connection: Connection) -> JobRecord:
             if connection.execute(insert).rowcount == 1:
@@ -80,6 +101,7 @@ class SqlJobs(JobStore):
                 version = rows.version_values(state.job_id, state.latest, now)
                 connection.execute(model_versions.insert().values(version))
                 connection.execute(history.insert().values(row))
+                append_events(connection, [created], now)
                 append_entries(connection, audit, now)
             return self._load_jobs(connection, now, jobs.c.idempotency_key == idempotency_key)[0]
 
@@ -105,6 +127,7 @@ class SqlJobs(JobStore):
 
         def transaction(connection: Connection) -> None:
             writes.write(connection, batch)
+            append_events(connection, batch.events, batch.unix_s)
             append_entries(connection, audit, batch.unix_s)
 
         if batch.jobs or audit:
@@ -130,35 +153,45 @@ class SqlJobs(JobStore):
 
     @override
     async def list_attempts(
-        self, job_id: str, *, all_attempts: bool = False, after: tuple[int, int] | None = None, limit: int | None = None
+        self, which: AttemptFilter, *, after: tuple[int, int] | None = None, limit: int | None = None
     ) -> list[AttemptRecord]:
-        query = select(attempts).where(attempts.c.job_id == job_id).order_by(attempts.c.round, attempts.c.number)
-        query = query.limit(limit)
-        if not all_attempts:
-            query = query.where(attempts.c.phase != AttemptPhase.ABANDONED)
+        place = (attempts.c.round, attempts.c.number)
+        query = select(attempts).where(*_matches(which)).limit(limit)
         if after is not None:
-            query = query.where(tuple_(attempts.c.round, attempts.c.number) > after)
-        page = query.with_only_columns(attempts.c.round, attempts.c.number).subquery("page")
-
-        def transaction(connection: Connection) -> list[AttemptRecord]:
-            found = connection.execute(query).all()
-            tallies: dict[tuple[int, int], list[rows.Row]] = {}
-            for tally in _tallies(job_id, page) if found else ():
-                for row in connection.execute(tally):
-                    tallies.setdefault((row.round, row.number), []).append(row)
-            return [rows.attempt_record(row, tallies.get((row.round, row.number), ())) for row in found]
-
-        return await self._database.read(transaction)
+            query = query.where(tuple_(*place) < after if which.newest_first else tuple_(*place) > after)
+        query = query.order_by(*(column.desc() if which.newest_first else column for column in place))
+        return await self._database.read(lambda connection: _with_counts(connection, connection.execute(query).all()))
 
     @override
-    async def find_last_attempt(self, job_id: str) -> AttemptRecord | None:
-        def transaction(connection: Connection) -> AttemptRecord | None:
-            row = _newest(connection, job_id)
-            if row is None:
-                return None
-            counted = (_made_in(row) & assignments.c.into_round.is_(None)) | _folded_into(row)
-            tally = _tally(assignments.c.state).where(counted)
-            return rows.attempt_record(row, connection.execute(tally).all())
+    async def count_attempts(self, which: AttemptFilter) -> int:
+        query = select(func.count()).select_from(attempts).where(*_matches(which))
+        return (await self._database.fetch(query))[0][0]
+
+    @override
+    async def find_attempts(self, keys: Collection[AttemptKey]) -> dict[AttemptKey, AttemptRecord]:
+        query, values = _attempts_of_keys(self._database.dialect), json_lists.key_values(keys)
+
+        def transaction(connection: Connection) -> dict[AttemptKey, AttemptRecord]:
+            records = _with_counts(connection, connection.execute(query, values).all())
+            return {record.key: record for record in records}
+
+        return await self._database.read(transaction) if keys else {}
+
+    @override
+    async def sample_attempts(self, job_id: str, most: int) -> tuple[list[AttemptRecord], int]:
+        mine = (attempts.c.job_id == job_id, ONE_COMMIT, attempts.c.round > 0)
+        size = select(func.count(), func.max(attempts.c.target)).where(*mine)
+        position = func.row_number().over(order_by=attempts.c.round).label("position")
+        numbered = select(attempts.c.round, position).where(*mine).subquery("numbered")
+
+        def transaction(connection: Connection) -> tuple[list[AttemptRecord], int]:
+            total, target = connection.execute(size).one()
+            if not total:
+                return [], 0
+            positions = spaced_positions(total, min(most, max(2, MAX_TALLIED // max(target, 1))))
+            rounds = select(numbered.c.round).where(numbered.c.position.in_(positions))
+            sample = select(attempts).where(*mine, attempts.c.round.in_(connection.execute(rounds).scalars().all()))
+            return _with_counts(connection, connection.execute(sample.order_by(attempts.c.round)).all()), total
 
         return await self._database.read(transaction)
 
@@ -193,9 +226,9 @@ class SqlJobs(JobStore):
         return [rows.version_record(row) for row in await self._database.fetch(query)]
 
     @override
-    async def list_versions_of_rounds(self, job_id: str, first: int, last: int) -> list[VersionRecord]:
-        mine = (model_versions.c.job_id == job_id) & model_versions.c.round.between(first, last)
-        if first > 0:
+    async def list_versions_of_rounds(self, job_id: str, rounds: Collection[int]) -> list[VersionRecord]:
+        mine = (model_versions.c.job_id == job_id) & model_versions.c.round.in_(rounds)
+        if 0 not in rounds:
             mine &= OF_ROUNDS  # else the index is not used
         query = select(model_versions).where(mine).order_by(model_versions.c.version)
         return [rows.version_record(row) for row in await self._database.fetch(query)]
@@ -204,13 +237,13 @@ class SqlJobs(JobStore):
     async def set_version_metrics(self, job_id: str, version: int, metrics: Mapping[str, float]) -> None:
         now = self._clock()
         # Locked, so that the rows of a job's history become visible in the order of their numbers.
-        lock = select(jobs.c.job_id).where(jobs.c.job_id == job_id).with_for_update()
+        lock = select(jobs).where(jobs.c.job_id == job_id).with_for_update()
         mine = (model_versions.c.job_id == job_id) & (model_versions.c.version == version)
 
         def transaction(connection: Connection) -> None:
-            connection.execute(lock)
+            job = connection.execute(lock).one_or_none()
             row = connection.execute(select(model_versions).where(mine)).one_or_none()
-            if row is None:
+            if job is None or row is None:
                 raise StoreError(f"job {job_id} has no version {version}")
             if row.metrics == metrics and metrics:
                 return  # stored by an earlier call whose reply was lost
@@ -218,6 +251,10 @@ class SqlJobs(JobStore):
             number = str(version)
             scored = HistoryRow("version", number, number, row.round, row.attempt, metrics=metrics)
             connection.execute(history.insert().values(rows.history_values(job_id, scored, now)))
+            spec, _ = self._files.read(job)
+            text = f"version {version} was evaluated by the server"
+            place = (job_id, spec.name, spec.population, "", row.round, row.attempt)
+            append_events(connection, [EventEntry(EventType.EVALUATION_COMPLETED, *place, text=text)], now)
 
         with crash_points.step("metrics"):
             await self._database.write(transaction)
@@ -227,6 +264,12 @@ class SqlJobs(JobStore):
         values = {"this_job": job_id, "after": after_sequence, "most": limit}
         found = await self._database.read(lambda connection: connection.execute(_LATER, values).all())
         return [rows.history_record(row) for row in found]
+
+    @override
+    async def last_sequence(self, job_id: str) -> int:
+        query = select(func.max(history.c.sequence).label("last")).where(history.c.job_id == job_id)
+        (row,) = await self._database.fetch(query)
+        return row.last or 0
 
     @override
     async def find_populations(self, digest: str) -> frozenset[str]:
@@ -255,32 +298,32 @@ class SqlJobs(JobStore):
         return rows.job_record(row, self._files, version, last, past)
 
 
+@functools.cache  # to build it takes longer than to run it
+def _attempts_of_keys(dialect: str) -> sqlalchemy.Executable:
+    wanted = json_lists.attempt_keys(dialect)
+    these = and_(*(attempts.c[name] == wanted.c[name] for name in AttemptKey._fields))
+    return select(attempts).select_from(wanted.join(attempts, these))
+
+
+def _matches(which: AttemptFilter) -> list[sqlalchemy.ColumnElement[bool]]:
+    conditions = [attempts.c.job_id == which.job_id]
+    if not which.all_attempts:
+        conditions.append(attempts.c.phase != AttemptPhase.ABANDONED)
+    if which.round:
+        conditions.append(attempts.c.round == which.round)
+    return conditions
+
+
+def _with_counts(connection: Connection, found: Sequence[rows.Row]) -> list[AttemptRecord]:
+    keys = [AttemptKey(row.job_id, row.round, row.number) for row in found]
+    counts = tallies.tally(connection, keys)
+    return [rows.attempt_record(row, counts.get(key, ())) for row, key in zip(found, keys, strict=True)]
+
+
 def _newest(connection: Connection, job_id: str) -> rows.Row | None:
     newest = (attempts.c.round.desc(), attempts.c.number.desc())
     query = select(attempts).where(attempts.c.job_id == job_id).order_by(*newest).limit(1)
     return connection.execute(query).one_or_none()
-
-
-def _tally(*group: sqlalchemy.ColumnElement[Any]) -> sqlalchemy.Select[Any]:
-    """Return a query that counts assignments by group, with the bytes, norms and staleness of their updates."""
-    update_bytes = func.sum(assignments.c.update_bytes).label("update_bytes")
-    staleness = [
-        func.sum(assignments.c.staleness).label("staleness"),
-        func.count(assignments.c.staleness).label("num_stale"),
-        func.max(assignments.c.staleness).label("max_staleness"),
-    ]
-    largest_norm = func.max(assignments.c.norm).label("largest_norm")
-    return select(*group, func.count().label("total"), update_bytes, largest_norm, *staleness).group_by(*group)
-
-
-def _tallies(job_id: str, page: sqlalchemy.Subquery) -> Iterator[sqlalchemy.Select[Any]]:
-    """Yield the queries for a page of attempts: own assignments, and updates folded from earlier attempts."""
-    own, into = (assignments.c.round, assignments.c.number), (assignments.c.into_round, assignments.c.into_number)
-    for place, which in ((own, into[0].is_(None)), (into, into[0].is_not(None))):
-        group = [column.label(name) for column, name in zip(place, ("round", "number"), strict=True)]
-        theirs = (place[0] == page.c.round) & (place[1] == page.c.number)
-        tally = _tally(*group, assignments.c.state).select_from(assignments.join(page, theirs))
-        yield tally.where(assignments.c.job_id == job_id, which)
 
 
 def _made_in(row: rows.Row) -> sqlalchemy.ColumnElement[bool]:

@@ -14,10 +14,12 @@ from fedplat_server.database import rows
 from fedplat_server.database.ledger import Account, Budget, LedgerRow, Population, decode_mechanism
 from fedplat_server.database.ports import LedgerStore
 from fedplat_server.database.sql_audit import append_entries
+from fedplat_server.database.sql_events import append_events
 from fedplat_server.database.tables import jobs, ledger, populations
 from fedplat_server.database.transactions import Clock, Database
 from fedplat_server.errors import PopulationChangedError
 from fedplat_server.records.audit import AuditEntry
+from fedplat_server.records.events import EventEntry, EventType
 
 
 class SqlLedger(LedgerStore):
@@ -60,6 +62,7 @@ class SqlLedger(LedgerStore):
         def transaction(connection: Connection) -> None:
             advance_revision(connection, population, expected_revision)
             connection.execute(populations.update().where(populations.c.population == population).values(values))
+            append_events(connection, [_budget_event(population, budget)], self._clock())
             append_entries(connection, audit, self._clock())
 
         await self._database.write(transaction)
@@ -87,6 +90,14 @@ class SqlLedger(LedgerStore):
     def _account(self, row: rows.Row, released: tuple[Charge, ...]) -> Account:
         planned = plan_charge(self._files.read(row)[0]) if row.privacy is not None else None
         return Account(row.job_id, JobStatus(row.status), planned, released)
+
+
+def _budget_event(population: str, budget: Budget | None) -> EventEntry:
+    if budget is None:
+        text = f"the privacy budget of population {population} was removed"
+        return EventEntry(EventType.BUDGET_REMOVED, population=population, text=text)
+    text = f"population {population} has a privacy budget of epsilon = {budget.epsilon:g} at delta = {budget.delta:g}"
+    return EventEntry(EventType.BUDGET_SET, population=population, text=text)
 
 
 def advance_revision(connection: Connection, population: str, expected: int | None) -> None:

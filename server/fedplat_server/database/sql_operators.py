@@ -11,10 +11,12 @@ from typing_extensions import override
 from fedplat_server.database import rows
 from fedplat_server.database.ports import OperatorStore
 from fedplat_server.database.sql_audit import append_entries
+from fedplat_server.database.sql_events import append_events
 from fedplat_server.database.tables import operators
 from fedplat_server.database.transactions import Clock, Database
 from fedplat_server.errors import OperatorError
 from fedplat_server.records.audit import AuditEntry
+from fedplat_server.records.events import EventEntry, EventType
 from fedplat_server.records.operators import OperatorRecord, Role, require_another_admin
 
 
@@ -30,10 +32,13 @@ class SqlOperators(OperatorStore):
         values = {**dataclasses.asdict(operator), "token_hash": token_hash}
         insert = rows.insert(self._database.dialect, operators).values(values)
         insert = insert.on_conflict_do_nothing(index_elements=["name"])
+        text = f"operator {operator.name} was added with the role {operator.role}"
+        added = EventEntry(EventType.OPERATOR_ADDED, subject=operator.name, text=text)
 
         def transaction(connection: Connection) -> None:
             if connection.execute(insert).rowcount != 1:
                 raise OperatorError(f"operator {operator.name} exists already; remove it or choose another name")
+            append_events(connection, [added], self._clock())
             append_entries(connection, audit, self._clock())
 
         await self._database.write(transaction)
@@ -42,6 +47,7 @@ class SqlOperators(OperatorStore):
     async def remove_operator(
         self, name: str, audit: Sequence[AuditEntry] = (), *, keep_an_admin: bool = False
     ) -> None:
+        removed = EventEntry(EventType.OPERATOR_REMOVED, subject=name, text=f"operator {name} was removed")
         # Locks the rows in one order: if two admins remove each other, the second waits here and finds one admin less.
         admins = select(operators).where(operators.c.role == Role.ADMIN).order_by(operators.c.name).with_for_update()
 
@@ -51,6 +57,7 @@ class SqlOperators(OperatorStore):
                 require_another_admin(found, name, self._clock())
             if connection.execute(operators.delete().where(operators.c.name == name)).rowcount != 1:
                 raise OperatorError(f"there is no operator {name}")
+            append_events(connection, [removed], self._clock())
             append_entries(connection, audit, self._clock())
 
         await self._database.write(transaction)

@@ -178,16 +178,20 @@ attempts = Table(
     Column("metrics", Metrics, nullable=False),
     # The time at which its history, and that of its assignments, was removed; NULL: it is kept.
     Column("history_removed_unix_s", Float),
+    # The largest numbers of a draw: clients of the population that were waiting, and those that could be drawn.
+    Column("num_checked_in", Integer, nullable=False, server_default="0"),
+    Column("num_eligible", Integer, nullable=False, server_default="0"),
     PrimaryKeyConstraint("job_id", "round", "number"),
 )
-_one_commit = text("kind IN ('TRAIN', 'WARM_START') AND phase = 'COMMITTED'")
+ONE_COMMIT = text("kind IN ('TRAIN', 'WARM_START') AND phase = 'COMMITTED'")
+"""Condition for attempts that made a version. It must have the same text as that of the index, else it is not used."""
 Index(
     "uq_attempts_committed",
     attempts.c.job_id,
     attempts.c.round,
     unique=True,
-    sqlite_where=_one_commit,
-    postgresql_where=_one_commit,
+    sqlite_where=ONE_COMMIT,
+    postgresql_where=ONE_COMMIT,
 )
 
 assignments = Table(
@@ -220,6 +224,11 @@ assignments = Table(
     Column("into_number", Integer),
     # L2 norm of the reported update; private jobs do not keep it.
     Column("norm", Float),
+    # When the client had the model, began to upload, and ended its work (with a report, or without); NULL: not known.
+    # The first is written after the fact, and a crash may lose it (`AssignmentStore.record_downloads`).
+    Column("downloaded_unix_s", Float),
+    Column("uploading_unix_s", Float),
+    Column("ended_unix_s", Float),
     PrimaryKeyConstraint("job_id", "round", "number", "client_id"),
     ForeignKeyConstraint(
         ["job_id", "round", "number"],
@@ -296,6 +305,17 @@ populations = Table(
     Column("delta", Float),
 )
 
+# A row for each population and hour: different clients that checked in, and the most that waited or worked at a time.
+availability = Table(
+    "availability",
+    metadata,
+    Column("population", String, nullable=False),
+    Column("hour_unix_s", Float, nullable=False),
+    Column("num_seen", Integer, nullable=False),
+    Column("max_available", Integer, nullable=False),
+    PrimaryKeyConstraint("population", "hour_unix_s"),
+)
+
 history = Table(
     "history",
     metadata,
@@ -338,6 +358,8 @@ audit_log = Table(
     Column("details", Text, nullable=False),
     Column("previous_hash", String, nullable=False),
     Column("hash", String, nullable=False),
+    Index("ix_audit_log_actor", "actor", "sequence"),
+    Index("ix_audit_log_action", "action", "sequence"),
 )
 
 # One row: the head of the audit log.
@@ -347,6 +369,63 @@ audit_head = Table(
     Column("num_rows", BigInteger, nullable=False),
     Column("hash", String, nullable=False),
 )
+
+# The transaction of a change numbers its events, not the database: without gaps, in the order of the commits.
+events = Table(
+    "events",
+    metadata,
+    Column("sequence", BigInteger, primary_key=True, autoincrement=False),
+    Column("unix_s", Float, nullable=False),
+    Column("type", String, nullable=False),
+    Column("job_id", String, nullable=False),
+    Column("job_name", String, nullable=False),
+    Column("population", String, nullable=False),
+    Column("client_id", String, nullable=False),
+    Column("round", Integer, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("subject", String, nullable=False),
+    Column("text", Words, nullable=False),
+    Index(None, "job_id", "sequence"),
+)
+
+# One row: the number of the last event.
+event_head = Table("event_head", metadata, Column("last_sequence", BigInteger, nullable=False))
+
+webhooks = Table(
+    "webhooks",
+    metadata,
+    Column("sequence", _Sequence, primary_key=True, autoincrement=True),
+    Column("webhook_id", String, nullable=False, unique=True),
+    Column("url", Text, nullable=False),
+    # The types of the events that it receives; an empty list means all.
+    Column("types", JSON, nullable=False),
+    # The key of the signatures. It must be readable, unlike the tokens of operators.
+    Column("secret", Text, nullable=False),
+    Column("created_unix_s", Float, nullable=False),
+    # The number of the last event whose delivery was scheduled.
+    Column("cursor", BigInteger, nullable=False),
+    Column("last_result", Words, nullable=False),
+    Column("last_unix_s", Float),
+    Column("failing_since_unix_s", Float),
+)
+
+deliveries = Table(
+    "deliveries",
+    metadata,
+    Column("event_sequence", BigInteger, nullable=False),
+    Column("webhook_id", String, ForeignKey("webhooks.webhook_id"), nullable=False),
+    Column("state", String, nullable=False),
+    Column("num_attempts", Integer, nullable=False),
+    Column("result", Words, nullable=False),
+    Column("last_unix_s", Float),
+    # The time of the next attempt; NULL after the last one.
+    Column("next_unix_s", Float),
+    PrimaryKeyConstraint("event_sequence", "webhook_id"),
+)
+STILL_PENDING = text("state = 'pending'")
+"""Condition for pending deliveries. It must have the same text as that of the index, else the index is not used."""
+_due = (deliveries.c.webhook_id, deliveries.c.next_unix_s, deliveries.c.event_sequence)
+Index("ix_deliveries_pending", *_due, sqlite_where=STILL_PENDING, postgresql_where=STILL_PENDING)
 
 # The leader. Times are on the database's clock; an empty holder means that the lease was released.
 leases = Table(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -13,9 +14,26 @@ from sqlalchemy import event
 from fedplat_server.database.drivers import Transaction, Transactions
 from fedplat_server.database.engine import NUM_READERS, num_writers, translate_errors
 from fedplat_server.errors import ConflictError, LeadershipLostError
+from fedplat_server.instruments import Instruments
 
 MAX_TRIES = 5
 """Maximum number of tries for a transaction that conflicts with another one."""
+
+_APPENDED = "fedplat.appended"
+
+
+@dataclasses.dataclass
+class AppendedRows:
+    """The rows that a write transaction appends: the number of events, and the actions of audit entries."""
+
+    num_events: int = 0
+    audit_actions: list[str] = dataclasses.field(default_factory=list[str])
+
+
+def appended_rows(connection: sqlalchemy.Connection) -> AppendedRows:
+    """Return the record of the transaction in progress, which `Database` reads after the commit."""
+    return connection.info.setdefault(_APPENDED, AppendedRows())
+
 
 Clock = Callable[[], float]
 """A function that returns the seconds since 1970 on the wall clock."""
@@ -31,8 +49,12 @@ class Database:
     SQLite for a while.
     """
 
-    def __init__(self, transactions: Transactions) -> None:
+    def __init__(self, transactions: Transactions, instruments: Instruments | None = None) -> None:
         self._transactions = transactions
+        instruments = instruments or Instruments()
+        self._read_duration = instruments.database_duration.labels("read")
+        self._write_duration = instruments.database_duration.labels("write")
+        self._audit_events = instruments.audit_events
         engine = transactions.engine
         self.dialect = engine.dialect.name
         """The kind of the database: sqlite or postgresql."""
@@ -43,6 +65,7 @@ class Database:
         self._connections: set[Any] = set()  # of the driver, as SQLAlchemy wraps them
         self._fence: Transaction[None] | None = None
         self._is_severed = False
+        self._next_append = asyncio.Event()
 
         def on_connect(connection: Any, _: object) -> None:
             self._connections.add(connection)
@@ -52,6 +75,10 @@ class Database:
 
         event.listen(engine, "connect", on_connect)
         event.listen(engine, "close", on_close)
+
+    def next_append(self) -> asyncio.Event:
+        """Return an event that is set after the next commit of this process that appends events."""
+        return self._next_append
 
     async def close(self) -> None:
         """Wait for running transactions and close all connections."""
@@ -73,7 +100,8 @@ class Database:
 
     async def read(self, transaction: Transaction[_T]) -> _T:
         """Run a transaction that only reads, on one snapshot."""
-        return await self._run_to_end(self._readers, self._read, transaction)
+        with self._read_duration.time():
+            return await self._run_to_end(self._readers, self._read, transaction)
 
     async def fetch(self, query: sqlalchemy.Executable) -> Sequence[sqlalchemy.Row[Any]]:
         """Return the rows of a query."""
@@ -81,27 +109,35 @@ class Database:
 
     async def write(self, transaction: Transaction[_T]) -> _T:
         """Run a transaction that writes; repeat it if the database rolls it back because of a conflict."""
-        for tries in range(1, MAX_TRIES):
-            try:
-                return await self._run_to_end(self._writers, self._write, transaction)
-            except ConflictError:
-                await asyncio.sleep(random.uniform(0.0, 0.01 * 2**tries))
-        return await self._run_to_end(self._writers, self._write, transaction)
+        with self._write_duration.time():
+            for tries in range(1, MAX_TRIES):
+                try:
+                    return await self._run_to_end(self._writers, self._write, transaction)
+                except ConflictError:
+                    await asyncio.sleep(random.uniform(0.0, 0.01 * 2**tries))
+            return await self._run_to_end(self._writers, self._write, transaction)
 
     async def _read(self, transaction: Transaction[_T]) -> _T:
         with translate_errors(self._transactions.engine.url):
             return await self._transactions.run(transaction, writes=False)
 
     async def _write(self, transaction: Transaction[_T]) -> _T:
-        fence = self._fence
+        fence, rows = self._fence, AppendedRows()
 
         def run_fenced(connection: sqlalchemy.Connection) -> _T:
+            connection.info[_APPENDED] = rows
             if fence is not None:
                 fence(connection)
             return transaction(connection)
 
         with translate_errors(self._transactions.engine.url):
-            return await self._transactions.run(run_fenced, writes=True)
+            result = await self._transactions.run(run_fenced, writes=True)
+        if rows.num_events:
+            self._next_append.set()
+            self._next_append = asyncio.Event()
+        for action in rows.audit_actions:
+            self._audit_events.labels(action).inc()
+        return result
 
     async def _run_to_end(
         self, queue: asyncio.Semaphore, run: Callable[[Transaction[_T]], Awaitable[_T]], transaction: Transaction[_T]

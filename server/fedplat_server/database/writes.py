@@ -23,7 +23,14 @@ from fedplat_server import crash_points
 from fedplat_server.database import rows, tables
 from fedplat_server.database.rows import Values
 from fedplat_server.errors import ParticipationError, StaleRevisionError, StoreError
+from fedplat_server.records.events import EventEntry, list_events
 
+_MUTABLE_OF_ATTEMPTS = (
+    *("phase", "reason", "goal", "minimum", "target", "metrics"),
+    *("num_checked_in", "num_eligible"),
+)
+_FIRST_KEPT = ("reported_revision", "uploading_unix_s", "ended_unix_s")
+"""Columns of an assignment whose first value is kept."""
 # Sets the columns of the values that it is executed with.
 _COMPARE_AND_SET = tables.jobs.update().where(
     tables.jobs.c.job_id == sqlalchemy.bindparam("this_job"),
@@ -82,6 +89,7 @@ class Batch:
     versions: list[Values] = dataclasses.field(default_factory=list[Values])
     ledger: list[Values] = dataclasses.field(default_factory=list[Values])
     history: list[Values] = dataclasses.field(default_factory=list[Values])
+    events: list[EventEntry] = dataclasses.field(default_factory=list[EventEntry])
 
     @classmethod
     def flatten(cls, changes: Iterable[Change], unix_s: float, now: float, save_id: str) -> Batch:
@@ -101,17 +109,17 @@ class Batch:
             self.attempts[change.attempt.key] = rows.attempt_values(change.attempt, unix_s)
         self._add_limits(change)
         for assignment in change.assignments:
-            values = rows.assignment_values(assignment, change.job.revision, unix_s - self.now)
+            values = rows.assignment_values(assignment, change.job.revision, unix_s - self.now, unix_s)
             place = (assignment.key, assignment.client_id)
-            earlier = self.assignments.get(place)
-            if earlier is not None and earlier["reported_revision"] is not None:
-                values["reported_revision"] = earlier["reported_revision"]
+            if (earlier := self.assignments.get(place)) is not None:
+                values |= {name: earlier[name] for name in _FIRST_KEPT if earlier[name] is not None}
             self.assignments[place] = values
         if change.version is not None:
             self.versions.append(rows.version_values(job_id, change.version, unix_s))
             if (charge := rows.ledger_values(change.job, change.version, unix_s)) is not None:
                 self.ledger.append(charge)
         self.history.extend(rows.history_values(job_id, row, unix_s) for row in change.history)
+        self.events.extend(list_events(change))
 
     def _add_limits(self, change: Change) -> None:
         limits = ParticipationLimits.of(change.job.spec) if change.job.spec.privacy is not None else None
@@ -213,21 +221,23 @@ def _upsert_attempts(dialect: str) -> sqlalchemy.Executable:
     """Return the statement that adds attempts, or changes their mutable columns. The first stored end is kept."""
     statement = rows.insert(dialect, tables.attempts)
     new, old = statement.excluded, tables.attempts.c
-    changed: dict[str, sqlalchemy.ColumnElement[object]] = {
-        name: new[name] for name in ("phase", "reason", "goal", "minimum", "target", "metrics")
-    }
+    changed: dict[str, sqlalchemy.ColumnElement[object]] = {name: new[name] for name in _MUTABLE_OF_ATTEMPTS}
     changed["ended_unix_s"] = func.coalesce(old.ended_unix_s, new.ended_unix_s)
     return statement.on_conflict_do_update(index_elements=["job_id", "round", "number"], set_=changed)
 
 
 @functools.cache
 def _upsert_assignments(dialect: str) -> sqlalchemy.Executable:
-    """Return the statement that adds or replaces assignments. The revision of the first report is kept."""
+    """Return the statement that adds or replaces assignments. The revision and the times of the first steps are kept.
+
+    `downloaded_unix_s` is written by `AssignmentStore.record_downloads` alone.
+    """
     statement = rows.insert(dialect, tables.assignments)
     new, old = statement.excluded, tables.assignments.c
     keys = ["job_id", "round", "number", "client_id"]
     changed: dict[str, sqlalchemy.ColumnElement[object]] = {
-        column.name: new[column.name] for column in old if column.name not in keys
+        column.name: new[column.name] for column in old if column.name not in (*keys, "downloaded_unix_s")
     }
-    changed["reported_revision"] = func.coalesce(old.reported_revision, new.reported_revision)
+    for name in _FIRST_KEPT:
+        changed[name] = func.coalesce(old[name], new[name])
     return statement.on_conflict_do_update(index_elements=keys, set_=changed)

@@ -48,6 +48,9 @@ class AuditAction(StrEnum):
     REPORT_CONFLICT = "report with other content refused"
     BUDGET_SET = "privacy budget set"
     BUDGET_REMOVED = "privacy budget removed"
+    WEBHOOK_ADDED = "webhook added"
+    WEBHOOK_REMOVED = "webhook removed"
+    WEBHOOK_TESTED = "webhook tested"
     PRUNED = "old data removed"
     SERVER_STARTED = "server started"
     SERVER_STOPPED = "server stopped"
@@ -86,6 +89,25 @@ class AuditRow:
     details: str
     previous_hash: str
     hash: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AuditFilter:
+    """The rows of a list: those of an actor and with an action (if not empty), since a time, and in which order."""
+
+    actor: str = ""
+    action: str = ""
+    since_unix_s: float = 0.0
+    newest_first: bool = False
+
+    @property
+    def is_total(self) -> bool:
+        """True if every row satisfies it."""
+        return not (self.actor or self.action or self.since_unix_s)
+
+
+ALL_ROWS = AuditFilter()
+"""The filter that every row satisfies, oldest first."""
 
 
 def next_row(entry: AuditEntry, unix_s: float, head: AuditHead) -> AuditRow:

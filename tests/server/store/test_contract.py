@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import itertools
 import math
 
 import pytest
@@ -11,7 +13,7 @@ from msgspec import structs
 from fedplat.rounds import AssignmentId, AttemptKey, HistoryRow
 from fedplat.rounds.events import JobAction, OperatorCommand
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
-from fedplat_server.database.jobs import AttemptRecord
+from fedplat_server.database.jobs import AttemptFilter, AttemptRecord
 from fedplat_server.database.ports import Store
 from fedplat_server.errors import StoreError
 from support.store.driver import (
@@ -43,6 +45,8 @@ async def test_a_new_job_is_a_draft_with_version_0(store: Store) -> None:
     assert (version.version, version.metrics) == (state.latest, {})
     (history,) = await store.jobs.list_history("one")
     assert history.row == HistoryRow("job", "", "DRAFT")
+    assert await store.jobs.last_sequence("one") == history.sequence > 0
+    assert await store.jobs.last_sequence("another") == 0
 
 
 async def test_creating_a_job_again_changes_nothing(store: Store) -> None:
@@ -110,8 +114,8 @@ async def test_a_replaced_token_finds_nothing(store: Store) -> None:
 async def test_attempts_are_listed_with_their_counts(store: Store) -> None:
     driver = Driver(store)
     await eventful(driver)
-    committed = await store.jobs.list_attempts("eventful")
-    everything = await store.jobs.list_attempts("eventful", all_attempts=True)
+    committed = await store.jobs.list_attempts(AttemptFilter("eventful"))
+    everything = await store.jobs.list_attempts(AttemptFilter("eventful", all_attempts=True))
     assert [tuple(one.key[1:]) for one in everything] == [
         *((1, 1), (1, 2)),
         *((2, 1), (2, 2), (2, 3), (2, 4), (2, 5)),  # a restart in between did not end the last one
@@ -127,43 +131,48 @@ async def test_attempts_are_listed_with_their_counts(store: Store) -> None:
     assert late.counts == {AssignmentState.DROPPED: 1, AssignmentState.LATE: 4}
     assert late.phase is AttemptPhase.ABANDONED
     assert "1 of at least 2 needed clients reported" in late.reason
-    assert await store.jobs.find_last_attempt("eventful") == everything[-1]
-    assert await store.jobs.list_attempts("nobody") == []
-    assert await store.jobs.find_last_attempt("nobody") is None
+    found = await store.jobs.find_attempts([one.key for one in everything] + [AttemptKey("nobody", 1, 1)])
+    assert found == {one.key: one for one in everything}
+    assert await store.jobs.find_attempts([]) == {}
+    assert await store.jobs.list_attempts(AttemptFilter("nobody")) == []
 
 
 @pytest.mark.fault("F47")
 async def test_attempts_are_listed_page_by_page(store: Store) -> None:
     driver = Driver(store)
     await eventful(driver)
-    for all_attempts in (True, False):
-        whole = await store.jobs.list_attempts("eventful", all_attempts=all_attempts)
+    for all_attempts, newest_first in itertools.product((True, False), repeat=2):
+        which = AttemptFilter("eventful", all_attempts=all_attempts, newest_first=newest_first)
+        whole = await store.jobs.list_attempts(which)
+        assert await store.jobs.count_attempts(which) == len(whole)
+        assert [one.key for one in whole] == sorted((one.key for one in whole), reverse=newest_first)
         for limit in (1, 2, 100):
             found, after = list[AttemptRecord](), None
-            while page := await store.jobs.list_attempts(
-                "eventful", all_attempts=all_attempts, after=after, limit=limit
-            ):
+            while page := await store.jobs.list_attempts(which, after=after, limit=limit):
                 assert len(page) <= limit
                 found += page
                 after = page[-1].key[1:]
             assert found == whole
-        assert await store.jobs.list_attempts("eventful", all_attempts=all_attempts, after=(1, 7)) == [
-            one for one in whole if one.key.round > 1
+        assert await store.jobs.list_attempts(which, after=(2, 0)) == [
+            one for one in whole if (one.key.round < 2 if newest_first else one.key.round > 1)
         ]
+        second = dataclasses.replace(which, round=2)
+        assert await store.jobs.list_attempts(second) == [one for one in whole if one.key.round == 2]
+        assert await store.jobs.count_attempts(second) == (5 if all_attempts else 1)
 
 
 async def test_an_attempt_has_a_beginning_and_an_end(store: Store) -> None:
     driver = Driver(store)
     await driver.create("one")
-    (open_one,) = await store.jobs.list_attempts("one")
+    (open_one,) = await store.jobs.list_attempts(AttemptFilter("one"))
     assert open_one.ended_unix_s is None
     await driver.finish_attempt("one", "a")
-    ended, _ = await store.jobs.list_attempts("one")
+    ended, _ = await store.jobs.list_attempts(AttemptFilter("one"))
     assert ended.opened_unix_s == open_one.opened_unix_s
     assert ended.ended_unix_s is not None
     assert ended.ended_unix_s > ended.opened_unix_s
     await driver.finish_attempt("one", "b")
-    assert (await store.jobs.list_attempts("one"))[0] == ended
+    assert (await store.jobs.list_attempts(AttemptFilter("one")))[0] == ended
 
 
 # --- versions --------------------------------------------------------------------------------------------------
@@ -180,9 +189,9 @@ async def test_versions_are_listed_as_they_were_committed(store: Store) -> None:
     assert await store.jobs.list_versions("eventful", after=0, limit=1) == records[1:2]
     assert await store.jobs.list_versions("eventful", after=1, limit=9) == records[2:]
     assert await store.jobs.list_versions("eventful", after=2) == []
-    assert await store.jobs.list_versions_of_rounds("eventful", 0, 1) == records[:2]
-    assert await store.jobs.list_versions_of_rounds("eventful", 2, 9) == records[2:]
-    assert await store.jobs.list_versions_of_rounds("nobody", 0, 9) == []
+    assert await store.jobs.list_versions_of_rounds("eventful", (0, 1)) == records[:2]
+    assert await store.jobs.list_versions_of_rounds("eventful", (2, 9)) == records[2:]
+    assert await store.jobs.list_versions_of_rounds("nobody", (0, 9)) == []
 
 
 async def test_metrics_of_a_version_are_noted(store: Store, database: str) -> None:

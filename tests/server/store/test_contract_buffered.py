@@ -7,7 +7,7 @@ import pytest
 from fedplat.rounds import AttemptKey
 from fedplat.rounds.events import AssignmentFailed, JobAction, ServerRestarted, UpdateReported, UploadStarted
 from fedplat.rounds.states import AssignmentState, AttemptKind, Reason
-from fedplat_server.database.jobs import Staleness
+from fedplat_server.database.jobs import AttemptFilter, Staleness
 from fedplat_server.database.ports import Store
 from support.store.driver import JOB_FILE, Driver, check_invariants, digest_of
 
@@ -44,7 +44,7 @@ async def test_assignments_outlive_their_attempts(store: Store, database: str) -
     await report(driver, "a", "e")
     await driver.aggregate("one")
     assert job.attempt.assignments["d"].weight == 4.0 * 2**-0.5
-    rounds = [one for one in await store.jobs.list_attempts("one") if one.kind is AttemptKind.TRAIN]
+    rounds = [one for one in await store.jobs.list_attempts(AttemptFilter("one")) if one.kind is AttemptKind.TRAIN]
     assert [one.counts.get(AssignmentState.MERGED) for one in rounds[:2]] == [3, 3]
     assert [one.staleness for one in rounds[:2]] == [Staleness(), Staleness(2 / 3, 1)]
     assert [one.update_bytes for one in rounds[:2]] == [300, 300]
@@ -57,10 +57,10 @@ async def test_the_last_attempt_counts_what_it_took_over(store: Store) -> None:
     await driver.aggregate("one")
     await driver.finish_attempt("one", "scores-")
     await report(driver, "f")
-    last = await store.jobs.find_last_attempt("one")
+    (*_, last) = await store.jobs.list_attempts(AttemptFilter("one", all_attempts=True))
     assert last is not None
     assert (last.key.round, dict(last.counts), last.staleness) == (2, {AssignmentState.REPORTED: 1}, Staleness(1.0, 1))
-    assert last == (await store.jobs.list_attempts("one", all_attempts=True))[-1]
+    assert await store.jobs.find_attempts([last.key]) == {last.key: last}
 
 
 async def test_all_clients_continue_after_a_restart(store: Store, database: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedplat_server.database.clients import ClientRecord, Enrollment, EnrollmentToken
+from fedplat_server.database.clients import ClientFilter, ClientRecord, Enrollment, EnrollmentToken
 from fedplat_server.database.ports import Store
 from fedplat_server.errors import EnrollmentConflictError, StoreError, TokenRefusedError
 from fedplat_server.records.audit import AuditAction, AuditEntry
@@ -58,14 +58,21 @@ async def test_tokens_are_listed_in_order_and_revoked_once(store: Store) -> None
     assert await store.clients.revoke_enrollment_token("b") is None
 
 
+async def test_a_token_is_found_by_its_hash(store: Store) -> None:
+    await store.clients.add_enrollment_token(token("t"), b"hash of t")
+    await store.clients.add_enrollment_token(token("u", num_left=1), b"hash of u")
+    assert await store.clients.find_enrollment_token(b"hash of u") == token("u", num_left=1)
+    assert await store.clients.find_enrollment_token(b"hash of v") is None
+
+
 async def test_enrolled_clients_are_listed_in_order(open_store: Store) -> None:
     store = open_store
     await store.clients.add_enrollment_token(token("p", population="production"), b"hash of p")
     assert [(await store.clients.enroll(enrollment(name))).client_id for name in ("z", "a", "m")] == ["z", "a", "m"]
     await store.clients.enroll(enrollment("other", population="production", token_hash=b"hash of p"))
-    assert [client.client_id for client in await store.clients.list_clients("demo")] == ["z", "a", "m"]
+    assert [client.client_id for client in await store.clients.list_clients(ClientFilter("demo"))] == ["z", "a", "m"]
     assert [client.client_id for client in await store.clients.list_clients()] == ["z", "a", "m", "other"]
-    assert await store.clients.list_clients("nobody") == []
+    assert await store.clients.list_clients(ClientFilter("nobody")) == []
     assert await store.clients.count_clients() == 4
     assert [one.num_left for one in await store.clients.list_enrollment_tokens()] == [7, 9]
 
@@ -79,7 +86,10 @@ async def test_clients_are_listed_page_by_page(open_store: Store) -> None:
     await store.clients.enroll(enrollment("m"))
 
     async def page(population: str | None, after: str, limit: int | None) -> list[str]:
-        return [one.client_id for one in await store.clients.list_clients(population, after=after, limit=limit)]
+        return [
+            one.client_id
+            for one in await store.clients.list_clients(ClientFilter(population), after=after, limit=limit)
+        ]
 
     assert await page(None, "", 2) == ["z", "a"]
     assert await page(None, "a", 2) == ["other", "m"]

@@ -13,6 +13,7 @@ from fedplat.privacy import Charge, Mechanism
 from fedplat.rounds import Change, JobState
 from fedplat.rounds.events import AttemptAggregated, JobAction, UpdateReported
 from fedplat.rounds.states import AttemptKind, JobStatus
+from fedplat_server.database.jobs import AttemptFilter
 from fedplat_server.database.ledger import Account, Budget, Population
 from fedplat_server.database.ports import Store
 from fedplat_server.errors import PopulationChangedError, StaleRevisionError, StoreError
@@ -77,7 +78,7 @@ async def test_a_warm_start_is_no_release(store: Store) -> None:
     assert await store.ledger.list_releases("one") == []
     versions = [record.version for record in await store.jobs.list_versions("one")]
     assert [(one.version, one.round, one.attempt, one.num_updates) for one in versions] == [(0, 0, 0, 0), (1, 0, 1, 0)]
-    attempt, _ = await store.jobs.list_attempts("one", all_attempts=True)
+    attempt, _ = await store.jobs.list_attempts(AttemptFilter("one", all_attempts=True))
     assert (attempt.key[1:], attempt.kind, attempt.counts) == ((0, 1), AttemptKind.WARM_START, {})
     await driver.restart()
     await train(driver, "one", 3)

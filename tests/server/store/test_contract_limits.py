@@ -7,6 +7,7 @@ import pytest
 from fedplat.rounds import AttemptKey
 from fedplat.rounds.commands import Assign
 from fedplat.rounds.events import ClientCheckedIn, JobAction
+from fedplat_server.database.jobs import AttemptFilter
 from fedplat_server.database.ports import Store, recall_participations
 from fedplat_server.database.writes import ParticipationLimits
 from fedplat_server.errors import ParticipationError
@@ -23,7 +24,10 @@ def forgetful(driver: Driver, job_id: str, keep: str = "") -> None:
 
 async def stored(store: Store, job_id: str) -> object:
     job = next(record for record in await store.jobs.load_jobs() if record.state.job_id == job_id)
-    history, attempts = await store.jobs.list_history(job_id), await store.jobs.list_attempts(job_id, all_attempts=True)
+    history, attempts = (
+        await store.jobs.list_history(job_id),
+        await store.jobs.list_attempts(AttemptFilter(job_id, all_attempts=True)),
+    )
     return job.state.revision, history, attempts, await store.jobs.list_participations(job_id, range(1, 99))
 
 

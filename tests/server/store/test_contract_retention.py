@@ -7,7 +7,7 @@ from msgspec import structs
 
 from fedplat.rounds import AttemptKey
 from fedplat.rounds.events import RollbackOrdered
-from fedplat_server.database.jobs import Removable, RetainedVersions
+from fedplat_server.database.jobs import AttemptFilter, Removable, RetainedVersions
 from fedplat_server.database.ports import Store
 from fedplat_server.errors import StoreError
 from support.store.driver import JOB_FILE, Driver, digest_of, draft, run_to_the_end
@@ -124,4 +124,4 @@ async def test_the_history_of_old_attempts_is_removed(store: Store) -> None:
     left = await store.jobs.list_history("one")
     assert {one.row.entity for one in left} == {"job", "version"}
     assert await store.retention.list_old_attempts("one", 1e12) == []
-    assert [one.metrics != {} for one in await store.jobs.list_attempts("one")][-1]
+    assert [one.metrics != {} for one in await store.jobs.list_attempts(AttemptFilter("one"))][-1]

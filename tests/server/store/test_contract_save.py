@@ -11,6 +11,7 @@ from msgspec import structs
 from fedplat.rounds import Change, sync
 from fedplat.rounds.events import AttemptAggregated, JobAction, OperatorCommand, UpdateReported
 from fedplat.rounds.states import JobStatus
+from fedplat_server.database.jobs import AttemptFilter
 from fedplat_server.database.ports import Store
 from fedplat_server.errors import StaleRevisionError, StoreError
 from support.store.driver import (
@@ -145,7 +146,7 @@ async def test_a_save_of_an_unknown_job_is_refused(store: Store) -> None:
 async def _everything(store: Store, job_ids: tuple[str, ...]) -> list[object]:
     per_job = [
         [
-            await store.jobs.list_attempts(job_id, all_attempts=True),
+            await store.jobs.list_attempts(AttemptFilter(job_id, all_attempts=True)),
             await store.jobs.list_versions(job_id),
             await store.jobs.list_history(job_id),
         ]

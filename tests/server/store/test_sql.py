@@ -20,6 +20,7 @@ from fedplat.rounds.states import JobStatus, Reason
 from fedplat.texts import shorten
 from fedplat_server.database import drivers as transactions
 from fedplat_server.database.engine import async_url, create_engine
+from fedplat_server.database.jobs import AttemptFilter
 from fedplat_server.database.store import SqlStore, open_store
 from fedplat_server.database.transactions import MAX_TRIES, Database
 from fedplat_server.errors import StoreError, StoreUnavailableError
@@ -57,7 +58,7 @@ async def test_forty_writers_and_forty_readers(store: SqlStore, database: str) -
     async def read(n: int) -> None:
         for _ in range(5):
             await store.jobs.list_history(f"job {n}")
-            await store.jobs.list_attempts(f"job {n}")
+            await store.jobs.list_attempts(AttemptFilter(f"job {n}"))
             await store.jobs.find_assignment(token_hash(f"job {n} token-1"))
 
     await asyncio.gather(*(write(n) for n in range(40)), *(read(n) for n in range(40)))
@@ -220,8 +221,8 @@ async def test_what_was_stored_too_large_is_read_shortened(store: SqlStore, data
     tracemalloc.start()
     try:
         rows = await store.jobs.list_history("one")
-        (attempt,) = await store.jobs.list_attempts("one")
-        last = await store.jobs.find_last_attempt("one")
+        (attempt,) = await store.jobs.list_attempts(AttemptFilter("one"))
+        found_attempts = await store.jobs.find_attempts([attempt.key])
         found = await store.jobs.find_assignment(token_hash(driver.tokens["a"]))
         (job,) = await store.jobs.load_jobs()
         peak = tracemalloc.get_traced_memory()[1]
@@ -232,7 +233,7 @@ async def test_what_was_stored_too_large_is_read_shortened(store: SqlStore, data
     assert len(rows) > 5
     assert found is not None
     assert found.text == attempt.reason == short
-    assert last == attempt
+    assert found_attempts == {attempt.key: attempt}
     assert job.state.attempt is not None
     assert {each.text for each in job.state.attempt.assignments.values()} == {short}
     assert peak < 4 * 2**20

@@ -1,0 +1,144 @@
+"""Lists and outcomes of assignments, and the times of downloads, in a SQL database."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy
+from sqlalchemy import ColumnElement, and_, cast, func, or_, select
+from typing_extensions import override
+
+from fedplat.rounds import AssignmentId, AttemptKey
+from fedplat.rounds.states import AssignmentState, Reason
+from fedplat.texts import shorten
+from fedplat_server.database import rows
+from fedplat_server.database.assignments import (
+    AssignmentFilter,
+    AssignmentPlace,
+    AssignmentRecord,
+    LabelledCount,
+    OutcomeCount,
+)
+from fedplat_server.database.ports import MAX_EXAMPLE_BYTES, AssignmentStore
+from fedplat_server.database.tables import assignments, attempts, clients, jobs
+from fedplat_server.database.tallies import counts_for
+from fedplat_server.database.transactions import Database
+
+_TIMES = ("assigned_unix_s", "deadline_unix_s", "downloaded_unix_s", "uploading_unix_s", "ended_unix_s")
+_RECORD_DOWNLOAD = (
+    assignments.update()
+    .where(
+        assignments.c.job_id == sqlalchemy.bindparam("this_job"),
+        assignments.c.round == sqlalchemy.bindparam("this_round"),
+        assignments.c.number == sqlalchemy.bindparam("this_number"),
+        assignments.c.client_id == sqlalchemy.bindparam("this_client"),
+        assignments.c.downloaded_unix_s.is_(None),
+    )
+    .values(downloaded_unix_s=sqlalchemy.bindparam("unix_s"))
+)
+
+
+class SqlAssignments(AssignmentStore):
+    """The adapter of `ports.AssignmentStore`."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    @override
+    async def list_assignments(
+        self, which: AssignmentFilter, *, after: AssignmentPlace | None = None, limit: int | None = None
+    ) -> list[AssignmentRecord]:
+        same = and_(*(assignments.c[name] == attempts.c[name] for name in ("job_id", "round", "number")))
+        query = select(assignments, attempts.c.kind).join(attempts, same).where(*_matches(which)).limit(limit)
+        if after is not None:
+            query = query.where(_is_later(which, after))
+        return [_record(row) for row in await self._database.fetch(query.order_by(*_order(which)))]
+
+    @override
+    async def count_assignments(self, which: AssignmentFilter) -> int:
+        query = select(func.count()).select_from(assignments).where(*_matches(which))
+        return (await self._database.fetch(query))[0][0]
+
+    @override
+    async def list_outcomes(self, key: AttemptKey) -> list[OutcomeCount]:
+        has_ended = assignments.c.state.not_in(
+            (AssignmentState.TRAINING, AssignmentState.UPLOADING, AssignmentState.REPORTED, AssignmentState.MERGED)
+        )
+        example = func.max(func.substr(cast(assignments.c.text, sqlalchemy.Text), 1, MAX_EXAMPLE_BYTES))
+        group = (assignments.c.state, assignments.c.reason)
+        count = func.count()
+        query = select(*group, count.label("total"), example.label("example")).where(counts_for(key), has_ended)
+        found = await self._database.fetch(query.group_by(*group).order_by(count.desc(), *group))
+        return [
+            OutcomeCount(
+                AssignmentState(row.state),
+                Reason(row.reason) if row.reason is not None else None,
+                row.total,
+                shorten(row.example, MAX_EXAMPLE_BYTES),
+            )
+            for row in found
+        ]
+
+    @override
+    async def count_labels(self, key: AttemptKey, limit: int) -> list[LabelledCount]:
+        labels = cast(clients.c.labels, sqlalchemy.Text)
+        query = (
+            select(labels.label("labels"), assignments.c.state, func.count().label("total"))
+            .join(clients, clients.c.client_id == assignments.c.client_id)
+            .where(counts_for(key))
+            .group_by(labels, assignments.c.state)
+            .limit(limit)
+        )
+        found = await self._database.fetch(query)
+        return [LabelledCount(json.loads(row.labels), AssignmentState(row.state), row.total) for row in found]
+
+    @override
+    async def record_downloads(self, downloaded_unix_s: Mapping[AssignmentId, float]) -> None:
+        # In the order of the keys, so that two writers cannot deadlock.
+        values = [
+            dict(zip(("this_job", "this_round", "this_number", "this_client"), (*key, client_id), strict=True))
+            | {"unix_s": unix_s}
+            for (key, client_id), unix_s in sorted(downloaded_unix_s.items())
+        ]
+        if values:
+            await self._database.write(lambda connection: connection.execute(_RECORD_DOWNLOAD, values))
+
+
+def _matches(which: AssignmentFilter) -> list[ColumnElement[bool]]:
+    # With all job ids a client's assignments are found by an index that begins with the job.
+    conditions = [
+        assignments.c.job_id == which.job_id if which.job_id else assignments.c.job_id.in_(select(jobs.c.job_id))
+    ]
+    for column, value in ((assignments.c.round, which.round), (assignments.c.number, which.number)):
+        if value is not None:
+            conditions.append(column == value)
+    if which.client_id:
+        conditions.append(assignments.c.client_id == which.client_id)
+    if which.states:
+        conditions.append(assignments.c.state.in_(sorted(which.states)))
+    return conditions
+
+
+def _order(which: AssignmentFilter) -> tuple[ColumnElement[Any], ...]:
+    mine = assignments.c
+    latest = (mine.round.desc(), mine.number.desc())
+    return (mine.assigned_unix_s.desc(), mine.job_id, *latest) if which.is_by_time else (*latest, mine.client_id)
+
+
+def _is_later(which: AssignmentFilter, place: AssignmentPlace) -> ColumnElement[bool]:
+    """Return the condition for assignments after a position, in the order of the list."""
+    mine = assignments.c
+    before = or_(mine.round < place.round, and_(mine.round == place.round, mine.number < place.number))
+    if which.is_by_time:
+        same_job = and_(mine.job_id == place.job_id, before)
+        same_time = and_(mine.assigned_unix_s == place.assigned_unix_s, or_(mine.job_id > place.job_id, same_job))
+        return or_(mine.assigned_unix_s < place.assigned_unix_s, same_time)
+    same_attempt = and_(mine.round == place.round, mine.number == place.number)
+    # The first condition follows from the second, but lets the database begin at the right place of the index.
+    return and_(mine.round <= place.round, or_(before, and_(same_attempt, mine.client_id > place.client_id)))
+
+
+def _record(row: rows.Row) -> AssignmentRecord:
+    return AssignmentRecord(rows.assignment(row), *(getattr(row, name) for name in _TIMES))

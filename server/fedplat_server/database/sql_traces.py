@@ -1,0 +1,142 @@
+"""The ended attempts of a SQL database, for their traces.
+
+All times are read from the history. Its index is by job and sequence, so a query for one attempt reads the rows of that
+attempt, however long the history is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from sqlalchemy import ColumnElement, Connection, and_, case, func, select
+from typing_extensions import override
+
+from fedplat.rounds import AssignmentId, AttemptKey
+from fedplat.rounds.states import BUSY_STATES, OPEN_PHASES, AssignmentState, AttemptKind, AttemptPhase
+from fedplat_server.database.ports import TraceStore
+from fedplat_server.database.rows import Row
+from fedplat_server.database.tables import assignments, history
+from fedplat_server.database.traces import EndedAssignment, EndedAttempt, PhaseStart
+from fedplat_server.database.transactions import Database
+
+_FAILED = (AssignmentState.FAILED, AssignmentState.REJECTED, AssignmentState.LATE)
+_DONE = (AssignmentState.REPORTED, AssignmentState.MERGED)
+_H = history.c
+_ENDS_ATTEMPT = and_(_H.entity == "attempt", _H.to_state.in_(set(AttemptPhase) - OPEN_PHASES))
+_ENDS_ASSIGNMENT = and_(
+    _H.entity == "assignment", _H.from_state.in_(BUSY_STATES), _H.to_state.in_(set(AssignmentState) - BUSY_STATES)
+)
+_FAILED_FIRST = case((assignments.c.state.in_(_FAILED), 0), (assignments.c.state.in_(_DONE), 2), else_=1)
+
+
+class _Window(NamedTuple):
+    """The history of a job after the end of an attempt, up to and including the end of the next one."""
+
+    job_id: str
+    after: int
+    last: int
+
+
+class SqlTraces(TraceStore):
+    """The adapter of `ports.TraceStore`."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    @override
+    async def find_last_sequence(self) -> int:
+        found = await self._database.fetch(select(_H.sequence).order_by(_H.sequence.desc()).limit(1))
+        return found[0].sequence if found else 0
+
+    @override
+    async def list_ended_attempts(
+        self, after_sequence: int, *, since_unix_s: float = 0.0, limit: int = 10, max_assignments: int = 100
+    ) -> list[EndedAttempt]:
+        ends = (
+            select(*[_H[name] for name in ("sequence", "job_id", "round", "attempt", "kind", "reason")])
+            .where(_H.sequence > after_sequence, _ENDS_ATTEMPT, _H.unix_s >= since_unix_s)
+            .order_by(_H.sequence)
+            .limit(limit)
+        )
+
+        def transaction(connection: Connection) -> list[EndedAttempt]:
+            return [_read_attempt(connection, row, max_assignments) for row in connection.execute(ends).all()]
+
+        return await self._database.read(transaction)
+
+
+def _read_attempt(connection: Connection, end: Row, max_assignments: int) -> EndedAttempt:
+    before = (
+        select(_H.sequence)
+        .where(_H.job_id == end.job_id, _H.sequence < end.sequence, _ENDS_ATTEMPT)
+        .order_by(_H.sequence.desc())
+        .limit(1)
+    )
+    window = _Window(end.job_id, connection.execute(before).scalar() or 0, end.sequence)
+    key = AttemptKey(end.job_id, end.round, end.attempt)
+    return EndedAttempt(
+        sequence=end.sequence,
+        key=key,
+        kind=AttemptKind(end.kind or AttemptKind.TRAIN),  # rows of the first release have no kind
+        reason=end.reason,
+        phases=_read_phases(connection, window, key),
+        assignments=_read_assignments(connection, window, max_assignments),
+        counts=_count_assignments(connection, key),
+    )
+
+
+def _read_phases(connection: Connection, window: _Window, key: AttemptKey) -> tuple[PhaseStart, ...]:
+    query = (
+        select(_H.to_state, _H.unix_s)
+        .where(_in_window(window), _H.entity == "attempt", _H.round == key.round, _H.attempt == key.number)
+        .order_by(_H.sequence)
+    )
+    return tuple(PhaseStart(AttemptPhase(row.to_state), row.unix_s) for row in connection.execute(query))
+
+
+def _read_assignments(connection: Connection, window: _Window, limit: int) -> tuple[EndedAssignment, ...]:
+    mine = assignments.c
+    same = and_(
+        mine.job_id == _H.job_id,
+        mine.round == _H.round,
+        mine.number == _H.attempt,
+        mine.client_id == _H.client_id,
+    )
+    columns = [_H[name] for name in ("round", "attempt", "client_id", "unix_s")]
+    columns += [mine[name] for name in ("state", "reason", "base_version", "update_bytes", "assigned_unix_s")]
+    query = (
+        select(*columns)
+        .join(assignments, same)
+        .where(_in_window(window), _ENDS_ASSIGNMENT)
+        .order_by(_FAILED_FIRST, _H.sequence)
+        .limit(limit)
+    )
+    return tuple(_to_assignment(window.job_id, row) for row in connection.execute(query))
+
+
+def _to_assignment(job_id: str, row: Row) -> EndedAssignment:
+    return EndedAssignment(
+        id=AssignmentId(AttemptKey(job_id, row.round, row.attempt), row.client_id),
+        state=AssignmentState(row.state),
+        reason=row.reason or "",
+        base_version=row.base_version,
+        update_bytes=row.update_bytes,
+        assigned_unix_s=row.assigned_unix_s,
+        ended_unix_s=row.unix_s,
+    )
+
+
+def _count_assignments(connection: Connection, key: AttemptKey) -> Mapping[AssignmentState, int]:
+    mine = assignments.c
+    query = (
+        select(mine.state, func.count().label("total"))
+        .where(mine.job_id == key.job_id, mine.round == key.round, mine.number == key.number)
+        .group_by(mine.state)
+    )
+    return Counter({AssignmentState(row.state): row.total for row in connection.execute(query)})
+
+
+def _in_window(window: _Window) -> ColumnElement[bool]:
+    return and_(_H.job_id == window.job_id, _H.sequence > window.after, _H.sequence <= window.last)

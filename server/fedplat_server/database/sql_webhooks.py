@@ -1,0 +1,258 @@
+"""Webhooks and the deliveries of events to them in a SQL database.
+
+Transactions lock the rows of webhooks before those of deliveries, so that two of them cannot deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sqlalchemy
+from sqlalchemy import Connection, func, select, tuple_
+from typing_extensions import override
+
+from fedplat_server import crash_points
+from fedplat_server.database import rows
+from fedplat_server.database.event_ports import WebhookStore
+from fedplat_server.database.sql_audit import append_entries
+from fedplat_server.database.sql_events import append_events
+from fedplat_server.database.tables import STILL_PENDING, deliveries, event_head, events, webhooks
+from fedplat_server.database.transactions import Clock, Database
+from fedplat_server.errors import WebhookError
+from fedplat_server.records.audit import AuditEntry
+from fedplat_server.records.events import EventEntry, EventRow, EventType
+from fedplat_server.records.webhooks import (
+    MAX_PENDING,
+    MAX_WEBHOOKS,
+    DeliveryRecord,
+    DeliveryState,
+    WebhookRecord,
+    parse_url,
+)
+
+_TOO_MANY = f"there were more than {MAX_PENDING:,} pending deliveries"
+
+
+class SqlWebhooks(WebhookStore):
+    """The adapter of `ports.WebhookStore`."""
+
+    def __init__(self, database: Database, clock: Clock) -> None:
+        self._database = database
+        self._clock = clock
+
+    # --- webhooks ----------------------------------------------------------------------------------------------
+
+    @override
+    async def add_webhook(self, webhook: WebhookRecord, audit: Sequence[AuditEntry] = ()) -> None:
+        origin = parse_url(webhook.url).origin
+        added = EventEntry(
+            EventType.WEBHOOK_ADDED, subject=webhook.webhook_id, text=f"a webhook for {origin} was added"
+        )
+        values = {name: getattr(webhook, name) for name in ("webhook_id", "url", "secret", "created_unix_s")}
+
+        def transaction(connection: Connection) -> None:
+            # First the event: the lock on its head makes concurrent calls count one after the other.
+            cursor = append_events(connection, [added], self._clock())
+            count = connection.execute(select(func.count()).select_from(webhooks)).scalar_one()
+            if count >= MAX_WEBHOOKS:
+                raise WebhookError(f"there are {count} webhooks already; remove one first")
+            types = list(webhook.types)
+            connection.execute(webhooks.insert().values(**values, types=types, cursor=cursor, last_result=""))
+            append_entries(connection, audit, self._clock())
+
+        await self._database.write(transaction)
+
+    @override
+    async def list_webhooks(self, *, after: str = "", limit: int | None = None) -> list[WebhookRecord]:
+        query = select(webhooks).order_by(webhooks.c.sequence).limit(limit)
+        if after:
+            others = webhooks.alias()
+            last = select(others.c.sequence).where(others.c.webhook_id == after).scalar_subquery()
+            query = query.where(webhooks.c.sequence > last)
+        first = func.min(deliveries.c.event_sequence).label("first")
+        counts = select(deliveries.c.webhook_id, func.count().label("total"), first).where(STILL_PENDING)
+        grouped = counts.group_by(deliveries.c.webhook_id).subquery()
+        pending = select(grouped, events.c.unix_s).join(events, events.c.sequence == grouped.c.first, isouter=True)
+
+        def transaction(connection: Connection) -> list[WebhookRecord]:
+            found = {row.webhook_id: row for row in connection.execute(pending)}
+            return [_webhook(row, found.get(row.webhook_id)) for row in connection.execute(query)]
+
+        return await self._database.read(transaction)
+
+    @override
+    async def list_ids(self) -> list[str]:
+        found = await self._database.fetch(select(webhooks.c.webhook_id).order_by(webhooks.c.sequence))
+        return [row.webhook_id for row in found]
+
+    @override
+    async def find_webhook(self, webhook_id: str) -> WebhookRecord | None:
+        found = await self._database.fetch(select(webhooks).where(webhooks.c.webhook_id == webhook_id))
+        return _webhook(found[0]) if found else None
+
+    @override
+    async def remove_webhook(self, webhook_id: str, audit: Sequence[AuditEntry] = ()) -> None:
+        mine = webhooks.c.webhook_id == webhook_id
+        lock = select(webhooks.c.url).where(mine).with_for_update()
+
+        def transaction(connection: Connection) -> None:
+            url = connection.execute(lock).scalar_one_or_none()
+            if url is None:
+                raise WebhookError(f"there is no webhook {webhook_id}")
+            connection.execute(deliveries.delete().where(deliveries.c.webhook_id == webhook_id))
+            connection.execute(webhooks.delete().where(mine))
+            text = f"the webhook for {parse_url(url).origin} was removed"
+            removed = EventEntry(EventType.WEBHOOK_REMOVED, subject=webhook_id, text=text)
+            append_events(connection, [removed], self._clock())
+            append_entries(connection, audit, self._clock())
+
+        await self._database.write(transaction)
+
+    @override
+    async def find_failing_webhooks(self, since_unix_s: float) -> list[WebhookRecord]:
+        failing = webhooks.c.failing_since_unix_s <= since_unix_s
+        found = await self._database.fetch(select(webhooks).where(failing).order_by(webhooks.c.sequence))
+        return [_webhook(row) for row in found]
+
+    # --- deliveries --------------------------------------------------------------------------------------------
+
+    @override
+    async def schedule_deliveries(self, limit: int = 250) -> int:
+        now = self._clock()
+        last = select(event_head.c.last_sequence)
+        behind = select(webhooks).where(webhooks.c.cursor < sqlalchemy.bindparam("last"))
+        behind = behind.order_by(webhooks.c.sequence).with_for_update()
+
+        def transaction(connection: Connection) -> int:
+            found = connection.execute(behind, {"last": connection.execute(last).scalar_one()}).all()
+            if not found:
+                return 0
+            first = min(row.cursor for row in found)
+            query = select(events.c.sequence, events.c.type).where(events.c.sequence > first)
+            page = connection.execute(query.order_by(events.c.sequence).limit(limit)).all()
+            assert page, "an event that a webhook needs was removed"
+            values = [
+                _new_delivery(webhook.webhook_id, event.sequence, now)
+                for webhook in found
+                for event in page
+                if event.sequence > webhook.cursor and (not webhook.types or event.type in webhook.types)
+            ]
+            if values:
+                connection.execute(deliveries.insert(), values)
+            ids = [row.webhook_id for row in found if row.cursor < page[-1].sequence]
+            moved = webhooks.update().where(webhooks.c.webhook_id.in_(ids)).values(cursor=page[-1].sequence)
+            connection.execute(moved)
+            return len(page)
+
+        with crash_points.step("delivery.schedule"):
+            return await self._database.write(transaction)
+
+    @override
+    async def find_next_delivery(self, webhook_id: str) -> DeliveryRecord | None:
+        query = _with_event().where(deliveries.c.webhook_id == webhook_id, STILL_PENDING)
+        found = await self._database.fetch(
+            query.order_by(deliveries.c.next_unix_s, deliveries.c.event_sequence).limit(1)
+        )
+        return _delivery(found[0]) if found else None
+
+    @override
+    async def record_attempt(self, delivery: DeliveryRecord) -> None:
+        is_over = delivery.state is DeliveryState.DELIVERED
+        since = func.coalesce(webhooks.c.failing_since_unix_s, delivery.last_unix_s)
+        tried = webhooks.update().where(webhooks.c.webhook_id == delivery.webhook_id)
+        tried = tried.values(
+            last_result=delivery.result,
+            last_unix_s=delivery.last_unix_s,
+            failing_since_unix_s=None if is_over else since,
+        )
+        mine = deliveries.update().where(
+            deliveries.c.webhook_id == delivery.webhook_id,
+            deliveries.c.event_sequence == delivery.event.sequence,
+            STILL_PENDING,
+        )
+        names = ("state", "num_attempts", "result", "last_unix_s", "next_unix_s")
+        mine = mine.values({name: getattr(delivery, name) for name in names})
+
+        def transaction(connection: Connection) -> None:
+            if connection.execute(tried).rowcount:
+                connection.execute(mine)
+
+        with crash_points.step("delivery.record"):
+            await self._database.write(transaction)
+
+    @override
+    async def list_deliveries(
+        self, *, webhook_id: str = "", state: str = "", before: tuple[int, str] | None = None, limit: int = 250
+    ) -> list[DeliveryRecord]:
+        key = (deliveries.c.event_sequence, deliveries.c.webhook_id)
+        query = _with_event().order_by(*(column.desc() for column in key)).limit(limit)
+        if webhook_id:
+            query = query.where(deliveries.c.webhook_id == webhook_id)
+        if state:
+            query = query.where(deliveries.c.state == state)
+        if before is not None:
+            query = query.where(tuple_(*key) < before)
+        return [_delivery(row) for row in await self._database.fetch(query)]
+
+    @override
+    async def limit_pending(self, most: int = MAX_PENDING) -> int:
+        counts = select(deliveries.c.webhook_id).where(STILL_PENDING).group_by(deliveries.c.webhook_id)
+        crowded = counts.having(func.count() > most)
+
+        def transaction(connection: Connection) -> int:
+            num_failed = 0
+            for webhook_id in connection.execute(crowded).scalars().all():
+                mine = (deliveries.c.webhook_id == webhook_id) & STILL_PENDING
+                newest = select(deliveries.c.event_sequence).where(mine)
+                newest = newest.order_by(deliveries.c.event_sequence.desc()).offset(most).limit(1)
+                excess = deliveries.update().where(mine, deliveries.c.event_sequence <= newest.scalar_subquery())
+                failed = excess.values(state=DeliveryState.FAILED, result=_TOO_MANY, next_unix_s=None)
+                num_failed += connection.execute(failed).rowcount
+            return num_failed
+
+        return await self._database.write(transaction)
+
+
+def _webhook(row: rows.Row, pending: rows.Row | None = None) -> WebhookRecord:
+    return WebhookRecord(
+        webhook_id=row.webhook_id,
+        url=row.url,
+        types=tuple(row.types),
+        secret=row.secret,
+        created_unix_s=row.created_unix_s,
+        last_result=row.last_result,
+        last_unix_s=row.last_unix_s,
+        failing_since_unix_s=row.failing_since_unix_s,
+        num_pending=pending.total if pending is not None else 0,
+        oldest_unix_s=(pending.unix_s or 0.0) if pending is not None else 0.0,
+    )
+
+
+def _new_delivery(webhook_id: str, sequence: int, now: float) -> rows.Values:
+    return {
+        "event_sequence": sequence,
+        "webhook_id": webhook_id,
+        "state": DeliveryState.PENDING,
+        "num_attempts": 0,
+        "result": "",
+        "last_unix_s": None,
+        "next_unix_s": now,
+    }
+
+
+def _with_event() -> sqlalchemy.Select[Any]:
+    """Return a query for deliveries with their events. No event is removed before its deliveries."""
+    return select(deliveries, events).join(events, events.c.sequence == deliveries.c.event_sequence)
+
+
+def _delivery(row: rows.Row) -> DeliveryRecord:
+    return DeliveryRecord(
+        webhook_id=row.webhook_id,
+        event=rows.to_record(row, EventRow),
+        state=DeliveryState(row.state),
+        num_attempts=row.num_attempts,
+        result=row.result,
+        last_unix_s=row.last_unix_s,
+        next_unix_s=row.next_unix_s,
+    )
