@@ -1,0 +1,1 @@
+"""Webhooks: requests to allowed addresses, and the background task that delivers events."""
