@@ -11,6 +11,9 @@ import msgspec
 from fedplat.claims import MetricLimits
 from fedplat.loaded_plugins import NO_PLUGINS, LoadedPlugins
 
+DEFAULT_JOB_METRICS = ("loss", "accuracy")
+"""The names of the metrics of rounds that the metrics for Prometheus include, unless others are declared."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TlsFiles:
@@ -111,8 +114,12 @@ class ServerConfig(msgspec.Struct, frozen=True):
     of one host share `listen`, and each also listens at its own port, that of `advertise`.
     `reflection` enables gRPC server reflection. Without `tls` the server speaks plaintext.
     At `mtls_listen` (`host:port`; empty: disabled) it requires client certificates, which it signs itself.
+    `webhook_networks`: the networks that webhooks may reach although their addresses are not public.
     `trusted_proxies`: the networks of proxies whose `x-forwarded-for` header is trusted to name the caller.
+    At `dashboard_listen` (`host:port`; empty: disabled) a child process serves the pages for browsers.
     A connection that is `connection_age_s` old accepts no new calls; open ones may last twice the longest poll.
+    At `metrics_listen` (`host:port`; empty: disabled) it serves metrics for Prometheus, which include those of jobs
+    that have a name in `job_metrics`.
     """
 
     listen: str
@@ -147,7 +154,11 @@ class ServerConfig(msgspec.Struct, frozen=True):
     tls: TlsFiles | None = None
     mtls_listen: str = ""
     trusted_proxies: tuple[str, ...] = ()
+    webhook_networks: tuple[str, ...] = ()
     connection_age_s: float = 3600.0
+    metrics_listen: str = ""
+    job_metrics: tuple[str, ...] = DEFAULT_JOB_METRICS
+    dashboard_listen: str = ""
 
     @property
     def blob_dir(self) -> Path:

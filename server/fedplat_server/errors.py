@@ -11,6 +11,7 @@ ServerError
 │   ├── TokenRefusedError         the enrollment token is unknown, of another population or no longer valid
 │   ├── OperatorError             the operator's name is taken, or there is no such operator
 │   │   └── LastAdminError        the last admin may not be removed
+│   ├── WebhookError              there are too many webhooks, or there is no such webhook
 │   ├── LeadershipLostError       another daemon leads the jobs, or may lead them
 │   ├── ParticipationError        the assignment would exceed a client's participations in a private job
 │   ├── PopulationChangedError    the jobs or the budget of a population changed since they were read
@@ -85,6 +86,10 @@ class LastAdminError(OperatorError):
     """The last admin, the only operator that can add others, may not be removed."""
 
 
+class WebhookError(StoreError):
+    """There are too many webhooks, or there is no such webhook."""
+
+
 class LeadershipLostError(StoreError):
     """Another daemon leads the jobs of this database, or may lead them: writes of this daemon are rejected."""
 
@@ -155,6 +160,8 @@ class Code(StrEnum):
     NAME_TAKEN = "NAME_TAKEN"
     NO_SUCH_OPERATOR = "NO_SUCH_OPERATOR"
     LAST_ADMIN = "LAST_ADMIN"
+    NO_SUCH_WEBHOOK = "NO_SUCH_WEBHOOK"
+    TOO_MANY_WEBHOOKS = "TOO_MANY_WEBHOOKS"
     BAD_SIGNATURE = "BAD_SIGNATURE"
     REPLAYED = "REPLAYED"
     SESSION_UNKNOWN = "SESSION_UNKNOWN"
@@ -175,6 +182,7 @@ class Code(StrEnum):
     NO_SUCH_ENROLLMENT = "NO_SUCH_ENROLLMENT"
     NO_SUCH_JOB = "NO_SUCH_JOB"
     AMBIGUOUS_JOB = "AMBIGUOUS_JOB"
+    NO_SUCH_ROUND = "NO_SUCH_ROUND"
     NO_SUCH_VERSION = "NO_SUCH_VERSION"
     VERSION_REMOVED = "VERSION_REMOVED"
     NO_SUCH_MODEL = "NO_SUCH_MODEL"
@@ -209,6 +217,8 @@ PUBLIC_MESSAGES: Mapping[Code, str] = {
     Code.NAME_TAKEN: "the name is taken",
     Code.NO_SUCH_OPERATOR: "there is no such operator",
     Code.LAST_ADMIN: ("this is the last operator with the role admin; add another one before you remove it"),
+    Code.NO_SUCH_WEBHOOK: "there is no such webhook",
+    Code.TOO_MANY_WEBHOOKS: "the server has as many webhooks as it allows; remove one first",
     Code.UNAUTHENTICATED: "the call names no client; enroll first, then open a session",
     Code.BAD_SIGNATURE: "the signature is not that of the client's key over this call",
     Code.REPLAYED: "the call was made before",
@@ -232,6 +242,7 @@ PUBLIC_MESSAGES: Mapping[Code, str] = {
     Code.NO_SUCH_ENROLLMENT: "there is no such enrollment token",
     Code.NO_SUCH_JOB: "there is no such job",
     Code.AMBIGUOUS_JOB: "several jobs have this name; use the job id",
+    Code.NO_SUCH_ROUND: "there is no such round or attempt",
     Code.NO_SUCH_VERSION: "there is no such model version",
     Code.VERSION_REMOVED: "the model file of this version was removed",
     Code.NO_SUCH_MODEL: "there is no such model for this client",

@@ -1,5 +1,6 @@
 """The log: a sentence for people, fields for machines. Lines of JSON, or coloured text on a terminal.
 
+A line about a job, an attempt or a client has the fields `job` (the id), `round`, `attempt` and `client` (the id).
 Tracebacks are logged without local variables, which include tokens, credentials and the database's password.
 """
 
@@ -11,9 +12,13 @@ import os
 import queue
 import sys
 import threading
-from typing import TextIO, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TextIO, cast
 
 import structlog
+
+if TYPE_CHECKING:
+    from fedplat.rounds import AssignmentId, AttemptKey
 
 MAX_LINES = 10_000
 
@@ -28,6 +33,8 @@ class Sink(io.TextIOBase):
         self._descriptor = descriptor
         self._lines: queue.Queue[str | None] = queue.Queue(max_lines)
         self._dropped = 0
+        self.num_dropped = 0
+        """The number of lines that were dropped since the start."""
         # A daemon thread: the process can end while the thread is stuck in a write.
         self._thread = threading.Thread(target=self._drain, name="log", daemon=True)
         self._thread.start()
@@ -37,7 +44,7 @@ class Sink(io.TextIOBase):
         try:
             self._lines.put_nowait(text)
         except queue.Full:
-            self._dropped += 1
+            self._drop()
         return len(text)
 
     def finish(self, timeout_s: float) -> None:
@@ -52,24 +59,35 @@ class Sink(io.TextIOBase):
         text: str | None = ""
         while text is not None:
             text = self._lines.get()
-            self._put(text or "")
+            if not self._put(text or ""):
+                self._drop()
             if self._dropped and (text is None or self._lines.empty()):
                 dropped, self._dropped = self._dropped, 0
-                self._put(f"{dropped} lines of the log were dropped: they were not read in time\n")
+                if not self._put(f"{dropped} lines of the log were dropped: they were not read in time\n"):
+                    self._dropped += dropped
 
-    def _put(self, text: str) -> None:
+    def _put(self, text: str) -> bool:
+        """Write a text; return False for a closed pipe or a full disk, which cannot be reported anywhere."""
         rest = memoryview(text.encode(errors="backslashreplace"))
         try:
             # Not through sys.stderr: a thread that is stuck in it would keep the interpreter from ending.
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
         except OSError:
-            self._dropped += 1  # a closed pipe or a full disk, which cannot be reported anywhere
+            return False
+        return True
+
+    def _drop(self) -> None:
+        self._dropped += 1
+        self.num_dropped += 1
 
 
-def configure(level: str = "INFO", *, json: bool | None = None) -> Sink:
+def configure(
+    level: str = "INFO", *, json: bool | None = None, processors: Sequence[structlog.typing.Processor] = ()
+) -> Sink:
     """Set up the log of the process; return its sink, to be finished at the end. `json` defaults to text on a terminal.
 
+    `processors` change the fields of each line.
     Messages of libraries (asyncio, gRPC, SQLAlchemy) of level WARNING or above become lines of the same kind.
     """
     terminal = sys.stderr.isatty()
@@ -79,6 +97,7 @@ def configure(level: str = "INFO", *, json: bool | None = None) -> Sink:
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
+        *processors,
     ]
     last: list[structlog.typing.Processor]
     if as_json:
@@ -105,6 +124,21 @@ def configure(level: str = "INFO", *, json: bool | None = None) -> Sink:
 def get() -> structlog.typing.FilteringBoundLogger:
     """Return the logger of the daemon."""
     return structlog.get_logger()
+
+
+def bind(**fields: object) -> None:
+    """Add fields to all later lines of this task; each call of a client or operator is a task."""
+    structlog.contextvars.bind_contextvars(**fields)
+
+
+def attempt_fields(key: AttemptKey) -> dict[str, object]:
+    """Return the fields of a line about an attempt."""
+    return {"job": key.job_id, "round": key.round, "attempt": key.number}
+
+
+def assignment_fields(assignment: AssignmentId) -> dict[str, object]:
+    """Return the fields of a line about an assignment."""
+    return attempt_fields(assignment.attempt) | {"client": assignment.client_id}
 
 
 def _name_logger(logger: object, method: str, fields: structlog.typing.EventDict, /) -> structlog.typing.EventDict:

@@ -18,7 +18,7 @@ from fedplat import wire
 from fedplat.admin import AdminClient
 from fedplat.admin.profile import Profile
 from fedplat.errors import ServerRefusedError
-from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, options_pb2
+from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, events_pb2, options_pb2
 from fedplat_server.config import Limits
 from fedplat_server.database.store import open_store
 from fedplat_server.records import audit
@@ -56,6 +56,9 @@ async def token_of(site: Site, role: Role, **options: Any) -> str:
     return token
 
 
+PAST_EVENTS = events_pb2.WatchEventsRequest(after_sequence=0).SerializeToString()
+
+
 async def noted(site: Site) -> list[tuple[str, str, str]]:
     return [(row.actor, row.action, row.subject) for row in await site.store.inner.audit.list_rows()]
 
@@ -67,14 +70,19 @@ def test_every_method_has_a_least_role() -> None:
     }
     assert by_role == {
         Role.VIEWER: [
-            *("ListJobs", "ShowJob", "WatchJob", "ListRounds", "ListModelVersions", "ExportModel"),
-            *("ListClients", "GetStatus", "ShowPrivacy"),
+            *("ListJobs", "ShowJob", "WatchJob", "ListRounds", "ShowRound", "ListAssignments", "ListModelVersions"),
+            *("ExportModel", "ListClients", "ShowClient", "ShowFleet", "GetStatus", "ShowPrivacy"),
+            *("ListEvents", "WatchEvents"),
         ],
         Role.OPERATOR: [
             *("UploadModel", "CreateJob", "StartJob", "PauseJob", "ResumeJob", "CancelJob", "RollbackJob"),
             *("RevokeClient", "CreateEnrollment", "ListEnrollments", "RevokeEnrollment", "ListAudit"),
+            *("ListWebhooks", "ListDeliveries"),
         ],
-        Role.ADMIN: ["AddOperator", "ListOperators", "RemoveOperator", "SetPrivacyBudget", "RemovePrivacyBudget"],
+        Role.ADMIN: [
+            *("AddOperator", "ListOperators", "RemoveOperator", "SetPrivacyBudget", "RemovePrivacyBudget"),
+            *("AddWebhook", "RemoveWebhook", "TestWebhook"),
+        ],
     }
 
 
@@ -112,7 +120,8 @@ async def test_each_role_may_call_what_needs_it_and_nothing_more(site: Site, rol
     token = await token_of(site, role)
     for method in access.METHODS:
         needed = NEEDED_ROLES[method]
-        made = site.channel.stream_stream(method)(iter([b""]), metadata=(bearer(token),))
+        content = PAST_EVENTS if method.endswith("/WatchEvents") else b""  # else it would wait for a new event
+        made = site.channel.stream_stream(method)(iter([content]), metadata=(bearer(token),))
         if role.includes(needed):
             # The role is accepted; what follows is up to the handler.
             result = (await asyncio.gather(anext(aiter(made), None), return_exceptions=True))[0]
@@ -123,6 +132,13 @@ async def test_each_role_may_call_what_needs_it_and_nothing_more(site: Site, rol
             code, text = await refusal(anext(aiter(made)))
             assert code is grpc.StatusCode.PERMISSION_DENIED, method
             assert f"needs the role {needed}" in text
+
+
+@pytest.mark.parametrize("role", Role)
+async def test_the_status_names_the_operator_who_asks(site: Site, role: Role) -> None:
+    token = await token_of(site, role)
+    status = await Operator(site.channel, token).operators.GetStatus(admin_pb2.GetStatusRequest())
+    assert (status.operator, status.role) == (access.name_of(token), str(role))
 
 
 @pytest.mark.parametrize(

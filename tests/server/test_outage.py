@@ -12,6 +12,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2
 
 from fedplat.wire.v1 import admin_pb2, model_pb2
+from fedplat_server.database.jobs import AttemptFilter
 from fedplat_server.errors import StoreUnavailableError
 from fedplat_server.rpc import health
 from support import daemons
@@ -99,7 +100,7 @@ async def test_a_version_is_committed_once_the_database_is_back(site: Site) -> N
     failed = asyncio.Event()
 
     async def away_for_the_version() -> None:
-        if (await site.store.inner.jobs.list_attempts(job))[-1].phase == "COMMITTING":
+        if (await site.store.inner.jobs.list_attempts(AttemptFilter(job)))[-1].phase == "COMMITTING":
             failed.set()
             raise StoreUnavailableError("away")
 

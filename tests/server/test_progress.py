@@ -122,6 +122,21 @@ async def test_a_watch_that_asks_for_it_has_events_about_progress(site: Site) ->
     assert history == sorted(set(history))
 
 
+@pytest.mark.calm("a watch may be cut")
+async def test_a_watch_of_the_past_ends_while_the_job_runs(site: Site) -> None:
+    job = await site.operator.start(job_file(goal=1))
+    client = await site.enroll()
+    await client.assignment()
+    request = admin_pb2.WatchJobRequest(job=job, until_now=True)
+    async with contextlib.aclosing(aiter_of(site, request)) as events:
+        seen = [event async for event in events]
+    assert seen[0].entity == "job"
+    assert client.client_id in {event.client_id for event in seen}
+    request.after_sequence = seen[0].sequence
+    async with contextlib.aclosing(aiter_of(site, request)) as events:
+        assert [event.sequence async for event in events] == [event.sequence for event in seen[1:]]
+
+
 async def aiter_of(site: Site, request: admin_pb2.WatchJobRequest):
     call = site.operator.jobs.WatchJob(request)
     try:

@@ -39,6 +39,21 @@ async def test_every_watcher_sees_the_whole_history_in_order(site: Site) -> None
     assert await site.operator.events(job, 10**9) == []
 
 
+async def test_a_watch_of_new_events_skips_those_that_are_stored(site: Site) -> None:
+    job = await site.operator.start(job_file(goal=1, rounds=3))
+    await train(site, 1)
+    before = (await site.operator.until(job, "version", "1")).sequence
+    request = admin_pb2.WatchJobRequest(job=job, only_new=True)
+    events = asyncio.ensure_future(anext(aiter(site.operator.jobs.WatchJob(request))))
+    client = await site.enroll()
+    while not events.done():  # the watch may begin after some of these
+        await client.deliver((await client.assignment()).token, update_of(initial_model(), 0))
+    assert (await events).sequence > before
+    request.after_sequence = 1
+    with pytest.raises(aio.AioRpcError, match="exclude each other"):
+        await anext(aiter(site.operator.jobs.WatchJob(request)))
+
+
 async def test_ends_after_the_last_score(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "scorer.py").write_text("def score(parameters):\n    return {'size': len(parameters)}\n")
     scorers = {"sizes": f"{tmp_path / 'scorer.py'}:score"}

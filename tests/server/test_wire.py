@@ -36,7 +36,8 @@ METHODS = [
     *access.METHODS,
 ]
 
-OUR_SERVICES = [f"fedplat.wire.v1.{name}" for name in ("Fleet", "Jobs", "Clients", "Operators", "Privacy")]
+NAMES = ("Fleet", "Jobs", "Clients", "Operators", "Privacy", "Events", "Webhooks")
+OUR_SERVICES = [f"fedplat.wire.v1.{name}" for name in NAMES]
 
 
 def raw(channel: aio.Channel, method: str) -> aio.UnaryUnaryMultiCallable[bytes, bytes]:
@@ -59,7 +60,7 @@ async def test_bytes_that_are_no_message_are_refused(site: Site, caplog: pytest.
     client = await site.enroll()
     for method in METHODS:
         for content in (b"\xff" * 50, b"\x0a\xff\xff\xff\xff\x0f"):
-            metadata = client.signed(method.rpartition("/")[2], None) if "Fleet" in method else ADMIN_METADATA
+            metadata = client.signed(method.rpartition("/")[2], None) if ".Fleet/" in method else ADMIN_METADATA
             one = site.channel.unary_unary(method)(content, metadata=metadata)
             many = site.channel.unary_stream(method)(content, metadata=metadata)
             for call in (one, anext(aiter(many))):
@@ -77,7 +78,7 @@ async def test_messages_that_are_too_large_are_refused(site: Site, method: str) 
         (wire.MAX_REQUEST_BYTES + 1, grpc.StatusCode.RESOURCE_EXHAUSTED),
         (interceptor.max_bytes(method) + 1, grpc.StatusCode.INVALID_ARGUMENT),
     ):
-        metadata = client.signed(method.rpartition("/")[2], None) if "Fleet" in method else ADMIN_METADATA
+        metadata = client.signed(method.rpartition("/")[2], None) if ".Fleet/" in method else ADMIN_METADATA
         assert await code_of(raw(site.channel, method)(bytes(size), metadata=metadata)) is status
     await alive(site)
 

@@ -209,7 +209,7 @@ def _raise_problem(result: AttemptAggregate) -> None:
         case "refused":
             raise ModelError(result.problem)
         case "full":
-            files.note_full()
+            files.note_full("models")
             raise BlobFullError(result.problem)
         case "failed":
             raise PoolWorkError(result.problem)

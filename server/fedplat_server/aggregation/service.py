@@ -117,6 +117,7 @@ class Aggregation:
 
     async def _run(self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Restart | Commit]) -> None:
         outcome: AttemptAggregated | AggregationFailed
+        logs.bind(**logs.attempt_fields(key))
         blobs = self._blobs.recorder()
         try:
             labels = " and ".join(version.label for version in job.plugins)
@@ -126,10 +127,10 @@ class Aggregation:
             self._settle(blobs.made)
             raise
         except (FedplatError, OSError, ValueError) as exc:
-            logs.get().error("an attempt could not be aggregated", attempt=str(key), error=str(exc))
+            logs.get().error("an attempt could not be aggregated", error=str(exc))
             outcome = AggregationFailed(key, str(exc))
         except Exception as exc:  # a task boundary: out of memory, or a bug; it is logged, and the round is repeated
-            logs.get().exception("an attempt could not be aggregated", attempt=str(key))
+            logs.get().exception("an attempt could not be aggregated")
             outcome = AggregationFailed(key, type(exc).__name__)
         self._open.pop(key, None)
         self._made[key] = blobs.made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import math
 import re
@@ -10,36 +9,52 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+import typer.core
 
 from fedplat import user_code
+from fedplat.claims import check_metrics
 from fedplat.errors import FedplatError, PluginError, UserCodeError
 from fedplat.flower.app import check_version, describe_app, read_app
 from fedplat.loaded_plugins import LoadedPlugins, PluginVersion, load_plugins, parse_plugins
 from fedplat.texts import NAME_PATTERN
-from fedplat.wire import process_tuning
-from fedplat_server import __version__, logs
+from fedplat_server import __version__, dashboard_process
 from fedplat_server.auth import addresses
 from fedplat_server.auth.pki_folder import LOOPBACK, PkiFolder
-from fedplat_server.cli import certificates, init, open_files, operators, prune
+from fedplat_server.cli import certificates, dev, init, operators, prune, tracing
+from fedplat_server.cli import metrics as metrics_commands
 from fedplat_server.cli import workers as pool_commands
-from fedplat_server.cli.options import DEFAULT_DATA_DIR, Database, DataDir, database_url, protect
-from fedplat_server.config import LeaseTimes, Limits, ServerConfig, TlsFiles
-from fedplat_server.daemon import Daemon, stop_on_signals
+from fedplat_server.cli.options import (
+    DEFAULT_DATA_DIR,
+    DEFAULT_LISTEN,
+    Database,
+    DataDir,
+    JsonLog,
+    LogLevel,
+    database_url,
+    parse_host,
+    protect,
+)
+from fedplat_server.cli.serving import serve
+from fedplat_server.config import DEFAULT_JOB_METRICS, LeaseTimes, Limits, ServerConfig, TlsFiles
 from fedplat_server.database import schema
 from fedplat_server.errors import ConfigError
+from fedplat_server.metrics.job_series import MAX_METRICS
 from fedplat_server.rpc import validation
+from fedplat_server.webhooks import addresses as webhook_addresses
 
-DEFAULT_LISTEN = "127.0.0.1:7443"
 ANY_HOST = frozenset({"0.0.0.0", "[::]", "::", "*"})
 """Hosts that mean every address of this machine."""
+typer.core.HAS_RICH = False  # else typer 0.20 escapes the brackets of plain help for Rich: "\\[default: 1]"
 # No panels: usage errors are plain lines, like all other errors.
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 database_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(database_app, name="db", help="Manage the database.")
 app.add_typer(operators.app, name="operator", help="Manage operators.")
 app.add_typer(certificates.app, name="certificates", help="Manage the server's TLS certificates.")
+app.add_typer(metrics_commands.app, name="metrics", help="Print the Grafana dashboard and the alert rules.")
 app.add_typer(pool_commands.app, name="pool", help="Run and inspect the worker pool.")
 app.command("init")(init.init)
+app.command("dev")(dev.dev)
 app.command("prune")(prune.prune_)
 
 
@@ -111,6 +126,15 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     evaluation_s: Annotated[
         float, typer.Option(metavar="SECONDS", help="Time limit for the evaluation of one model.")
     ] = 600.0,
+    dashboard: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            envvar="FEDPLAT_DASHBOARD",
+            help="Address that serves pages for browsers, with the server's certificate, such as 0.0.0.0:7480. "
+            "Operators sign in with their tokens. Default: disabled.",
+        ),
+    ] = "",
     advertise: Annotated[
         str,
         typer.Option(
@@ -133,6 +157,14 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
             help="Network of proxies whose x-forwarded-for header is trusted, such as 10.0.0.0/8; repeatable.",
         ),
     ] = None,
+    webhook_network: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CIDR",
+            help="Private network that webhooks may reach, such as 10.0.0.0/8, also without TLS; repeatable. Default: "
+            "public addresses only, with TLS.",
+        ),
+    ] = None,
     lease_s: Annotated[
         float,
         typer.Option(
@@ -142,22 +174,42 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     upload_memory_mib: Annotated[
         int, typer.Option(min=8, metavar="MIB", help="Memory for all updates that are being received, in MiB.")
     ] = Limits().upload_memory_bytes // 2**20,
+    metrics: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            envvar="FEDPLAT_METRICS",
+            help="Address that serves metrics for Prometheus, such as 127.0.0.1:9464. Default: disabled.",
+        ),
+    ] = "",
+    job_metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Metric of rounds, such as f1, that --metrics includes; repeatable, at most 10. "
+            "Default: loss and accuracy.",
+        ),
+    ] = None,
     grace_s: Annotated[
         float, typer.Option(min=0.0, metavar="SECONDS", help="Time limit for draining after SIGTERM.")
     ] = 10.0,
     reflection: Annotated[bool, typer.Option("--reflection", help="Enable gRPC server reflection.")] = False,
-    log_level: Annotated[str, typer.Option(metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
-    json_log: Annotated[
-        bool | None, typer.Option("--json-log/--text-log", help="Log format. Default: text on a terminal, else JSON.")
-    ] = None,
+    traces: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            envvar=list(tracing.VARIABLES),
+            help="OTLP/gRPC receiver of OpenTelemetry traces, such as http://127.0.0.1:4317. Default: no traces.",
+        ),
+    ] = "",
+    log_level: LogLevel = "INFO",
+    json_log: JsonLog = None,
 ) -> None:
     """Run the daemon until SIGTERM or Ctrl-C."""
-    if log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise ConfigError(f"--log-level {log_level}: expected DEBUG, INFO, WARNING or ERROR")
-    host = _host(listen, "--listen")
-    for address, option in ((mtls_listen, "--mtls-listen"), (advertise, "--advertise")):
+    host = parse_host(listen, "--listen")
+    for address, option in ((mtls_listen, "--mtls-listen"), (advertise, "--advertise"), (metrics, "--metrics")):
         if address:
-            _host(address, option)
+            parse_host(address, option)
     if not 0.3 <= lease_s <= 3600.0:
         raise ConfigError(f"--lease-s {lease_s}: expected a number of seconds, at least 0.3 and at most an hour")
     if not math.isfinite(grace_s):
@@ -166,8 +218,11 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         raise ConfigError(f"--evaluation-s {evaluation_s}: expected a number of seconds above 0")
     if share_port:
         _check_shared_port(listen, advertise, database or "")
+    job_metrics = _job_metrics(job_metric or [], metrics)
     proxies = tuple(str(addresses.parse_network(text)) for text in trusted_proxy or ())
+    networks = tuple(str(webhook_addresses.parse_network(text)) for text in webhook_network or ())
     scorers, trainers = _parse_references(evaluator or [], "--evaluator"), _parse_references(trainer or [], "--trainer")
+    _check_dashboard(dashboard, insecure)
     if insecure:
         _check_insecure(host, tls_certificate, insecure_anywhere)
         files = None
@@ -194,18 +249,41 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         tls=files,
         mtls_listen=mtls_listen,
         trusted_proxies=proxies,
+        webhook_networks=networks,
+        metrics_listen=metrics,
+        job_metrics=job_metrics,
+        dashboard_listen=dashboard,
     )
     if config.is_shared and not advertise and host in ANY_HOST:
         raise ConfigError(
             f"--listen {listen} is not an address that other daemons of this database can connect to; "
             "add --advertise HOST:PORT"
         )
-    log = logs.configure(log_level, json=json_log)
-    process_tuning.reuse_message_memory()
-    try:
-        asyncio.run(_serve(config))
-    finally:
-        log.finish(timeout_s=1.0)
+    serve(config, log_level, json_log, traces=traces)
+
+
+def _job_metrics(names: list[str], metrics: str) -> tuple[str, ...]:
+    """Return the names of `--job-metric`, or the default ones. Raises `ConfigError` if they are invalid."""
+    if names and not metrics:
+        raise ConfigError("--job-metric needs --metrics HOST:PORT, which serves the metrics")
+    if len(set(names)) > MAX_METRICS:
+        raise ConfigError(f"--job-metric: {len(set(names))} names; expected at most {MAX_METRICS}")
+    for name in names:
+        if error := check_metrics({name: 0.0}):
+            raise ConfigError(f"--job-metric: {error}")
+    return tuple(dict.fromkeys(names)) or DEFAULT_JOB_METRICS
+
+
+def _check_dashboard(address: str, insecure: bool) -> None:
+    if not address:
+        return
+    host = parse_host(address, "--dashboard")
+    dashboard_process.check_installed()
+    if insecure and host.strip("[]") not in LOOPBACK:
+        raise ConfigError(
+            f"--dashboard {address}: without TLS the dashboard listens on loopback only (127.0.0.1), because operators "
+            "enter their tokens there"
+        )
 
 
 def _check_shared_port(listen: str, advertise: str, database: str) -> None:
@@ -220,13 +298,6 @@ def _check_shared_port(listen: str, advertise: str, database: str) -> None:
         )
     if shared == 0:
         raise ConfigError(f"--listen {listen}: --share-port needs a port number that is the same for all daemons")
-
-
-def _host(address: str, option: str) -> str:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"{option} {address}: expected HOST:PORT, for instance {DEFAULT_LISTEN}")
-    return host
 
 
 def _check_insecure(host: str, certificate: Path | None, anywhere: bool) -> None:
@@ -295,15 +366,6 @@ def _read_flower_apps(items: list[str]) -> tuple[dict[str, str], list[PluginVers
         apps[name] = str(app.folder)
         versions.append(describe_app(name, app))
     return apps, versions
-
-
-async def _serve(config: ServerConfig) -> None:
-    open_files.raise_limit()
-    daemon = Daemon(config)
-    process_tuning.keep_what_is_loaded()
-    with stop_on_signals(daemon.stop):
-        await daemon.run()
-    logs.get().info("the server has stopped")
 
 
 @database_app.command()

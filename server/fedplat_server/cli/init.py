@@ -49,40 +49,41 @@ def init(
     url = database_url(data_dir, database)
     protect(data_dir, url)
     folder = PkiFolder.of(data_dir.resolve())
-    _make_certificates(folder, host, url, data_dir)
+    make_certificates(folder, host, url, data_dir)
     first_host = host[0] if host else "localhost"
     address = f"[{first_host}]:{port}" if ":" in first_host else f"{first_host}:{port}"
     operator_profile = profile_path or data_dir / "admin.toml"
-    _make_operator(operator_profile, url, address, folder)
-    shown, listen = _format_option(data_dir), "0.0.0.0" if host else "127.0.0.1"
+    make_operator(operator_profile, url, address, folder)
+    shown, listen = format_option(data_dir), "0.0.0.0" if host else "127.0.0.1"
     print(
         f"\nnext:\n  fedplat-server run{shown} --listen {listen}:{port}\n  fedplat --profile {operator_profile} status"
     )
 
 
-def _make_certificates(folder: PkiFolder, host: list[str] | None, url: str, data_dir: Path) -> None:
+def make_certificates(folder: PkiFolder, host: list[str] | None, url: str, data_dir: Path) -> None:
+    """Create the certificates and the database unless they exist; print what was created and what was kept."""
     hosts = pki_folder.all_hosts(host if host else [_hostname()])
     made_authority = folder.make_authority(utc_now())
-    _print_made(made_authority, "certificate authority", folder.ca)
+    print_made(made_authority, "certificate authority", folder.ca)
     made_server = folder.make_server(hosts, utc_now())
-    _print_made(made_server, "server certificate", folder.files.certificate)
+    print_made(made_server, "server certificate", folder.files.certificate)
     known = folder.hosts()
     print(f"  for {', '.join(known)}")
     if missing := [name for name in host or [] if name not in known]:
         names = " ".join(f"--host {name}" for name in [*known[:1], *missing])
         raise ConfigError(
             f"the certificate is not for {', '.join(missing)}; make a new one with: "
-            f"fedplat-server certificates renew{_format_option(data_dir)} {names}"
+            f"fedplat-server certificates renew{format_option(data_dir)} {names}"
         )
     before = schema.current(url)
     schema.upgrade(url)
-    _print_made(before is None, "database", None)
+    print_made(before is None, "database", None)
     if made_authority or made_server:
         entry = AuditEntry(HOST, AuditAction.CERTIFICATES_CHANGED, "init", {"hosts": ", ".join(known)})
         with_store(url, lambda store: store.audit.append([entry]))
 
 
-def _make_operator(path: Path, url: str, address: str, folder: PkiFolder) -> None:
+def make_operator(path: Path, url: str, address: str, folder: PkiFolder) -> None:
     """Create the operator `admin`: first its profile, then its row, so that a repetition completes it after a crash."""
     names = {record.name for record in with_store(url, lambda store: store.operators.list_operators())}
     if path.exists():
@@ -93,7 +94,7 @@ def _make_operator(path: Path, url: str, address: str, folder: PkiFolder) -> Non
                 f"the token in the profile {path} belongs to no operator in this database; move the file away, run "
                 f"fedplat-server operator remove {ADMIN} if that operator exists, and repeat init"
             )
-        _print_made(known is None, "operator's profile", path)
+        print_made(known is None, "operator's profile", path)
     elif ADMIN in names:
         print(
             f"kept the operator {ADMIN}; its profile is in another file. If it is lost, run fedplat-server operator "
@@ -104,12 +105,13 @@ def _make_operator(path: Path, url: str, address: str, folder: PkiFolder) -> Non
         token, _ = new_operator_token()
         profile.save(profile.Profile(server=address, token=token, ca=folder.ca.read_text()), path)
         known = None
-        _print_made(True, f"operator {ADMIN} with its profile", path)
+        print_made(True, f"operator {ADMIN} with its profile", path)
     if known is None:
         add_to(url, new_operator(ADMIN, Role.ADMIN), token)
 
 
-def _print_made(made: bool, name: str, path: Path | None) -> None:
+def print_made(made: bool, name: str, path: Path | None) -> None:
+    """Print whether something was created or kept."""
     print(f"{'made' if made else 'kept'} the {name}" + (f" {path}" if path is not None else ""))
 
 
@@ -122,5 +124,6 @@ def _hostname() -> str:
     return name
 
 
-def _format_option(data_dir: Path) -> str:
+def format_option(data_dir: Path) -> str:
+    """Return the option `--data-dir` for a command line; "" for the default folder."""
     return f" --data-dir {data_dir}" if data_dir != DEFAULT_DATA_DIR else ""

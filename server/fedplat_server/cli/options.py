@@ -60,6 +60,21 @@ Database = Annotated[
     ),
 ]
 DEFAULT_DATA_DIR = Path("fedplat-data")
+DEFAULT_LISTEN = "127.0.0.1:7443"
+
+
+def _check_level(level: str) -> str:
+    if level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise ConfigError(f"--log-level {level}: expected DEBUG, INFO, WARNING or ERROR")
+    return level
+
+
+LogLevel = Annotated[
+    str, typer.Option("--log-level", metavar="LEVEL", callback=_check_level, help="DEBUG, INFO, WARNING or ERROR.")
+]
+JsonLog = Annotated[
+    bool | None, typer.Option("--json-log/--text-log", help="Log format. Default: text on a terminal, else JSON.")
+]
 
 _T = TypeVar("_T")
 
@@ -76,6 +91,14 @@ def protect(data_dir: Path, url: str) -> None:
     """Deny other users of the host access to the data folder and a SQLite database; print what stays accessible."""
     for warning in folder.protect(data_dir.resolve(), engine.sqlite_path(engine.async_url(url))):
         print(f"fedplat-server: warning: {warning}", file=sys.stderr)
+
+
+def parse_host(address: str, option: str) -> str:
+    """Return the host of the address HOST:PORT given with `option`. Raises `ConfigError`."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"{option} {address}: expected HOST:PORT, for instance {DEFAULT_LISTEN}")
+    return host
 
 
 def with_store(url: str, use: Callable[[Store], Awaitable[_T]]) -> _T:

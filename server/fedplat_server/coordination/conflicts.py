@@ -31,5 +31,5 @@ class Conflicts:
         while len(self._noted) > MAX_REMEMBERED:
             self._noted.popitem(last=False)
         logs.get().warning(
-            "a client reported other content for a finished assignment", client=client_id, job=key.job_id
+            "a client reported other content for a finished assignment", **logs.attempt_fields(key), client=client_id
         )

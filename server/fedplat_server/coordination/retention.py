@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from fedplat.rounds import JobState
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat_server import logs
+from fedplat_server.coordination.availability import KEEP_S
+from fedplat_server.database.event_ports import EVENTS_BATCH
 from fedplat_server.database.jobs import RetainedVersions
 from fedplat_server.database.ports import BATCH, Store
 from fedplat_server.errors import BlobError, LeadershipLostError, StoreError
@@ -28,6 +30,8 @@ MIN_AGE_S = 3600.0
 """Minimum age of a file that is removed only because no version references it."""
 LAST_SEEN_INTERVAL_S = 6 * 3600.0
 """Interval in which the times of the last calls of clients with long sessions are stored."""
+EVENT_AGE_S = 30 * 86_400.0
+"""The age at which events are removed, unless a webhook still needs them."""
 HISTORY_BATCH = 20
 """Number of attempts whose history is removed in one transaction."""
 
@@ -111,6 +115,9 @@ class RetentionTask:
             # Assignments are kept: after a restart, selection restores the participations of clients from them.
             await self._store.retention.remove_history(keys, metrics=job.status in ENDED_JOBS)
 
+    async def _remove_availability(self) -> None:
+        await self._store.fleet.remove_availability(time.time() - KEEP_S)
+
     async def _note_seen(self) -> None:
         seen = sorted(self._drain_last_seen().items())
         for start in range(0, len(seen), BATCH):
@@ -123,6 +130,15 @@ class RetentionTask:
             orphans = existing - await self._store.retention.list_referenced()
             # Another daemon may have become the leader, and be about to reference a file that it has just written.
             await asyncio.to_thread(functools.partial(sweep.remove, orphans, older_than_s=MIN_AGE_S))
+
+    async def _remove_events(self) -> None:
+        num_failed = await self._store.webhooks.limit_pending()
+        if num_failed:
+            logs.get().warning("webhooks are too far behind: their oldest deliveries failed", deliveries=num_failed)
+        while (
+            not self._is_closing and await self._store.events.remove_events(time.time() - EVENT_AGE_S) == EVENTS_BATCH
+        ):
+            pass
 
     async def _remove_leftovers(self) -> None:
         leftovers, self._leftovers = self._leftovers, set()
@@ -142,6 +158,8 @@ class RetentionTask:
                     await self._scheduled.wait()
             except TimeoutError:
                 await self._try(self.remove_orphans())
+                await self._try(self._remove_events())
+                await self._try(self._remove_availability())
                 self._jobs |= dict.fromkeys(self._limited_history)  # history becomes old without an event
                 if asyncio.get_running_loop().time() >= noted_at + LAST_SEEN_INTERVAL_S:
                     noted_at = asyncio.get_running_loop().time()

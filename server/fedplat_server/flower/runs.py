@@ -175,6 +175,7 @@ class FlowerRuns:
 
     async def _begin(self, job: JobState, key: AttemptKey) -> None:
         outcome: AttemptAggregated | AggregationFailed
+        logs.bind(**logs.attempt_fields(key))
         blobs = self._blobs.recorder()
         try:
             step = await self.advance(job, blobs, {}, {})
@@ -186,10 +187,10 @@ class FlowerRuns:
             self._blobs.settle(blobs.made)
             raise
         except (FedplatError, OSError) as exc:
-            logs.get().error("a Flower app failed", attempt=str(key), error=str(exc))
+            logs.get().error("a Flower app failed", error=str(exc))
             outcome = AggregationFailed(key, " ".join(str(exc).split())[:1000])
         except Exception as exc:  # a task boundary: out of memory, or a bug; an attempt that never ends blocks its job
-            logs.get().exception("a Flower app failed", attempt=str(key))
+            logs.get().exception("a Flower app failed")
             outcome = AggregationFailed(key, type(exc).__name__)
         self._open.pop(key, None)
         self._made[key] = blobs.made

@@ -11,7 +11,7 @@ from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server.coordination.revocation import EnrolledClients
 from fedplat_server.database.clients import ClientRecord, EnrollmentToken
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.rpc import pages, validation
+from fedplat_server.rpc import client_filters, fleet_view, pages, validation
 from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.operator_access import current_operator
 from fedplat_server.rpc.services import Services
@@ -28,10 +28,24 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
         self, request: admin_pb2.ListClientsRequest, context: Context
     ) -> admin_pb2.ListClientsResponse:
         size, after = pages.size(request.page_size), pages.token(request.page_token, pages.ID)
-        population = validation.name(request.population, "population") if request.population else None
-        records = await self._services.store.clients.list_clients(population, after=after, limit=size + 1)
+        store, coordinator = self._services.store.clients, self._services.runner.coordinator
+        found = client_filters.select(coordinator, request, self._services.config.limits)
+        records = await store.list_clients(found.which, after=after, limit=size + 1)
         page, token = pages.cut(records, size, self._client, lambda record: record.client_id)
-        return admin_pb2.ListClientsResponse(clients=page, next_page_token=token)
+        total = len(page) if not (after or token) else await client_filters.count(store, found)
+        return admin_pb2.ListClientsResponse(clients=page, next_page_token=token, total=total)
+
+    @override
+    async def ShowClient(self, request: admin_pb2.ShowClientRequest, context: Context) -> admin_pb2.Client:
+        client_id = validation.client_id(request.client_id, Code.NO_SUCH_CLIENT)
+        found = await self._services.store.clients.find_clients([client_id])
+        if client_id not in found:
+            raise RefusedError(Code.NO_SUCH_CLIENT, repr(client_id))
+        return self._client(found[client_id])
+
+    @override
+    async def ShowFleet(self, request: admin_pb2.ShowFleetRequest, context: Context) -> admin_pb2.ShowFleetResponse:
+        return await fleet_view.show(self._services, request)
 
     @override
     async def RevokeClient(self, request: admin_pb2.RevokeClientRequest, context: Context) -> admin_pb2.Client:
@@ -61,7 +75,8 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
         size, after = pages.size(request.page_size), pages.token(request.page_token, pages.ID)
         tokens = await self._services.store.clients.list_enrollment_tokens(after=after, limit=size + 1)
         page, token = pages.cut(tokens, size, _enrollment, lambda record: record.token_id)
-        return admin_pb2.ListEnrollmentsResponse(enrollments=page, next_page_token=token)
+        total = await self._services.store.clients.count_enrollment_tokens()
+        return admin_pb2.ListEnrollmentsResponse(enrollments=page, next_page_token=token, total=total)
 
     @override
     async def RevokeEnrollment(

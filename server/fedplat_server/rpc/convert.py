@@ -11,7 +11,15 @@ from fedplat.job import JobSpec, Scalar
 from fedplat.loaded_plugins import PluginVersion
 from fedplat.rounds import ModelVersion
 from fedplat.rounds.commands import RetryWindow
-from fedplat.rounds.states import REASON_TEXTS, AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
+from fedplat.rounds.states import (
+    BUSY_STATES,
+    REASON_TEXTS,
+    AssignmentState,
+    AttemptKind,
+    AttemptPhase,
+    JobStatus,
+    Reason,
+)
 from fedplat.texts import shorten
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
 from fedplat_server.coordination.progress import ProgressSummary
@@ -152,6 +160,13 @@ def round_(
         max_staleness=attempt.staleness.most,
         largest_norm=attempt.largest_norm,
         progress=progress(summary) if summary is not None else None,
+        target=attempt.target,
+        checked_in=attempt.funnel.num_checked_in,
+        eligible=attempt.funnel.num_eligible,
+        downloaded=attempt.funnel.num_downloaded,
+        trained=attempt.funnel.num_trained,
+        merged=counts[AssignmentState.MERGED],
+        busy=sum(counts[state] for state in BUSY_STATES),
     )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeAlias, cast
 from weakref import WeakValueDictionary
 
@@ -13,12 +14,13 @@ from grpc import aio
 from typing_extensions import override
 
 from fedplat import rounds, wire
-from fedplat.rounds import Assignment, JobState, ModelVersion
+from fedplat.rounds import Assignment, AssignmentId, JobState, ModelVersion
 from fedplat.rounds.commands import Assign, Refuse, RetryWindow
 from fedplat.rounds.events import AssignmentFailed, ClientCheckedIn
+from fedplat.rounds.privacy_rules import hides_sample
 from fedplat.rounds.states import FAILURES, AssignmentState, Reason
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_server import __version__
+from fedplat_server import __version__, logs
 from fedplat_server.auth.tokens import hash_secret
 from fedplat_server.coordination.check_in import RETRY_SOON, wait_for_work
 from fedplat_server.database.clients import ClientRecord
@@ -27,6 +29,7 @@ from fedplat_server.rpc import convert, streams, validation
 from fedplat_server.rpc.enrollment import EnrollmentService
 from fedplat_server.rpc.report_intake import ReportIntake
 from fedplat_server.rpc.services import Services
+from fedplat_server.tracing import ids
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only
 DRAINING = RetryWindow(1.0, 5.0)
@@ -49,9 +52,11 @@ class FleetService(EnrollmentService):
         evaluators = validation.names(request.evaluators, "evaluator", self._limits)
         version = validation.text(request.software_version, 100)
         client = await self._services.clients.update(client, labels, version)
+        self._services.availability.record(client.client_id, client.population)
         response = fleet_pb2.CheckInResponse(protocol_version=wire.PROTOCOL_VERSION, software_version=__version__)
         if reason := self._services.refuse_if_draining():
             response.refusal.CopyFrom(convert.refusal(reason, DRAINING))
+            self._count_check_in(client, reason)
             return response
         event = ClientCheckedIn(
             client_id=client.client_id,
@@ -66,13 +71,23 @@ class FleetService(EnrollmentService):
         command = await wait_for_work(self._services.runner, self._services.long_polls, event, wait_s)
         assignment = await self._assignment(command) if isinstance(command, Assign) else None
         await self._services.clients.find(client.client_id)  # it may have been revoked while it waited
+        reason = None
         if assignment is not None:
             response.assignment.CopyFrom(assignment)
         elif reason := self._services.refuse_if_draining():
             response.refusal.CopyFrom(convert.refusal(reason, DRAINING))
         elif isinstance(command, Refuse):
-            response.refusal.CopyFrom(convert.refusal(command.reason, command.retry))
+            reason = command.reason
+            response.refusal.CopyFrom(convert.refusal(reason, command.retry))
+        self._count_check_in(client, reason)
         return response
+
+    def _count_check_in(self, client: ClientRecord, reason: Reason | None) -> None:
+        instruments = self._services.instruments
+        if instruments.populations.is_hidden(client.population):
+            return
+        result = "assigned" if reason is None else reason.value.lower()
+        instruments.check_ins.labels(instruments.populations.of(client.population), result).inc()
 
     # Download and Upload do not use the generated message classes, which copy file contents: see `serving`.
     @override
@@ -83,10 +98,13 @@ class FleetService(EnrollmentService):
         digest = validation.digest(request.digest)
         if not await self._may_read(client, digest):
             raise RefusedError(Code.NO_SUCH_MODEL, digest)
+        count_bytes = self._model_bytes_counter(client, digest)
         with self._services.quotas.stream(client.client_id):
             async for message in streams.send(self._services.chunks, self._services.blobs.path(digest), request.offset):
                 await self._services.clients.find(client.client_id)  # it may be revoked meanwhile
+                count_bytes(len(message))
                 yield message
+        await self._note_download(client, digest)
 
     @override
     async def Upload(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -160,6 +178,8 @@ class FleetService(EnrollmentService):
             return fleet_pb2.HeartbeatResponse(stop=convert.refusal(Reason.STALE, RETRY_SOON))
         if assignment.is_busy:
             self._services.progress.record(assignment, progress)
+            if progress > 0.0:  # it works: it has the model, perhaps from its cache
+                self._services.downloads.record(assignment.id)
             wait_s = validation.wait_s(request.wait_s, self._limits)
             with self._services.long_polls.open_heartbeat(*assignment.id) as stopped, contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stopped.wait(), wait_s)
@@ -175,6 +195,7 @@ class FleetService(EnrollmentService):
 
     async def _client(self, context: Context) -> ClientRecord:
         client = await self._authenticate_client(context)
+        logs.bind(client=client.client_id)
         self._services.quotas.request(client.client_id)
         end_call = self._services.clients.begin_call(client.client_id, self._limits.max_calls)
 
@@ -185,9 +206,14 @@ class FleetService(EnrollmentService):
         return client
 
     async def _assignment(self, command: Assign) -> fleet_pb2.Assignment:
+        assignment = AssignmentId(command.key, command.client_id)
+        logs.bind(**logs.assignment_fields(assignment))
         job = self._services.jobs.state(command.key.job_id)
         spec, model = job.spec, await self._base_of(job, command.base_version)
         model_bytes = await self._services.inline_models.content(model)
+        if model_bytes:
+            self._services.downloads.record(assignment)
+            self._count_model_bytes(job, "inline", len(model_bytes))
         return fleet_pb2.Assignment(
             token=command.token,
             job_id=job.job_id,
@@ -204,7 +230,19 @@ class FleetService(EnrollmentService):
             uplink=convert.uplink(spec, command.kind),
             model_bytes=model_bytes,
             delta=None if model_bytes else convert.model_delta(model, spec),
+            traceparent=ids.traceparent(assignment, spec.num_wanted) if self._services.is_tracing else "",
         )
+
+    async def _note_download(self, client: ClientRecord, digest: str) -> None:
+        """Record that a client has received a whole file, if it is the model of its assignment or the step to it."""
+        coordinator = self._services.runner.coordinator
+        key = coordinator.assignment_of(client.client_id)
+        assignment = coordinator.find(key, client.client_id) if key is not None else None
+        if key is None or assignment is None:
+            return
+        base = await self._base_of(self._services.jobs.state(key.job_id), assignment.base_version)
+        if digest in (base.digest, base.delta_digest):
+            self._services.downloads.record(assignment.id)
 
     async def _base_of(self, job: JobState, version: int) -> ModelVersion:
         """Return the version that an assignment starts from; not the latest if a late client reclaims it."""
@@ -212,6 +250,20 @@ class FleetService(EnrollmentService):
         base = base or await self._services.store.jobs.find_version(job.job_id, version)
         assert base is not None
         return base
+
+    def _model_bytes_counter(self, client: ClientRecord, digest: str) -> Callable[[int], None]:
+        """Return a function that counts bytes of a file as sent to a client, for the job that it works for."""
+        coordinator = self._services.runner.coordinator
+        key = coordinator.assignment_of(client.client_id)
+        job = coordinator.jobs.get(key.job_id) if key is not None else None
+        form = "delta" if job is not None and digest == job.latest.delta_digest else "file"
+        return functools.partial(self._count_model_bytes, job, form)
+
+    def _count_model_bytes(self, job: JobState | None, form: str, num_bytes: int) -> None:
+        instruments = self._services.instruments
+        if job is None or not hides_sample(job):
+            labels = instruments.jobs.of(job.job_id if job is not None else "")
+            instruments.model_bytes.labels(*labels, form).inc(num_bytes)
 
     async def _may_read(self, client: ClientRecord, digest: str) -> bool:
         for job in self._services.runner.coordinator.jobs.values():
@@ -222,6 +274,12 @@ class FleetService(EnrollmentService):
 
     async def _find(self, client: ClientRecord, token: str) -> Assignment | None:
         """Return the assignment of a token, however old; None if it is not this client's."""
+        found = await self._look_up(client, token)
+        if found is not None:
+            logs.bind(**logs.assignment_fields(found.id))
+        return found
+
+    async def _look_up(self, client: ClientRecord, token: str) -> Assignment | None:
         coordinator, token_hash = self._services.runner.coordinator, hash_secret(token)
         key = coordinator.assignment_of(client.client_id)
         current = coordinator.find(key, client.client_id) if key is not None else None

@@ -7,14 +7,16 @@ import dataclasses
 import functools
 import re
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote, unquote
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc import aio
+from prometheus_client import Histogram
 from typing_extensions import override
 
 from fedplat import auth, wire
@@ -27,12 +29,19 @@ from fedplat_server.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
+from fedplat_server.instruments import Instruments
+from fedplat_server.instruments.labels import method_label
 from fedplat_server.rpc import handlers
 from fedplat_server.rpc.handlers import Behavior, Context, Handler
 from fedplat_server.rpc.statuses import STATUSES
 
+if TYPE_CHECKING:
+    from fedplat_server.tracing.provider import Tracing
+
 MAX_QUOTED = 6000
 """Maximum bytes of a status message, quoted as in the trailers, which may have 8 KiB in all."""
+_TRACED = "/fedplat."
+"""The beginning of the methods whose calls have spans; those of the health service would be most of them."""
 _PLAIN = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 
 # A string: these classes are generic for the type checker only.
@@ -40,11 +49,15 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHand
 
 
 class ErrorInterceptor(aio.ServerInterceptor):
-    """Translates exceptions of handlers to statuses. Details of unexpected ones are only logged, under a number."""
+    """Translates exceptions of handlers to statuses, and measures the duration of calls.
 
-    def __init__(self) -> None:
+    Details of unexpected exceptions are only logged, under a number. With `tracing`, each call has a span.
+    """
+
+    def __init__(self, instruments: Instruments, tracing: Tracing | None = None) -> None:
         # Cached: otherwise each open call would hold its own handler.
-        self._wrap = functools.lru_cache(maxsize=64)(_wrap)
+        wrap = functools.partial(_wrap, duration=instruments.call_duration, tracing=tracing)
+        self._wrap = functools.lru_cache(maxsize=64)(wrap)
 
     @override
     async def intercept_service(
@@ -54,13 +67,15 @@ class ErrorInterceptor(aio.ServerInterceptor):
         return self._wrap(handler, handler_call_details.method) if handler is not None else None
 
 
-def _wrap(handler: Handler, method: str) -> Handler:
+def _wrap(handler: Handler, method: str, *, duration: Histogram, tracing: Tracing | None) -> Handler:
     assert handler.request_streaming, f"{method} would receive a message before the call is admitted"
+    tracing = tracing if method.startswith(_TRACED) else None
+    observe = functools.partial(_observe, functools.partial(_measure, duration, method_label(method)), tracing)
     return handlers.wrap(
         handler,
         _decoder(handler.request_deserializer, max_bytes(method)),
-        functools.partial(_wrap_returning, method=method),
-        functools.partial(_wrap_yielding, method=method),
+        functools.partial(_wrap_returning, method=method, observe=observe),
+        functools.partial(_wrap_yielding, method=method, observe=observe),
     )
 
 
@@ -158,28 +173,70 @@ class _Messages:
         return received.unwrap()
 
 
-def _wrap_returning(inner: Callable[[Any, Any], Awaitable[Any]], method: str) -> Behavior:
+_Measure = Callable[[Context], contextlib.AbstractContextManager[None]]
+_Observe = Callable[["Incoming", Context], contextlib.AbstractContextManager[None]]
+
+
+@contextlib.contextmanager
+def _measure(duration: Histogram, label: str, context: Context) -> Generator[None]:
+    """Record the duration and the status of the call that the block serves."""
+    started, status = time.perf_counter(), "CANCELLED"
+    try:
+        yield
+        status = grpc.StatusCode.OK.name
+    except aio.AbortError:
+        status = context.code().name
+        raise
+    finally:
+        duration.labels(label, status).observe(time.perf_counter() - started)
+
+
+@contextlib.contextmanager
+def _observe(measure: _Measure, tracing: Tracing | None, incoming: Incoming, context: Context) -> Generator[None]:
+    """Measure the call that the block serves, and make its span."""
+    with measure(context), _span(tracing, incoming, context):
+        yield
+
+
+def _wrap_returning(inner: Callable[[Any, Any], Awaitable[Any]], method: str, observe: _Observe) -> Behavior:
     async def call(_: object, context: Context) -> Any:
         incoming = Incoming.of(method, context)
         INCOMING.set(incoming)
-        async with _translate_errors(context, method):
-            return await inner(_Messages(context, incoming), context)
+        with observe(incoming, context):
+            async with _translate_errors(context, method):
+                return await inner(_Messages(context, incoming), context)
 
     return call
 
 
-def _wrap_yielding(inner: Callable[[Any, Any], AsyncGenerator[Any]], method: str) -> Behavior:
+def _wrap_yielding(inner: Callable[[Any, Any], AsyncGenerator[Any]], method: str, observe: _Observe) -> Behavior:
     async def call(_: object, context: Context) -> AsyncGenerator[Any]:
         incoming = Incoming.of(method, context)
         INCOMING.set(incoming)
-        async with (
-            _translate_errors(context, method),
-            contextlib.aclosing(inner(_Messages(context, incoming), context)) as responses,
-        ):
-            async for response in responses:
-                yield response
+        with observe(incoming, context):
+            async with (
+                _translate_errors(context, method),
+                contextlib.aclosing(inner(_Messages(context, incoming), context)) as responses,
+            ):
+                async for response in responses:
+                    yield response
 
     return call
+
+
+def _span(tracing: Tracing | None, incoming: Incoming, context: Context) -> contextlib.AbstractContextManager[None]:
+    """Return the span of a call; without tracing, a context that does nothing."""
+    if tracing is None:
+        return _NO_SPAN
+    return tracing.call(incoming.method, incoming.metadata, functools.partial(_status_name, context))
+
+
+def _status_name(context: Context) -> str:
+    code = cast(grpc.StatusCode | None, context.code())  # unset after a normal end, unlike the stub's type
+    return code.name if code is not None else grpc.StatusCode.OK.name
+
+
+_NO_SPAN = contextlib.nullcontext()
 
 
 @contextlib.asynccontextmanager

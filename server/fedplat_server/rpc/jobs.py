@@ -9,17 +9,18 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing_extensions import override
 
 from fedplat.loaded_plugins import describe_versions
-from fedplat.rounds import JobState, ModelVersion
+from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.events import JobAction, OperatorCommand, RollbackOrdered
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, model_pb2
 from fedplat_server.auth.audit_limits import RecentEntries
 from fedplat_server.coordination import job_checks
-from fedplat_server.database.jobs import AttemptRecord, JobRecord, VersionRecord
+from fedplat_server.database.assignments import AssignmentRecord
+from fedplat_server.database.jobs import AttemptFilter, AttemptRecord, JobRecord, VersionRecord
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.records import audit
 from fedplat_server.records.audit import AuditEntry
-from fedplat_server.rpc import convert, pages, streams, validation
+from fedplat_server.rpc import convert, job_filters, pages, round_details, streams, validation
 from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.operator_access import current_operator
 from fedplat_server.rpc.progress_events import ProgressEvents
@@ -80,10 +81,20 @@ class JobsService(admin_pb2_grpc.JobsServicer):
     @override
     async def ListJobs(self, request: admin_pb2.ListJobsRequest, context: Context) -> admin_pb2.ListJobsResponse:
         size, after = pages.size(request.page_size), pages.token(request.page_token, pages.ID)
-        records = self._services.jobs.all(after)[: size + 1]
-        jobs = [await self._job(dataclasses.replace(record, job_file="")) for record in records]
-        page, token = pages.cut(jobs, size, lambda job: job, lambda job: job.job_id)
-        return admin_pb2.ListJobsResponse(jobs=page, next_page_token=token)
+        jobs = self._services.jobs
+        found = job_filters.select(jobs, job_filters.JobFilter.of(request), after)
+        states = found.rest[: size + 1]
+        keys = [state.attempt.key for state in states[:size] if state.attempt is not None]
+        attempts = await self._services.store.jobs.find_attempts(keys)
+
+        def encode(state: JobState) -> admin_pb2.Job:
+            last = attempts.get(state.attempt.key) if state.attempt is not None else None
+            return self._encode(dataclasses.replace(jobs.record(state.job_id), state=state, job_file=""), last)
+
+        page, token = pages.cut(states, size, encode, lambda state: state.job_id)
+        return admin_pb2.ListJobsResponse(
+            jobs=page, next_page_token=token, total=found.total, num_by_status=found.num_by_status
+        )
 
     @override
     async def ShowJob(self, request: admin_pb2.JobRequest, context: Context) -> admin_pb2.Job:
@@ -132,6 +143,10 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         job_id = services.jobs.find(request.job).state.job_id
         progress = ProgressEvents(services, job_id, validation.progress_every_s(request.progress_every_s))
         sequence = min(request.after_sequence, 2**62)  # above all sequence numbers, but within the database's range
+        if request.only_new:
+            if request.after_sequence:
+                raise RefusedError(Code.INVALID_REQUEST, "only_new and after_sequence exclude each other")
+            sequence = await services.store.jobs.last_sequence(job_id)
         while True:
             changed = services.jobs.next_change(job_id)
             # The last version may still be evaluated when the job has ended.
@@ -144,7 +159,7 @@ class JobsService(admin_pb2_grpc.JobsServicer):
                 yield event
             if rows:
                 continue
-            if is_over:
+            if is_over or request.until_now:
                 return
             if services.draining:  # to the caller, the end of the stream means that the job has ended
                 raise RefusedError(Code.DRAINING)
@@ -152,23 +167,56 @@ class JobsService(admin_pb2_grpc.JobsServicer):
 
     @override
     async def ListRounds(self, request: admin_pb2.ListRoundsRequest, context: Context) -> admin_pb2.ListRoundsResponse:
-        store, job_id = self._services.store, self._services.jobs.find(request.job).state.job_id
+        store, job_id = self._services.store.jobs, self._services.jobs.find(request.job).state.job_id
         size, last = pages.size(request.page_size), pages.numbers(request.page_token, pages.PAIR)
+        if request.num_samples:
+            attempts, total = await store.sample_attempts(job_id, min(request.num_samples, pages.MAX_ROWS))
+            rounds = pages.thin_out(await self._rounds(job_id, attempts))
+            return admin_pb2.ListRoundsResponse(rounds=rounds, total=total)
         after = (last[0], last[1]) if last is not None else None
-        attempts = await store.jobs.list_attempts(
-            job_id, all_attempts=request.all_attempts, after=after, limit=size + 1
-        )
-        if not attempts:
-            return admin_pb2.ListRoundsResponse()
-        versions = await store.jobs.list_versions_of_rounds(job_id, attempts[0].key.round, attempts[-1].key.round)
-        metrics = {(record.version.round, record.version.attempt): record.metrics for record in versions}
+        number = validation.number(request.round, "round")
+        which = AttemptFilter(job_id, request.all_attempts, number, request.newest_first)
+        attempts = await store.list_attempts(which, after=after, limit=size + 1)
         rounds, token = pages.cut(
-            attempts,
+            await self._rounds(job_id, attempts),
             size,
-            lambda attempt: self._round(attempt, metrics.get(attempt.key[1:], {})),
-            lambda attempt: f"{attempt.key.round}.{attempt.key.number}",
+            lambda round_: round_,
+            lambda last: f"{last.round}.{last.attempt}",
         )
-        return admin_pb2.ListRoundsResponse(rounds=rounds, next_page_token=token)
+        total = await store.count_attempts(which)
+        return admin_pb2.ListRoundsResponse(rounds=rounds, next_page_token=token, total=total)
+
+    @override
+    async def ShowRound(self, request: admin_pb2.ShowRoundRequest, context: Context) -> admin_pb2.RoundDetails:
+        job, store = self._services.jobs.find(request.job).state, self._services.store
+        last, record = await self._find_attempt(job, request)
+        (message,) = await self._rounds(job.job_id, [record])
+        outcomes = await store.assignments.list_outcomes(record.key)
+        groups = await store.assignments.count_labels(record.key, round_details.MAX_LABEL_SETS)
+        return admin_pb2.RoundDetails(
+            round=message,
+            reasons=round_details.reasons(outcomes),
+            labels=await asyncio.to_thread(round_details.labels, groups, is_private=job.spec.privacy is not None),
+            num_attempts=last.key.number,
+        )
+
+    @override
+    async def ListAssignments(
+        self, request: admin_pb2.ListAssignmentsRequest, context: Context
+    ) -> admin_pb2.ListAssignmentsResponse:
+        services, store = self._services, self._services.store.assignments
+        size, after = pages.size(request.page_size), round_details.parse_place(request.page_token)
+        which = round_details.parse_filter(request, services.jobs)
+        records = await store.list_assignments(which, after=after, limit=size + 1)
+
+        def encode(record: AssignmentRecord) -> admin_pb2.AssignmentDetails:
+            current = services.runner.coordinator.find(*record.assignment.id)
+            progress = services.progress.get(current) if current is not None else None
+            return round_details.assignment(record, services.jobs.state(record.place.job_id).spec, progress)
+
+        page, token = pages.cut(records, size, encode, lambda record: round_details.format_place(record.place))
+        total = len(page) if not (after or token) else await store.count_assignments(which)
+        return admin_pb2.ListAssignmentsResponse(assignments=page, next_page_token=token, total=total)
 
     @override
     async def ListModelVersions(
@@ -176,7 +224,7 @@ class JobsService(admin_pb2_grpc.JobsServicer):
     ) -> admin_pb2.ListModelVersionsResponse:
         state = self._services.jobs.find(request.job).state
         size, last = pages.size(request.page_size), pages.numbers(request.page_token, pages.NUMBER)
-        after = last[0] if last is not None else -1
+        after = last[0] if last is not None else request.first_version - 1
         records = await self._services.store.jobs.list_versions(state.job_id, after=after, limit=size + 1)
         versions, token = pages.cut(
             records,
@@ -184,7 +232,8 @@ class JobsService(admin_pb2_grpc.JobsServicer):
             lambda record: convert.version(record, state.spec),
             lambda record: str(record.version.version),
         )
-        return admin_pb2.ListModelVersionsResponse(versions=versions, next_page_token=token)
+        total = state.latest.version + 1  # their numbers are dense
+        return admin_pb2.ListModelVersionsResponse(versions=versions, next_page_token=token, total=total)
 
     @override
     async def ExportModel(
@@ -213,8 +262,19 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         return await self._job(self._services.jobs.find(job_id))
 
     async def _job(self, record: JobRecord) -> admin_pb2.Job:
-        last = await self._services.store.jobs.find_last_attempt(record.state.job_id)
+        attempt = record.state.attempt
+        found = await self._services.store.jobs.find_attempts([attempt.key] if attempt is not None else [])
+        return self._encode(record, next(iter(found.values()), None))
+
+    def _encode(self, record: JobRecord, last: AttemptRecord | None) -> admin_pb2.Job:
         return convert.job(record, self._round(last, {}) if last is not None else None)
+
+    async def _rounds(self, job_id: str, attempts: Sequence[AttemptRecord]) -> list[admin_pb2.Round]:
+        """Encode attempts of a job, with the metrics of the versions that they committed."""
+        rounds = {attempt.key.round for attempt in attempts}
+        versions = await self._services.store.jobs.list_versions_of_rounds(job_id, rounds) if rounds else ()
+        metrics = {(record.version.round, record.version.attempt): record.metrics for record in versions}
+        return [self._round(attempt, metrics.get(attempt.key[1:], {})) for attempt in attempts]
 
     def _round(self, record: AttemptRecord, server_metrics: Mapping[str, float]) -> admin_pb2.Round:
         attempt = self._services.jobs.state(record.key.job_id).open_attempt
@@ -238,6 +298,25 @@ class JobsService(admin_pb2_grpc.JobsServicer):
             kept += [record.version.version for record in page if record.model_removed_unix_s is None]
             after = page[-1].version.version
         raise RefusedError(Code.VERSION_REMOVED, f"{number}; the kept versions are {format_ranges(kept)}")
+
+    async def _find_attempt(
+        self, job: JobState, request: admin_pb2.ShowRoundRequest
+    ) -> tuple[AttemptRecord, AttemptRecord]:
+        """Return the last attempt at a round, and the one of the request. Raises `RefusedError` if it is unknown."""
+        round_, number = validation.number(request.round, "round"), validation.number(request.attempt, "attempt")
+        store, latest_first = self._services.store.jobs, AttemptFilter(job.job_id, all_attempts=True, newest_first=True)
+        found = await store.list_attempts(latest_first, after=(round_ + 1, 0), limit=1)
+        if not found or found[0].key.round != round_:
+            current = f"; the last one is {job.attempt.key.round}" if job.attempt is not None else ""
+            raise RefusedError(Code.NO_SUCH_ROUND, f"{round_}{current}")
+        last = found[0]
+        if number in (0, last.key.number):
+            return last, last
+        key = AttemptKey(job.job_id, round_, number)
+        records = await store.find_attempts([key])
+        if key not in records:
+            raise RefusedError(Code.NO_SUCH_ROUND, f"attempt {number} at round {round_}; it has {last.key.number}")
+        return last, records[key]
 
     async def _audit_export(self, operator: str, job_id: str, version: ModelVersion) -> None:
         """Audit an operator's export of a version, at most once an hour."""

@@ -1,4 +1,4 @@
-"""Authentication and authorization of operators, for each call of the services of `admin.proto`.
+"""Authentication and authorization of operators, for each call of the services of `admin.proto` and `events.proto`.
 
 The option `needed_role` of a method in the proto is the lowest role that may call it. All other methods are denied.
 """
@@ -17,7 +17,7 @@ from typing import Any, NoReturn, cast
 from google.protobuf.descriptor import ServiceDescriptor
 
 from fedplat import wire
-from fedplat.wire.v1 import admin_pb2, options_pb2
+from fedplat.wire.v1 import admin_pb2, events_pb2, options_pb2
 from fedplat_server import logs
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.records.audit import AuditAction, AuditEntry
@@ -47,7 +47,7 @@ def read_needed_roles(services: Iterable[ServiceDescriptor]) -> dict[str, Role]:
     return needed
 
 
-SERVICES = tuple(admin_pb2.DESCRIPTOR.services_by_name.values())
+SERVICES = tuple(service for file in (admin_pb2, events_pb2) for service in file.DESCRIPTOR.services_by_name.values())
 """The services for operators."""
 NEEDED_ROLES: Mapping[str, Role] = read_needed_roles(SERVICES)
 """The lowest role for each of their methods (`/service/name`)."""
@@ -59,12 +59,17 @@ MAX_CALLERS = 10_000
 NOTE_EVERY_S = 60.0
 """Minimum interval between audit entries for the refused calls of one network, or of one operator."""
 
-_operator_name: contextvars.ContextVar[str] = contextvars.ContextVar("operator")
+_operator: contextvars.ContextVar[OperatorRecord] = contextvars.ContextVar("operator")
 
 
 def current_operator() -> str:
     """Return the name of the operator whose call this task serves."""
-    return _operator_name.get()
+    return _operator.get().name
+
+
+def current_role() -> Role:
+    """Return the role of the operator whose call this task serves."""
+    return _operator.get().role
 
 
 @dataclasses.dataclass
@@ -106,7 +111,7 @@ class OperatorAccess:
             name = method.rpartition("/")[2]
             reason = f"{name} needs the role {needed}; operator {operator.name} has the role {operator.role}"
             await self._refuse(context, _Refusal(method, Code.ROLE_TOO_LOW, reason, operator.name))
-        _operator_name.set(operator.name)
+        _operator.set(operator)
         return operator.name
 
     def _count(self, operator: OperatorRecord, context: Context) -> None:

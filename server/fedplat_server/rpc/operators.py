@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import resource
@@ -14,15 +15,24 @@ from fedplat import wire
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server import __version__
 from fedplat_server.auth import forwarding
+from fedplat_server.coordination.alert_monitor import DiskSpace
+from fedplat_server.coordination.alerts import Alert, Severity
+from fedplat_server.database.engine import async_url
 from fedplat_server.errors import Code, ConfigError, LastAdminError, OperatorError, RefusedError
 from fedplat_server.records import operators
-from fedplat_server.records.audit import AuditAction, AuditEntry, AuditRow
+from fedplat_server.records.audit import AuditAction, AuditEntry, AuditFilter, AuditRow
 from fedplat_server.records.operators import OperatorRecord
-from fedplat_server.rpc import convert, pages
+from fedplat_server.rpc import convert, pages, validation
 from fedplat_server.rpc.handlers import Context
-from fedplat_server.rpc.operator_access import current_operator
+from fedplat_server.rpc.operator_access import current_operator, current_role
 from fedplat_server.rpc.services import Services
 from fedplat_server.storage import files
+
+MAX_ALERTS = 100
+_SEVERITIES = {
+    Severity.WARNING: admin_pb2.ALERT_SEVERITY_WARNING,
+    Severity.CRITICAL: admin_pb2.ALERT_SEVERITY_CRITICAL,
+}
 
 
 class OperatorsService(admin_pb2_grpc.OperatorsServicer):
@@ -35,7 +45,9 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
     async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
         services = self._services
         coordinator, certificates = services.runner.coordinator, services.certificates
-        jobs = Counter(record.state.status.value for record in services.jobs.all())
+        disk = await asyncio.to_thread(DiskSpace.of, services.config.data_dir)
+        alerts = services.alerts.evaluate(disk)
+        jobs = Counter(state.status.value for state in coordinator.jobs.values())
         return admin_pb2.GetStatusResponse(
             software_version=__version__,
             protocol_version=wire.PROTOCOL_VERSION,
@@ -57,6 +69,13 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
             insecure=services.certificates is None,
             certificate_expires_unix_s=certificates.loaded.expires.timestamp() if certificates else 0.0,
             certificate_days_left=certificates.days_left if certificates else 0.0,
+            operator=current_operator(),
+            role=current_role(),
+            disk_free_bytes=disk.free_bytes,
+            disk_total_bytes=disk.total_bytes,
+            database=async_url(services.config.database).get_backend_name(),
+            alerts=[_alert(alert, since_unix_s) for alert, since_unix_s in alerts[:MAX_ALERTS]],
+            num_alerts=len(alerts),
         )
 
     @override
@@ -106,10 +125,31 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
     @override
     async def ListAudit(self, request: admin_pb2.ListAuditRequest, context: Context) -> admin_pb2.ListAuditResponse:
         size, last = pages.size(request.page_size), pages.numbers(request.page_token, pages.SEQUENCE)
-        after = last[0] if last is not None else min(request.after_sequence, 2**62)
-        rows = await self._services.store.audit.list_rows(after, size + 1)
+        if request.newest_first and request.after_sequence:
+            raise RefusedError(Code.INVALID_REQUEST, "after_sequence and newest_first: expected only one of them")
+        which = AuditFilter(
+            actor=validation.search(request.actor, "actor"),
+            action=validation.search(request.action, "action"),
+            since_unix_s=validation.since(request.since_unix_s),
+            newest_first=request.newest_first,
+        )
+        first = min(request.after_sequence, 2**62)
+        rows = await self._services.store.audit.list_rows(last[0] if last is not None else first, size + 1, which)
         events, token = pages.cut(rows, size, _audit_event, lambda row: str(row.sequence))
-        return admin_pb2.ListAuditResponse(events=events, next_page_token=token)
+        total = await self._services.store.audit.count_rows(first, which)
+        return admin_pb2.ListAuditResponse(events=events, next_page_token=token, total=total)
+
+
+def _alert(alert: Alert, since_unix_s: float) -> admin_pb2.Alert:
+    return admin_pb2.Alert(
+        name=alert.name,
+        severity=_SEVERITIES[alert.severity],
+        text=alert.text,
+        remedy=alert.remedy,
+        job_id=alert.job_id,
+        population=alert.population,
+        since_unix_s=since_unix_s,
+    )
 
 
 def _audit_event(row: AuditRow) -> admin_pb2.AuditEvent:

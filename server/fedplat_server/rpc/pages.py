@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
+from fedplat_server.database.jobs import spaced_positions
 from fedplat_server.errors import Code, RefusedError
 
 MAX_ROWS = 250
@@ -65,3 +66,11 @@ def cut(
             break
         page.append(message)
     return page, key(rows[len(page) - 1]) if len(page) < len(rows) else ""
+
+
+def thin_out(messages: Sequence[_Message]) -> list[_Message]:
+    """Return as many evenly spaced messages as fit into a page, with the first and the last one."""
+    kept = list(messages)
+    while len(kept) > 2 and sum(message.ByteSize() for message in kept) > MAX_BYTES:
+        kept = [kept[position - 1] for position in spaced_positions(len(kept), len(kept) * 3 // 4)]
+    return kept

@@ -72,7 +72,9 @@ class ReportIntake:
         try:
             rule = build_rule(services.jobs.state(assignment.key.job_id).spec)
         except (PluginError, UserCodeError) as exc:  # of a plugin, which may fail at any call
-            logs.get().error("an attempt has no aggregation rule", attempt=str(assignment.key), error=str(exc))
+            logs.get().error(
+                "an attempt has no aggregation rule", **logs.assignment_fields(assignment.id), error=str(exc)
+            )
             await self._abandon(assignment, str(exc))
             return Verdict(Reason.ATTEMPT_ABANDONED)
         verdict = report_validation.validate_claims(
@@ -210,7 +212,7 @@ def receive_update(
     except (BlobFullError, SpoolError):
         raise
     except BlobError as exc:
-        logs.get().error("an update could not be made durable", upload=str(key), error=str(exc))
+        logs.get().error("an update could not be made durable", **logs.assignment_fields(key), error=str(exc))
         raise RefusedError(Code.UPLOAD_INCOMPLETE, "the server could not store it; send it again") from exc
 
 

@@ -17,8 +17,13 @@ from fedplat_server.auth.enrollment import Enrollments
 from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.auth.tls import Certificates
 from fedplat_server.config import ServerConfig
+from fedplat_server.coordination.alert_monitor import AlertMonitor
+from fedplat_server.coordination.availability import AvailabilityTracker
 from fedplat_server.coordination.budgets import Budgets
 from fedplat_server.coordination.conflicts import Conflicts
+from fedplat_server.coordination.downloads import Downloads
+from fedplat_server.coordination.event_feed import EventFeed
+from fedplat_server.coordination.fleet_counts import FleetCounter
 from fedplat_server.coordination.long_polls import LongPolls
 from fedplat_server.coordination.progress import ProgressTracker
 from fedplat_server.coordination.revocation import Revocation
@@ -26,12 +31,14 @@ from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.jobs import JobRecord
 from fedplat_server.database.ports import Store
 from fedplat_server.errors import Code, RefusedError
+from fedplat_server.instruments import Instruments
 from fedplat_server.records.lease import Lease
 from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.read_cache import Chunks, InlineModels
 from fedplat_server.storage.spool import Spool
 from fedplat_server.training.evaluation import EvaluationScheduler
+from fedplat_server.webhooks.delivery import DeliveryTask
 
 
 def has_pending_warm_start(job: JobState) -> bool:
@@ -45,19 +52,36 @@ class JobRegistry:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._records: dict[str, JobRecord] = {}
+        self._positions: dict[str, int] = {}
         self._changed: dict[str, asyncio.Event] = {}
 
     def add(self, record: JobRecord, participations: Sequence[Participation] = ()) -> None:
         """Add a stored job, with the participations of its clients if the job remembers them. Idempotent."""
         self._records.setdefault(record.state.job_id, record)
+        self._positions.setdefault(record.state.job_id, len(self._positions))
         if record.state.job_id not in self._runner.coordinator.jobs:
             self._runner.coordinator.add(record.state, participations)
 
-    def all(self, after: str = "") -> list[JobRecord]:
-        """Return the jobs in the order of creation: all, or those after the job `after` (none if it is unknown)."""
-        ids = list(self._records)
-        start = 0 if not after else ids.index(after) + 1 if after in self._records else len(ids)
-        return [self._current(job_id) for job_id in ids[start:]]
+    def all(self) -> list[JobRecord]:
+        """Return the jobs in the order of creation."""
+        return [self._current(job_id) for job_id in self._records]
+
+    def select(self, matches: Callable[[JobState, JobRecord], bool], *, newest_first: bool = False) -> list[JobState]:
+        """Return the states of the jobs that satisfy a condition on state and record, in the order of creation.
+
+        The state in the record is that of its creation or of the start of the daemon.
+        """
+        jobs = self._runner.coordinator.jobs
+        ordered = reversed(self._records.values()) if newest_first else self._records.values()
+        return [state for record in ordered if matches(state := jobs[record.state.job_id], record)]
+
+    def position(self, job_id: str) -> int | None:
+        """Return the position of a job in the order of creation; None if it is unknown."""
+        return self._positions.get(job_id)
+
+    def record(self, job_id: str) -> JobRecord:
+        """Return an existing job."""
+        return self._current(job_id)
 
     def find(self, name: str) -> JobRecord:
         """Return the job with this id, or the only one with this name; jobs that have not ended come first.
@@ -66,7 +90,7 @@ class JobRegistry:
         """
         if name in self._records:
             return self._current(name)
-        named = [record for record in self.all() if record.state.spec.name == name]
+        named = [self._current(state.job_id) for state in self.select(lambda state, _: state.spec.name == name)]
         candidates = [record for record in named if record.state.status not in ENDED_JOBS] or named
         if not candidates:
             raise RefusedError(Code.NO_SUCH_JOB, repr(name))
@@ -128,6 +152,10 @@ class Services:
     peers: PeerCertificates
     long_polls: LongPolls
     progress: ProgressTracker
+    downloads: Downloads
+    alerts: AlertMonitor
+    availability: AvailabilityTracker
+    fleet_counter: FleetCounter
     blobs: BlobStore
     chunks: Chunks
     inline_models: InlineModels
@@ -139,11 +167,15 @@ class Services:
     memory: UploadMemory
     conflicts: Conflicts
     budgets: Budgets
+    event_feed: EventFeed
+    webhooks: DeliveryTask
     started_unix_s: float
     new_id: Callable[[str], str]
+    instruments: Instruments
     certificates: Certificates | None = None
     draining: bool = False
     mtls_port: int = 0
+    is_tracing: bool = False
 
     def refuse_if_draining(self) -> Reason | None:
         """Return `Reason.DRAINING` if the daemon is draining, so that clients get no assignments; else None."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import secrets
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 from grpc import aio
@@ -14,16 +14,18 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from typing_extensions import override
 
 from fedplat import wire
-from fedplat.wire.v1 import admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc
+from fedplat.wire.v1 import admin_pb2_grpc, events_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 from fedplat_server.auth.addresses import Origins
 from fedplat_server.auth.certificates import CertificateIssuer, PeerCertificates
 from fedplat_server.auth.pki_folder import PkiFolder
 from fedplat_server.auth.tls import Certificates
 from fedplat_server.config import ServerConfig, TlsFiles
 from fedplat_server.errors import ConfigError
+from fedplat_server.instruments import Instruments
 from fedplat_server.rpc import operator_access
 from fedplat_server.rpc.admission import FLEET, Admission, OpenAdmission, Reads
 from fedplat_server.rpc.clients import ClientsService
+from fedplat_server.rpc.events import EventsService
 from fedplat_server.rpc.fleet import FleetService
 from fedplat_server.rpc.handlers import Handler
 from fedplat_server.rpc.health import Health
@@ -36,6 +38,10 @@ from fedplat_server.rpc.routing.router import Collector, LocalRoute, Router
 from fedplat_server.rpc.routing.shared_port import PortReservation
 from fedplat_server.rpc.services import Services
 from fedplat_server.rpc.streams import UploadMessage
+from fedplat_server.rpc.webhooks import WebhooksService
+
+if TYPE_CHECKING:
+    from fedplat_server.tracing.provider import Tracing
 
 _SERVICES = (FLEET, *(service.full_name for service in operator_access.SERVICES))
 MAX_STREAMS = 100
@@ -70,6 +76,8 @@ def route(services: Services, reads: Reads) -> LocalRoute:
     admin_pb2_grpc.add_ClientsServicer_to_server(ClientsService(services), collector)
     admin_pb2_grpc.add_OperatorsServicer_to_server(OperatorsService(services), collector)
     admin_pb2_grpc.add_PrivacyServicer_to_server(PrivacyService(services), collector)
+    events_pb2_grpc.add_EventsServicer_to_server(EventsService(services), collector)
+    events_pb2_grpc.add_WebhooksServicer_to_server(WebhooksService(services), collector)
     admission = Admission(OperatorAccess(services), fleet.read_claim, services.origins, reads, services.memory)
     return LocalRoute([_file_methods(fleet), *collector.handlers], admission.admit)
 
@@ -134,15 +142,24 @@ class Endpoint:
     one port. `peers` reads these certificates, `issuer` signs them.
     """
 
-    def __init__(self, config: ServerConfig, utc_now: Callable[[], datetime.datetime]) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        utc_now: Callable[[], datetime.datetime],
+        instruments: Instruments,
+        tracing: Tracing | None = None,
+    ) -> None:
         """Bind the ports. Callers wait until `start`. Raises `ConfigError` if a port is unavailable."""
+        self.tracing = tracing
         self.router = Router(_SERVICES)
         self.reads = Reads(config.limits)
         self.certificates = Certificates(config.tls) if config.tls is not None else None
         # Without --share-port, a second daemon on the port must fail, not share it.
         options = (*OPTIONS, *_connection_age_options(config), ("grpc.so_reuseport", int(config.share_port)))
         self._server = aio.server(
-            interceptors=(ErrorInterceptor(),), options=options, compression=grpc.Compression.NoCompression
+            interceptors=(ErrorInterceptor(instruments, tracing),),
+            options=options,
+            compression=grpc.Compression.NoCompression,
         )
         self.health = Health(_SERVICES)
         origins = Origins(config.trusted_proxies, secrets.token_hex())  # gateways do not forward to public services

@@ -15,6 +15,8 @@ from fedplat_server.storage import files
 _NAME = re.compile(texts.NAME_PATTERN)
 _CLIENT_ID = re.compile(r"c-[0-9a-f]{16}")
 _ENROLLMENT_ID = re.compile(r"e-[0-9a-f]{12}")
+MAX_SEARCH_BYTES = 200
+MAX_NUMBER = 2**31 - 2
 MIN_PROGRESS_EVERY_S = 0.5
 """Minimum interval between progress events: each one iterates over the clients of an attempt."""
 
@@ -75,6 +77,29 @@ def _names(values: tuple[str, ...], field: str) -> frozenset[str]:
 def text(value: str, max_bytes: int) -> str:
     """Return text for an operator's terminal: shortened, without control characters."""
     return texts.shorten(value, max_bytes)
+
+
+def search(text: str, field: str = "search") -> str:
+    """Return the text of a filter: at most 200 bytes, printable. `field` is for the error."""
+    if len(text.encode()) > MAX_SEARCH_BYTES or not text.isprintable():  # PostgreSQL refuses a NUL
+        raise RefusedError(
+            Code.INVALID_REQUEST, f"{field}: expected at most {MAX_SEARCH_BYTES} bytes of printable text"
+        )
+    return text
+
+
+def number(value: int, field: str) -> int:
+    """Return the number of a round or an attempt, within the range of the database. `field` is for the error."""
+    if value > MAX_NUMBER:
+        raise RefusedError(Code.INVALID_REQUEST, f"{field} is {value}; expected at most {MAX_NUMBER}")
+    return value
+
+
+def since(unix_s: float) -> float:
+    """Return the least time of a filter, in seconds since 1970; 0 for all."""
+    if not (math.isfinite(unix_s) and unix_s >= 0.0):
+        raise RefusedError(Code.INVALID_REQUEST, f"since_unix_s is {unix_s}; expected seconds since 1970, or 0")
+    return unix_s
 
 
 def key(text: str) -> str:

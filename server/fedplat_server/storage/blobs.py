@@ -28,6 +28,7 @@ from typing import Self
 from fedplat import durable
 from fedplat_server import crash_points
 from fedplat_server.errors import BlobError
+from fedplat_server.instruments import Instruments
 from fedplat_server.storage import files
 
 _TEMPORARY = ".tmp"
@@ -89,8 +90,12 @@ class BlobStore:
     does not exist, and no part of it remains.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, instruments: Instruments | None = None) -> None:
         self.folder = folder
+        duration = (instruments or Instruments()).blob_duration
+        self._sync_duration = duration.labels("fsync", "folder")
+        self._rename_duration = duration.labels("rename", "folder")
+        self._delete_duration = duration.labels("delete", "folder")
         self.made: list[str] = []
         self._synced: set[Path] = set()
         self._unsettled = _UnsettledBlobs()
@@ -131,7 +136,7 @@ class BlobStore:
             try:
                 with crash_points.step("blob.write"), BlobWriter(descriptor) as writer:
                     yield writer
-                with crash_points.step("blob.fsync"):
+                with self._sync_duration.time(), crash_points.step("blob.fsync"):
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -162,7 +167,7 @@ class BlobStore:
     def adopt(self, path: Path, digest: str) -> Blob:
         """Move a finished file of the same file system into the store; `digest` is its SHA-256."""
         self.path(digest)
-        with files.translate_os_errors(f"adopting {path}"):
+        with files.translate_os_errors(f"adopting {path}"), self._sync_duration.time():
             durable.sync(path)
         return self._adopt_synced(path, digest)
 
@@ -172,7 +177,8 @@ class BlobStore:
             syncing = threads.submit(durable.sync, path)
             with path.open("rb", buffering=0) as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-            syncing.result()
+            with self._sync_duration.time():
+                syncing.result()
         return self._adopt_synced(path, digest)
 
     def _adopt_synced(self, path: Path, digest: str) -> Blob:
@@ -214,7 +220,7 @@ class BlobStore:
 
     def delete(self, digest: str) -> None:
         """Remove a blob, if it exists."""
-        with files.translate_os_errors(f"removing the blob {digest}"):
+        with files.translate_os_errors(f"removing the blob {digest}"), self._delete_duration.time():
             erase(self.path(digest))
 
     def all_digests(self) -> frozenset[str]:
@@ -250,11 +256,12 @@ class BlobStore:
             self._synced.add(folder)
         # An existing blob with this digest is replaced: its entry in the folder might not be durable.
         self.made.append(digest)
-        with crash_points.step("blob.rename"), self._unsettled.lock:
-            self._unsettled.add(digest)
-            os.replace(source, target)
-        with _remove_on_error(target), crash_points.step("blob.folder_sync"):
-            durable.sync(folder)
+        with self._rename_duration.time():
+            with crash_points.step("blob.rename"), self._unsettled.lock:
+                self._unsettled.add(digest)
+                os.replace(source, target)
+            with _remove_on_error(target), crash_points.step("blob.folder_sync"):
+                durable.sync(folder)
 
 
 class _UnsettledBlobs:

@@ -8,8 +8,10 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Callable, Generator
+import time
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
+from typing import Literal
 
 from fedplat_server.errors import BlobError, BlobFullError
 
@@ -26,35 +28,51 @@ def is_digest(text: str) -> bool:
     return _DIGEST.fullmatch(text) is not None
 
 
-class _Counter:
+Place = Literal["models", "updates", "database"]
+"""What a disk is full for."""
+
+
+class _Counters:
     def __init__(self) -> None:
-        self.count = 0
+        self.counts: dict[Place, int] = {"models": 0, "updates": 0, "database": 0}
+        self.last_unix_s: float | None = None
         self.lock = threading.Lock()
 
 
-_full = _Counter()
+_full = _Counters()
 
 
-def note_full() -> None:
+def note_full(place: Place) -> None:
     """Count a write that failed because the disk was full."""
     with _full.lock:
-        _full.count += 1
+        _full.counts[place] += 1
+        _full.last_unix_s = time.time()
+
+
+def last_full_unix_s() -> float | None:
+    """Return when a write of this process last failed because a disk was full; None: never."""
+    return _full.last_unix_s
 
 
 def num_full() -> int:
     """Return how many writes of this process failed because a disk was full: of models, updates and the database."""
-    return _full.count
+    return sum(num_full_by_place().values())
+
+
+def num_full_by_place() -> Mapping[Place, int]:
+    """Return the same for each place."""
+    return dict(_full.counts)
 
 
 @contextlib.contextmanager
-def translate_os_errors(doing: str) -> Generator[None]:
+def translate_os_errors(doing: str, place: Place = "models") -> Generator[None]:
     """Translate errors of the operating system to `BlobFullError` or `BlobError`."""
     try:
         yield
     except OSError as exc:
         if exc.errno not in _FULL:
             raise BlobError(f"{doing} failed: {exc}") from exc
-        note_full()
+        note_full(place)
         raise BlobFullError(f"{doing} failed: {exc}") from exc
 
 

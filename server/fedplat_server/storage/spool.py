@@ -51,7 +51,7 @@ class Spool:
         self._untrusted: set[AttemptKey] = set()
         self._leftovers: dict[str, list[Path]] = {}  # files of an earlier process, by `_file_name`
         self._deletions: set[asyncio.Task[None]] = set()
-        with files.translate_os_errors(f"making the folder {folder}"):
+        with files.translate_os_errors(f"making the folder {folder}", "updates"):
             folder.mkdir(parents=True, exist_ok=True)
 
     # --- which updates are needed ---
@@ -83,7 +83,7 @@ class Spool:
         names: dict[Path, set[str]] = {}
         for each in needed:
             names.setdefault(self._folder(each.attempt), set()).add(_file_name(each))
-        with self._lock, files.translate_os_errors("clearing the spool"), crash_points.step("spool.keep"):
+        with self._lock, files.translate_os_errors("clearing the spool", "updates"), crash_points.step("spool.keep"):
             for path in self.folder.iterdir():
                 if path in names:
                     self._keep_files(path, names[path])
@@ -103,7 +103,7 @@ class Spool:
         file = self._find(key, digest)
         if file is None:
             return 0
-        with file.lock, files.translate_os_errors("reading an upload"):
+        with file.lock, files.translate_os_errors("reading an upload", "updates"):
             file.load()
             return file.received
 
@@ -120,7 +120,7 @@ class Spool:
         if size_bytes < 0 or (limit_bytes is not None and size_bytes > limit_bytes):
             raise UploadError(f"{size_bytes} bytes were declared; at most {limit_bytes} are accepted")
         file = self._find(key, digest) or self._replace(key, digest)
-        with file.lock, files.translate_os_errors("opening an upload"):
+        with file.lock, files.translate_os_errors("opening an upload", "updates"):
             if file.gone:
                 raise UploadError("the upload was discarded meanwhile; resume at 0")
             file.load()
@@ -136,7 +136,7 @@ class Spool:
         file = self._find(key, digest)
         if file is None:
             return None
-        with file.lock, files.translate_os_errors("reading an upload"):
+        with file.lock, files.translate_os_errors("reading an upload", "updates"):
             file.load()
             if file.gone or not file.is_complete():
                 return None
@@ -157,7 +157,7 @@ class Spool:
         if file is None:
             raise UploadError("the update is missing; resume at 0")
         try:
-            with file.lock, files.translate_os_errors("syncing an update"):
+            with file.lock, files.translate_os_errors("syncing an update", "updates"):
                 if file.gone:
                     raise UploadError("the update is missing; resume at 0")
                 if not file.durable:
@@ -172,7 +172,11 @@ class Spool:
 
     def discard(self, key: AssignmentId) -> None:
         """Delete an update, which may be sent again, or was folded and is only in memory."""
-        with self._lock, files.translate_os_errors("deleting an update"), crash_points.step("upload.discard"):
+        with (
+            self._lock,
+            files.translate_os_errors("deleting an update", "updates"),
+            crash_points.step("upload.discard"),
+        ):
             self._remove(key)
 
     # --- deleting ---
@@ -199,7 +203,7 @@ class Spool:
         for key in obsolete:
             self.discard(key)
         for attempt in dict.fromkeys(key.attempt for key in obsolete):
-            with self._lock, files.translate_os_errors("deleting the folder of an attempt"):
+            with self._lock, files.translate_os_errors("deleting the folder of an attempt", "updates"):
                 if attempt not in self._needed:
                     self._remove_folder(attempt)
 
@@ -235,7 +239,10 @@ class Spool:
         if attempt in self._untrusted:
             raise SpoolError("an earlier sync of the attempt's folder failed")
         try:
-            with files.translate_os_errors("syncing the attempt's folder"), crash_points.step("spool.folder_sync"):
+            with (
+                files.translate_os_errors("syncing the attempt's folder", "updates"),
+                crash_points.step("spool.folder_sync"),
+            ):
                 durable.sync(self._folder(attempt))
         except BlobError as exc:
             self._untrusted.add(attempt)
@@ -252,7 +259,7 @@ class Spool:
             return file if file is not None and file.digest == digest else None
 
     def _replace(self, key: AssignmentId, digest: str) -> SpoolFile:
-        with self._lock, files.translate_os_errors("opening an upload"):
+        with self._lock, files.translate_os_errors("opening an upload", "updates"):
             if key.client_id not in self._needed.get(key.attempt, ()):
                 raise UploadError("the assignment has ended")
             earlier = self._files.get(key)

@@ -130,7 +130,7 @@ class OpenUpload:
                 raise UploadError("the update was reported already")
             if self._received + memoryview(data).nbytes > self._size_bytes:
                 raise UploadError(f"there are more bytes than the declared {self._size_bytes}")
-            with files.translate_os_errors("writing an upload"), crash_points.step("upload.append"):
+            with files.translate_os_errors("writing an upload", "updates"), crash_points.step("upload.append"):
                 self._file.append(self._descriptor, data)
             self._received = self._file.received
 
@@ -147,7 +147,7 @@ class OpenUpload:
             if self._received < self._size_bytes:
                 raise UploadError(f"{self._received} of {self._size_bytes} bytes were received")
             if not file.gone:
-                with files.translate_os_errors("restarting an upload"):
+                with files.translate_os_errors("restarting an upload", "updates"):
                     file.restart()
             raise UploadError(f"the bytes received are not those of {file.digest}; resume at 0")
 

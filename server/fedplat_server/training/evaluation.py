@@ -26,7 +26,7 @@ from typing import NamedTuple
 from fedplat import aggregate, user_code
 from fedplat.job import JobSpec
 from fedplat.model import Parameters
-from fedplat.rounds import JobState, ModelVersion
+from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat_server import logs
 from fedplat_server.errors import StoreError, StoreUnavailableError
 from fedplat_server.storage.blobs import BlobStore
@@ -216,7 +216,8 @@ class EvaluationScheduler:
 
     async def _score(self, pending: _PendingScore) -> None:
         name = self._references.get(pending.name, pending.name)
-        log = logs.get().bind(job=pending.job_id, version=pending.version.version, evaluator=name)
+        attempt = AttemptKey(pending.job_id, pending.version.round, pending.version.attempt)
+        log = logs.get().bind(**logs.attempt_fields(attempt), version=pending.version.version, evaluator=name)
         try:
             metrics = await self._compute(pending)
             if isinstance(metrics, Failure):

@@ -128,13 +128,14 @@ class ServerTraining:
 
     async def _run(self, job: JobState, key: AttemptKey) -> None:
         outcome: AttemptAggregated | AggregationFailed
+        logs.bind(**logs.attempt_fields(key))
         try:
             outcome = await self._warm_start(job, key)
         except (FedplatError, OSError) as exc:
-            logs.get().error("a warm start failed", attempt=str(key), error=str(exc))
+            logs.get().error("a warm start failed", error=str(exc))
             outcome = AggregationFailed(key, _in_one_line(exc))
         except Exception as exc:  # a task boundary: a bug, which is logged; the attempt is repeated
-            logs.get().exception("a warm start failed", attempt=str(key))
+            logs.get().exception("a warm start failed")
             outcome = AggregationFailed(key, type(exc).__name__)
         self._open.pop(key, None)
         self._post(outcome)

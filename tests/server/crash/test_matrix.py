@@ -105,9 +105,11 @@ BEFORE_THERE_IS_A_SERVER = ["schema.upgrade.before", "schema.upgrade.uncommitted
 
 RETENTION = [point for point in POINTS if point.startswith("retention.")]
 """These are in test_retention.py: versions that are not kept cannot be recomputed."""
+DELIVERY = [point for point in POINTS if point.startswith("delivery.")]
+"""These are in test_deliveries.py: without a webhook they are not reached."""
 
 
-@pytest.mark.parametrize("point", [one for one in POINTS if one not in BEFORE_THERE_IS_A_SERVER + RETENTION])
+@pytest.mark.parametrize("point", [one for one in POINTS if one not in BEFORE_THERE_IS_A_SERVER + RETENTION + DELIVERY])
 async def test_killed_at_every_point(world: World, point: str) -> None:
     play = ELSEWHERE.get(point, training)
     await play(world, point)

@@ -28,8 +28,7 @@ from fedplat_server.rpc.routing.router import InFlightCalls, Route
 
 Context = Any  # aio.ServicerContext, generic for the type checker only
 _OPTIONS = (
-    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
+    *wire.CHANNEL_OPTIONS,
     # Callers must not wait for a leader that is cut off much longer than its lease is valid.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),

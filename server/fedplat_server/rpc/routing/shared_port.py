@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
 from fedplat_server.errors import ConfigError
@@ -16,11 +17,13 @@ class PortReservation:
         try:
             infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             family, kind, protocol, _, socket_address = infos[0]
-            self._socket = socket.socket(family, kind, protocol)
-            # As gRPC does: old connections of a daemon that has ended do not block the port.
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
-            self._socket.bind(socket_address)
+            with contextlib.ExitStack() as on_error:
+                self._socket = on_error.enter_context(socket.socket(family, kind, protocol))
+                # As gRPC does: old connections of a daemon that has ended do not block the port.
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
+                self._socket.bind(socket_address)
+                on_error.pop_all()
         except OSError as exc:
             raise ConfigError(
                 f"cannot listen on {address}: {exc.strerror}; choose another with {option} HOST:PORT"

@@ -1,0 +1,271 @@
+"""The facts from which alerts follow: counters that stored changes update, and what other parts know at the moment.
+
+Evaluation is cheap: it reads memory and asks the operating system for the free space of one disk. Only the privacy
+arithmetic is slow. It runs in the accountant's thread, at most once a minute, for jobs and budgets that have changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import shutil
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from fedplat.rounds import AttemptKey, Change, Coordinator, JobState, privacy_rules
+from fedplat.rounds.states import ENDED_JOBS, AssignmentState, AttemptKind, AttemptPhase, JobStatus
+from fedplat_server import logs
+from fedplat_server.coordination import alerts
+from fedplat_server.coordination.accountant import Accountant, epsilon
+from fedplat_server.coordination.alerts import (
+    Alert,
+    AlertBook,
+    JobFacts,
+    RoundFacts,
+    ServerFacts,
+    Spent,
+    WebhookFacts,
+)
+from fedplat_server.database.jobs import AttemptFilter, AttemptRecord, JobRecord
+from fedplat_server.database.ledger import Account, Population
+from fedplat_server.database.ports import Store
+from fedplat_server.errors import LeadershipLostError, StoreError
+from fedplat_server.storage import files
+
+EPSILON_INTERVAL_S = 60.0
+_WORKING = frozenset({AttemptPhase.COLLECTING, AttemptPhase.COMMITTING, AttemptPhase.COMMITTED})
+"""Phases of an attempt that clients have worked for."""
+
+
+@dataclasses.dataclass
+class _JobTimes:
+    """The last commit of a job, the last work of a client for it, and its last rounds. Moments are on `now`."""
+
+    idle_since: float
+    waiting_since: float
+    rounds: deque[RoundFacts] = dataclasses.field(default_factory=lambda: deque(maxlen=alerts.LATE_ROUNDS))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DiskSpace:
+    """The space of the disk of a folder, in bytes; both are 0 if the operating system does not tell."""
+
+    free_bytes: int = 0
+    total_bytes: int = 0
+
+    @classmethod
+    def of(cls, folder: Path) -> DiskSpace:
+        """Return the space of a folder's disk."""
+        try:
+            usage = shutil.disk_usage(folder)
+        except OSError:
+            return cls()
+        return cls(usage.free, usage.total)
+
+
+class AlertMonitor:
+    """The alerts of a leading daemon. `now` is the clock of the coordinator's times, `unix_s` the wall clock.
+
+    `find` returns a job with the problem of its plugins.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        find: Callable[[str], JobRecord],
+        accountant: Accountant,
+        now: Callable[[], float],
+        unix_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._coordinator = coordinator
+        self._find = find
+        self._accountant = accountant
+        self._now = now
+        self._unix_s = unix_s
+        self._days_left: Callable[[], float | None] = lambda: None
+        self._jobs: dict[str, _JobTimes] = {}
+        self._failed_unix_s: dict[str, float] = {}
+        self._spent: dict[str, Spent] = {}
+        self._budgets: dict[str, Spent] = {}
+        self._seen = AlertBook()
+        self.failing_webhooks: Sequence[WebhookFacts] = ()
+        self._task: asyncio.Task[None] | None = None
+
+    def watch_certificate(self, days_left: Callable[[], float]) -> None:
+        """Include the server's certificate; `days_left` returns the days until it expires."""
+        self._days_left = days_left
+
+    # --- the past of jobs ------------------------------------------------------------------------------------
+
+    async def restore(self, store: Store) -> None:
+        """Read the last rounds of open jobs, and the times at which jobs failed."""
+        failed: list[AttemptKey] = []
+        for job in self._coordinator.jobs.values():
+            if job.status is JobStatus.FAILED and job.attempt is not None:
+                failed.append(job.attempt.key)
+            elif job.status not in ENDED_JOBS:
+                await self._restore_job(store, job)
+        for key, attempt in (await store.jobs.find_attempts(failed)).items():
+            if attempt.ended_unix_s is not None:
+                self._failed_unix_s[key.job_id] = attempt.ended_unix_s
+
+    async def _restore_job(self, store: Store, job: JobState) -> None:
+        which = AttemptFilter(job.job_id, newest_first=True)
+        last = await store.jobs.list_attempts(which, limit=2 * alerts.LATE_ROUNDS)  # half of them may be evaluations
+        committed = [each for each in last if _is_round(each) and each.ended_unix_s is not None]
+        book = self._book(job.job_id)
+        book.rounds.extend(map(_round_facts, reversed(committed[: alerts.LATE_ROUNDS])))
+
+    def apply_changes(self, changes: Iterable[Change]) -> None:
+        """Update the facts after stored changes."""
+        now = self._now()
+        for change in changes:
+            job, attempt = change.job, change.attempt
+            if job.status is JobStatus.FAILED:
+                self._failed_unix_s.setdefault(job.job_id, self._unix_s())
+            if job.status in ENDED_JOBS:
+                self._jobs.pop(job.job_id, None)
+                continue
+            book = self._book(job.job_id)
+            if any(row.entity == "job" for row in change.history):  # it was started, paused or resumed
+                book.idle_since = book.waiting_since = now
+            if attempt is None:
+                continue
+            if attempt.phase in _WORKING:
+                book.waiting_since = now
+            if attempt.phase is AttemptPhase.COMMITTED and attempt.kind is not AttemptKind.EVALUATE:
+                began, book.idle_since = book.idle_since, now
+                if attempt.kind is AttemptKind.TRAIN:
+                    counts = attempt.counts
+                    seconds = now - (attempt.opened_at or began)  # after a restart the time of its opening is not known
+                    late = counts.get(AssignmentState.LATE, 0)
+                    book.rounds.append(RoundFacts(seconds, sum(counts.values()), late))
+
+    def _book(self, job_id: str) -> _JobTimes:
+        if job_id not in self._jobs:
+            self._jobs[job_id] = _JobTimes(self._now(), self._now())
+        return self._jobs[job_id]
+
+    # --- evaluation ------------------------------------------------------------------------------------------
+
+    def evaluate(self, disk: DiskSpace) -> Sequence[tuple[alerts.Alert, float]]:
+        """Return the present alerts, the most severe first, each with the time since which it lasts."""
+        self._seen.update(self._find_alerts(disk), self._unix_s())
+        return self._seen.current
+
+    def restore_alerts(self, raised: Iterable[tuple[Alert, float]]) -> None:
+        """Continue with alerts that were raised before a restart, each with the time since which it lasts."""
+        self._seen.load(raised)
+
+    def _find_alerts(self, disk: DiskSpace) -> list[alerts.Alert]:
+        days_left, full_unix_s = self._days_left(), files.last_full_unix_s()
+        server = ServerFacts(
+            certificate_s=None if days_left is None else days_left * alerts.DAY_S,
+            disk_free_bytes=disk.free_bytes,
+            disk_total_bytes=disk.total_bytes,
+            full_s=None if full_unix_s is None else self._unix_s() - full_unix_s,
+            num_full=files.num_full(),
+            budgets=self._budgets,
+            webhooks=self.failing_webhooks,
+        )
+        jobs = self._coordinator.jobs.values()
+        working = Counter[str]()
+        for job in jobs:
+            working[job.spec.population] += job.num_busy
+        return alerts.evaluate(server, (self._facts(job, working) for job in jobs if self._concerns(job)))
+
+    def _concerns(self, job: JobState) -> bool:
+        return job.status in (JobStatus.RUNNING, JobStatus.PAUSED) or job.job_id in self._failed_unix_s
+
+    def _facts(self, job: JobState, working: Mapping[str, int]) -> JobFacts:
+        book, now, spec = self._book(job.job_id), self._now(), job.spec
+        attempt, room = job.open_attempt, self._coordinator.room
+        has_failed = job.status is JobStatus.FAILED
+        is_warm_start = attempt is not None and attempt.kind is AttemptKind.WARM_START
+        awaits_clients = not is_warm_start and (attempt is None or attempt.awaits_clients)
+        num_waiting = room.num_waiting(spec.population)
+        is_selecting = job.job_id in room.demands
+        num_eligible = room.num_eligible(job.job_id) if is_selecting else num_waiting
+        deadlines = spec.deadlines
+        return JobFacts(
+            job_id=job.job_id,
+            name=spec.name,
+            population=spec.population,
+            status=job.status,
+            reason=job.reason or (job.attempt.reason if job.attempt is not None else ""),
+            needed=attempt.goal if attempt is not None else spec.selection.goal,
+            num_connected=num_waiting + working[spec.population],
+            num_available=num_eligible + job.num_busy,
+            waiting_s=now - book.waiting_since if awaits_clients else 0.0,
+            idle_s=0.0 if is_warm_start else now - book.idle_since,
+            longest_s=deadlines.selection_s + deadlines.training_s + deadlines.upload_s,
+            rounds=tuple(book.rounds),
+            failures=job.failures,
+            problem="" if has_failed else self._find(job.job_id).problem,
+            spent=self._spent.get(job.job_id),
+            exhausted=privacy_rules.describe_spent_budget(job) if job.round < spec.rounds else "",
+            failed_s=self._unix_s() - self._failed_unix_s[job.job_id] if has_failed else None,
+        )
+
+    # --- privacy budgets -------------------------------------------------------------------------------------
+
+    def begin(self, store: Store) -> None:
+        """Start to compute the spent privacy budgets once a minute."""
+        self._task = asyncio.create_task(self._refresh_epsilons(store), name="spent budgets")
+
+    async def close(self) -> None:
+        """Stop the task."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def update_epsilons(self, store: Store) -> None:
+        """Compute how much of the privacy budgets of jobs and populations is spent. May take seconds of arithmetic."""
+        populations = await store.ledger.load_populations()
+        spent = [
+            (account.job_id, self._job_spent(account))
+            for population in populations
+            for account in population.accounts
+            if account.is_private and not account.has_ended
+        ]
+        self._spent = {job_id: value for job_id, pending in spent if (value := await pending) is not None}
+        budgets = [(population.name, await self._population_spent(population)) for population in populations]
+        self._budgets = {name: value for name, value in budgets if value is not None}
+
+    async def _job_spent(self, account: Account) -> Spent | None:
+        options = self._coordinator.jobs[account.job_id].spec.privacy
+        if options is None or options.epsilon is None or not account.released:
+            return None
+        return Spent(await self._accountant.run(epsilon, account.released, options.delta), options.epsilon)
+
+    async def _population_spent(self, population: Population) -> Spent | None:
+        budget = population.budget
+        if budget is None or not population.charges:
+            return None
+        return Spent(await self._accountant.run(epsilon, population.charges, budget.delta), budget.epsilon)
+
+    async def _refresh_epsilons(self, store: Store) -> None:
+        while True:
+            await asyncio.sleep(EPSILON_INTERVAL_S)
+            with contextlib.suppress(LeadershipLostError):
+                try:
+                    if self._has_private_jobs():
+                        await self.update_epsilons(store)
+                except StoreError as exc:
+                    logs.get().warning("the spent privacy budgets could not be read", error=str(exc))
+
+    def _has_private_jobs(self) -> bool:
+        return any(job.spec.privacy is not None for job in self._coordinator.jobs.values())
+
+
+def _is_round(attempt: AttemptRecord) -> bool:
+    return attempt.kind is AttemptKind.TRAIN and attempt.phase is AttemptPhase.COMMITTED
+
+
+def _round_facts(attempt: AttemptRecord) -> RoundFacts:
+    assert attempt.ended_unix_s is not None
+    seconds = attempt.ended_unix_s - attempt.opened_unix_s
+    return RoundFacts(seconds, sum(attempt.counts.values()), attempt.counts.get(AssignmentState.LATE, 0))

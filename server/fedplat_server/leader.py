@@ -1,0 +1,293 @@
+"""The parts of a leading daemon: built from the database, they execute the coordinator's commands."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from uuid import uuid4
+
+from fedplat.loaded_plugins import describe_versions
+from fedplat.rounds import Change, Coordinator, HistoryRow, JobState, ModelVersion, selection
+from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, Restart, RunWarmStart
+from fedplat.rounds.events import ServerRestarted
+from fedplat.rounds.states import ENDED_JOBS, AttemptKind, AttemptPhase
+from fedplat_server import logs
+from fedplat_server.aggregation.service import Accelerators, Aggregation
+from fedplat_server.auth.addresses import Origins
+from fedplat_server.auth.audit_limits import BoundedAudit
+from fedplat_server.auth.authentication import Authenticator
+from fedplat_server.auth.client_directory import ClientDirectory
+from fedplat_server.auth.enrollment import Enrollments, Trust
+from fedplat_server.auth.rate_limits import Quotas
+from fedplat_server.config import ServerConfig
+from fedplat_server.coordination.alert_monitor import AlertMonitor
+from fedplat_server.coordination.alert_recorder import AlertRecorder
+from fedplat_server.coordination.availability import AvailabilityTracker
+from fedplat_server.coordination.budgets import Budgets
+from fedplat_server.coordination.conflicts import Conflicts
+from fedplat_server.coordination.downloads import Downloads
+from fedplat_server.coordination.event_feed import EventFeed
+from fedplat_server.coordination.fleet_counts import FleetCounter
+from fedplat_server.coordination.long_polls import LongPolls
+from fedplat_server.coordination.progress import ProgressTracker
+from fedplat_server.coordination.retention import RetentionTask
+from fedplat_server.coordination.revocation import Revocation
+from fedplat_server.coordination.runner import Runner
+from fedplat_server.database.ports import Store, recall_participations
+from fedplat_server.flower.runs import FlowerRuns
+from fedplat_server.metrics.service import MetricsService
+from fedplat_server.records.lease import Lease
+from fedplat_server.rpc import serving
+from fedplat_server.rpc.memory import UploadMemory
+from fedplat_server.rpc.services import JobRegistry, Services, has_pending_warm_start
+from fedplat_server.storage.blobs import BlobStore
+from fedplat_server.storage.read_cache import Chunks, InlineModels
+from fedplat_server.storage.spool import Spool
+from fedplat_server.tracing.attempts import AttemptTraces, SentMark
+from fedplat_server.training.evaluation import EvaluationScheduler, Trainers
+from fedplat_server.training.server_training import ServerTraining
+from fedplat_server.webhooks.addresses import parse_network
+from fedplat_server.webhooks.delivery import DeliveryTask
+from fedplat_server.webhooks.sender import WebhookSender
+from fedplat_server.workers.client import WorkerPool
+
+
+class LeaderParts:
+    """The running parts; executes the coordinator's commands."""
+
+    runner_task: asyncio.Task[None]
+
+    def __init__(
+        self,
+        services: Services,
+        aggregation: Aggregation,
+        training: ServerTraining,
+        flower: FlowerRuns,
+        retention: RetentionTask,
+    ) -> None:
+        self.services = services
+        self._aggregation = aggregation
+        self._training = training
+        self._flower = flower
+        self._retention = retention
+        self._alert_recorder = AlertRecorder(services.alerts, services.store, services.config.data_dir)
+        self._traces: AttemptTraces | None = None
+
+    @classmethod
+    async def make(
+        cls,
+        config: ServerConfig,
+        store: Store,
+        lease: Lease,
+        endpoint: serving.Endpoint,
+        store_retry_s: float,
+        metrics: MetricsService,
+    ) -> LeaderParts:
+        """Build the parts and load the jobs."""
+        blobs = await asyncio.to_thread(BlobStore, config.blob_dir, metrics.instruments)
+        # Blobs that the database does not reference were left by a crash.
+        referenced = await store.retention.list_referenced()
+        removed = await asyncio.to_thread(blobs.remove_orphans, referenced)
+        logs.get().info("blobs were reconciled", kept=len(referenced), removed=removed)
+        loop = asyncio.get_running_loop()
+        runner = Runner(Coordinator(max_waiting=config.limits.max_waiting), store, loop, store_retry_s=store_retry_s)
+        jobs = JobRegistry(runner)
+        for record in await store.jobs.load_jobs(runner.now):
+            jobs.add(record, await recall_participations(store.jobs, record.state))
+        spool = await asyncio.to_thread(Spool, config.upload_dir, jobs.is_in_memory)
+        await asyncio.to_thread(spool.keep, jobs.needed_updates())
+        clients = ClientDirectory(store.clients)
+        bounded_audit = BoundedAudit(store.audit, config.limits.notes_per_minute, loop.time)
+        if config.plugins.versions:
+            logs.get().info("plugins were loaded", plugins=describe_versions(config.plugins.versions))
+        references = config.plugins.references
+        training = ServerTraining(config.trainers, config.data_dir, blobs, runner.post, references)
+        await asyncio.to_thread(training.keep, jobs.pending_warm_starts())
+        waiting = functools.partial(selection.list_able, runner.coordinator.room)
+        flower = FlowerRuns(config.flower_apps, config.data_dir, blobs, runner.post, waiting, clients.list_able)
+
+        async def store_scores(job_id: str, version: int, scores: Mapping[str, float]) -> None:
+            await store.jobs.set_version_metrics(job_id, version, scores)
+            metrics.table.note_scores(job_id, scores)
+
+        evaluation = EvaluationScheduler(
+            config.evaluators,
+            config.evaluation_s,
+            blobs,
+            store_scores,
+            jobs.notify_watchers,
+            Trainers(frozenset(config.trainers), training.score),
+        )
+        budgets = Budgets(store)
+        alerts = AlertMonitor(runner.coordinator, jobs.record, budgets.accountant, loop.time)
+        if (certificates := endpoint.certificates) is not None:
+            alerts.watch_certificate(lambda: certificates.days_left)
+        services = Services(
+            config=config,
+            lease=lease,
+            store=store,
+            runner=runner,
+            jobs=jobs,
+            clients=clients,
+            authenticator=Authenticator(bounded_audit, clients),
+            enrollments=Enrollments(store.clients, clients, lambda: Trust.of(endpoint.certificates)),
+            revocation=Revocation(store.clients, clients),
+            issuer=endpoint.issuer,
+            peers=endpoint.peers,
+            long_polls=LongPolls(),
+            progress=ProgressTracker(),
+            downloads=Downloads(store.assignments),
+            blobs=blobs,
+            chunks=Chunks(),
+            inline_models=InlineModels(blobs),
+            spool=spool,
+            evaluation=evaluation,
+            quotas=Quotas(config.limits, loop.time),
+            origins=Origins(config.trusted_proxies, lease.secret),
+            bounded_audit=bounded_audit,
+            memory=UploadMemory(config.limits),
+            conflicts=Conflicts(store.audit),
+            budgets=budgets,
+            alerts=alerts,
+            availability=AvailabilityTracker(store.fleet, runner.coordinator),
+            fleet_counter=FleetCounter(store.fleet, loop.time),
+            event_feed=EventFeed(store.events),
+            webhooks=DeliveryTask(
+                store, WebhookSender(list(map(parse_network, config.webhook_networks))), metrics.instruments
+            ),
+            started_unix_s=time.time(),
+            new_id=lambda kind: f"{kind}-{uuid4().hex[:12]}",
+            instruments=metrics.instruments,
+            certificates=endpoint.certificates,
+            mtls_port=endpoint.mtls_port,
+            is_tracing=endpoint.tracing is not None,
+        )
+        pool = WorkerPool.at(config.data_dir)
+        retention = RetentionTask(blobs, store, jobs.state, clients.drain_last_seen)
+        accelerators = Accelerators(pool, training, references, flower)
+        aggregation = Aggregation(
+            blobs, spool, store.jobs.find_version, runner.post, accelerators, on_leftovers=retention.schedule_blobs
+        )
+        parts = cls(services, aggregation, training, flower, retention)
+        if endpoint.tracing is not None:
+            parts._traces = AttemptTraces(endpoint.tracing, store.traces, SentMark(config.data_dir))
+        return parts
+
+    async def restore(self) -> None:
+        """Resume every job, and score the versions that have no metrics yet."""
+        if self._traces is not None:
+            await self._traces.begin()
+        services, config_plugins = self.services, self.services.config.plugins
+        for record in services.jobs.all():
+            loaded = config_plugins.select(record.state.plugins)
+            await services.runner.submit(ServerRestarted(record.state.job_id, loaded, record.problem))
+            for version in await services.store.jobs.list_versions(record.state.job_id):
+                if not version.metrics and version.model_removed_unix_s is None:
+                    self._score(record.state, version.version)
+            self._retention.schedule_job(record.state.job_id)
+        await services.alerts.restore(services.store)
+        services.alerts.begin(services.store)
+        await self._alert_recorder.begin()
+        services.availability.begin()
+        self._retention.begin()
+        self.services.webhooks.begin()
+
+    def act(self, command: Command) -> None:
+        """Execute a command of the coordinator."""
+        services = self.services
+        match command:
+            case Assign() | Refuse():
+                services.long_polls.deliver(command)
+            case Abort():
+                services.long_polls.stop(command)
+            case Fold() | Restart() | Commit():
+                self._aggregation.submit(services.jobs.state(command.key.job_id), command)
+            case RunWarmStart():
+                job = services.jobs.state(command.key.job_id)
+                (self._training if job.spec.flower is None else self._flower).begin(job, command)
+            case Abandon():
+                self._training.end(command.key)
+                self._flower.end(command.key)
+                self._aggregation.end(command.key)
+
+    def on_stored(self, changes: Sequence[Change]) -> None:
+        """Log stored changes, delete the data that they make obsolete, wake watchers and score new versions."""
+        if self._traces is not None:
+            self._traces.on_stored(changes)
+        self.services.spool.apply_changes(changes)
+        self.services.progress.drop_ended(changes)
+        self.services.downloads.apply_changes(changes)
+        self.services.alerts.apply_changes(changes)
+        for change in changes:
+            job_id = change.job.job_id
+            for row in change.history:
+                logs.get().info(
+                    f"{row.entity} {row.from_state or 'new'} -> {row.to_state}",
+                    job=job_id,
+                    **_fields(row),
+                )
+            if change.version is not None:
+                if change.attempt is not None and change.version.restored_from is None:
+                    self._aggregation.end(change.attempt.key)
+                    self._flower.end(change.attempt.key)
+                self._score(change.job, change.version)
+            if change.job.spec.flower is not None and change.job.status in ENDED_JOBS:
+                self._flower.forget(job_id)
+            if change.version is not None or change.job.status in ENDED_JOBS:
+                self._retention.schedule_job(job_id)
+            if change.job.spec.warm_start is not None and not has_pending_warm_start(change.job):
+                self._training.forget(job_id)
+            self.services.jobs.notify_watchers(job_id)
+
+    async def wait_for_commits(self) -> None:
+        """Wait until no version is being committed."""
+        while self._is_committing() or self.services.runner.has_events:
+            await asyncio.sleep(0.02)
+
+    async def close(self) -> None:
+        """End every background task."""
+        self.services.runner.stop_timers()
+        await self.services.webhooks.close()
+        await self.services.event_feed.close()
+        if self._traces is not None:
+            await self._traces.close()
+        await self.services.downloads.close()
+        await self._alert_recorder.close()
+        await self.services.alerts.close()
+        await self.services.availability.close()
+        await self._retention.close()
+        await self._aggregation.close()
+        await self.services.spool.close()
+        await self.services.evaluation.close()
+        await self._training.close()
+        await self._flower.close()
+        self.services.budgets.accountant.close()
+
+    def _is_committing(self) -> bool:
+        jobs = self.services.runner.coordinator.jobs.values()
+        attempts = (job.open_attempt for job in jobs)
+        # A warm start may need hours; it resumes from its last checkpoint.
+        return any(
+            attempt is not None
+            and attempt.phase is AttemptPhase.COMMITTING
+            and attempt.kind is not AttemptKind.WARM_START
+            for attempt in attempts
+        )
+
+    def _score(self, job: JobState, version: ModelVersion) -> None:
+        if version.version > 0 and self.services.evaluation.is_due(job, version):
+            self.services.evaluation.schedule(job, version)
+
+
+def _fields(row: HistoryRow) -> dict[str, object]:
+    fields = {
+        "round": row.round,
+        "attempt": row.attempt,
+        "client": row.client_id,
+        "reason": row.reason,
+        "metrics": dict(row.metrics),
+    }
+    # An attempt of round 0 is one, too.
+    return {name: value for name, value in fields.items() if value or (name == "round" and row.attempt)}

@@ -1,0 +1,107 @@
+"""The service `Events`: the stored events, as a list and as a stream."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection
+
+from typing_extensions import override
+
+from fedplat.wire.v1 import events_pb2, events_pb2_grpc
+from fedplat_server.errors import Code, RefusedError
+from fedplat_server.records.events import TYPE_NAMES, EventRow
+from fedplat_server.rpc import pages
+from fedplat_server.rpc.handlers import Context
+from fedplat_server.rpc.services import Services
+
+
+class EventsService(events_pb2_grpc.EventsServicer):
+    """The handlers of the service."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    @override
+    async def ListEvents(
+        self, request: events_pb2.ListEventsRequest, context: Context
+    ) -> events_pb2.ListEventsResponse:
+        types, job_id = check_types(request.types), self._find_job(request.job)
+        size, last = pages.size(request.page_size), pages.numbers(request.page_token, pages.SEQUENCE)
+        found = await self._services.store.events.list_events(
+            last[0] if last is not None else 0,
+            types=types,
+            job_id=job_id,
+            newest_first=request.newest_first,
+            limit=size + 1,
+        )
+        page, token = pages.cut(found, size, encode_event, lambda row: str(row.sequence))
+        return events_pb2.ListEventsResponse(events=page, next_page_token=token)
+
+    @override
+    async def WatchEvents(
+        self, request: events_pb2.WatchEventsRequest, context: Context
+    ) -> AsyncIterator[events_pb2.Event]:
+        feed = self._services.event_feed
+        types, job_id = check_types(request.types), self._find_job(request.job)
+        with feed.watch():
+            sequence = await self._services.store.events.find_last_sequence()
+            if request.HasField("after_sequence"):
+                sequence = max(sequence, min(request.after_sequence, 2**62))  # within the database's range
+                async for row in self._past_events(request.after_sequence, sequence, types, job_id):
+                    yield encode_event(row)
+            while True:
+                changed = feed.next_change()
+                found = await feed.read_after(sequence)
+                for row in found:
+                    sequence = row.sequence
+                    if (not types or row.type in types) and job_id in ("", row.job_id):
+                        yield encode_event(row)
+                self._refuse_if_draining()
+                if not found:
+                    await changed.wait()
+
+    async def _past_events(self, after: int, last: int, types: frozenset[str], job_id: str) -> AsyncIterator[EventRow]:
+        """Yield the matching events after a number, up to `last`; the database leaves out the others."""
+        while after < last:
+            found = await self._services.store.events.list_events(after, types=types, job_id=job_id)
+            for row in found:
+                if row.sequence > last:
+                    return
+                yield row
+            if not found:
+                return
+            after = found[-1].sequence
+            self._refuse_if_draining()
+
+    def _refuse_if_draining(self) -> None:
+        """Raise an error that callers retry: the end of the stream would mean that there are no more events."""
+        if self._services.draining:
+            raise RefusedError(Code.DRAINING)
+
+    def _find_job(self, name: str) -> str:
+        return self._services.jobs.find(name).state.job_id if name else ""
+
+
+def check_types(types: Collection[str]) -> frozenset[str]:
+    """Return types of events. Raises `RefusedError` for unknown ones."""
+    unknown = sorted(set(types) - TYPE_NAMES)
+    if unknown:
+        text = f"type {unknown[0][:80]!r}: expected one of {', '.join(sorted(TYPE_NAMES))}"
+        raise RefusedError(Code.INVALID_REQUEST, text)
+    return frozenset(types)
+
+
+def encode_event(row: EventRow) -> events_pb2.Event:
+    """Encode a stored event."""
+    return events_pb2.Event(
+        sequence=row.sequence,
+        unix_s=row.unix_s,
+        type=row.type,
+        job_id=row.job_id,
+        job_name=row.job_name,
+        population=row.population,
+        client_id=row.client_id,
+        round=row.round,
+        attempt=row.attempt,
+        text=row.text,
+        subject=row.subject,
+    )

@@ -1,0 +1,140 @@
+"""What an attempt and its assignments look like to operators: reasons, labels, times and claims."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+from fedplat.job import JobSpec
+from fedplat.rounds.states import REASON_TEXTS, AssignmentState
+from fedplat.texts import shorten
+from fedplat.wire.v1 import admin_pb2
+from fedplat_server.database.assignments import (
+    AssignmentFilter,
+    AssignmentPlace,
+    AssignmentRecord,
+    LabelledCount,
+    OutcomeCount,
+)
+from fedplat_server.errors import Code, RefusedError
+from fedplat_server.rpc import convert, pages, validation
+from fedplat_server.rpc.services import JobRegistry
+
+MAX_LABELS = 20
+MAX_VALUES = 20
+"""Maximum number of values of a label that is shown: one with more values does not divide clients into groups."""
+MIN_GROUP = 5
+"""Least number of clients of a group in a private job: a smaller one would say something about single clients."""
+MAX_LABEL_SETS = 20_000
+"""Maximum number of combinations of labels and states that are read for one attempt."""
+_PLACE = re.compile(
+    rf"([0-9]{{1,12}}(?:\.[0-9]{{1,20}})?)/({pages.ID.pattern})/{pages.PAIR.pattern}/({pages.ID.pattern})"
+)
+_STATES = {state.value: state for state in AssignmentState}
+_REPORTED = frozenset({AssignmentState.REPORTED, AssignmentState.MERGED})
+
+
+def reasons(outcomes: Iterable[OutcomeCount]) -> list[admin_pb2.ReasonCount]:
+    """Encode how assignments ended, with a description of each reason."""
+    return [
+        admin_pb2.ReasonCount(
+            state=outcome.state,
+            reason=outcome.reason or "",
+            count=outcome.count,
+            text=REASON_TEXTS[outcome.reason] if outcome.reason is not None else "",
+            example=outcome.example,
+        )
+        for outcome in outcomes
+    ]
+
+
+def labels(found: Iterable[LabelledCount], *, is_private: bool) -> list[admin_pb2.LabelCount]:
+    """Return the outcomes by label, sorted by name, the most frequent value first."""
+    assigned, reported, merged = (Counter[tuple[str, str]]() for _ in range(3))
+    for group in found:
+        for place in group.labels.items():
+            assigned[place] += group.count
+            reported[place] += group.count * (group.state in _REPORTED)
+            merged[place] += group.count * (group.state is AssignmentState.MERGED)
+    num_values = Counter(name for name, _ in assigned)
+    shown = sorted(name for name, number in num_values.items() if number <= MAX_VALUES)[:MAX_LABELS]
+    minimum = MIN_GROUP if is_private else 1
+    places = [place for place in assigned if place[0] in frozenset(shown) and assigned[place] >= minimum]
+    return [
+        admin_pb2.LabelCount(
+            name=place[0],
+            value=place[1],
+            assigned=assigned[place],
+            reported=reported[place],
+            merged=merged[place],
+        )
+        for place in sorted(places, key=lambda place: (place[0], -assigned[place], place[1]))
+    ]
+
+
+def assignment(record: AssignmentRecord, spec: JobSpec, progress: float | None) -> admin_pb2.AssignmentDetails:
+    """Encode an assignment; in a private job without the claims of the client."""
+    mine = record.assignment
+    into, is_reported = mine.folded_into, mine.took_s is not None
+    message = admin_pb2.AssignmentDetails(
+        job_id=mine.key.job_id,
+        job_name=spec.name,
+        round=mine.key.round,
+        attempt=mine.key.number,
+        kind=convert.KINDS[mine.kind],
+        client_id=mine.client_id,
+        state=mine.state,
+        reason=mine.reason or "",
+        text=shorten(mine.text),
+        base_version=mine.base_version,
+        assigned_unix_s=record.assigned_unix_s,
+        deadline_unix_s=record.deadline_unix_s,
+        downloaded_unix_s=record.downloaded_unix_s or 0.0,
+        uploading_unix_s=record.uploading_unix_s or 0.0,
+        ended_unix_s=record.ended_unix_s or 0.0,
+        update_bytes=mine.update_bytes,
+        staleness=mine.staleness if into is not None else None,
+        progress=progress if mine.is_busy else None,
+    )
+    if into is not None and into != mine.key:
+        message.into_round, message.into_attempt = into.round, into.number
+    if spec.privacy is None and is_reported:
+        message.num_examples = mine.num_examples
+        message.metrics.update(mine.metrics)
+    if spec.privacy is None and mine.norm is not None:
+        message.norm = mine.norm
+    return message
+
+
+def parse_filter(request: admin_pb2.ListAssignmentsRequest, jobs: JobRegistry) -> AssignmentFilter:
+    """Return the filter of a request. Raises `RefusedError` if it is not valid."""
+    if not (request.job or request.client_id):
+        raise RefusedError(Code.INVALID_REQUEST, "expected a job, a client_id, or both")
+    if not request.job and (request.round or request.attempt):
+        raise RefusedError(Code.INVALID_REQUEST, "a round or an attempt is one of a job: expected a job, too")
+    unknown = [state for state in request.states if state not in _STATES]
+    if unknown:
+        text = f"the state {unknown[0][:80]!r} is unknown; expected {', '.join(AssignmentState)}"
+        raise RefusedError(Code.INVALID_REQUEST, text)
+    return AssignmentFilter(
+        job_id=jobs.find(request.job).state.job_id if request.job else "",
+        round=validation.number(request.round, "round") or None,
+        number=validation.number(request.attempt, "attempt") or None,
+        client_id=validation.client_id(request.client_id, Code.NO_SUCH_CLIENT) if request.client_id else "",
+        states=frozenset(_STATES[state] for state in request.states),
+    )
+
+
+def parse_place(token: str) -> AssignmentPlace | None:
+    """Return the position in a page token; None for the first page. Raises `RefusedError` if it is invalid."""
+    match = _PLACE.fullmatch(pages.token(token, _PLACE))
+    if match is None:
+        return None
+    unix_s, job_id, round_, number, client_id = match.groups()
+    return AssignmentPlace(float(unix_s), job_id, int(round_), int(number), client_id)
+
+
+def format_place(place: AssignmentPlace) -> str:
+    """Return a position as a page token."""
+    return f"{place.assigned_unix_s!r}/{place.job_id}/{place.round}.{place.number}/{place.client_id}"
