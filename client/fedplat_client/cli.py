@@ -11,7 +11,7 @@ from typing import Any, TypedDict, Unpack
 
 import click
 
-from fedplat import user_code
+from fedplat import texts, user_code
 from fedplat.errors import FedplatError, PluginError, TicketError
 from fedplat.loaded_plugins import parse_plugins
 from fedplat.wire import process_tuning
@@ -41,7 +41,7 @@ def _printable(text: str) -> str:
     """Escape control characters, so that a line is safe for a terminal, and cut a long line."""
     if len(text) > _MAX_LINE:
         text = f"{text[:_MAX_LINE]} ... ({len(text) - _MAX_LINE} more characters)"
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return texts.printable(text)
 
 
 class _FieldFormatter(logging.Formatter):

@@ -34,8 +34,7 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 Response = TypeVar("Response", bound=Message)
 
 _CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
+    *wire.CHANNEL_OPTIONS,
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from fedplat import wire
 from fedplat.wire import pieces
 from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client import spans
 from fedplat_client._auth.authenticator import Access, CallCredentials
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import CallError, CallRefusedError, IncompatibleServerError, ServerUnavailableError
@@ -74,7 +75,7 @@ class Connection:
         """Yield the bytes of a model from an offset on, in pieces. Close the iterator to stop early."""
         data = request.SerializeToString()
         used = self._access.authenticate(_DOWNLOAD.path, data, signal)
-        call = _DOWNLOAD.start_receiving(used.channel, data, timeout_s, used.metadata)
+        call = _DOWNLOAD.start_receiving(used.channel, data, timeout_s, used.metadata + spans.current_metadata())
         try:
             with signal.attach(call.cancel):
                 yield from call
@@ -98,7 +99,8 @@ class Connection:
         used = self._access.authenticate(_UPLOAD.path, first, signal)
         try:
             return result(
-                _UPLOAD.start_sending(used.channel, requests(), timeout_s, used.metadata), signal
+                _UPLOAD.start_sending(used.channel, requests(), timeout_s, used.metadata + spans.current_metadata()),
+                signal,
             ).received_bytes
         except CallError as exc:
             raise self._translate_stream_error(used, exc) from exc
@@ -109,7 +111,9 @@ class Connection:
         while True:
             used = self._access.authenticate(method.path, data, signal)
             try:
-                return result(method.start(used.channel, data, timeout_s, used.metadata), signal)
+                return result(
+                    method.start(used.channel, data, timeout_s, used.metadata + spans.current_metadata()), signal
+                )
             except CallError as exc:
                 if not self._access.may_try_again(used, exc) or tries == _MAX_TRIES:
                     raise

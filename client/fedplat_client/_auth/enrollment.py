@@ -101,7 +101,7 @@ class ClientSession:
                 "check the ticket and the labels with the server's operator"
             ) from exc
         self._save_client_id(response.client_id)
-        _logger.info("The client is enrolled.", extra={"client_id": response.client_id, "population": population})
+        _logger.info("The client is enrolled.", extra={"client": response.client_id, "population": population})
 
     def check_in(self, wait_s: float) -> fleet_pb2.CheckInResponse:
         """Wait for an assignment, at most `wait_s`. Raises `CallError`."""

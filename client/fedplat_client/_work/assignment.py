@@ -16,6 +16,7 @@ from fedplat.errors import CodecError, FedplatError, ModelError, PluginError, Pr
 from fedplat.model import Parameters
 from fedplat.plugins import BUILTIN, Plugins
 from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client import spans
 from fedplat_client._auth.calls import Connection
 from fedplat_client._state.client_state import ClientStateStore
 from fedplat_client._state.model_cache import ModelCache
@@ -89,10 +90,12 @@ class AssignmentWorker:
         """Run an assignment until it ends, in success or failure. Raises `IdentityError` only."""
         control = Control(assignment.training_timeout_s, assignment.upload_timeout_s, self.options)
         fields = _fields(assignment)
+        span = functools.partial(spans.start, assignment.traceparent)
         _logger.info("The task started.", extra=fields)
         try:
-            request, content = self._produce(assignment, control)
-            return self._report(request, content, control, fields)
+            request, content = self._produce(assignment, control, span)
+            with span("report"):
+                return self._report(request, content, control, fields)
         except Cancelled:
             stop = control.signal.stop
         except _AssignmentFailedError as exc:
@@ -112,18 +115,20 @@ class AssignmentWorker:
         return CheckInResult(failed=True)
 
     def _produce(
-        self, assignment: fleet_pb2.Assignment, control: Control
+        self, assignment: fleet_pb2.Assignment, control: Control, span: spans.Start
     ) -> tuple[fleet_pb2.ReportRequest, Content | None]:
         """Do everything up to the report, with heartbeats."""
         run = self._function(assignment)
         self._codec(assignment)  # fail before the training if the codec is unknown
         heartbeat = Heartbeat(self.connection, assignment.token, assignment.heartbeat_s, control)
         with self._stoppable(control), heartbeat:
-            base, working = self._model(assignment, control)
+            with span("download"):
+                base, working = self._model(assignment, control)
             merged = _make_merge_check(self.connection, self.options, control)
             training = assignment.task != fleet_pb2.TASK_EVALUATE
             client_state = self.client_states.open(assignment.job_id, merged, training=training)
-            result = run(self._task(assignment, working, client_state, control))
+            with span("train" if training else "evaluate"):
+                result = run(self._task(assignment, working, client_state, control))
             request = fleet_pb2.ReportRequest(
                 token=assignment.token, num_examples=result.num_examples, metrics=result.metrics
             )
@@ -131,7 +136,8 @@ class AssignmentWorker:
             if content is not None:
                 control.trained = True
                 self._stage_client_state(assignment, content, client_state)
-                self._attach_update(request, content, control)
+                with span("upload"):
+                    self._attach_update(request, content, control)
         control.signal.check()
         return request, content
 
@@ -321,13 +327,16 @@ def _scalar(value: model_pb2.Value) -> Scalar:
 
 
 def _fields(assignment: fleet_pb2.Assignment) -> dict[str, object]:
-    return {
-        "job": assignment.job_name or assignment.job_id,
+    fields: dict[str, object] = {
+        "job": assignment.job_id,
         "round": assignment.round,
         "attempt": assignment.attempt,
+        "job_name": assignment.job_name,
         "task": "evaluate" if assignment.task == fleet_pb2.TASK_EVALUATE else "train",
         "trainer": assignment.trainer,
     }
+    trace_id = spans.read_trace_id(assignment.traceparent)
+    return fields | {"trace_id": trace_id} if trace_id else fields
 
 
 def _make_merge_check(connection: Connection, options: ClientOptions, control: Control) -> WasMerged:

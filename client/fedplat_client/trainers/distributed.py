@@ -97,7 +97,7 @@ class TorchrunGroup:
         """Join the trainings that rank 0 announces, until it ends. Raises `ClientError` if rank 0 is gone."""
         while (message := self._receive_from_leader()) != _END:
             announcement = msgspec.msgpack.decode(message, type=_Announcement)
-            fields = {"job": announcement.job_name or announcement.job_id, "round": announcement.round}
+            fields = {"job": announcement.job_id, "round": announcement.round, "job_name": announcement.job_name}
             _logger.info("A training with rank 0 started.", extra=fields)
             try:
                 self._join(announcement, trainers, plugins)
