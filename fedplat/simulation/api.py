@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import platform
 import time
@@ -256,7 +257,8 @@ def execute(
     """
     plugins = digests((file.job, msgspec.structs.replace(file.simulation, engine=AutoOptions()), setup.algorithm))
     inputs = {"simulation": file.raw, "versions": versions(), "plugins": plugins}
-    with open_run_folder(run_folder, inputs, observe, on_replayed) as (hooks, pace):
+    find_cost = _cost_function(setup)
+    with open_run_folder(run_folder, inputs, observe, on_replayed, find_cost=find_cost) as (hooks, pace):
         result = play(setup.simulation, hooks)
     seconds = pace.seconds()
     computed = SimulatedRun(
@@ -269,19 +271,26 @@ def execute(
     )
     options = file.simulation
     summary = summarize(result, options.target_metric, options.target)
-    spec, mechanism = setup.simulation.spec, find_mechanism(setup.simulation.spec)
     run = Run(
         file=file,
         result=result,
         summary=summary,
         computed=computed,
         federation=setup.federation,
-        privacy=cost_of(spec.privacy, mechanism, len(result.rounds)) if spec.privacy and mechanism else None,
+        privacy=find_cost(len(result.rounds)) if find_cost is not None else None,
     )
     if run_folder is not None:
         run.save(run_folder.folder)
         remove_journal(run_folder)
     return run
+
+
+def _cost_function(setup: Setup) -> Callable[[int], Cost] | None:
+    """Return the function of the cost of a number of releases; None if the job is not private."""
+    privacy, mechanism = setup.simulation.spec.privacy, find_mechanism(setup.simulation.spec)
+    if privacy is None or mechanism is None:
+        return None
+    return functools.partial(cost_of, privacy, mechanism)
 
 
 def format_changes(changes: Mapping[str, object]) -> list[str]:

@@ -5,30 +5,37 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
+import sys
 import time
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
 from fedplat.errors import PausedError
+from fedplat.privacy.cost import Cost
 from fedplat.simulation.recording import checkpoint
 from fedplat.simulation.recording import folder as folders
 from fedplat.simulation.recording.result import AttemptResult
-from fedplat.simulation.report.tensorboard import EventFile
 from fedplat.simulation.run import Hooks
+from fedplat.simulation.tracking import open_trackers
 
 Observer = Callable[[AttemptResult], object]
 CHECKPOINT_S = 5.0
 """Seconds between checkpoints. A checkpoint is a few synced files: at this interval its cost is negligible."""
 
 
+def _print_warning(text: str) -> None:
+    sys.stderr.write(f"warning: {text}\n")
+
+
 @dataclasses.dataclass(frozen=True)
 class RunFolderOptions:
     """The folder of a run. `resume` continues the run in the folder from its last checkpoint.
 
-    Checkpoints are at least `checkpoint_s` seconds apart. With `tensorboard`, event files are written too. With
-    `pause_after`, the run writes a checkpoint after that round and raises `PausedError`; it can be resumed like any
-    stopped run.
+    Checkpoints are at least `checkpoint_s` seconds apart. With `tensorboard`, event files are written too. `mlflow` is
+    the address of a tracking server, a database or a folder (a URI of MLflow) that gets the rounds; a failure does not
+    stop the run, but calls `warn`. With `pause_after`, the run writes a checkpoint after that round and raises
+    `PausedError`; it can be resumed like any stopped run.
     """
 
     folder: Path
@@ -36,6 +43,8 @@ class RunFolderOptions:
     tensorboard: bool = False
     checkpoint_s: float = CHECKPOINT_S
     pause_after: int = 0
+    mlflow: str = ""
+    warn: Callable[[str], object] = _print_warning
 
 
 class Pace:
@@ -84,11 +93,13 @@ def open_run_folder(
     on_replayed: Callable[[], object] = lambda: None,
     *,
     resumable: bool = True,
+    find_cost: Callable[[int], Cost] | None = None,
 ) -> Generator[tuple[Hooks, Pace]]:
     """Open the run folder, if there is one; yields the hooks of the run and its pace. `inputs` are recorded in it.
 
-    `on_replayed` is called after each replayed attempt. Raises `DataError` if a new run would overwrite another one, or
-    if there is no run to resume or a different one. After the round `pause_after`, the run raises `PausedError`.
+    `on_replayed` is called after each replayed attempt. `find_cost` returns the privacy cost of a number of
+    releases, for experiment trackers. Raises `DataError` if a new run would overwrite another one, or if there is no
+    run to resume or a different one. After the round `pause_after`, the run raises `PausedError`.
     """
     with contextlib.ExitStack() as stack:
         observers: list[Observer] = []
@@ -103,10 +114,15 @@ def open_run_folder(
             replayed = 0 if last is None else last.version
             hooks = dataclasses.replace(hooks, journal=journal, checkpoint_due=_checkpoints(options))
             observers.append(stack.enter_context(folders.Lines(options.folder)).add)
-            if options.tensorboard:
-                events = EventFile(options.folder / folders.EVENTS)
-                stack.callback(events.close)
-                observers.append(events.add)
+            tracking = open_trackers(
+                options.folder,
+                inputs["simulation"],
+                tensorboard=options.tensorboard,
+                mlflow=options.mlflow,
+                warn=options.warn,
+                find_cost=find_cost,
+            )
+            observers.append(stack.enter_context(tracking))
         pace = Pace(replayed, on_replayed)
         # The folder first: an attempt that `observe` receives is already in it.
         observers += [observe, pace.add]

@@ -5,6 +5,7 @@ run.json        the simulation file as it was read, and the versions of fedplat,
 rounds.jsonl    one attempt a line, written when it ends
 results.json    all numbers, when the run is over; participation.safetensors: those of every client
 model.safetensors, *.png, tensorboard/
+mlflow.json     the key by which a resumed run finds its run in MLflow
 journal/        the data to resume a stopped run from, removed when the run is over
 ```
 Files are replaced as a whole; `rounds.jsonl` grows by whole lines, and a resumed run writes it from the start.
@@ -26,13 +27,14 @@ from fedplat.errors import DataError
 from fedplat.simulation.recording.result import AttemptResult
 from fedplat.toml import format_value
 
-RUN, ROUNDS, RESULTS, MODEL, PARTICIPATION, EVENTS, JOURNAL = (
+RUN, ROUNDS, RESULTS, MODEL, PARTICIPATION, EVENTS, MLFLOW, JOURNAL = (
     "run.json",
     "rounds.jsonl",
     "results.json",
     "model.safetensors",
     "participation.safetensors",
     "tensorboard",
+    "mlflow.json",
     "journal",
 )
 

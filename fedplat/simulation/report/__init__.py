@@ -1,1 +1,1 @@
-"""Reports of a run for people: summaries, plots, and event files for TensorBoard."""
+"""Reports of a run for people: summaries, plots, and metrics for experiment trackers."""

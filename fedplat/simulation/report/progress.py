@@ -30,6 +30,8 @@ class ProgressEstimate:
         self.round = self.merged = self.late = self.failed = 0
         self.now_s = 0.0
         self.best: float | None = None
+        self.score: dict[str, float] = {}
+        """The value of the metric at the latest evaluation or, until there is one, the loss of the clients."""
         self._clock = clock
         self._began_at, self._began_with = clock(), (0, 0)
 
@@ -48,8 +50,16 @@ class ProgressEstimate:
             self.round = record.round
         value = record.evaluation.get(self.metric)
         if value is not None:
+            self.score = {self.metric: value}
+        elif self.best is None and "loss" in record.metrics:
+            self.score = {"loss": record.metrics["loss"]}
+        if value is not None:
             better = min if is_smaller_better(self.metric) else max
             self.best = value if self.best is None else better(self.best, value)
+
+    def elapsed_s(self) -> float:
+        """Return the real seconds since `begin`."""
+        return self._clock() - self._began_at
 
     def speed(self) -> float:
         """Return the client updates per second of real time."""

@@ -15,7 +15,7 @@ from fedplat.simulation.data import Dataset, Federation, deal, partitioners
 from fedplat.simulation.recording import folder
 from fedplat.simulation.report import data, plots
 from fedplat.simulation.report.summary import summarize
-from fedplat.simulation.report.tensorboard import EventFile
+from fedplat.simulation.report.tracking import metrics_of
 from support.simulation.runs import attempt, result
 
 PNG = b"\x89PNG\r\n"
@@ -68,32 +68,27 @@ def test_who_has_which_data() -> None:
     assert len(data.lines(deal(values, partitioners.Iid(clients=2), 0), 80)) == 1
 
 
-def test_event_files_say_rounds_and_virtual_time(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-    for _ in range(2):  # the second one replaces the first
-        events = EventFile(tmp_path)
-        events.add(attempt(1, {"accuracy": 0.5}, metrics={"loss": 2.0}, counts={"MERGED": 3}, staleness={0: 1, 1: 3}))
-        events.add(attempt(2, {"accuracy": 0.9}, phase="ABANDONED"))
-        events.close()
-    (path,) = tmp_path.iterdir()
-    _, event = list(EventFileLoader(str(path)).Load())
-    assert (event.step, event.wall_time) == (1, 10.0)
-    values = {value.tag: value.tensor.float_val[0] for value in event.summary.value}
-    assert values == {
+def test_the_metrics_of_a_round_have_virtual_times() -> None:
+    trained = attempt(
+        1, {"accuracy": 0.5}, metrics={"loss": 2.0}, counts={"MERGED": 3}, staleness={0: 1, 1: 3}, bytes_up=8.0
+    )
+    metrics = metrics_of(trained)
+    assert metrics is not None
+    assert (metrics.round, metrics.time_s) == (1, 10.0)
+    assert metrics.values == {
         "held_out/accuracy": 0.5,
         "clients/loss": 2.0,
         "round/virtual_seconds": 10.0,
+        "round/attempts": 1.0,
+        "round/bytes_down": 0.0,
+        "round/bytes_up": 8.0,
         "round/merged": 3.0,
         "round/staleness": 0.75,
     }
-
-
-def test_event_files_need_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'fedplat\[tensorboard\]'"):
-        EventFile(tmp_path)
+    evaluated = metrics_of(attempt(1, {}, kind="EVALUATE", metrics={"loss": 3.0}, counts={"MERGED": 3}))
+    assert evaluated is not None
+    assert evaluated.values == {"evaluation/loss": 3.0}  # not a second value of clients/loss in this round
+    assert metrics_of(attempt(2, {"accuracy": 0.9}, phase="ABANDONED")) is None
 
 
 def test_lines_are_attempts(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import pytest
 from fedplat.sweep import runner
 from fedplat.sweep.messages import StepRequest
 from fedplat.sweep.worker import OUTCOME
-from support.cli.fake_admin import FakeServer, State
+from support.cli.fake_admin import FakeServer
+from support.cli.fake_state import State
 from support.sweeps import FakePool, outcome
 
 

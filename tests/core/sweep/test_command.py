@@ -24,7 +24,8 @@ from fedplat.cli.sweep_progress import SweepBoard, picture
 from fedplat.sweep import StepProgress
 from fedplat.sweep.schedule import RunStep
 from support.cli.commands import environment
-from support.cli.fake_admin import FakeServer, State
+from support.cli.fake_admin import FakeServer
+from support.cli.fake_state import State
 from support.sweeps import GRID, HALVING, SEARCH, FakePool, write_sweep
 
 

@@ -1,0 +1,51 @@
+"""Event files for TensorBoard (extra "tensorboard"). The step of a scalar is its round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from fedplat.errors import MissingExtraError, TrackerError
+from fedplat.trackers.tracker import RoundMetrics, RunStatus, Tracker
+
+
+class TensorBoardTracker(Tracker):
+    """Writes each round as scalars, and replaces the folder's older event files: a run is written from its start.
+
+    Raises `MissingExtraError` without TensorBoard, and `TrackerError` if the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ModuleNotFoundError as exc:
+            raise MissingExtraError(
+                "event files need the package tensorboard; install it with: pip install 'fedplat[tensorboard]'"
+            ) from exc
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for old in folder.glob("events.out.tfevents.*"):
+                old.unlink()
+            self._writer: Any = EventFileWriter(str(folder), flush_secs=5)
+        except OSError as exc:
+            raise TrackerError(f"event files cannot be written to {folder}: {exc.strerror or exc}") from exc
+
+    @override
+    def log(self, rounds: Sequence[RoundMetrics]) -> None:
+        event: Any
+        summary: Any  # protobuf creates its classes at import: type checkers do not see them
+        from tensorboard.compat.proto import event_pb2 as event
+        from tensorboard.compat.proto import summary_pb2 as summary
+
+        for each in rounds:
+            values = [summary.Summary.Value(tag=tag, simple_value=value) for tag, value in each.values.items()]
+            scalars = summary.Summary(value=values)
+            self._writer.add_event(event.Event(wall_time=each.time_s, step=each.round, summary=scalars))
+
+    @override
+    def close(self, status: RunStatus) -> None:
+        """Write buffered events and close the file; event files have no status."""
+        self._writer.close()
