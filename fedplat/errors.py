@@ -17,7 +17,9 @@ FedplatError
 ├── TicketError       a malformed or damaged ticket
 ├── MissingExtraError a required optional package is not installed
 ├── PrivacyLimitError a training that would cost more privacy than the owner of the data allows
+├── TrackerError      an experiment tracker (MLflow, TensorBoard) that does not answer or refuses a run
 ├── ProfileError      an operator's profile or certificates are missing or invalid
+│   └── MissingProfileError   there is neither a profile nor a token: the operator is not logged in
 └── ServerUnreachableError, ServerRefusedError   from calls of an operator (fedplat.admin)
 ```
 Each distribution above the core has one base error of its own below `FedplatError`; see `fedplat_server.errors` and
@@ -91,8 +93,16 @@ class PrivacyLimitError(FedplatError):
     """A training that would cost more privacy than the owner of the data allows; it is not started."""
 
 
+class TrackerError(FedplatError):
+    """An experiment tracker that does not answer, or that refuses a run."""
+
+
 class ProfileError(FedplatError):
     """An operator's profile, or the certificates that it trusts, are missing or invalid."""
+
+
+class MissingProfileError(ProfileError):
+    """There is neither a profile nor a token: the operator is not logged in."""
 
 
 class ServerUnreachableError(FedplatError):
@@ -109,4 +119,11 @@ class ServerUnreachableError(FedplatError):
 
 
 class ServerRefusedError(FedplatError):
-    """The server refused the call; the message is the server's reason."""
+    """The server refused the call; the message is the server's reason.
+
+    `code` is the server's error code, such as "ROLE_TOO_LOW"; empty if another program answered the call.
+    """
+
+    def __init__(self, message: str, *, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code

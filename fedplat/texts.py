@@ -71,3 +71,20 @@ def duration(seconds: float) -> str:
         return f"{minutes} min {rest} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"
+
+
+def size(num_bytes: float) -> str:
+    """Format a size in bytes: `36.1 KiB`."""
+    if num_bytes < 1024:
+        return f"{num_bytes:.0f} B"
+    value = float(num_bytes)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        value /= 1024
+        if value < 1023.95 or unit == "TiB":
+            return f"{value:.1f} {unit}"
+    raise AssertionError("the last unit has no upper end")
+
+
+def printable(text: str) -> str:
+    """Escape every control character of a text: labels and reasons are received from devices."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

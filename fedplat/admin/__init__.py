@@ -6,7 +6,8 @@
 ...         print(job.name, job.round, job.num_rounds)
 """
 
-from fedplat.admin.client import AdminClient, ProgressCallback
+from fedplat.admin.client import AdminClient
 from fedplat.admin.profile import Profile
+from fedplat.admin.transfer import ProgressCallback
 
 __all__ = ["AdminClient", "Profile", "ProgressCallback"]

@@ -1,27 +1,24 @@
-"""`AdminClient`: the services `Jobs`, `Clients`, `Operators` and `Privacy` of a server, as methods."""
+"""`AdminClient`: the services for operators (`admin.proto` and `events.proto`) of a server, as methods."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
-from fedplat import durable, wire
+from fedplat import durable
+from fedplat.admin import transfer
 from fedplat.admin.connection import AdminConnection
 from fedplat.admin.profile import Profile
-from fedplat.errors import ModelError, ServerRefusedError, ServerUnreachableError
+from fedplat.admin.transfer import ProgressCallback
+from fedplat.errors import ServerUnreachableError
 from fedplat.job import JobSpec, build_rule, job_file
 from fedplat.model import Parameters
-from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, model_pb2
-
-ProgressCallback = Callable[[int, int], object]
-"""Called with the number of bytes transferred so far, and the total."""
+from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, events_pb2, events_pb2_grpc, model_pb2
 
 _PAUSE_S = 0.1
 
@@ -45,6 +42,8 @@ class AdminClient:
         self._clients = admin_pb2_grpc.ClientsStub(channel)
         self._operators = admin_pb2_grpc.OperatorsStub(channel)
         self._privacy = admin_pb2_grpc.PrivacyStub(channel)
+        self._events = events_pb2_grpc.EventsStub(channel)
+        self._webhooks = events_pb2_grpc.WebhooksStub(channel)
 
     def __enter__(self) -> AdminClient:
         return self
@@ -80,20 +79,12 @@ class AdminClient:
 
     def upload_model(self, chunks: Iterable[bytes]) -> admin_pb2.UploadModelResponse:
         """Upload a safetensors file in chunks of at most `wire.CHUNK_BYTES`, and check the digest that was stored."""
-        digest = hashlib.sha256()
-
-        def requests() -> Iterator[admin_pb2.UploadModelRequest]:
-            for chunk in chunks:
-                digest.update(chunk)
-                yield admin_pb2.UploadModelRequest(data=chunk)
-
+        model = transfer.OutgoingModel(chunks)
         with self._connection.translate_errors(self._transfer_s):
-            response = self._jobs.UploadModel(requests(), timeout=self._transfer_s, metadata=self._connection.metadata)
-        if response.digest != digest.hexdigest():
-            raise ServerRefusedError(
-                f"the server stored a model with the digest {response.digest or '(none)'}, but "
-                f"{digest.hexdigest()} was sent; try again"
+            response = self._jobs.UploadModel(
+                model.requests(), timeout=self._transfer_s, metadata=self._connection.metadata
             )
+        model.check(response)
         return response
 
     def create_job(self, job_file: str, initial_digest: str, idempotency_key: str) -> admin_pb2.Job:
@@ -111,7 +102,7 @@ class AdminClient:
         """
         text, key = job_file(job), idempotency_key or uuid.uuid4().hex
         extended = build_rule(job).requirements.extend(initial)
-        uploaded = self.upload_model(chunks(extended))
+        uploaded = self.upload_model(transfer.chunks(extended))
         created = self.create_job(text, uploaded.digest, key)
         return self.start(created.job_id) if created.status == admin_pb2.JOB_STATUS_DRAFT else created
 
@@ -119,9 +110,33 @@ class AdminClient:
         """Return all jobs, without their job files; `show_job` returns one with it."""
         return list(self.iter_jobs())
 
-    def iter_jobs(self, limit: int | None = None) -> Iterator[admin_pb2.Job]:
-        """Yield jobs in the order of their creation, at most `limit`, with one page in memory at a time."""
-        return self._connection.rows(self._jobs.ListJobs, admin_pb2.ListJobsRequest(), lambda page: page.jobs, limit)
+    def iter_jobs(
+        self,
+        limit: int | None = None,
+        *,
+        statuses: Iterable[admin_pb2.JobStatus.ValueType] = (),
+        population: str = "",
+        search: str = "",
+        since_unix_s: float = 0.0,
+        newest_first: bool = False,
+    ) -> Iterator[admin_pb2.Job]:
+        """Yield jobs in the order of their creation, at most `limit`, with one page in memory at a time.
+
+        Only those with one of the `statuses`, of a population, with a text in their name or id, and created since a
+        time.
+        """
+        request = admin_pb2.ListJobsRequest(
+            statuses=statuses,
+            population=population,
+            search=search,
+            since_unix_s=since_unix_s,
+            newest_first=newest_first,
+        )
+        return self._connection.rows(self._jobs.ListJobs, request, lambda page: page.jobs, limit)
+
+    def list_jobs_page(self, request: admin_pb2.ListJobsRequest) -> admin_pb2.ListJobsResponse:
+        """Return one page of jobs, with their number on all pages and by status."""
+        return self._connection.call(self._jobs.ListJobs, request)
 
     def show_job(self, job: str) -> admin_pb2.Job:
         """Return a job with its job file."""
@@ -148,15 +163,30 @@ class AdminClient:
         return self._connection.call(self._jobs.RollbackJob, admin_pb2.RollbackJobRequest(job=job, version=version))
 
     def watch_job(
-        self, job: str, after_sequence: int = 0, progress_every_s: float = 0.0
+        self,
+        job: str,
+        after_sequence: int = 0,
+        progress_every_s: float = 0.0,
+        *,
+        until_now: bool = False,
+        only_new: bool = False,
     ) -> Generator[admin_pb2.JobEvent]:
         """Yield the events of a job after a sequence number, past ones first, until the job has ended.
+
+        With `until_now` only those that are stored already; with `only_new` only later ones, and then `after_sequence`
+        is 0.
 
         With `progress_every_s` it also yields progress events of the open attempt, at most one per that many seconds.
         Close the generator to stop earlier. If the server stops, it ends as well, or raises `ServerUnreachableError`;
         `fedplat.cli.watch.follow` retries in this case.
         """
-        request = admin_pb2.WatchJobRequest(job=job, after_sequence=after_sequence, progress_every_s=progress_every_s)
+        request = admin_pb2.WatchJobRequest(
+            job=job,
+            after_sequence=after_sequence,
+            progress_every_s=progress_every_s,
+            until_now=until_now,
+            only_new=only_new,
+        )
         call = self._jobs.WatchJob(request, metadata=self._connection.metadata)
         try:
             with self._connection.translate_errors(None):
@@ -169,20 +199,99 @@ class AdminClient:
         return list(self.iter_rounds(job, all_attempts=all_attempts))
 
     def iter_rounds(
-        self, job: str, limit: int | None = None, *, all_attempts: bool = False
+        self,
+        job: str,
+        limit: int | None = None,
+        *,
+        all_attempts: bool = False,
+        round_: int = 0,
+        newest_first: bool = False,
     ) -> Iterator[admin_pb2.Round]:
-        """Yield the attempts of `list_rounds`, at most `limit`, with one page in memory at a time."""
-        request = admin_pb2.ListRoundsRequest(job=job, all_attempts=all_attempts)
+        """Yield the attempts of `list_rounds`, at most `limit`, with one page in memory at a time.
+
+        With `round_` only those at this round.
+        """
+        request = admin_pb2.ListRoundsRequest(
+            job=job, all_attempts=all_attempts, round=round_, newest_first=newest_first
+        )
         return self._connection.rows(self._jobs.ListRounds, request, lambda page: page.rounds, limit)
+
+    def list_rounds_page(self, request: admin_pb2.ListRoundsRequest) -> admin_pb2.ListRoundsResponse:
+        """Return one page of attempts, with their number on all pages."""
+        return self._connection.call(self._jobs.ListRounds, request)
+
+    def sample_rounds(self, job: str, num_samples: int) -> Sequence[admin_pb2.Round]:
+        """Return at most `num_samples` committed rounds of training, evenly spaced, with the first and the last one.
+
+        The server may return fewer: at most 250, and fewer if many clients take part in each.
+        """
+        request = admin_pb2.ListRoundsRequest(job=job, num_samples=max(num_samples, 1))
+        return list(self._connection.call(self._jobs.ListRounds, request).rounds)
+
+    def show_round(self, job: str, round_: int, attempt: int = 0) -> admin_pb2.RoundDetails:
+        """Return an attempt (0: the last one at the round) with the reasons and labels of its assignments."""
+        request = admin_pb2.ShowRoundRequest(job=job, round=round_, attempt=attempt)
+        return self._connection.call(self._jobs.ShowRound, request)
+
+    def iter_assignments(
+        self,
+        limit: int | None = None,
+        *,
+        job: str = "",
+        round_: int = 0,
+        attempt: int = 0,
+        client_id: str = "",
+        states: Iterable[str] = (),
+    ) -> Iterator[admin_pb2.AssignmentDetails]:
+        """Yield the assignments of a job or of a client, the latest first, at most `limit`.
+
+        Only those of a round, of an attempt, and in one of the `states`, such as "FAILED".
+        """
+        request = admin_pb2.ListAssignmentsRequest(
+            job=job, round=round_, attempt=attempt, client_id=client_id, states=states
+        )
+        return self._connection.rows(self._jobs.ListAssignments, request, lambda page: page.assignments, limit)
+
+    def list_assignments_page(self, request: admin_pb2.ListAssignmentsRequest) -> admin_pb2.ListAssignmentsResponse:
+        """Return one page of assignments, with their number on all pages."""
+        return self._connection.call(self._jobs.ListAssignments, request)
 
     def list_clients(self, population: str = "") -> Sequence[admin_pb2.Client]:
         """Return the enrolled clients of one population, or of all."""
         return list(self.iter_clients(population))
 
-    def iter_clients(self, population: str = "", limit: int | None = None) -> Iterator[admin_pb2.Client]:
-        """Yield the clients of `list_clients`, at most `limit`, with one page in memory at a time."""
-        request = admin_pb2.ListClientsRequest(population=population)
+    def iter_clients(
+        self,
+        population: str = "",
+        limit: int | None = None,
+        *,
+        state: str = "",
+        labels: Mapping[str, str] | None = None,
+        search: str = "",
+    ) -> Iterator[admin_pb2.Client]:
+        """Yield the clients of `list_clients`, at most `limit`, with one page in memory at a time.
+
+        Only those in a state ("waiting", "busy", "away" or "revoked"), with all of the `labels`, and with a text in
+        their id.
+        """
+        request = admin_pb2.ListClientsRequest(population=population, state=state, labels=labels, search=search)
         return self._connection.rows(self._clients.ListClients, request, lambda page: page.clients, limit)
+
+    def list_clients_page(self, request: admin_pb2.ListClientsRequest) -> admin_pb2.ListClientsResponse:
+        """Return one page of clients, with their number on all pages."""
+        return self._connection.call(self._clients.ListClients, request)
+
+    def show_client(self, client_id: str) -> admin_pb2.Client:
+        """Return a client."""
+        return self._connection.call(self._clients.ShowClient, admin_pb2.ShowClientRequest(client_id=client_id))
+
+    def show_fleet(self, population: str = "", since_unix_s: float = 0.0) -> admin_pb2.ShowFleetResponse:
+        """Return the numbers of clients by state, label and version, and their availability by hour since a time.
+
+        Of one population, or of all; without a time, of the last 7 days.
+        """
+        request = admin_pb2.ShowFleetRequest(population=population, since_unix_s=since_unix_s)
+        return self._connection.call(self._clients.ShowFleet, request)
 
     def revoke_client(self, client_id: str) -> admin_pb2.Client:
         """Revoke a client for good."""
@@ -206,6 +315,10 @@ class AdminClient:
         request = admin_pb2.ListEnrollmentsRequest()
         return self._connection.rows(self._clients.ListEnrollments, request, lambda page: page.enrollments, limit)
 
+    def list_enrollments_page(self, request: admin_pb2.ListEnrollmentsRequest) -> admin_pb2.ListEnrollmentsResponse:
+        """Return one page of enrollment tokens, with their number on all pages."""
+        return self._connection.call(self._clients.ListEnrollments, request)
+
     def revoke_enrollment(self, enrollment_id: str, *, with_clients: bool = False) -> admin_pb2.Enrollment:
         """Revoke an enrollment token; `with_clients` also revokes the clients that have enrolled with it."""
         request = admin_pb2.RevokeEnrollmentRequest(enrollment_id=enrollment_id, with_clients=with_clients)
@@ -222,10 +335,16 @@ class AdminClient:
         """Return the model versions of a job."""
         return list(self.iter_versions(job))
 
-    def iter_versions(self, job: str, limit: int | None = None) -> Iterator[admin_pb2.ModelVersion]:
-        """Yield the versions of `list_versions`, at most `limit`, with one page in memory at a time."""
-        request = admin_pb2.ListModelVersionsRequest(job=job)
+    def iter_versions(
+        self, job: str, limit: int | None = None, *, first_version: int = 0
+    ) -> Iterator[admin_pb2.ModelVersion]:
+        """Yield versions from `first_version` on, at most `limit`, with one page in memory at a time."""
+        request = admin_pb2.ListModelVersionsRequest(job=job, first_version=first_version)
         return self._connection.rows(self._jobs.ListModelVersions, request, lambda page: page.versions, limit)
+
+    def list_versions_page(self, request: admin_pb2.ListModelVersionsRequest) -> admin_pb2.ListModelVersionsResponse:
+        """Return one page of model versions, with their number on all pages."""
+        return self._connection.call(self._jobs.ListModelVersions, request)
 
     def export_model(
         self, job: str, version: int | None, path: str | os.PathLike[str], progress: ProgressCallback | None = None
@@ -239,7 +358,12 @@ class AdminClient:
             request.version = version
         # A model may reveal its training data: only the owner may read it, whatever the umask.
         with durable.atomic_write(Path(path), 0o600) as file:
-            return self._receive_model(request, file, progress)
+            call = self._jobs.ExportModel(request, timeout=self._transfer_s, metadata=self._connection.metadata)
+            try:
+                with self._connection.translate_errors(self._transfer_s):
+                    return transfer.receive_model(call, file, progress)
+            finally:
+                call.cancel()
 
     def add_operator(self, name: str, role: str, expires_in_s: float = 0.0) -> admin_pb2.AddOperatorResponse:
         """Add an operator. Only this response has its token, which never expires if `expires_in_s` is 0."""
@@ -255,10 +379,32 @@ class AdminClient:
         """Remove an operator: its next call is refused."""
         self._connection.call(self._operators.RemoveOperator, admin_pb2.RemoveOperatorRequest(name=name))
 
-    def iter_audit(self, after_sequence: int = 0, limit: int | None = None) -> Iterator[admin_pb2.AuditEvent]:
-        """Yield rows of the audit log after a sequence number, at most `limit`, with one page in memory at a time."""
-        request = admin_pb2.ListAuditRequest(after_sequence=after_sequence)
+    def iter_audit(
+        self,
+        after_sequence: int = 0,
+        limit: int | None = None,
+        *,
+        actor: str = "",
+        action: str = "",
+        since_unix_s: float = 0.0,
+        newest_first: bool = False,
+    ) -> Iterator[admin_pb2.AuditEvent]:
+        """Yield rows of the audit log after a sequence number, at most `limit`, with one page in memory at a time.
+
+        Only those of an actor, with an action, and since a time. With `newest_first`, `after_sequence` must be 0.
+        """
+        request = admin_pb2.ListAuditRequest(
+            after_sequence=after_sequence,
+            actor=actor,
+            action=action,
+            since_unix_s=since_unix_s,
+            newest_first=newest_first,
+        )
         return self._connection.rows(self._operators.ListAudit, request, lambda page: page.events, limit)
+
+    def list_audit_page(self, request: admin_pb2.ListAuditRequest) -> admin_pb2.ListAuditResponse:
+        """Return one page of the audit log, with the number of rows on all pages."""
+        return self._connection.call(self._operators.ListAudit, request)
 
     def show_privacy(self, job: str = "") -> admin_pb2.ShowPrivacyResponse:
         """Return the releases of a job so far and at most, with their costs; without a name, of all private jobs."""
@@ -279,42 +425,53 @@ class AdminClient:
         request = admin_pb2.RemovePrivacyBudgetRequest(population=population)
         self._connection.call(self._privacy.RemovePrivacyBudget, request)
 
-    def _receive_model(
-        self, request: admin_pb2.ExportModelRequest, file: BinaryIO, progress: ProgressCallback | None
-    ) -> model_pb2.ModelRef:
-        model: model_pb2.ModelRef | None = None
-        digest = hashlib.sha256()
-        size = 0
-        call = self._jobs.ExportModel(request, timeout=self._transfer_s, metadata=self._connection.metadata)
+    def iter_events(
+        self, limit: int | None = None, *, types: Sequence[str] = (), job: str = "", newest_first: bool = False
+    ) -> Iterator[events_pb2.Event]:
+        """Yield the stored events, at most `limit`, with one page in memory at a time.
+
+        Only those of some types (empty: all), and of one job (empty: of all).
+        """
+        request = events_pb2.ListEventsRequest(types=types, job=job, newest_first=newest_first)
+        return self._connection.rows(self._events.ListEvents, request, lambda page: page.events, limit)
+
+    def watch_events(
+        self, after_sequence: int | None = None, *, types: Sequence[str] = (), job: str = ""
+    ) -> Generator[events_pb2.Event]:
+        """Yield the events after a sequence number (None: only new ones), and then new ones as they happen.
+
+        Close the generator to stop. It never ends by itself: when the server stops, it raises
+        `ServerUnreachableError`, and a call with the last sequence number continues.
+        """
+        request = events_pb2.WatchEventsRequest(after_sequence=after_sequence, types=types, job=job)
+        call = self._events.WatchEvents(request, metadata=self._connection.metadata)
         try:
-            with self._connection.translate_errors(self._transfer_s):
-                for message in call:
-                    if model is None:
-                        model = message.model
-                    digest.update(message.data)
-                    size += file.write(message.data)
-                    if size > model.size_bytes:
-                        break
-                    if progress is not None:
-                        progress(size, model.size_bytes)
+            with self._connection.translate_errors(None):
+                yield from call
         finally:
             call.cancel()
-        if model is None or size != model.size_bytes or digest.hexdigest() != model.digest:
-            expected = f"{model.size_bytes} bytes with the digest {model.digest}" if model is not None else "a model"
-            raise ModelError(
-                f"the received model is damaged: expected {expected}, received {size} bytes with the digest "
-                f"{digest.hexdigest()}; try again"
-            )
-        return model
 
+    def add_webhook(self, url: str, types: Sequence[str] = ()) -> events_pb2.AddWebhookResponse:
+        """Add a webhook for events of some types (empty: all). Only this response has its secret."""
+        request = events_pb2.AddWebhookRequest(url=url, types=types)
+        return self._connection.call(self._webhooks.AddWebhook, request)
 
-def chunks(parameters: Parameters, progress: ProgressCallback | None = None) -> Iterator[bytes]:
-    """Yield the safetensors file in chunks; `progress` is called with the bytes taken so far and the total."""
-    done, total = 0, parameters.schema.file_size_bytes
-    for part in (memoryview(parameters.schema.header), parameters.buffer.data):
-        for start in range(0, len(part), wire.UPLOAD_CHUNK_BYTES):
-            chunk = bytes(part[start : start + wire.UPLOAD_CHUNK_BYTES])
-            yield chunk
-            done += len(chunk)
-            if progress is not None:
-                progress(done, total)
+    def list_webhooks(self) -> Sequence[events_pb2.Webhook]:
+        """Return all webhooks, without their secrets."""
+        request = events_pb2.ListWebhooksRequest()
+        return list(self._connection.rows(self._webhooks.ListWebhooks, request, lambda page: page.webhooks, None))
+
+    def remove_webhook(self, webhook_id: str) -> None:
+        """Remove a webhook with its pending deliveries."""
+        self._connection.call(self._webhooks.RemoveWebhook, events_pb2.RemoveWebhookRequest(webhook_id=webhook_id))
+
+    def test_webhook(self, webhook_id: str) -> events_pb2.Delivery:
+        """Send one event to a webhook now, and return the result."""
+        return self._connection.call(self._webhooks.TestWebhook, events_pb2.TestWebhookRequest(webhook_id=webhook_id))
+
+    def iter_deliveries(
+        self, limit: int | None = None, *, webhook_id: str = "", state: str = ""
+    ) -> Iterator[events_pb2.Delivery]:
+        """Yield deliveries, the latest event first, at most `limit`: of one webhook, or in one state (empty: all)."""
+        request = events_pb2.ListDeliveriesRequest(webhook_id=webhook_id, state=state)
+        return self._connection.rows(self._webhooks.ListDeliveries, request, lambda page: page.deliveries, limit)

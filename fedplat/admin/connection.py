@@ -16,8 +16,7 @@ from fedplat.errors import ServerRefusedError, ServerUnreachableError
 from fedplat.wire import handshake
 
 _CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
+    *wire.CHANNEL_OPTIONS,
     # A watch may be silent for hours; pings detect whether the server is still reachable.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -104,7 +103,8 @@ class AdminConnection:
             if code is grpc.StatusCode.UNAVAILABLE:
                 text = f"the fedplat server at {server} is not available: {details}"
                 return ServerUnreachableError(text, reason=details)
-            return ServerRefusedError(details + _format_retry(str(trailers.get(wire.METADATA_RETRY, ""))))
+            retry = _format_retry(str(trailers.get(wire.METADATA_RETRY, "")))
+            return ServerRefusedError(details + retry, code=str(trailers[METADATA_CODE]))
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
             return self._unreachable(f"no answer within {timeout_s:g} s")
         if code in _GONE:

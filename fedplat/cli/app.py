@@ -7,21 +7,40 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+import typer.core
 
 import fedplat
-from fedplat.cli import clients, enrollments, flower, formats, jobs, models, new, operators, privacy, simulate, sweep
-from fedplat.cli.output import to_record
+from fedplat.cli import (
+    clients,
+    dashboard,
+    enrollments,
+    events,
+    flower,
+    formats,
+    jobs,
+    models,
+    new,
+    operators,
+    privacy,
+    round_description,
+    simulate,
+    sweep,
+    webhooks,
+)
+from fedplat.cli.lists import WatchableCommand
 from fedplat.cli.session import (
     AnyTimeoutOption,
+    FormatOption,
     JsonOption,
     ServerOption,
-    Settings,
     StatusTimeoutOption,
     own_timeout_s,
     session,
 )
+from fedplat.cli.settings import Settings
 from fedplat.wire.v1 import admin_pb2
 
+typer.core.HAS_RICH = False  # else typer 0.20 escapes the brackets of plain help for Rich: "\\[default: 1]"
 # No panels: usage errors are plain lines, like all other errors.
 app = typer.Typer(
     no_args_is_help=True,
@@ -30,16 +49,20 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(jobs.app, name="job")
+app.add_typer(round_description.app, name="round")
 app.add_typer(flower.app, name="flower")
 app.add_typer(clients.app, name="client")
 app.add_typer(enrollments.app, name="enrollment")
 app.add_typer(models.app, name="model")
 app.add_typer(operators.app, name="operator")
 app.add_typer(privacy.app, name="privacy")
-app.command("audit")(operators.audit)
+app.add_typer(webhooks.app, name="webhook")
+app.command("audit", cls=WatchableCommand)(operators.audit)
+app.command("events")(events.events)
 app.command("simulate")(simulate.simulate)
 app.command("sweep")(sweep.sweep)
 app.command("new")(new.new)
+app.command("dashboard")(dashboard.dashboard)
 
 
 def _print_version(is_set: bool) -> None:
@@ -94,33 +117,39 @@ def options(  # noqa: PLR0913 - a command's parameters are its options
 @app.command()
 def status(
     context: typer.Context,
+    form: FormatOption = None,
     server: ServerOption = None,
     as_json: JsonOption = False,
     timeout: StatusTimeoutOption = None,
 ) -> None:
     """Show server status."""
-    with session(context, server, as_json, own_timeout_s(context, timeout, 0.0)) as command:
+    with session(context, server, as_json, own_timeout_s(context, timeout, 0.0), form=form) as command:
         state = command.patience.run(command.client, command.client.status)
-        if command.output.as_json:
-            command.output.json(to_record(state))
-            return
-        jobs_by_state = ", ".join(f"{count} {name}" for name, count in sorted(state.num_jobs.items()))
-        command.output.fields(
-            {
-                "server": command.client.server,
-                "connection": _connection(state),
-                "version": f"{state.software_version} (protocol {state.protocol_version})",
-                "role": _role(state),
-                "process": str(state.process_id),
-                "running for": formats.duration(state.uptime_s),
-                "peak memory": formats.size(state.peak_rss_bytes),
-                "clients": f"{state.num_clients} enrolled, {state.num_waiting} waiting, {state.num_busy} busy",
-                "jobs": jobs_by_state or "none",
-                "evaluators": ", ".join(state.evaluators) or "none",
-                "trainers": ", ".join(state.trainers) or "none",
-                "plugins": formats.plugins(state.plugins) or "none",
-            }
-        )
+        address = command.client.server
+        command.output.show(state, address, lambda: {"server": address, **_fields(state)})
+        if command.output.is_for_people:
+            for alert in state.alerts:
+                command.output.sentence(formats.alert(alert))
+
+
+def _fields(state: admin_pb2.GetStatusResponse) -> dict[str, str]:
+    jobs_by_state = ", ".join(f"{count} {name}" for name, count in sorted(state.num_jobs.items()))
+    return {
+        "connection": _connection(state),
+        "version": f"{state.software_version} (protocol {state.protocol_version})",
+        "role": _role(state),
+        "process": str(state.process_id),
+        "running for": formats.duration(state.uptime_s),
+        "peak memory": formats.size(state.peak_rss_bytes),
+        "clients": f"{state.num_clients} enrolled, {state.num_waiting} waiting, {state.num_busy} busy",
+        "jobs": jobs_by_state or "none",
+        "evaluators": ", ".join(state.evaluators) or "none",
+        "trainers": ", ".join(state.trainers) or "none",
+        "plugins": formats.plugins(state.plugins) or "none",
+        "database": state.database,
+        "disk": f"{formats.size(state.disk_free_bytes)} of {formats.size(state.disk_total_bytes)} free",
+        "alerts": str(state.num_alerts or "none"),
+    }
 
 
 def _role(state: admin_pb2.GetStatusResponse) -> str:

@@ -9,7 +9,8 @@ import typer
 
 from fedplat.cli import formats
 from fedplat.cli.output import Output, to_record
-from fedplat.cli.session import WRONG_USAGE, JsonOption, ServerOption, session
+from fedplat.cli.session import WRONG_USAGE, FormatOption, JsonOption, ServerOption, session
+from fedplat.cli.tables import ListColumn, ListLayout
 from fedplat.privacy.descriptions import ADJACENCY
 from fedplat.wire.v1 import admin_pb2
 
@@ -17,15 +18,19 @@ from fedplat.wire.v1 import admin_pb2
 def show(
     context: typer.Context,
     job: Annotated[str, typer.Argument(metavar="JOB", help="Id or name of a job. Default: all private jobs.")] = "",
+    form: FormatOption = None,
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the releases and costs of private jobs, and budgets."""
-    with session(context, server, as_json) as command:
+    """Show the releases and costs of private jobs, and budgets.
+
+    In JSON this is one object with jobs and populations.
+    """
+    with session(context, server, as_json, form=form) as command:
         found = command.client.show_privacy(job)
         if command.output.as_json:
             command.output.json(to_record(found))
-        elif job:
+        elif job and command.output.is_for_people:
             _show_one(command.output, found)
         else:
             _show_all(command.output, found)
@@ -83,25 +88,27 @@ def _show_one(output: Output, found: admin_pb2.ShowPrivacyResponse) -> None:
     )
 
 
+LAYOUT = ListLayout[admin_pb2.JobPrivacy](
+    lambda job: job.job_id,
+    (
+        ListColumn("JOB", lambda job: job.job_id),
+        ListColumn("NAME", lambda job: job.name),
+        ListColumn("POPULATION", lambda job: job.population, is_wide=True),
+        ListColumn("STATUS", lambda job: formats.job_status(job.status)),
+        ListColumn("#RELEASES", lambda job: f"{job.released.releases} of {job.planned.releases}"),
+        ListColumn("#EPSILON", lambda job: _number(job.released.epsilon)),
+        ListColumn("#(RDP)", lambda job: _number(job.released.epsilon_rdp), is_wide=True),
+        ListColumn("#PLANNED", lambda job: _number(job.planned.epsilon)),
+        ListColumn("#DELTA", lambda job: f"{job.delta:g}"),
+    ),
+)
+
+
 def _show_all(output: Output, found: admin_pb2.ShowPrivacyResponse) -> None:
-    columns = ("JOB", "NAME", "POPULATION", "STATUS", "#RELEASES", "#EPSILON", "#(RDP)", "#PLANNED", "#DELTA")
-    rows = [
-        (
-            job.job_id,
-            job.name,
-            job.population,
-            formats.job_status(job.status),
-            f"{job.released.releases} of {job.planned.releases}",
-            _number(job.released.epsilon),
-            _number(job.released.epsilon_rdp),
-            _number(job.planned.epsilon),
-            f"{job.delta:g}",
-        )
-        for job in found.jobs
-    ]
-    output.table(columns, rows, "there are no private jobs")
-    for population in found.populations:
-        output.line(_of_population(population))
+    output.rows(found.jobs, LAYOUT, "there are no private jobs")
+    if output.is_for_people:
+        for population in found.populations:
+            output.line(_of_population(population))
 
 
 def _noise(job: admin_pb2.JobPrivacy) -> str:

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
 import typer
 
 from fedplat.auth import is_address
-from fedplat.cli import formats
+from fedplat.cli import formats, lists, times
+from fedplat.cli.lists import LimitOption, WatchableCommand, WatchOption
 from fedplat.cli.output import to_record
-from fedplat.cli.session import JsonOption, LimitOption, ServerOption, session
-
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+from fedplat.cli.session import FormatOption, JsonOption, ServerOption, session
+from fedplat.cli.tables import ListColumn, ListLayout
+from fedplat.wire.v1 import admin_pb2
 
 app = typer.Typer(no_args_is_help=True, help="Manage the tokens with which clients enroll.", rich_markup_mode=None)
-
-
-def seconds(text: str) -> float:
-    """Parse a duration such as 30m, 24h or 7d into seconds. Raises `typer.BadParameter`."""
-    match = re.fullmatch(r"([0-9]{1,6})([smhd])", text)
-    if match is None or int(match[1]) == 0:
-        raise typer.BadParameter(f"{text!r}: expected a number and s, m, h or d, such as 24h")
-    return float(int(match[1]) * _UNITS[match[2]])
 
 
 @app.command("create")
@@ -45,7 +37,7 @@ def create(  # noqa: PLR0913 -- one parameter for each option of the command lin
 
     Prints the ticket as one line. Keep it secret until it is used up.
     """
-    expires_s = seconds(expires)
+    expires_s = times.seconds(expires, "--expires")
     if address and not is_address(address):
         raise typer.BadParameter(f"--address {address!r}: expected HOST:PORT, the address that clients connect to")
     with session(context, server, as_json) as command:
@@ -61,30 +53,38 @@ def create(  # noqa: PLR0913 -- one parameter for each option of the command lin
         )
 
 
-@app.command("list")
+LAYOUT = ListLayout[admin_pb2.Enrollment](
+    lambda one: one.enrollment_id,
+    (
+        ListColumn("ENROLLMENT", lambda one: one.enrollment_id),
+        ListColumn("POPULATION", lambda one: one.population),
+        ListColumn("STATE", lambda one: one.state),
+        ListColumn("#LEFT", lambda one: str(one.num_left)),
+        ListColumn("#USES", lambda one: str(one.num_uses)),
+        ListColumn("CREATED", lambda one: formats.moment(one.created_unix_s), is_wide=True),
+        ListColumn("EXPIRES", lambda one: formats.moment(one.expires_unix_s)),
+    ),
+)
+
+
+@app.command("list", cls=WatchableCommand)
 def list_enrollments(
-    context: typer.Context, limit: LimitOption = None, server: ServerOption = None, as_json: JsonOption = False
+    context: typer.Context,
+    limit: LimitOption = None,
+    watch: WatchOption = None,
+    form: FormatOption = None,
+    server: ServerOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """List the enrollment tokens, valid or not."""
-    with session(context, server, as_json) as command:
-        found = command.client.iter_enrollments(limit)
-        if command.output.as_json:
-            command.output.records(found)
-            return
-        rows = (
-            (
-                one.enrollment_id,
-                one.population,
-                one.state,
-                str(one.num_left),
-                str(one.num_uses),
-                formats.moment(one.created_unix_s),
-                formats.moment(one.expires_unix_s),
-            )
-            for one in found
+    with session(context, server, as_json, form=form) as command:
+        query = lists.Query[admin_pb2.Enrollment](
+            command.client.list_enrollments_page,
+            admin_pb2.ListEnrollmentsRequest(),
+            lambda page: page.enrollments,
+            "there are no enrollment tokens",
         )
-        columns = ("ENROLLMENT", "POPULATION", "STATE", "#LEFT", "#USES", "CREATED", "EXPIRES")
-        command.output.table(columns, rows, "there are no enrollment tokens")
+        lists.show(command, query, LAYOUT, limit, watch)
 
 
 @app.command("revoke")

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 
-from google.protobuf.descriptor import EnumDescriptor
-
 from fedplat import texts
+from fedplat.admin import enum_names
 from fedplat.loaded_plugins import PluginVersion
 from fedplat.wire.v1 import admin_pb2
 
 NOTHING = "-"
-duration = texts.duration
-
-
-def size(num_bytes: float) -> str:
-    """Format a size in bytes: `36.1 KiB`."""
-    if num_bytes < 1024:
-        return f"{num_bytes:.0f} B"
-    value = float(num_bytes)
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        value /= 1024
-        if value < 1023.95 or unit == "TiB":
-            return f"{value:.1f} {unit}"
-    raise AssertionError("the last unit has no upper end")
+duration, size, printable = texts.duration, texts.size, texts.printable
+name_of, job_status = enum_names.name_of, enum_names.job_status
+attempt_phase, attempt_kind = enum_names.attempt_phase, enum_names.attempt_kind
 
 
 def moment(unix_s: float) -> str:
@@ -47,6 +35,16 @@ def metrics(client: Mapping[str, float], server: Mapping[str, float]) -> str:
 
 def _format_list(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in sorted(values.items()))
+
+
+def labels(found: Mapping[str, str]) -> str:
+    """Format labels: `memory_mb=4096 region=eu`."""
+    return " ".join(f"{name}={value}" for name, value in sorted(found.items()))
+
+
+def ago(unix_s: float, now_s: float) -> str:
+    """Format how long ago a time was: `3 min 5 s ago`; `never` for 0."""
+    return f"{duration(max(0.0, now_s - unix_s))} ago" if unix_s else "never"
 
 
 def rounds(number: int, job: admin_pb2.Job) -> str:
@@ -71,33 +69,9 @@ def _fractions(progress: admin_pb2.AttemptProgress) -> str:
     return f"{known}median {progress.median:.0%}, slowest {progress.minimum:.0%}: {progress.slowest_client_id}"
 
 
-def name_of(enum: EnumDescriptor, number: int) -> str:
-    """Return the name of an enum value without the enum's own name: `RUNNING` for `JOB_STATUS_RUNNING`."""
-    value = enum.values_by_number.get(number)
-    if value is None:  # from a newer server
-        return str(number)
-    prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", enum.name).upper()
-    return str(value.name).removeprefix(f"{prefix}_")
-
-
-def job_status(status: int) -> str:
-    """Return the name of a job status: `RUNNING`."""
-    return name_of(admin_pb2.JobStatus.DESCRIPTOR, status)
-
-
-def attempt_phase(phase: int) -> str:
-    """Return the name of an attempt phase: `COLLECTING`."""
-    return name_of(admin_pb2.AttemptPhase.DESCRIPTOR, phase)
-
-
-def attempt_kind(kind: int) -> str:
-    """Return the name of an attempt kind in lower case: `train`, `warm start`."""
-    return name_of(admin_pb2.AttemptKind.DESCRIPTOR, kind).lower().replace("_", " ")
-
-
-def printable(text: str) -> str:
-    """Escape every control character of a text: labels and reasons are received from devices."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+def alert(found: admin_pb2.Alert) -> str:
+    """Format an alert: `critical: the certificate has expired. Renew it.`."""
+    return f"{enum_names.severity(found.severity)}: {found.text} {found.remedy}".rstrip()
 
 
 def plugins(found: Iterable[admin_pb2.Plugin]) -> str:

@@ -7,56 +7,60 @@ from typing import Annotated
 
 import typer
 
-from fedplat.cli import formats
+from fedplat.cli import formats, lists
+from fedplat.cli.lists import LimitOption, WatchableCommand, WatchOption
 from fedplat.cli.output import to_record
-from fedplat.cli.session import FAILED, WRONG_USAGE, JobArgument, JsonOption, LimitOption, ServerOption, session
+from fedplat.cli.session import FAILED, WRONG_USAGE, FormatOption, JobArgument, JsonOption, ServerOption, session
+from fedplat.cli.tables import ListColumn, ListLayout
 from fedplat.wire.v1 import admin_pb2
 
 app = typer.Typer(no_args_is_help=True, help="List and export a job's model versions.", rich_markup_mode=None)
 
 
-@app.command("list")
-def list_versions(
+LAYOUT = ListLayout[admin_pb2.ModelVersion](
+    lambda version: str(version.model.version),
+    (
+        ListColumn("#VERSION", lambda version: str(version.model.version)),
+        ListColumn("#ROUND", lambda version: str(version.round)),
+        ListColumn("#UPDATES", lambda version: str(version.num_updates)),
+        ListColumn("#WEIGHT", lambda version: _weight(version), is_wide=True),
+        ListColumn("#SIZE", lambda version: formats.size(version.model.size_bytes)),
+        ListColumn("#DELTA", lambda version: _delta_size(version), is_wide=True),
+        ListColumn("CREATED", lambda version: formats.moment(version.created_unix_s)),
+        ListColumn("FILES", lambda version: _files(version)),
+        ListColumn("SHA256", lambda version: version.model.digest[:12], is_wide=True),
+        ListColumn("METRICS", lambda version: formats.metrics(version.metrics, {})),
+    ),
+)
+
+
+@app.command("list", cls=WatchableCommand)
+def list_versions(  # noqa: PLR0913 - a command's parameters are its options
     context: typer.Context,
     job: JobArgument,
     limit: LimitOption = None,
+    watch: WatchOption = None,
+    form: FormatOption = None,
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the model versions of a job."""
-    with session(context, server, as_json) as command:
-        versions = command.client.iter_versions(job, limit)
-        if command.output.as_json:
-            command.output.records(versions)
-            return
-        rows = (
-            (
-                str(version.model.version),
-                str(version.round),
-                str(version.num_updates),
-                f"{version.total_weight:.6g}" if version.total_weight or not version.num_updates else formats.NOTHING,
-                formats.size(version.model.size_bytes),
-                formats.size(version.delta_size_bytes) if version.delta_size_bytes else formats.NOTHING,
-                formats.moment(version.created_unix_s),
-                _files(version),
-                version.model.digest[:12],
-                formats.metrics(version.metrics, {}),
-            )
-            for version in versions
+    with session(context, server, as_json, form=form) as command:
+        query = lists.Query[admin_pb2.ModelVersion](
+            command.client.list_versions_page,
+            admin_pb2.ListModelVersionsRequest(job=job),
+            lambda page: page.versions,
+            "no versions yet",
         )
-        columns = (
-            "#VERSION",
-            "#ROUND",
-            "#UPDATES",
-            "#WEIGHT",
-            "#SIZE",
-            "#DELTA",
-            "CREATED",
-            "FILES",
-            "SHA256",
-            "METRICS",
-        )
-        command.output.table(columns, rows, "no versions yet")
+        lists.show(command, query, LAYOUT, limit, watch)
+
+
+def _weight(version: admin_pb2.ModelVersion) -> str:
+    return f"{version.total_weight:.6g}" if version.total_weight or not version.num_updates else formats.NOTHING
+
+
+def _delta_size(version: admin_pb2.ModelVersion) -> str:
+    return formats.size(version.delta_size_bytes) if version.delta_size_bytes else formats.NOTHING
 
 
 def _files(version: admin_pb2.ModelVersion) -> str:

@@ -1,18 +1,18 @@
-"""The output of commands: results on stdout, as tables or as JSON, and messages on stderr."""
+"""The output of commands: results on stdout, as tables, names or JSON, and messages on stderr."""
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 import json
 import math
 import sys
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from typing import Any, TextIO
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, TextIO, TypeVar
 
 from google.protobuf.message import Message
-from rich.cells import cell_len
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -28,22 +28,49 @@ from rich.text import Text
 
 from fedplat import admin
 from fedplat.cli import formats
+from fedplat.cli.tables import ListLayout, TextTable, fold
 
 PROGRESS_FROM_BYTES = 8 * 2**20
 """Smaller transfers end before a progress bar would be visible."""
-_RESULT_WIDTH = 1000
 _ROWS_AT_ONCE = 1000
+Row = TypeVar("Row", bound=Message)
+
+
+class OutputFormat(enum.StrEnum):
+    """A format of results: for people (`table`, `wide`) or for programs."""
+
+    TABLE = "table"
+    WIDE = "wide"
+    JSON = "json"
+    JSONL = "jsonl"
+    NAME = "name"
 
 
 class Output:
-    """Prints results as text, or as JSON if `as_json`. Colours appear only on a terminal, and never with NO_COLOR."""
+    """Prints results in a format. Colours appear only on a terminal, and never with NO_COLOR.
 
-    def __init__(self, as_json: bool) -> None:
-        self.as_json = as_json
-        # Results are not wrapped, as in kubectl: an id that is truncated or folded cannot be copied.
-        self.console = Console(width=_RESULT_WIDTH, markup=False, highlight=False, emoji=False)
+    `as_json` is short for the format JSON.
+    """
+
+    def __init__(self, as_json: bool = False, form: OutputFormat | None = None) -> None:
+        self.form = form or (OutputFormat.JSON if as_json else OutputFormat.TABLE)
         self.screen = Console(markup=False, highlight=False, emoji=False)
         self.messages = Console(stderr=True, soft_wrap=True, markup=False, highlight=False, emoji=False)
+
+    @property
+    def as_json(self) -> bool:
+        """True for the formats `json` and `jsonl`."""
+        return self.form in (OutputFormat.JSON, OutputFormat.JSONL)
+
+    @property
+    def is_for_people(self) -> bool:
+        """True for the formats `table` and `wide`."""
+        return self.form in (OutputFormat.TABLE, OutputFormat.WIDE)
+
+    @property
+    def width(self) -> float:
+        """The width of the terminal; infinite without one, because programs and pagers do not want folded lines."""
+        return self.screen.width if self.screen.is_terminal else math.inf
 
     def json(self, value: object) -> None:
         """Print one line of JSON, and flush."""
@@ -52,6 +79,12 @@ class Output:
     def line(self, text: str) -> None:
         """Print one line of a result, and flush."""
         _write(sys.stdout, formats.printable(text))
+
+    def sentence(self, text: str) -> None:
+        """Print text that is folded to the width of a terminal."""
+        width = int(self.width) if math.isfinite(self.width) else sys.maxsize
+        for line in fold(formats.printable(text), width):
+            _write(sys.stdout, line)
 
     def note(self, text: str) -> None:
         """Print one line on stderr that is not part of the result."""
@@ -62,7 +95,11 @@ class Output:
         self.messages.print(Text("error: ", style="bold red"), Text(formats.printable(text)), sep="")
 
     def records(self, messages: Iterable[Message]) -> None:
-        """Print a list as one line of JSON, whose elements are written as they arrive."""
+        """Print a list as JSON, as it arrives: one line with an array or, in the format `jsonl`, a line per element."""
+        if self.form is OutputFormat.JSONL:
+            for message in messages:
+                self.json(to_record(message))
+            return
         rest = iter(messages)
         first = next(rest, None)  # before any output: the server may refuse the request
         sys.stdout.write("[")
@@ -70,37 +107,70 @@ class Output:
             sys.stdout.write((", " if number else "") + json.dumps(to_record(message), allow_nan=False))
         _write(sys.stdout, "]")
 
-    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> None:
+    def rows(self, rows: Iterable[Row], layout: ListLayout[Row], empty: str, *, folds: bool = False) -> None:
+        """Print the rows of a list in the format; without rows, print `empty` on stderr if the format is for people.
+
+        `folds`: see `table`.
+        """
+        if self.as_json:
+            self.records(rows)
+        elif self.form is OutputFormat.NAME:
+            for row in rows:
+                self.line(layout.name_of(row))
+        else:
+            columns = layout.select(self.form is OutputFormat.WIDE)
+            cells = (tuple(column.cell(row) for column in columns) for row in rows)
+            self.table([column.name for column in columns], cells, empty, folds=folds)
+
+    def show(self, message: Message, name: str, fields: Callable[[], Mapping[str, str]]) -> None:
+        """Print one thing in the format: its name, its message as one line of JSON, or its fields."""
+        if self.as_json:
+            self.json(to_record(message))
+        elif self.form is OutputFormat.NAME:
+            self.line(name)
+        else:
+            self.fields(fields())
+
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], empty: str, *, folds: bool = False) -> None:
         """Print a table; columns with a name that begins with `#` hold numbers. Without rows, print `empty` on stderr.
 
-        Rows are printed in batches as they arrive; later ones may be wider than the first.
+        Rows are printed in batches as they arrive; later ones may be wider than the first. On a terminal, a last column
+        that is too long is cut, or folded if `folds` or in the format `wide`.
         """
         rest = iter(rows)
         if not (part := list(itertools.islice(rest, _ROWS_AT_ONCE))):
             return self.note(empty)
-        widths = [0] * len(columns)
-        shows_names = True
+        printed = TextTable(columns, self.width, cuts=not folds and self.form is OutputFormat.TABLE)
+        lines = printed.format(part)
+        self._heading(printed.head())
         while part:
-            widths = [
-                max(width, *(cell_len(formats.printable(row[at])) for row in part)) for at, width in enumerate(widths)
-            ]
-            self._print(table(columns, part, widths, shows_names))
-            part, shows_names = list(itertools.islice(rest, _ROWS_AT_ONCE)), False
+            sys.stdout.writelines(line + "\n" for line in lines)
+            part = list(itertools.islice(rest, _ROWS_AT_ONCE))
+            lines = printed.format(part)
+        sys.stdout.flush()
+
+    def heading(self, text: str) -> None:
+        """Print an empty line and the heading of the part that follows."""
+        self._heading(["", text])
 
     def fields(self, pairs: Mapping[str, str]) -> None:
-        """Print names and values, one pair per line."""
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="bold", no_wrap=True)
-        grid.add_column(overflow="fold")
+        """Print names and values, one pair per line; values that are too long for the terminal are folded."""
+        names = max(map(len, pairs), default=0) + 2
         for name, value in pairs.items():
-            grid.add_row(Text(name), Text(formats.printable(value)))
-        self._print(grid)
+            width = max(20, int(self.width) - names) if math.isfinite(self.width) else sys.maxsize
+            first, *more = fold(formats.printable(value), width)
+            with self.screen.capture() as bold:
+                self.screen.print(Text(name, style="bold"), end="")
+            _write(sys.stdout, (bold.get() + " " * (names - len(name)) + first).rstrip())
+            for line in more:
+                _write(sys.stdout, " " * names + line)
 
-    def _print(self, renderable: RenderableType) -> None:
-        with self.console.capture() as captured:
-            self.console.print(renderable)
-        # rich pads every line to the width of the table.
-        self.console.file.writelines(line.rstrip() + "\n" for line in captured.get().splitlines())
+    def _heading(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            with self.screen.capture() as bold:
+                self.screen.print(Text(line, style="bold"), soft_wrap=True)
+            sys.stdout.write(bold.get())
+        sys.stdout.flush()
 
     @contextlib.contextmanager
     def steps(self, description: str) -> Generator[admin.ProgressCallback]:

@@ -1,6 +1,7 @@
 """Common parts of all commands: options, profile, connection, and errors as one line and an exit status.
 
-Exit status: 0 success, 1 refused by the server or failed job, 2 wrong command line or job file, 130 Ctrl-C.
+Exit status: 0 success, 1 refused by the server or failed job, 2 wrong command line or job file, 3 the time of
+`fedplat job wait` is over, 4 not logged in or not allowed, 5 the server cannot be reached, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -8,28 +9,50 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 from collections.abc import Generator
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 import typer
 
-from fedplat.admin import AdminClient, profile
-from fedplat.cli.output import Output
+from fedplat.admin import AdminClient
+from fedplat.cli import completion
+from fedplat.cli.output import Output, OutputFormat
 from fedplat.cli.patience import DEFAULT_TIMEOUT_S, Patience
-from fedplat.errors import DataError, FedplatError, JobFileError, ProfileError, ReplayError, UserCodeError
+from fedplat.cli.settings import Settings
+from fedplat.errors import (
+    DataError,
+    FedplatError,
+    JobFileError,
+    MissingProfileError,
+    ProfileError,
+    ReplayError,
+    ServerRefusedError,
+    ServerUnreachableError,
+    TrackerError,
+    UserCodeError,
+)
 
-FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
-_USAGE_ERRORS = (JobFileError, UserCodeError, ProfileError, DataError, ReplayError)
+FAILED, WRONG_USAGE, TIMED_OUT, NOT_ALLOWED, UNREACHABLE, INTERRUPTED = 1, 2, 3, 4, 5, 130
+_USAGE_ERRORS = (JobFileError, UserCodeError, ProfileError, DataError, ReplayError, TrackerError)
+_LOGIN_CODES = frozenset({"NO_OPERATOR", "ROLE_TOO_LOW", "TOO_MANY_LOGINS"})
+"""The error codes of a server that refuses the operator, not the request."""
 
 ServerOption = Annotated[
     str | None,
     typer.Option("--server", metavar="HOST:PORT", help="Server to use. Default: FEDPLAT_SERVER, then the profile's."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Maximum number of rows.")]
+FormatOption = Annotated[
+    OutputFormat | None,
+    typer.Option(
+        "--output",
+        "-o",
+        case_sensitive=False,
+        help="Format: a table, a table with more columns, one JSON value, a JSON line per row, or one name per line. "
+        "Default: table.",
+        show_default=False,
+    ),
+]
 
 
 def _finite(seconds: float | None) -> float | None:
@@ -64,40 +87,15 @@ AnyTimeoutOption = Annotated[
         "0 for all other commands.",
     ),
 ]
-JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job, or its name if it is unique.")]
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """The options given before the command."""
-
-    server: str | None = None
-    as_json: bool = False
-    profile: Path | None = None
-    ca: Path | None = None
-    insecure: bool = False
-    timeout_s: float | None = None
-
-    def resolve(self, server: str | None) -> profile.Profile:
-        """Return the profile, overridden by the command line and the environment. Raises `ProfileError`."""
-        path = self.profile if self.profile is not None else profile.default_path()
-        named = self.profile is not None or path.exists()
-        found = profile.load(path) if named else profile.Profile()
-        changes: dict[str, Any] = {}
-        if server or self.server:
-            changes["server"] = server or self.server
-        if self.ca is not None:
-            changes["ca"] = profile.load_ca(self.ca)
-        if self.insecure:
-            changes["insecure"] = True
-        if token := os.environ.get("FEDPLAT_TOKEN"):
-            changes["token"] = token
-        if not named and not token:
-            raise ProfileError(
-                f"there is no profile at {path}; expected one there, or --profile FILE or FEDPLAT_PROFILE. "
-                "fedplat-server init writes the first profile on the server's machine (DATA_DIR/admin.toml)"
-            )
-        return msgspec.structs.replace(found, **changes)
+JobArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB", help="Id of the job, or its name if it is unique.", autocompletion=completion.complete_jobs
+    ),
+]
+ClientArgument = Annotated[
+    str, typer.Argument(metavar="CLIENT", help="Id of the client.", autocompletion=completion.complete_clients)
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,9 +108,14 @@ class CommandSession:
 
 
 @contextlib.contextmanager
-def reporting(context: typer.Context, as_json: bool) -> Generator[Output]:
-    """End the command with one line per error on stderr and an exit status if fedplat raises an error."""
-    output = Output(as_json or _settings(context).as_json)
+def reporting(
+    context: typer.Context, as_json: bool, form: OutputFormat | None = None, json_form: OutputFormat = OutputFormat.JSON
+) -> Generator[Output]:
+    """End the command with one line per error on stderr and an exit status if fedplat raises an error.
+
+    `json_form` is the format that --json stands for.
+    """
+    output = Output(form=_choose(as_json or settings_of(context).as_json, form, json_form))
     try:
         yield output
     except FedplatError as exc:
@@ -120,20 +123,44 @@ def reporting(context: typer.Context, as_json: bool) -> Generator[Output]:
             output.error(line)
         for note in getattr(exc, "__notes__", ()):
             output.note(note)
-        raise typer.Exit(WRONG_USAGE if isinstance(exc, _USAGE_ERRORS) else FAILED) from exc
+        raise typer.Exit(exit_status(exc)) from exc
+
+
+def exit_status(error: FedplatError) -> int:
+    """Return the exit status of a command that ends with an error."""
+    if isinstance(error, ServerUnreachableError):
+        return UNREACHABLE
+    if isinstance(error, MissingProfileError) or (isinstance(error, ServerRefusedError) and error.code in _LOGIN_CODES):
+        return NOT_ALLOWED
+    return WRONG_USAGE if isinstance(error, _USAGE_ERRORS) else FAILED
+
+
+def _choose(as_json: bool, form: OutputFormat | None, json_form: OutputFormat) -> OutputFormat:
+    """Return the format of --output, or the one that --json stands for. Raises `typer.BadParameter` for both."""
+    if not as_json:
+        return form or OutputFormat.TABLE
+    if form not in (None, json_form):
+        raise typer.BadParameter(f"--json is short for --output {json_form}; expected only one of the two")
+    return json_form
 
 
 @contextlib.contextmanager
 def session(
-    context: typer.Context, server: str | None, as_json: bool, timeout_s: float | None = None
+    context: typer.Context,
+    server: str | None,
+    as_json: bool,
+    timeout_s: float | None = None,
+    *,
+    form: OutputFormat | None = None,
+    json_form: OutputFormat = OutputFormat.JSON,
 ) -> Generator[CommandSession]:
-    """Connect to the server that the options name; `server` and `as_json` are those given after the command.
+    """Connect to the server that the options name; `server`, `as_json` and `form` are those given after the command.
 
     A command that retries on its own passes `timeout_s`, from `own_timeout_s`. Other commands begin when the server has
     answered, within the global --timeout, and are not repeated.
     """
-    with reporting(context, as_json) as output:
-        settings = _settings(context)
+    with reporting(context, as_json, form, json_form) as output:
+        settings = settings_of(context)
         try:
             client = AdminClient(settings.resolve(server))
         except ValueError as exc:
@@ -151,9 +178,10 @@ def own_timeout_s(context: typer.Context, timeout_s: float | None, default_s: fl
     """Return the --timeout given after the command, or the one given before it, or the command's default."""
     if timeout_s is not None:
         return timeout_s
-    before = _settings(context).timeout_s
+    before = settings_of(context).timeout_s
     return default_s if before is None else before
 
 
-def _settings(context: typer.Context) -> Settings:
+def settings_of(context: typer.Context) -> Settings:
+    """Return the options given before the command."""
     return context.find_object(Settings) or Settings()

@@ -54,6 +54,10 @@ def simulate(  # noqa: PLR0913 - a command's parameters are its options
         bool | None, typer.Option("--plots/--no-plots", help="Draw plots. Default: if matplotlib is installed.")
     ] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write event files for TensorBoard.")] = False,
+    mlflow: Annotated[
+        str,
+        typer.Option("--mlflow", metavar="URI", help="Tracking server, database or folder of MLflow for the rounds."),
+    ] = "",
     checkpoint_s: Annotated[
         float, typer.Option(min=0.0, help="Seconds between checkpoints, from which a run can be resumed.")
     ] = CHECKPOINT_S,
@@ -71,7 +75,7 @@ def simulate(  # noqa: PLR0913 - a command's parameters are its options
             return
         default = Path("runs") / read.job.name
         folder = output or (folders.latest(default) if resume else folders.free(default))
-        run_folder = RunFolderOptions(folder, resume, tensorboard, checkpoint_s)
+        run_folder = RunFolderOptions(folder, resume, tensorboard, checkpoint_s, mlflow=mlflow, warn=_warner(out))
         try:
             run = _run(out, read, run_folder)
         except KeyboardInterrupt as exc:
@@ -108,7 +112,13 @@ def _command(file: Path, run_folder: RunFolderOptions, changes: list[str]) -> st
     words = ["fedplat", "simulate", str(file), "--resume", "--output", str(run_folder.folder)]
     for change in changes:
         words += ["--set", change]
-    return shlex.join([*words, "--tensorboard"] if run_folder.tensorboard else words)
+    words += ["--tensorboard"] if run_folder.tensorboard else []
+    words += ["--mlflow", run_folder.mlflow] if run_folder.mlflow else []
+    return shlex.join(words)
+
+
+def _warner(out: Output) -> Callable[[str], object]:
+    return lambda text: out.note(f"warning: {text}")
 
 
 def _run(out: Output, file: SimulationFile, run_folder: RunFolderOptions) -> Run:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedplat import initial
 from fedplat.admin import AdminClient, ProgressCallback
-from fedplat.admin.client import chunks
+from fedplat.admin.transfer import chunks
 from fedplat.cli.patience import Patience
 from fedplat.errors import FedplatError, JobFileError, ServerUnreachableError
 from fedplat.job import JobSpec

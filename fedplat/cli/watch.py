@@ -22,22 +22,6 @@ from fedplat.wire.v1 import admin_pb2
 
 ENDED = frozenset({admin_pb2.JOB_STATUS_COMPLETED, admin_pb2.JOB_STATUS_FAILED, admin_pb2.JOB_STATUS_CANCELLED})
 """Final statuses of a job."""
-ROUND_COLUMNS = (
-    "#ROUND",
-    "#TRY",
-    "KIND",
-    "PHASE",
-    "#ASSIGNED",
-    "#REPORTED",
-    "#LATE",
-    "#FAILED",
-    "#REJECTED",
-    "#RECEIVED",
-    "#STALE",
-    "#MAX NORM",
-    "#TIME",
-    "METRICS",
-)
 PICTURE_COLUMNS = ("#ROUND", "PHASE", "#ASSIGNED", "#REPORTED", "#LATE", "#FAILED", "#TIME", "METRICS")
 """Fewer columns, for a terminal of 80 characters; rejected updates are counted as failed."""
 LIVE_PROGRESS_EVERY_S = 1.0
@@ -57,14 +41,16 @@ class View:
     progress_every_s: float = 0.0
 
 
-def follow(client: AdminClient, job_id: str, view: View, patience: Patience | None = None) -> admin_pb2.Job:
-    """Show every event of a job once, in order, until the job has ended, and return the ended job.
+def follow(
+    client: AdminClient, job_id: str, view: View, patience: Patience | None = None, *, after_sequence: int = 0
+) -> admin_pb2.Job:
+    """Show every event of a job after a sequence number once, in order, until the job has ended; return the ended job.
 
     When the server becomes unreachable, `patience` retries (by default for a minute), and the watch continues after the
     last event that was shown. Raises `ServerUnreachableError` if the server stays unreachable, and `ServerRefusedError`
     if it no longer has the job.
     """
-    last_sequence = 0
+    last_sequence = after_sequence
     waiting = patience or Patience(DEFAULT_TIMEOUT_S, view.tell)
 
     def show_rest() -> admin_pb2.Job:
@@ -126,32 +112,38 @@ def lines(line: Callable[[str], object], job: admin_pb2.Job) -> Callable[[admin_
     board = AttemptTable()
 
     def show(event: admin_pb2.JobEvent) -> None:
-        attempt = board.add(event)
-        if event.entity == "job" and not board.has_ended:  # the caller of `follow` prints the final status
-            line(f"job {job.name} is {event.to_state}" + (f": {event.reason}" if event.reason else ""))
-        if event.entity == "progress":
-            line(f"round {formats.rounds(event.round, job)}  {formats.progress(event.progress)}")
-        if attempt is None:
-            return
-        is_warm_start = attempt.kind == admin_pb2.ATTEMPT_KIND_WARM_START
-        place = "warm start" if is_warm_start else f"round {formats.rounds(attempt.round, job)}"
-        if event.entity == "version":
-            line(f"{place}  scored by the server  {formats.metrics(attempt.server_metrics, {})}")
-            return
-        if attempt.attempt > 1:
-            place += f" attempt {attempt.attempt}"
-        kind = "evaluation " if attempt.kind == admin_pb2.ATTEMPT_KIND_EVALUATE else ""
-        parts = [
-            place,
-            kind + formats.attempt_phase(attempt.phase).lower(),
-            *([] if is_warm_start else _cohort(attempt)),
-            formats.duration(attempt.seconds),
-            formats.metrics(attempt.client_metrics, {}),
-            attempt.reason,
-        ]
-        line("  ".join(part for part in parts if part))
+        text = describe_event(board, event, job)
+        if text and not (event.entity == "job" and board.has_ended):  # the caller of `follow` prints the final status
+            line(text)
 
     return show
+
+
+def describe_event(board: AttemptTable, event: admin_pb2.JobEvent, job: admin_pb2.Job) -> str:
+    """Add an event to the attempts of a job, and return the line about it; empty for an event without one."""
+    attempt = board.add(event)
+    if event.entity == "job":
+        return f"job {job.name} is {event.to_state}" + (f": {event.reason}" if event.reason else "")
+    if event.entity == "progress":
+        return f"round {formats.rounds(event.round, job)}  {formats.progress(event.progress)}"
+    if attempt is None:
+        return ""
+    is_warm_start = attempt.kind == admin_pb2.ATTEMPT_KIND_WARM_START
+    place = "warm start" if is_warm_start else f"round {formats.rounds(attempt.round, job)}"
+    if event.entity == "version":
+        return f"{place}  scored by the server  {formats.metrics(attempt.server_metrics, {})}"
+    if attempt.attempt > 1:
+        place += f" attempt {attempt.attempt}"
+    kind = "evaluation " if attempt.kind == admin_pb2.ATTEMPT_KIND_EVALUATE else ""
+    parts = [
+        place,
+        kind + formats.attempt_phase(attempt.phase).lower(),
+        *([] if is_warm_start else _cohort(attempt)),
+        formats.duration(attempt.seconds),
+        formats.metrics(attempt.client_metrics, {}),
+        attempt.reason,
+    ]
+    return "  ".join(part for part in parts if part)
 
 
 def _cohort(attempt: admin_pb2.Round) -> list[str]:
@@ -162,28 +154,8 @@ def _cohort(attempt: admin_pb2.Round) -> list[str]:
         f"late {attempt.late}",
         f"failed {attempt.failed}",
         f"rejected {attempt.rejected}",
-        f"received {_format_update_size(attempt)}" if attempt.update_bytes else "",
+        f"received {format_update_size(attempt)}" if attempt.update_bytes else "",
     ]
-
-
-def round_row(attempt: admin_pb2.Round) -> Sequence[str]:
-    """Return the cells of `ROUND_COLUMNS`."""
-    return (
-        str(attempt.round),
-        str(attempt.attempt),
-        formats.attempt_kind(attempt.kind),
-        formats.attempt_phase(attempt.phase).lower(),
-        str(attempt.assigned),
-        str(attempt.reported),
-        str(attempt.late),
-        str(attempt.failed),
-        str(attempt.rejected),
-        _format_update_size(attempt),
-        _staleness(attempt),
-        f"{attempt.largest_norm:.3g}" if attempt.HasField("largest_norm") else formats.NOTHING,
-        _time(attempt),
-        _outcome(attempt),
-    )
 
 
 def _short_row(attempt: admin_pb2.Round) -> Sequence[str]:
@@ -196,27 +168,22 @@ def _short_row(attempt: admin_pb2.Round) -> Sequence[str]:
         str(attempt.reported),
         str(attempt.late),
         str(attempt.failed + attempt.rejected),
-        _time(attempt),
-        _outcome(attempt),
+        format_time(attempt),
+        outcome(attempt),
     )
 
 
-def _format_update_size(attempt: admin_pb2.Round) -> str:
+def format_update_size(attempt: admin_pb2.Round) -> str:
     """Format the total size of all updates as sent."""
     return formats.size(attempt.update_bytes) if attempt.update_bytes else formats.NOTHING
 
 
-def _staleness(attempt: admin_pb2.Round) -> str:
-    """Format the staleness of the updates: the mean, and the maximum."""
-    if not attempt.max_staleness:
-        return formats.NOTHING
-    return f"{attempt.mean_staleness:.2g} (max {attempt.max_staleness})"
-
-
-def _time(attempt: admin_pb2.Round) -> str:
+def format_time(attempt: admin_pb2.Round) -> str:
+    """Format the duration of an attempt."""
     return formats.duration(attempt.seconds) if attempt.seconds else formats.NOTHING
 
 
-def _outcome(attempt: admin_pb2.Round) -> str:
+def outcome(attempt: admin_pb2.Round) -> str:
+    """Format the metrics of an attempt or, without metrics, its reason or the progress of its clients."""
     metrics = formats.metrics(attempt.client_metrics, attempt.server_metrics)
     return metrics or attempt.reason or formats.progress(attempt.progress)

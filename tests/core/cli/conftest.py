@@ -11,7 +11,8 @@ from fedplat.admin import AdminClient
 from fedplat.admin.profile import Profile
 from fedplat.cli.app import app
 from support.cli.commands import Run, environment
-from support.cli.fake_admin import FakeServer, State
+from support.cli.fake_admin import FakeServer
+from support.cli.fake_state import State
 
 
 @pytest.fixture

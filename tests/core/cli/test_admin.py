@@ -19,7 +19,8 @@ from fedplat.aggregate import FedAdam
 from fedplat.errors import FedplatError, JobFileError, ModelError, ServerRefusedError, ServerUnreachableError
 from fedplat.job import JobSpec, Model, Selection, parse_job
 from fedplat.model import Parameters
-from support.cli.fake_admin import FakeServer, S, State
+from support.cli.fake_admin import FakeServer
+from support.cli.fake_state import S, State
 from support.cli.story import ending, script
 
 JOB = 'name = "a"\npopulation = "p"\ntrainer = "t"\nrounds = 2\nmodel.initial = "m:f"\nselection.goal = 4\n'

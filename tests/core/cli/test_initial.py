@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedplat import initial, wire
-from fedplat.admin.client import chunks
+from fedplat.admin.transfer import chunks
 from fedplat.errors import JobFileError
 from fedplat.model import Parameters
 

@@ -10,7 +10,7 @@ import pytest
 from fedplat.admin import AdminClient
 from fedplat.wire.v1 import admin_pb2
 from support.cli.commands import Run, parsed
-from support.cli.fake_admin import T0, State
+from support.cli.fake_state import T0, State
 
 
 def add_rounds(state: State, count: int) -> None:
@@ -25,7 +25,7 @@ def add_rounds(state: State, count: int) -> None:
 @pytest.mark.fault("F47")
 def test_a_long_table_is_printed_in_parts_with_one_head(run: Run, state: State):
     add_rounds(state, 2_500)
-    head, *rows = run("job", "rounds", "digits").stdout.splitlines()
+    head, *rows = run("job", "rounds", "digits", "--limit", "0").stdout.splitlines()
     assert head.split()[:2] == ["ROUND", "TRY"]
     assert [int(row.split()[0]) for row in rows] == list(range(1, 2_501))
     assert {row.index(" committed ") for row in rows} == {head.index(" PHASE ")}
@@ -67,9 +67,9 @@ def test_limits(run: Run, state: State):
         for limit in (1, 2, 3):
             assert len(parsed(run(*words, "--json", "--limit", str(limit)))) == limit
         assert len(run(*words, "--limit", "3").stdout.splitlines()) == 4
-        assert run(*words, "--limit", "0").exit_code == 2
-    assert len(run("audit", "--limit", "3").stdout.splitlines()) == 3
-    assert len(run("audit", "--after", "1").stdout.splitlines()) == 4
+        assert run(*words, "--limit", "-1").exit_code == 2
+    assert len(run("audit", "--limit", "3").stdout.splitlines()) == 4
+    assert len(run("audit", "--after", "1").stdout.splitlines()) == 5
 
 
 def test_a_page_is_not_asked_for_before_it_is_needed(client: AdminClient, state: State):

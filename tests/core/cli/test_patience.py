@@ -21,7 +21,8 @@ from fedplat.errors import ServerRefusedError, ServerUnreachableError
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from support.cli.commands import TOKEN, Run, start
-from support.cli.fake_admin import FakeServer, S, State
+from support.cli.fake_admin import FakeServer
+from support.cli.fake_state import S, State
 from support.cli.story import ending, script
 from support.jobs import write_job
 
@@ -210,7 +211,7 @@ def test_without_a_timeout_commands_fail_at_once(closed_port: str) -> None:
     environment = {"FEDPLAT_SERVER": closed_port, "FEDPLAT_INSECURE": "1", "FEDPLAT_TOKEN": TOKEN}
     for arguments in (["status"], ["job", "list"], ["job", "watch", "x", "--timeout", "0"]):
         done = CliRunner().invoke(app, arguments, env=environment)
-        assert done.exit_code == 1
+        assert done.exit_code == 5
         assert done.stderr.count("\n") == 1
         assert "waiting for" not in done.stderr
         assert "gave up" not in done.stderr

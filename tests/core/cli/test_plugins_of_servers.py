@@ -10,7 +10,8 @@ import pytest
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from support.cli.commands import Run, parsed
-from support.cli.fake_admin import FakeServer, State
+from support.cli.fake_admin import FakeServer
+from support.cli.fake_state import State
 
 JOB = """
 name = "digits"

@@ -9,7 +9,7 @@ import pytest
 from fedplat.privacy import Mechanism, descriptions
 from fedplat.wire.v1 import admin_pb2
 from support.cli.commands import Run, parsed
-from support.cli.fake_admin import S, State
+from support.cli.fake_state import S, State
 
 MECHANISM = Mechanism("poisson", 1.2, 0.04)
 
@@ -88,7 +88,7 @@ def test_all_jobs_and_budgets(run: Run, state: State):
     state.privacy = admin_pb2.ShowPrivacyResponse(
         jobs=[job(), job(job_id="j-2", released=endless)], populations=[population(epsilon=3.0, delta=1e-6)]
     )
-    header, first, second, budget = run("privacy", "show").stdout.splitlines()
+    header, first, second, budget = run("privacy", "show", "-o", "wide").stdout.splitlines()
     assert header.split() == ["JOB", "NAME", "POPULATION", "STATUS", "RELEASES", "EPSILON", "(RDP)", "PLANNED", "DELTA"]
     assert first.split() == ["j-1", "digits", "phones", "PAUSED", "1", "of", "20", "0.4124", "0.5", "1.988", "1e-06"]
     assert second.split()[4:9] == ["3", "of", "20", "infinite", "infinite"]

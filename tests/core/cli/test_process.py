@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from support.cli.commands import FEDPLAT, environment, start
-from support.cli.fake_admin import FakeServer, State
+from support.cli.fake_admin import FakeServer
+from support.cli.fake_state import State
 from support.cli.story import ending, script
 
 

@@ -16,7 +16,8 @@ from fedplat.cli.app import app
 from fedplat.errors import ProfileError
 from fedplat.wire.v1 import admin_pb2
 from support.cli.commands import TOKEN, Run, parsed
-from support.cli.fake_admin import FakeServer, State
+from support.cli.fake_admin import FakeServer
+from support.cli.fake_state import State
 
 PEM = "-----BEGIN CERTIFICATE-----\nabc\n-----END CERTIFICATE-----"
 
@@ -54,7 +55,7 @@ def test_what_is_no_profile(text: str | bytes, tmp_path: Path) -> None:
 
 def test_without_a_profile_a_command_says_where_one_comes_from(bare: Run, tmp_path: Path) -> None:
     result = bare("status")
-    assert result.exit_code == 2
+    assert result.exit_code == 4
     assert str(tmp_path / "config" / "fedplat" / "profile.toml") in result.stderr
     assert "fedplat-server init" in result.stderr
     assert result.stderr.count("\n") == 1
@@ -112,7 +113,7 @@ def test_an_operator_is_added_with_a_profile_of_its_own(run: Run, server: FakeSe
 
 @pytest.mark.parametrize("text", ["90", "d", "0d", "-1d", "1y", "9999999d"])
 def test_times_that_cannot_be_read(run: Run, text: str) -> None:
-    assert "such as 90d" in run("operator", "add", "x", "--role", "viewer", "--expires", text).stderr
+    assert "such as 24h or 90d" in run("operator", "add", "x", "--role", "viewer", "--expires", text).stderr
 
 
 def test_the_audit_log_is_shown_to_its_end(run: Run, state: State) -> None:
@@ -123,9 +124,10 @@ def test_the_audit_log_is_shown_to_its_end(run: Run, state: State) -> None:
         for n in range(1, 6)
     ]
     state.audit[4].details = '{"a":"\\u001b[31m"}'
-    lines = run("audit").stdout.splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["1", "2", "3", "4", "5"]
-    assert lines[0].endswith("anna: job paused j-1")
+    head, *lines = run("audit").stdout.splitlines()
+    assert head.split() == ["ROW", "TIME", "ACTOR", "ACTION", "SUBJECT", "DETAILS"]
+    assert [line.split()[0] for line in lines] == ["1", "2", "3", "4", "5"]
+    assert lines[0].endswith("  anna   job paused  j-1")
     rows = [json.loads(line) for line in run("audit", "--after", "3", "--json").stdout.splitlines()]
     assert [row["sequence"] for row in rows] == [4, 5]
 

@@ -14,7 +14,7 @@ from fedplat.cli.board import AttemptTable
 from fedplat.cli.output import Output
 from fedplat.wire.v1 import admin_pb2
 from support.cli.commands import Run, parsed
-from support.cli.fake_admin import S, State
+from support.cli.fake_state import S, State
 from support.cli.story import script
 
 
@@ -48,7 +48,7 @@ def test_client_list_has_the_progress_of_each_client(run: Run, state: State):
         admin_pb2.Client(client_id="c1", population="demo", state="busy", job_id="j", progress=0.4),
         admin_pb2.Client(client_id="c2", population="demo", state="busy", job_id="j"),
     ]
-    rows = run("client", "list").stdout.splitlines()[1:]
+    rows = run("client", "list", "-o", "wide").stdout.splitlines()[1:]
     assert [row.split()[:5] for row in rows] == [["c1", "demo", "busy", "40%", "j"], ["c2", "demo", "busy", "j", "-"]]
     assert [client["progress"] for client in parsed(run("client", "list", "--json"))] == [0.4, None]
 

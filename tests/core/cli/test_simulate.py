@@ -14,7 +14,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from fedplat.cli.app import app
-from support.cli.fake_admin import State
+from support.cli.fake_state import State
 from support.simulation.runs import write_digits
 
 FEDPLAT = [sys.executable, "-W", "error", "-m", "fedplat.cli"]
@@ -148,10 +148,24 @@ def test_the_policy_that_was_simulated_is_submitted(here: Path, state: State, se
     assert "simulation.nonsense = {…}: there is no such key" in wrong.stderr
 
 
+def test_mlflow_that_is_away_is_a_warning(here: Path) -> None:
+    write_digits(here)
+    done = run("digits.toml", "--no-training", "--rounds", "2", "--mlflow", "http://127.0.0.1:9", "--json")
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)["status"] == "COMPLETED"
+    first, last = done.stderr.splitlines()
+    assert first.startswith("warning: MLflow at http://127.0.0.1:9: ")
+    assert last.startswith("warning: MLflow does not have rounds 1-2 of the run (")
+    wrong = run("digits.toml", "--no-training", "--mlflow", "foo://x")
+    assert wrong.exit_code == 2
+    assert wrong.stderr.splitlines()[-1].startswith("error: MLflow at foo://x: ")
+
+
 @pytest.mark.slow
 def test_ctrl_c_ends_a_run_in_words(here: Path) -> None:
     write_digits(here)
     arguments = ["simulate", "digits.toml", "--rounds", "1000000", "--engine", "processes", "--workers", "2"]
+    arguments += ["--tensorboard", "--mlflow", "http://127.0.0.1:9"]
     with subprocess.Popen([*FEDPLAT, *arguments], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         while "/1000000 rounds" not in process.stderr.readline():
@@ -161,7 +175,8 @@ def test_ctrl_c_ends_a_run_in_words(here: Path) -> None:
     assert process.returncode == 130
     command = (
         "fedplat simulate digits.toml --resume --output runs/digits "
-        "--set rounds=1000000 --set simulation.engine=processes --set simulation.workers=2"
+        "--set rounds=1000000 --set simulation.engine=processes --set simulation.workers=2 "
+        "--tensorboard --mlflow http://127.0.0.1:9"
     )
     assert errors.splitlines()[-1] == f"stopped; resume with: {command}"
     assert output == ""

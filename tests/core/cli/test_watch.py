@@ -9,13 +9,14 @@ from rich.console import Console
 
 from fedplat.admin import AdminClient
 from fedplat.admin.profile import Profile
-from fedplat.cli import watch
+from fedplat.cli import job_lists, watch
 from fedplat.cli.board import AttemptTable
 from fedplat.cli.output import Output
 from fedplat.cli.patience import Patience
 from fedplat.errors import ServerRefusedError, ServerUnreachableError
 from fedplat.wire.v1 import admin_pb2
-from support.cli.fake_admin import FakeServer, S, State
+from support.cli.fake_admin import FakeServer
+from support.cli.fake_state import S, State
 from support.cli.story import ending, script
 
 
@@ -73,12 +74,18 @@ class Flaky(AdminClient):
         self.breaks_left = num_breaks
 
     def watch_job(
-        self, job: str, after_sequence: int = 0, progress_every_s: float = 0.0
+        self,
+        job: str,
+        after_sequence: int = 0,
+        progress_every_s: float = 0.0,
+        *,
+        until_now: bool = False,
+        only_new: bool = False,
     ) -> Generator[admin_pb2.JobEvent]:
         self.breaks_left -= 1
         if self.breaks_left >= 0:
             raise ServerUnreachableError("no server answers (gone again)", reason="gone again")
-        return super().watch_job(job, after_sequence, progress_every_s)
+        return super().watch_job(job, after_sequence, progress_every_s, until_now=until_now, only_new=only_new)
 
 
 def test_a_watch_that_breaks_again_and_again_pauses_longer_and_longer(state: State, server: FakeServer):
@@ -258,7 +265,8 @@ def test_a_warm_start_has_no_clients_and_no_round():
         board.add(event)
     assert printed == ["warm start  committed  3.0 s  loss 0.5"]
     (attempt,) = board.latest(1)
-    assert watch.round_row(attempt)[:4] == ("0", "1", "warm start", "committed")
+    columns = {column.name: column.cell(attempt) for column in job_lists.ROUND_LAYOUT.columns}
+    assert (columns["#ROUND"], columns["KIND"], columns["PHASE"]) == ("0", "warm start", "warm start committed")
     console = Console(file=io.StringIO(), width=100)
     console.print(watch.picture(board, admin_pb2.Job(num_rounds=3), 24))
     assert isinstance(console.file, io.StringIO)

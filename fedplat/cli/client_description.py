@@ -1,0 +1,117 @@
+"""`fedplat client describe`: the state of a client, why jobs do not select it, and what became of its assignments."""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Sequence
+
+from fedplat import label_expressions
+from fedplat.admin import AdminClient
+from fedplat.cli import assignments, formats, job_lists
+from fedplat.cli.output import Output, to_record
+from fedplat.cli.session import CommandSession
+from fedplat.texts import format_count
+from fedplat.wire.v1 import admin_pb2
+
+NUM_ASSIGNMENTS, NUM_COUNTED, NUM_JOBS = 10, 50, 10
+
+
+def describe(command: CommandSession, client_id: str) -> None:
+    """Print a description of a client."""
+    output, admin = command.output, command.client
+    client = admin.show_client(client_id)
+    if output.as_json or not output.is_for_people:
+        recent = _recent(admin, client_id)
+        if output.as_json:
+            output.json({"client": to_record(client), "assignments": [to_record(one) for one in recent.assignments]})
+        else:
+            output.line(client.client_id)
+        return
+    recent = _recent(admin, client_id)
+    output.fields(fields(client) | {"now": explain(client), "assignments": _summarize(recent)})
+    if client.state != "revoked":
+        _print_jobs(output, client, _running_jobs(admin, client.population))
+    if recent.assignments:
+        output.heading("Last assignments")
+        output.rows(recent.assignments[:NUM_ASSIGNMENTS], assignments.OF_CLIENT, "", folds=True)
+
+
+def fields(client: admin_pb2.Client) -> dict[str, str]:
+    """Return the fields of `fedplat client show`."""
+    progress = f", {client.progress:.0%} done" if client.HasField("progress") else ""
+    return {
+        "client": client.client_id,
+        "population": client.population,
+        "state": client.state + (f" with job {client.job_id}{progress}" if client.job_id else ""),
+        "last seen": formats.moment(client.last_seen_unix_s),
+        "enrolled": formats.moment(client.enrolled_unix_s)
+        + (f" with token {client.enrollment_id}" if client.enrollment_id else ""),
+        "version": client.software_version or formats.NOTHING,
+        "labels": formats.labels(client.labels) or "none",
+    }
+
+
+def explain(client: admin_pb2.Client, now_s: float | None = None) -> str:
+    """Return in a sentence what a client does now, and what an operator can do."""
+    now = time.time() if now_s is None else now_s
+    seen = client.last_seen_unix_s
+    match client.state:
+        case "waiting":
+            return "it is connected and waits for work"
+        case "busy":
+            return f"it works for job {client.job_id}; it was seen {formats.ago(seen, now)}"
+        case "away":
+            since = f"was seen {formats.ago(seen, now)}" if seen else "was not seen since the server started"
+            return f"it is not connected; it {since}. Check that its fedplat-client runs and reaches the server"
+        case "revoked":
+            return "an operator revoked it; the server refuses its requests, and it must enroll again with a new ticket"
+        case _:  # from a newer server
+            return client.state
+
+
+def explain_selection(client: admin_pb2.Client, job: admin_pb2.Job) -> str:
+    """Return why a running job does not select a client, or that it may."""
+    spec = job_lists.read_spec(job)
+    if spec is None:
+        return "unknown: this version of fedplat cannot read the job file"
+    where = spec.selection.where
+    if not label_expressions.compile_expression(where)(client.labels):
+        return f"never with these labels; the job selects clients with {where}"
+    if client.job_id == job.job_id:
+        return "selected now"
+    text = f"eligible by its labels if it has the trainer {spec.trainer}; a round takes {spec.selection.target}"
+    if spec.selection.min_separation:
+        text += f", and a client rests for {format_count(spec.selection.min_separation, 'round')} after each of its own"
+    return text
+
+
+def _running_jobs(admin: AdminClient, population: str) -> Sequence[admin_pb2.Job]:
+    request = admin_pb2.ListJobsRequest(
+        statuses=[admin_pb2.JOB_STATUS_RUNNING], population=population, newest_first=True, page_size=NUM_JOBS
+    )
+    return [admin.show_job(job.job_id) for job in admin.list_jobs_page(request).jobs[:NUM_JOBS]]
+
+
+def _print_jobs(output: Output, client: admin_pb2.Client, jobs: Sequence[admin_pb2.Job]) -> None:
+    output.heading("Running jobs of its population")
+    rows = [(job.name, formats.rounds(job.round, job), explain_selection(client, job)) for job in jobs]
+    output.table(("NAME", "#ROUND", "SELECTION"), rows, "no job is running, so no client is selected", folds=True)
+
+
+def _recent(admin: AdminClient, client_id: str) -> admin_pb2.ListAssignmentsResponse:
+    request = admin_pb2.ListAssignmentsRequest(client_id=client_id, page_size=NUM_COUNTED)
+    return admin.list_assignments_page(request)
+
+
+def _summarize(recent: admin_pb2.ListAssignmentsResponse) -> str:
+    """Count the states of the latest assignments, and name the most frequent reason of those that were lost."""
+    found = recent.assignments
+    if not found:
+        return "none yet"
+    states = collections.Counter(one.state for one in found)
+    counted = ", ".join(f"{count} {state}" for state, count in states.most_common())
+    total = f"the last {len(found)} of {recent.total:,}: " if recent.total > len(found) else ""
+    reasons = collections.Counter(one.reason for one in found if one.reason)
+    text = f"; most often because of {reasons.most_common(1)[0][0]}" if reasons else ""
+    return total + counted + text
