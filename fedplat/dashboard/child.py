@@ -1,0 +1,113 @@
+"""The dashboard as a child process of a daemon: `python -m fedplat.dashboard.child`.
+
+The daemon writes `ChildOptions` as one line of JSON to its standard input and keeps that open: when it closes, the
+daemon has ended, and so does this process. It prints one line, the port, when it serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import msgspec
+import uvicorn
+
+from fedplat.admin import Profile
+from fedplat.dashboard.app import Dashboard
+from fedplat.dashboard.logins import TokenLogin
+from fedplat.dashboard.server_source import AdminSource
+from fedplat.dashboard.serving import bind, make_server, split_address
+from fedplat.errors import FedplatError
+
+CERTIFICATE_CHECK_S = 30.0
+_MAX_LINE_BYTES = 2**20
+
+
+class ChildOptions(msgspec.Struct, frozen=True):
+    """Where to listen, with which certificate (both paths are empty: without TLS), and the server to show.
+
+    `hosts` are the names under which browsers may reach it.
+    """
+
+    listen: str
+    hosts: tuple[str, ...]
+    profile: Profile
+    certificate: str = ""
+    key: str = ""
+
+
+async def serve(options: ChildOptions, parent: asyncio.StreamReader) -> None:
+    """Serve the pages until the parent has ended, or SIGTERM. Raises `DashboardError`."""
+    with bind(*split_address(options.listen)) as listening:
+        dashboard = Dashboard(TokenLogin(AdminSource(options.profile)), frozenset(options.hosts))
+        files = (Path(options.certificate), Path(options.key)) if options.certificate else None
+        port = listening.getsockname()[1]
+        server = make_server(dashboard, *(files or (None, None)), on_started=lambda: print(port, flush=True))
+
+        def stop() -> None:
+            server.should_exit = True
+
+        async def wait_for_end() -> None:
+            while await parent.read(1024):
+                pass
+            stop()
+
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, stop)
+        async with _background(wait_for_end()), _background(_renew(server, files)):
+            await server.serve(sockets=[listening])
+
+
+async def _renew(server: uvicorn.Server, files: tuple[Path, Path] | None) -> None:
+    """Load the certificate again when its file has changed: new connections use it."""
+    if files is None:
+        return
+    stamp = _stamp(files)
+    while True:
+        await asyncio.sleep(CERTIFICATE_CHECK_S)
+        if (changed := _stamp(files)) != stamp and server.config.ssl is not None:
+            with contextlib.suppress(OSError):  # files that are replaced one after the other do not match for a moment
+                server.config.ssl.load_cert_chain(*files)
+                stamp = changed
+
+
+def _stamp(files: tuple[Path, Path]) -> tuple[int, ...]:
+    return tuple(path.stat().st_mtime_ns if path.exists() else 0 for path in files)
+
+
+@contextlib.asynccontextmanager
+async def _background(coroutine: object) -> AsyncGenerator[None]:
+    assert asyncio.iscoroutine(coroutine)
+    task = asyncio.ensure_future(coroutine)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _run() -> None:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    options = msgspec.json.decode(await reader.readline(), type=ChildOptions)
+    await serve(options, reader)
+
+
+def main() -> None:
+    """Run the process."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    try:
+        asyncio.run(_run())
+    except FedplatError as exc:
+        print(f"fedplat dashboard: {exc}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

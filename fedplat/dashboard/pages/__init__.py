@@ -1,0 +1,1 @@
+"""The pages: functions that fetch the data of one page each."""

@@ -1,0 +1,127 @@
+"""A round: the funnel from check-in to merge, why clients did not contribute, and the timeline of assignments."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fedplat.admin import funnel
+from fedplat.dashboard import formats
+from fedplat.dashboard.optional_calls import OptionalResult, call_if_supported
+from fedplat.dashboard.pages.job_charts import outcome_counts
+from fedplat.dashboard.rendering import Page
+from fedplat.dashboard.visit import Visit, parse_number
+from fedplat.wire.v1 import admin_pb2
+
+NUM_ASSIGNMENTS = 40
+STATES = ("TRAINING", "UPLOADING", "REPORTED", "MERGED", "LATE", "FAILED", "REJECTED", "SURPLUS", "DROPPED")
+
+
+@dataclasses.dataclass(frozen=True)
+class FunnelBar:
+    """One step of the funnel. `share` is its part of the widest step, in per cent; `of_previous` a text."""
+
+    name: str
+    count: int
+    share: float
+    of_previous: str
+    explanation: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TimelineSegment:
+    """A part of an assignment's time: its start and width in per cent of the timeline."""
+
+    kind: str
+    start: float
+    width: float
+
+
+@dataclasses.dataclass(frozen=True)
+class TimelineRow:
+    """An assignment with its parts on the timeline, and a text of them."""
+
+    assignment: admin_pb2.AssignmentDetails
+    segments: list[TimelineSegment]
+    text: str
+
+
+def show_round(visit: Visit) -> Page:
+    """Return the page of an attempt: the last one of the round, unless the parameter `attempt` names another."""
+    job = visit.source.show_job(visit.names["job"])
+    round_, attempt = visit.number("round"), parse_number(visit.text("attempt") or "0")
+    details = visit.source.show_round(admin_pb2.ShowRoundRequest(job=job.job_id, round=round_, attempt=attempt))
+    privacy = next(iter(visit.source.show_privacy(job.job_id).jobs), None)
+    is_private = privacy is not None and privacy.is_private
+    each = details.round
+    state = visit.choice("state", STATES)
+    assignments: OptionalResult[admin_pb2.ListAssignmentsResponse] = OptionalResult()
+    if not visit.source.is_simulation:
+        request = admin_pb2.ListAssignmentsRequest(
+            job=job.job_id,
+            round=round_,
+            attempt=each.attempt,
+            states=[state] if state else [],
+            page_size=NUM_ASSIGNMENTS,
+            page_token=visit.paging.token,
+        )
+        assignments = call_if_supported(lambda: visit.server.list_assignments(request))
+    found = assignments.value or admin_pb2.ListAssignmentsResponse()
+    data = {
+        "job": job,
+        "round": each,
+        "details": details,
+        "is_private": is_private,
+        "steps": draw_funnel(each),
+        "largest_loss": funnel.largest_loss(each),
+        "outcomes": outcome_counts(each),
+        "phase": formats.attempt_phase(each.phase),
+        "assignments": assignments,
+        "timeline": timeline(each, list(found.assignments)),
+        "states": STATES,
+        "state": state,
+        "pager": visit.pager(len(found.assignments), found.total, found.next_page_token),
+    }
+    return Page("round.html", f"Round {round_} of {job.name}", data, section="jobs", job=job.job_id)
+
+
+def draw_funnel(each: admin_pb2.Round) -> list[FunnelBar]:
+    """Return the known steps of an attempt, from the clients that were waiting to the merged updates."""
+    known = [step for step in funnel.steps(each) if step.count or step.name in ("selected", "reported")]
+    widest = max((step.count or 0 for step in known), default=0)
+    bars: list[FunnelBar] = []
+    previous = 0
+    for step in known:
+        count = step.count or 0
+        share = 100.0 * count / widest if widest else 0.0
+        of_previous = formats.percent(count, previous) if previous else ""
+        bars.append(FunnelBar(step.name.capitalize(), count, round(share, 1), of_previous, step.meaning))
+        previous = count
+    return bars
+
+
+def timeline(each: admin_pb2.Round, assignments: list[admin_pb2.AssignmentDetails]) -> list[TimelineRow]:
+    """Return the assignments with their download, training and upload, as parts of the time of the attempt."""
+    begin = min([each.opened_unix_s, *(one.assigned_unix_s for one in assignments)])
+    ends = [one.ended_unix_s for one in assignments] + [one.assigned_unix_s for one in assignments]
+    end = max([each.opened_unix_s + each.seconds, *ends, begin + 1e-3])
+    return [_row(one, begin, end) for one in assignments]
+
+
+def _row(one: admin_pb2.AssignmentDetails, begin: float, end: float) -> TimelineRow:
+    stop = one.ended_unix_s or end
+    # A small model is part of the assignment, and a small update part of the report: then these times are unknown.
+    trained_from = one.downloaded_unix_s or one.assigned_unix_s
+    marks = [
+        ("download", one.assigned_unix_s if one.downloaded_unix_s else 0.0, one.downloaded_unix_s),
+        ("training", trained_from, one.uploading_unix_s or stop),
+        ("upload", one.uploading_unix_s, stop),
+    ]
+    scale = 100.0 / (end - begin)
+    segments: list[TimelineSegment] = []
+    texts: list[str] = []
+    for kind, start, finish in marks:
+        if start and finish >= start:
+            width = min(100.0, max(0.4, (finish - start) * scale))
+            segments.append(TimelineSegment(kind, round(min(99.6, (start - begin) * scale), 2), round(width, 2)))
+            texts.append(f"{kind} {formats.duration(finish - start)}")
+    return TimelineRow(one, segments, ", ".join(texts) or formats.NOTHING)

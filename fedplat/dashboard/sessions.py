@@ -1,0 +1,159 @@
+"""Sessions of signed-in operators, single-use codes, and the limit on failed logins. Everything is in memory only."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import secrets
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator
+
+from fedplat.dashboard.source import PageSource
+
+Clock = Callable[[], float]
+IDLE_S, LONGEST_S = 3600.0, 12 * 3600.0
+"""A session ends after an hour without a request, and after twelve hours in any case."""
+MAX_SESSIONS = 256
+MAX_STREAMS = 32
+"""Open streams of live updates of one session."""
+CODE_S = 60.0
+"""How long a single-use code is valid."""
+_ID_BYTES = 32
+_CODE_BYTES = 16
+
+
+@dataclasses.dataclass
+class BrowserSession:
+    """A signed-in operator. `source` has the operator's token, and makes all calls of the session."""
+
+    source: PageSource
+    created: float
+    used: float
+    num_streams: int = 0
+
+    @contextlib.contextmanager
+    def count_stream(self) -> Generator[bool]:
+        """Count an open stream; yield whether the session may have one more."""
+        self.num_streams += 1
+        try:
+            yield self.num_streams <= MAX_STREAMS
+        finally:
+            self.num_streams -= 1
+
+
+class BrowserSessions:
+    """The open sessions, by the hash of their ids. Beyond `MAX_SESSIONS` the one that was used longest ago ends."""
+
+    def __init__(self, clock: Clock, *, owns_sources: bool = True) -> None:
+        self._clock = clock
+        self._owns_sources = owns_sources
+        self._sessions: OrderedDict[bytes, BrowserSession] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def open(self, source: PageSource) -> str:
+        """Open a session, and return its id: 256 random bits for the cookie."""
+        session_id = secrets.token_urlsafe(_ID_BYTES)
+        now = self._clock()
+        with self._lock:
+            self._remove_ended(now)
+            while len(self._sessions) >= MAX_SESSIONS:
+                self._close(self._sessions.popitem(last=False)[1])
+            self._sessions[_hash(session_id)] = BrowserSession(source, now, now)
+        return session_id
+
+    def find(self, session_id: str, *, is_use: bool = True) -> BrowserSession | None:
+        """Return an open session; with `is_use`, its idle time starts again."""
+        now, key = self._clock(), _hash(session_id)
+        with self._lock:
+            self._remove_ended(now)
+            session = self._sessions.get(key)
+            if session is not None and is_use:
+                session.used = now
+                self._sessions.move_to_end(key)
+            return session
+
+    def close(self, session_id: str) -> None:
+        """End a session, if it is open."""
+        with self._lock:
+            session = self._sessions.pop(_hash(session_id), None)
+        if session is not None:
+            self._close(session)
+
+    def close_all(self) -> None:
+        """End all sessions."""
+        with self._lock:
+            sessions = list(self._sessions.values())
+            self._sessions.clear()
+        for session in sessions:
+            self._close(session)
+
+    def _remove_ended(self, now: float) -> None:
+        ended = [
+            key
+            for key, session in self._sessions.items()
+            if now - session.used > IDLE_S or now - session.created > LONGEST_S
+        ]
+        for key in ended:
+            self._close(self._sessions.pop(key))
+
+    def _close(self, session: BrowserSession) -> None:
+        if self._owns_sources:
+            session.source.close()
+
+
+class LoginCodes:
+    """Single-use codes of which only the last one is valid, for `CODE_S` seconds."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._code, self._expires = b"", 0.0
+
+    def make(self) -> str:
+        """Return a new code; the previous one is no longer valid."""
+        code = secrets.token_urlsafe(_CODE_BYTES)
+        with self._lock:
+            self._code, self._expires = _hash(code), self._clock() + CODE_S
+        return code
+
+    def use(self, code: str) -> bool:
+        """Return whether a code is valid; it is not from now on."""
+        with self._lock:
+            is_valid = secrets.compare_digest(self._code, _hash(code)) and self._clock() <= self._expires
+            if is_valid:
+                self._code = b""
+            return is_valid
+
+
+class LoginLimit:
+    """Limits failed logins: `per_address` in a minute from one address, and `in_all` from all addresses."""
+
+    def __init__(self, clock: Clock, per_address: int = 5, in_all: int = 60, window_s: float = 60.0) -> None:
+        self._clock, self._window_s = clock, window_s
+        self._per_address, self._in_all = per_address, in_all
+        self._failures: deque[tuple[float, str]] = deque(maxlen=in_all)
+
+    def wait_s(self, address: str) -> float:
+        """Return the seconds until the next attempt from this address; 0 if it may be made now."""
+        now = self._clock()
+        while self._failures and now - self._failures[0][0] >= self._window_s:
+            self._failures.popleft()
+        of_address = [at for at, name in self._failures if name == address]
+        if len(of_address) >= self._per_address:
+            return of_address[-self._per_address] + self._window_s - now
+        if len(self._failures) >= self._in_all:
+            return self._failures[0][0] + self._window_s - now
+        return 0.0
+
+    def note_failure(self, address: str) -> None:
+        """Count a failed login."""
+        self._failures.append((self._clock(), address))
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).digest()
