@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import shutil
 import signal
@@ -125,20 +126,26 @@ def verify(deployment: Deployment) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
+def is_collecting_after(num_exchanges: int, job: admin_pb2.Job) -> bool:
+    """Whether a later exchange is in progress, or the job has ended."""
+    return job.round >= num_exchanges and job.current.phase >= admin_pb2.ATTEMPT_PHASE_COLLECTING
+
+
 def test_an_app_trains(undisturbed: bytes) -> None:
     assert undisturbed
 
 
-@pytest.mark.parametrize("after", [1, 2, 3])
-def test_a_killed_server_and_a_killed_client_change_nothing(tmp_path: Path, undisturbed: bytes, after: int) -> None:
+def test_a_server_and_a_client_that_are_killed_after_each_exchange_change_nothing(
+    tmp_path: Path, undisturbed: bytes
+) -> None:
     with deployed(tmp_path / "run") as deployment:
         deployment.submit("--run-config", "num-server-rounds=2")
-        collecting = admin_pb2.ATTEMPT_PHASE_COLLECTING
-        deployment.until(lambda job: job.round >= after and job.current.phase >= collecting, "an exchange")
-        deployment.clients[1].send_signal(signal.SIGKILL)
-        deployment.server.kill()
-        deployment.server.start()
-        deployment.start_client(1)
+        for num_exchanges in (1, 2, 3):
+            deployment.until(functools.partial(is_collecting_after, num_exchanges), "an exchange")
+            deployment.clients[1].send_signal(signal.SIGKILL)
+            deployment.server.kill()
+            deployment.server.start()
+            deployment.start_client(1)
         job = deployment.until_ended()
         assert job.status == admin_pb2.JOB_STATUS_COMPLETED, job.reason
         assert deployment.model() == undisturbed

@@ -59,9 +59,9 @@ def test_one_machine(tmp_path: Path) -> None:
     assert set(files_of(README)) == {"trainer.py", "job.toml"}
     install, daemon, operator = blocks_of(README)
     assert install.startswith("pip install")
-    init, serve = daemon.splitlines()
-    port = processes.free_port()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{processes.BIN}:/usr/bin:/bin"}
+    address = f"127.0.0.1:{processes.free_port()}"
+    home = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path / "config")}
+    environment = {**os.environ, **home, "OMP_NUM_THREADS": "1", "PATH": f"{processes.BIN}:/usr/bin:/bin"}
 
     def bash(script: str) -> None:
         # What the script leaves running ends with it.
@@ -71,10 +71,12 @@ def test_one_machine(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr + done.stdout
 
-    bash(f"{init} --port {port}")
-    command = ["env", "-C", str(tmp_path), f"PATH={environment['PATH']}", *serve.split()]
-    with processes.processes([[*command, "--listen", f"127.0.0.1:{port}"]], tmp_path / "server.log"):
-        with AdminClient(profile.load(tmp_path / "data" / "admin.toml")) as admin:
+    variables = [f"{name}={environment[name]}" for name in ("PATH", *home)]
+    command = ["env", "-C", str(tmp_path), *variables, *daemon.split(), "--listen", address]
+    with processes.processes([command], tmp_path / "server.log"):
+        profile_path = tmp_path / "config" / "fedplat" / "profile.toml"
+        processes.until((tmp_path / "fedplat-data" / "demo.ticket").exists, "the ticket")
+        with AdminClient(profile.load(profile_path)) as admin:
             admin.wait_until_ready(processes.PATIENCE_S)
         bash(operator)
     check_weight(tmp_path / "final.safetensors")

@@ -214,12 +214,12 @@ def _work(admin: processes.AdminClient, server: processes.Server) -> None:
 def _refused_logins(site: Site, mine: dict[str, str]) -> None:
     """A viewer without the role that a call needs, an unknown token, and a text that is not a token."""
     viewer = {**mine, "FEDPLAT_PROFILE": str(site.folder / "ben.toml")}
-    text = site.told("fedplat", "client", "revoke", "c-1", status=1, environment=viewer)
+    text = site.told("fedplat", "client", "revoke", "c-1", status=4, environment=viewer)
     assert "operator ben has the role viewer" in text
     for given in (UNKNOWN_TOKEN, UNKNOWN_TOKEN + "-and-a-mistake"):
         site.secrets.add("a wrong token", given)
         assert "needs an operator's token" in site.told(
-            "fedplat", "status", status=1, environment={**mine, "FEDPLAT_TOKEN": given}
+            "fedplat", "status", status=4, environment={**mine, "FEDPLAT_TOKEN": given}
         )
 
 

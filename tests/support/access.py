@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.descriptor import MethodDescriptor
 from grpc import aio
 
-from fedplat.wire.v1 import admin_pb2
+from fedplat.wire.v1 import admin_pb2, events_pb2
 from fedplat_server.config import TlsFiles
 from fedplat_server.database.ports import Store
 from fedplat_server.database.store import open_store
@@ -23,7 +23,7 @@ Stub = TypeVar("Stub")
 ADMIN_TOKEN = "fedplat_op_" + "x" * 43
 """The token of an operator with the role admin."""
 ADMIN_METADATA = (("authorization", f"Bearer {ADMIN_TOKEN}"),)
-SERVICES = list(admin_pb2.DESCRIPTOR.services_by_name.values())
+SERVICES = [one for file in (admin_pb2, events_pb2) for one in file.DESCRIPTOR.services_by_name.values()]
 """The services for operators."""
 METHODS: dict[str, MethodDescriptor] = {
     f"/{service.full_name}/{method.name}": method for service in SERVICES for method in service.methods

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import numpy as np
@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fedplat.auth import METADATA_CODE, Ticket
 from fedplat.model import Parameters
-from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2
+from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, events_pb2_grpc, fleet_pb2
 from fedplat_server.config import Limits, ServerConfig
 from fedplat_server.daemon import Daemon
 from fedplat_server.database.ports import Store
@@ -31,6 +31,9 @@ from support import access, raw_client
 from support.access import ADMIN_TOKEN, add_operator, authorized
 from support.faulty_store import Faults, FaultyStore
 from support.raw_client import PATIENCE_S, RawClient, again, digest_of, in_parts, private_key, reason_name
+
+if TYPE_CHECKING:
+    from fedplat_server.tracing.provider import Tracing
 
 __all__ = ["digest_of", "reason_name"]  # what belongs to the clients, and most tests need
 STORM: Faults | None = None
@@ -95,7 +98,7 @@ class _Patient:
     gRPC's own retries end after five, which is not enough for a test that makes hundreds of calls.
     """
 
-    STREAMS = frozenset({"WatchJob", "ExportModel", "UploadModel"})
+    STREAMS = frozenset({"WatchJob", "WatchEvents", "ExportModel", "UploadModel"})
 
     def __init__(self, stub: object) -> None:
         self._stub = stub
@@ -125,6 +128,10 @@ class Operator:
             "admin_pb2_grpc.OperatorsAsyncStub", _patient(admin_pb2_grpc.OperatorsStub(channel), token)
         )
         self.privacy = cast("admin_pb2_grpc.PrivacyAsyncStub", _patient(admin_pb2_grpc.PrivacyStub(channel), token))
+        self.event_log = cast("events_pb2_grpc.EventsAsyncStub", _patient(events_pb2_grpc.EventsStub(channel), token))
+        self.webhooks = cast(
+            "events_pb2_grpc.WebhooksAsyncStub", _patient(events_pb2_grpc.WebhooksStub(channel), token)
+        )
         self._tickets = asyncio.Semaphore(16)  # an operator may have 32 calls open
 
     async def ticket(self, population: str = "demo", num_uses: int = 1, expires_s: float = 3600.0) -> Ticket:
@@ -315,6 +322,7 @@ async def running(
     limits: Limits | None = None,
     evaluators: Mapping[str, str] | None = None,
     clock: Callable[[], float] = time.time,
+    tracing: Tracing | None = None,
     **config: Any,
 ) -> AsyncGenerator[Site]:
     """A daemon on the blobs of a folder, and on the SQLite database there; stopped as SIGTERM does it.
@@ -324,7 +332,7 @@ async def running(
     store = FaultyStore()  # opened once the daemon leads
 
     async def open_faulty(database: str) -> Store:
-        store.inner = await open_store(database, clock, made.plugins.table)
+        store.inner = await open_store(database, clock, made.plugins.table, daemon.metrics.instruments)
         return cast(Store, store)
 
     settings: dict[str, Any] = {"database": f"sqlite:///{folder / 'fedplat.sqlite'}", "grace_s": 5.0, **config}
@@ -339,7 +347,7 @@ async def running(
     def utc_now() -> datetime.datetime:
         return datetime.datetime.fromtimestamp(clock(), datetime.UTC)
 
-    daemon = Daemon(made, open_faulty, utc_now, store_retry_s=0.02)
+    daemon = Daemon(made, open_faulty, utc_now, store_retry_s=0.02, tracing=tracing)
     task = asyncio.create_task(daemon.run(), name="daemon")
     started = asyncio.create_task(daemon.started.wait())
     await asyncio.wait([task, started], return_when=asyncio.FIRST_COMPLETED)

@@ -49,6 +49,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
         # What clients said.
         self.calls: list[str] = []
         self.requests: dict[str, list[Any]] = defaultdict(list)
+        self.metadata: list[tuple[str, dict[str, str | bytes]]] = []
         self.sent_bytes: list[int] = []
         self.received_bytes: list[int] = []
 
@@ -196,6 +197,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
         with self.changed:
             self.calls.append(call)
             self.requests[call].append(request)
+            self.metadata.append((call, dict(context.invocation_metadata())))
             self.changed.notify_all()
         self._fail_as_planned(call, context)
         session_id = dict(context.invocation_metadata()).get(auth.METADATA_SESSION, "")

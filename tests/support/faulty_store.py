@@ -20,7 +20,12 @@ from fedplat_server.errors import StoreUnavailableError
 
 SPARED = 4
 """Number of equal calls after a failed one that do not fail, so that a caller that tries again succeeds."""
-PORTS = frozenset({"jobs", "clients", "operators", "audit", "ledger", "retention"})
+PORTS = frozenset(
+    {
+        *("jobs", "assignments", "clients", "fleet", "operators", "audit", "ledger", "retention"),
+        *("events", "webhooks", "traces"),
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,11 @@
-"""A scripted server for operators on a loopback port; `State` survives its servers, as a database would."""
+"""A scripted server for operators on a loopback port; its `State` survives it, as a database would."""
 
 from __future__ import annotations
 
 import hashlib
-import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
@@ -14,95 +13,11 @@ import grpc
 
 from fedplat.job import parse_job
 from fedplat.plugins import Plugins
-from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, model_pb2
+from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
+from support.cli.fake_state import ENDED, T0, S, State, Status
 
-S = admin_pb2.JobStatus
-Status = admin_pb2.JobStatus.ValueType
-ENDED = (admin_pb2.JOB_STATUS_COMPLETED, admin_pb2.JOB_STATUS_FAILED, admin_pb2.JOB_STATUS_CANCELLED)
-T0 = 1_700_000_000.0
 ROWS_OF_A_PAGE = 2
 Row = TypeVar("Row")
-
-
-@dataclass
-class State:
-    """What the fake server knows; tests write here."""
-
-    jobs: dict[str, admin_pb2.Job] = field(default_factory=dict[str, admin_pb2.Job])
-    events: list[admin_pb2.JobEvent] = field(default_factory=list[admin_pb2.JobEvent])
-    rounds: list[admin_pb2.Round] = field(default_factory=list[admin_pb2.Round])
-    clients: list[admin_pb2.Client] = field(default_factory=list[admin_pb2.Client])
-    enrollments: list[admin_pb2.Enrollment] = field(default_factory=list[admin_pb2.Enrollment])
-    asked: admin_pb2.CreateEnrollmentRequest | None = None
-    """The last enrollment that was asked for."""
-    pages: list[str] = field(default_factory=list[str])
-    """Pages of a ticket's clients that were asked to be revoked."""
-    versions: list[admin_pb2.ModelVersion] = field(default_factory=list[admin_pb2.ModelVersion])
-    models: dict[str, bytes] = field(default_factory=dict[str, bytes])
-    by_key: dict[str, str] = field(default_factory=dict[str, str])
-    leader: dict[str, Any] = field(default_factory=dict[str, Any])
-    watched_after: list[int] = field(default_factory=list[int])
-    progress_every_s: list[float] = field(default_factory=list[float])
-    """The interval that each watch asked for."""
-    operators: list[admin_pb2.Operator] = field(default_factory=list[admin_pb2.Operator])
-    privacy: admin_pb2.ShowPrivacyResponse = field(default_factory=admin_pb2.ShowPrivacyResponse)
-    budgets: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
-    audit: list[admin_pb2.AuditEvent] = field(default_factory=list[admin_pb2.AuditEvent])
-    tokens: list[str] = field(default_factory=list[str])
-    """The authorization of each call."""
-    refusal: tuple[grpc.StatusCode, str] | None = None
-    refusal_code: str = ""
-    """Sent along with a refusal, as the real server does."""
-    damage: str = ""
-    """Of an export: "bytes", "short", "long", "empty"; of an upload: "digest"."""
-    lost_answers: set[str] = field(default_factory=set[str])
-    """Methods whose next call does its work, but loses its answer because the connection breaks."""
-    refuses_start: bool = False
-    insecure: bool = False
-    ends_started_jobs: bool = False
-    """A started job is COMPLETED as soon as it is watched."""
-    stop_watch_after: int = 0
-    """Ends each watch after so many events, if it is not 0."""
-    left: threading.Event = field(default_factory=threading.Event)
-    """Set when a watch is over, for whatever reason."""
-    changed: threading.Condition = field(default_factory=threading.Condition)
-
-    def add_job(self, name: str = "digits", status: Status = S.JOB_STATUS_RUNNING) -> admin_pb2.Job:
-        job = admin_pb2.Job(
-            job_id=f"{len(self.jobs):032x}",
-            name=name,
-            population="demo",
-            status=status,
-            round=1,
-            num_rounds=3,
-            created_unix_s=T0,
-        )
-        self.jobs[job.job_id] = job
-        return job
-
-    def add_version(self, data: bytes, version: int = 0) -> admin_pb2.ModelVersion:
-        digest = hashlib.sha256(data).hexdigest()
-        self.models[digest] = data
-        ref = model_pb2.ModelRef(version=version, digest=digest, size_bytes=len(data))
-        self.versions.append(
-            admin_pb2.ModelVersion(
-                model=ref, round=version, created_unix_s=T0, num_updates=8, total_weight=1234.5, metrics={"loss": 0.25}
-            )
-        )
-        return self.versions[-1]
-
-    def add_events(self, *events: admin_pb2.JobEvent) -> None:
-        """Appends events with the next sequence numbers, a second apart, and wakes the watchers."""
-        with self.changed:
-            for event in events:
-                event.sequence = 10 * (len(self.events) + 1)
-                event.unix_s = T0 + len(self.events)
-                self.events.append(event)
-                if event.entity == "job":
-                    for job in self.jobs.values():
-                        job.status = S.Value(f"JOB_STATUS_{event.to_state}")
-                        job.reason = event.reason
-            self.changed.notify_all()
 
 
 class _Service:
@@ -115,6 +30,14 @@ class _Service:
             if self.state.refusal_code:
                 context.set_trailing_metadata((("fedplat-code", self.state.refusal_code),))
             _refuse(context, *self.state.refusal)
+
+    def _page(self, rows: Iterable[Row], request: Any) -> tuple[list[Row], str, int]:
+        """A page of few rows, whatever size is asked for, the token of the next, and the number of all rows."""
+        found, start = list(rows), int(request.page_token or 0)
+        if getattr(request, "newest_first", False):
+            found.reverse()
+        end = start + min(request.page_size or ROWS_OF_A_PAGE, ROWS_OF_A_PAGE)
+        return found[start:end], str(end) if end < len(found) else "", len(found) if self.state.counts else 0
 
 
 class FakeJobs(_Service, admin_pb2_grpc.JobsServicer):
@@ -146,8 +69,16 @@ class FakeJobs(_Service, admin_pb2_grpc.JobsServicer):
 
     def ListJobs(self, request: admin_pb2.ListJobsRequest, context: grpc.ServicerContext):
         self._check(context)
-        jobs, token = _page(self.state.jobs.values(), request)
-        return admin_pb2.ListJobsResponse(jobs=jobs, next_page_token=token)
+        found = [
+            job
+            for job in self.state.jobs.values()
+            if (not request.statuses or job.status in request.statuses)
+            and request.population in ("", job.population)
+            and any(request.search.lower() in text.lower() for text in (job.name, job.job_id))
+            and job.created_unix_s >= request.since_unix_s
+        ]
+        jobs, token, total = self._page(found, request)
+        return admin_pb2.ListJobsResponse(jobs=jobs, next_page_token=token, total=total)
 
     def ShowJob(self, request: admin_pb2.JobRequest, context: grpc.ServicerContext):
         return self._find(request.job, context)
@@ -176,8 +107,10 @@ class FakeJobs(_Service, admin_pb2_grpc.JobsServicer):
 
     def WatchJob(self, request: admin_pb2.WatchJobRequest, context: grpc.ServicerContext):
         job = self._find(request.job, context)
-        self.state.watched_after.append(request.after_sequence)
-        self.state.progress_every_s.append(request.progress_every_s)
+        with self.state.changed:
+            self.state.watched_after.append(request.after_sequence)
+            self.state.progress_every_s.append(request.progress_every_s)
+            self.state.changed.notify_all()
         if self.state.ends_started_jobs:
             job.status = S.JOB_STATUS_COMPLETED
 
@@ -190,8 +123,10 @@ class FakeJobs(_Service, admin_pb2_grpc.JobsServicer):
         position, limit = 0, self.state.stop_watch_after
         while context.is_active():
             with self.state.changed:
-                while position == len(self.state.events) and job.status not in ENDED and context.is_active():
+                ends = request.until_now or job.status in ENDED
+                while position == len(self.state.events) and not ends and context.is_active():
                     self.state.changed.wait()
+                    ends = job.status in ENDED
                 fresh = self.state.events[position:]
             if not fresh:
                 return
@@ -205,14 +140,46 @@ class FakeJobs(_Service, admin_pb2_grpc.JobsServicer):
     def ListRounds(self, request: admin_pb2.ListRoundsRequest, context: grpc.ServicerContext):
         self._find(request.job, context)
         abandoned = admin_pb2.ATTEMPT_PHASE_ABANDONED
-        found = (r for r in self.state.rounds if request.all_attempts or r.phase != abandoned)
-        rounds, token = _page(found, request)
-        return admin_pb2.ListRoundsResponse(rounds=rounds, next_page_token=token)
+        found = [
+            one
+            for one in self.state.rounds
+            if (request.all_attempts or one.phase != abandoned) and request.round in (0, one.round)
+        ]
+        rounds, token, total = self._page(found, request)
+        return admin_pb2.ListRoundsResponse(rounds=rounds, next_page_token=token, total=total)
+
+    def ShowRound(self, request: admin_pb2.ShowRoundRequest, context: grpc.ServicerContext):
+        self._find(request.job, context)
+        found = [one for (number, _), one in sorted(self.state.details.items()) if number == request.round]
+        for one in found if request.attempt else found[-1:]:
+            if request.attempt in (0, one.round.attempt):
+                return one
+        _refuse(context, grpc.StatusCode.NOT_FOUND, f"the job has no such attempt at round {request.round}")
+
+    def ListAssignments(self, request: admin_pb2.ListAssignmentsRequest, context: grpc.ServicerContext):
+        self._check(context)
+        if request.job:
+            job_id = self._find(request.job, context).job_id
+        elif request.client_id:
+            job_id = ""
+        else:
+            _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "name a job or a client")
+        found = [
+            one
+            for one in self.state.assignments
+            if job_id in ("", one.job_id)
+            and request.round in (0, one.round)
+            and request.attempt in (0, one.attempt)
+            and request.client_id in ("", one.client_id)
+            and (not request.states or one.state in request.states)
+        ]
+        assignments, token, total = self._page(found, request)
+        return admin_pb2.ListAssignmentsResponse(assignments=assignments, next_page_token=token, total=total)
 
     def ListModelVersions(self, request: admin_pb2.ListModelVersionsRequest, context: grpc.ServicerContext):
         self._find(request.job, context)
-        versions, token = _page(self.state.versions, request)
-        return admin_pb2.ListModelVersionsResponse(versions=versions, next_page_token=token)
+        versions, token, total = self._page(self.state.versions, request)
+        return admin_pb2.ListModelVersionsResponse(versions=versions, next_page_token=token, total=total)
 
     def ExportModel(self, request: admin_pb2.ExportModelRequest, context: grpc.ServicerContext):
         self._find(request.job, context)
@@ -260,9 +227,35 @@ class FakeJobs(_Service, admin_pb2_grpc.JobsServicer):
 class FakeClients(_Service, admin_pb2_grpc.ClientsServicer):
     def ListClients(self, request: admin_pb2.ListClientsRequest, context: grpc.ServicerContext):
         self._check(context)
-        found = (c for c in self.state.clients if request.population in ("", c.population))
-        clients, token = _page(found, request)
-        return admin_pb2.ListClientsResponse(clients=clients, next_page_token=token)
+        found = [
+            client
+            for client in self.state.clients
+            if request.population in ("", client.population)
+            and request.state in ("", client.state)
+            and request.labels.items() <= client.labels.items()
+            and request.search in client.client_id
+        ]
+        clients, token, total = self._page(found, request)
+        return admin_pb2.ListClientsResponse(clients=clients, next_page_token=token, total=total)
+
+    def ShowClient(self, request: admin_pb2.ShowClientRequest, context: grpc.ServicerContext):
+        self._check(context)
+        for client in self.state.clients:
+            if client.client_id == request.client_id:
+                return client
+        _refuse(context, grpc.StatusCode.NOT_FOUND, f"there is no client {request.client_id!r}")
+
+    def ShowFleet(self, request: admin_pb2.ShowFleetRequest, context: grpc.ServicerContext):
+        self._check(context)
+        states = Counter(client.state for client in self.state.clients)
+        count = admin_pb2.PopulationCount(
+            population="demo",
+            num_clients=len(self.state.clients),
+            num_waiting=states["waiting"],
+            num_busy=states["busy"],
+            num_revoked=states["revoked"],
+        )
+        return admin_pb2.ShowFleetResponse(populations=[count])
 
     def RevokeClient(self, request: admin_pb2.RevokeClientRequest, context: grpc.ServicerContext):
         self._check(context)
@@ -285,8 +278,8 @@ class FakeClients(_Service, admin_pb2_grpc.ClientsServicer):
 
     def ListEnrollments(self, request: admin_pb2.ListEnrollmentsRequest, context: grpc.ServicerContext):
         self._check(context)
-        enrollments, token = _page(self.state.enrollments, request)
-        return admin_pb2.ListEnrollmentsResponse(enrollments=enrollments, next_page_token=token)
+        enrollments, token, total = self._page(self.state.enrollments, request)
+        return admin_pb2.ListEnrollmentsResponse(enrollments=enrollments, next_page_token=token, total=total)
 
     def RevokeEnrollment(self, request: admin_pb2.RevokeEnrollmentRequest, context: grpc.ServicerContext):
         self._check(context)
@@ -316,6 +309,11 @@ class FakeOperators(_Service, admin_pb2_grpc.OperatorsServicer):
             insecure=self.state.insecure,
             certificate_expires_unix_s=T0,
             certificate_days_left=30.4,
+            disk_free_bytes=2 * 2**30,
+            disk_total_bytes=8 * 2**30,
+            database="sqlite",
+            alerts=self.state.alerts,
+            num_alerts=len(self.state.alerts),
         )
 
     def AddOperator(self, request: admin_pb2.AddOperatorRequest, context: grpc.ServicerContext):
@@ -328,7 +326,7 @@ class FakeOperators(_Service, admin_pb2_grpc.OperatorsServicer):
 
     def ListOperators(self, request: admin_pb2.ListOperatorsRequest, context: grpc.ServicerContext):
         self._check(context)
-        operators, token = _page(self.state.operators, request)
+        operators, token, _ = self._page(self.state.operators, request)
         return admin_pb2.ListOperatorsResponse(operators=operators, next_page_token=token)
 
     def RemoveOperator(self, request: admin_pb2.RemoveOperatorRequest, context: grpc.ServicerContext):
@@ -338,9 +336,18 @@ class FakeOperators(_Service, admin_pb2_grpc.OperatorsServicer):
 
     def ListAudit(self, request: admin_pb2.ListAuditRequest, context: grpc.ServicerContext):
         self._check(context)
-        later = (event for event in self.state.audit if event.sequence > request.after_sequence)
-        events, token = _page(later, request)
-        return admin_pb2.ListAuditResponse(events=events, next_page_token=token)
+        if request.newest_first and request.after_sequence:
+            _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "newest_first: expected after_sequence = 0")
+        found = [
+            event
+            for event in self.state.audit
+            if event.sequence > request.after_sequence
+            and request.actor in ("", event.actor)
+            and request.action in ("", event.action)
+            and event.unix_s >= request.since_unix_s
+        ]
+        events, token, total = self._page(found, request)
+        return admin_pb2.ListAuditResponse(events=events, next_page_token=token, total=total)
 
 
 class FakePrivacy(_Service, admin_pb2_grpc.PrivacyServicer):
@@ -360,13 +367,6 @@ class FakePrivacy(_Service, admin_pb2_grpc.PrivacyServicer):
         self._check(context)
         del self.state.budgets[request.population]
         return admin_pb2.RemovePrivacyBudgetResponse()
-
-
-def _page(rows: Iterable[Row], request: Any) -> tuple[list[Row], str]:
-    """A page of few rows, whatever size is asked for, and the token of the next."""
-    found, start = list(rows), int(request.page_token or 0)
-    end = start + min(request.page_size or ROWS_OF_A_PAGE, ROWS_OF_A_PAGE)
-    return found[start:end], str(end) if end < len(found) else ""
 
 
 def _refuse(context: grpc.ServicerContext, code: grpc.StatusCode, text: str) -> NoReturn:

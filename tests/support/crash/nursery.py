@@ -38,6 +38,7 @@ class Order:
     database: str
     log: Path
     evaluators: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    webhook_networks: tuple[str, ...] = ()
     upgrade: bool = False
     crash_at: str = ""
 

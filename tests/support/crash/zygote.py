@@ -88,6 +88,7 @@ async def _serve(order: dict[str, Any]) -> None:
         data_dir=Path(order["data_dir"]),
         database=order["database"],
         evaluators=order["evaluators"],
+        webhook_networks=tuple(order["webhook_networks"]),
     )
     if config.is_shared:
         await _bury_the_leader(config.database)

@@ -35,7 +35,7 @@ def history(where: str, values: str | None = None) -> str:
 
 NEW_ATTEMPT = (
     "INSERT INTO attempts SELECT job_id, {round}, {number}, '{kind}', '{phase}', '', {base}, goal, minimum, target, "
-    "opened_unix_s, {ended}, metrics, NULL FROM attempts WHERE job_id = '{{done}}' AND round = 1 AND number = 1"
+    "opened_unix_s, {ended}, metrics, NULL, 0, 0 FROM attempts WHERE job_id = '{{done}}' AND round = 1 AND number = 1"
 )
 
 
