@@ -71,12 +71,14 @@ class Deployment:
 
 
 @contextlib.contextmanager
-def serve(folder: Path, insecure: bool = False, options: Sequence[str] = ()) -> Generator[Deployment]:
+def serve(
+    folder: Path, insecure: bool = False, options: Sequence[str] = (), port: int | None = None
+) -> Generator[Deployment]:
     """Start a server with more `options`; end it and its other processes afterwards.
 
-    Raises `FailedError` if it does not start.
+    A folder that a server has used before needs its `port`. Raises `FailedError` if it does not start.
     """
-    port = free_port()
+    port = port or free_port()
     address = f"127.0.0.1:{port}"
     server = BIN / "fedplat-server"
     folder.mkdir(parents=True, exist_ok=True)
@@ -93,9 +95,11 @@ def serve(folder: Path, insecure: bool = False, options: Sequence[str] = ()) -> 
 
 
 @contextlib.contextmanager
-def deploy(folder: Path, num_clients: int, insecure: bool = False) -> Generator[Deployment]:
-    """Start a server and `num_clients` no-op client processes; end them afterwards. Raises `FailedError`."""
-    with serve(folder, insecure) as deployment, deployment.admin() as admin:
+def deploy(
+    folder: Path, num_clients: int, insecure: bool = False, options: Sequence[str] = ()
+) -> Generator[Deployment]:
+    """Start a server with more `options` and no-op client processes; end them afterwards. Raises `FailedError`."""
+    with serve(folder, insecure, options) as deployment, deployment.admin() as admin:
         ticket = folder / "ticket"
         ticket.write_text(admin.create_enrollment("bench", num_clients, 600.0, deployment.address).ticket)
         for index in range(num_clients):
