@@ -19,7 +19,7 @@ BENCHMARKS := \
 	both_ways.py \
 	papers/private_utility.py
 
-.PHONY: all demo private warm-start test test-slow test-all faults faults-page hostile fuzz flower soak soak-attackers check format proto bench bench-peers references papers papers-page bench-page job-reference clean
+.PHONY: all demo private warm-start test test-slow test-all faults faults-page hostile fuzz flower soak soak-attackers check format proto bench bench-peers references papers papers-page bench-page job-reference metrics-page clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
@@ -110,6 +110,9 @@ papers-page: $(STAMP) ## write the kept logs into docs/reproductions.md and docs
 
 job-reference: $(STAMP) ## write docs/job-reference.md from the records of the job file
 	$(BIN)/python -m fedplat.job.reference > docs/job-reference.md
+
+metrics-page: $(STAMP) ## write the table of metrics into docs/operations.md
+	$(BIN)/python -m fedplat_server.metrics.reference docs/operations.md
 
 bench-page: $(STAMP) ## write the saved results into docs/performance.md
 	$(BIN)/python benchmarks/page.py
