@@ -152,6 +152,7 @@ class Demo:
         (self.folder / "ticket").write_text(made.ticket)
         self.console.print(f"server: {shlex.join(self.server_command)}")
         self.console.print(f"operator: fedplat --profile {self.folder}/admin.toml")
+        self.console.print(f"dashboard: fedplat --profile {self.folder}/admin.toml dashboard")
 
     def server_died(self) -> bool:
         """Return whether the server process has ended since the last call."""
