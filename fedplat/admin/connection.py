@@ -111,8 +111,8 @@ class AdminConnection:
             return self._unreachable(_shorten(details))
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return ServerRefusedError(
-                f"{server} does not support this request ({details}): it is not a fedplat server, or its version is "
-                f"not that of this program, {__version__}; expected the same version, so update the older one"
+                f"{server} does not support this request ({details}): it is not a fedplat server, or it is older than "
+                f"this program, {__version__}; update the server first"
             )
         if code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL):
             details = f"the server at {server} failed ({details}); see its log"

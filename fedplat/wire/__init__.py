@@ -5,6 +5,9 @@ from typing import Final
 PROTOCOL_VERSION: Final = 1
 """The protocol version of this code; calls that begin an exchange carry it."""
 
+OLDEST_PROTOCOL_VERSION: Final = 1
+"""The oldest protocol version of clients that a server of this code serves: that of the previous release."""
+
 METADATA_AUTHORIZATION: Final = "authorization"
 """Metadata key of every call of an operator; its value is `Bearer <token>`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,22 @@ async def test_another_protocol_version(site: Site) -> None:
             with pytest.raises(aio.AioRpcError) as caught:
                 await call
             assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-            assert f"version {version}; supported: 1" in (caught.value.details() or "")
+            older = "update the client" if version < 1 else "update the server first"
+            assert re.search(rf"version {version}; supported: 1\. .*{older}", caught.value.details() or "")
+
+
+@pytest.mark.fault("F28")
+async def test_clients_of_the_previous_protocol_are_served(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = await site.enroll()
+    monkeypatch.setattr(wire, "PROTOCOL_VERSION", 3)
+    monkeypatch.setattr(wire, "OLDEST_PROTOCOL_VERSION", 2)
+    for version, served in ((1, False), (2, True), (3, True), (4, False)):
+        call = client.stub.GetChallenge(fleet_pb2.GetChallengeRequest(protocol_version=version))
+        if served:
+            await call
+        else:
+            with pytest.raises(aio.AioRpcError, match="supported: 2 to 3"):
+                await call
 
 
 TOO_MUCH: tuple[dict[str, Any], ...] = (

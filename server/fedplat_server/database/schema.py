@@ -1,11 +1,16 @@
 """The schema version of a database and of this code, and the upgrade.
 
+A database is usable for code of its own revision, and for older code down to the revision that it names as
+`compatible_from`: daemons of two releases share it while they are replaced one by one ("expand and contract", see
+`migrations/env.py`).
+
 They use `alembic`, which is configured here: there is no alembic.ini.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import sqlalchemy
@@ -18,10 +23,26 @@ from sqlalchemy.engine import URL
 
 from fedplat_server import crash_points
 from fedplat_server.database.engine import WRITES, async_url, create_engine, sqlite_path, translate_errors
+from fedplat_server.database.tables import schema_compatibility
 from fedplat_server.errors import SchemaVersionError, StoreUnavailableError
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _UPGRADE_LOCK = 0x66656470  # any number that other users of PostgreSQL's advisory locks do not use
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SchemaState:
+    """The revision of a database, None if it is empty, and the oldest one whose code may use it, if it says so."""
+
+    revision: str | None
+    compatible_from: str | None
+
+
+def is_usable(state: SchemaState, code: str) -> bool:
+    """Return whether code of a revision may use a database. Revisions are numbers of four digits."""
+    if state.revision is None or state.compatible_from is None:
+        return state.revision == code
+    return state.compatible_from <= code <= state.revision
 
 
 def config(connection: sqlalchemy.Connection | None = None) -> Config:
@@ -41,21 +62,20 @@ def head() -> str:
 
 def current(database: str) -> str | None:
     """Return the revision of the database at a path or URL; None if it is empty or missing. Not for coroutines."""
-    return asyncio.run(_current(async_url(database)))
+    return asyncio.run(_read(async_url(database))).revision
 
 
-def upgrade(database: str) -> str:
-    """Upgrade the database in one transaction to the revision that this code needs; return that revision.
+def upgrade(database: str) -> str | None:
+    """Upgrade the database in one transaction to the revision that this code needs; return its revision.
 
-    Does nothing if it is up to date. Creates a SQLite file. Raises `SchemaVersionError` if a newer fedplat has written
-    the database. Not for coroutines.
+    Does nothing if it is up to date, or newer and usable for this code. Creates a SQLite file. Raises
+    `SchemaVersionError` if a newer fedplat has written the database and this code cannot use it. Not for coroutines.
     """
     with crash_points.step("schema.upgrade"):
-        asyncio.run(_upgrade(async_url(database)))
-    return head()
+        return asyncio.run(_upgrade(async_url(database))).revision
 
 
-async def _upgrade(url: URL) -> None:
+async def _upgrade(url: URL) -> SchemaState:
     path = sqlite_path(url)
     with translate_errors(url):
         if path is not None:
@@ -67,55 +87,75 @@ async def _upgrade(url: URL) -> None:
                 if path is None:
                     # The second of two concurrent upgrades waits, and finds nothing to do.
                     await connection.execute(sqlalchemy.select(sqlalchemy.func.pg_advisory_xact_lock(_UPGRADE_LOCK)))
-                await connection.run_sync(_run, url)
+                return await connection.run_sync(_run, url)
         finally:
             await engine.dispose()
 
 
-async def require_head(url: URL) -> None:
-    """Raise `SchemaVersionError` if the database is not at the revision that this code needs."""
-    found = await _current(url)
-    if found == head():
+async def require_usable(url: URL) -> None:
+    """Raise `SchemaVersionError` unless this code can use the database."""
+    state = await _read(url)
+    if is_usable(state, head()):
         return
-    _refuse_newer(found, url)
+    _refuse_newer(state, url)
     shown = url.render_as_string(hide_password=True)
-    state = f"is at schema {found}" if found is not None else "is empty"
+    found = f"is at schema {state.revision}" if state.revision is not None else "is empty"
     raise SchemaVersionError(
-        f"the database {shown} {state}; this fedplat needs {head()}: "
+        f"the database {shown} {found}; this fedplat needs {head()}: "
         f"run fedplat-server db upgrade --database {_for_command(url)}"
     )
 
 
-async def _current(url: URL) -> str | None:
+async def _read(url: URL) -> SchemaState:
     path = sqlite_path(url)
     if path is not None and not path.exists():
         if not path.parent.is_dir():
             raise StoreUnavailableError(f"the database {path}: there is no folder {path.parent}")
-        return None
+        return SchemaState(None, None)
     with translate_errors(url):
         engine = create_engine(url)
         try:
             async with engine.connect() as connection:
-                return await connection.run_sync(lambda sync: MigrationContext.configure(sync).get_current_revision())
+                return await connection.run_sync(_state_of)
         finally:
             await engine.dispose()
 
 
-def _run(connection: sqlalchemy.Connection, url: URL) -> None:
-    _refuse_newer(MigrationContext.configure(connection).get_current_revision(), url)
-    command.upgrade(config(connection), "head")
+def _state_of(connection: sqlalchemy.Connection) -> SchemaState:
+    revision = MigrationContext.configure(connection).get_current_revision()
+    if not sqlalchemy.inspect(connection).has_table(schema_compatibility.name):
+        return SchemaState(revision, None)
+    return SchemaState(revision, connection.execute(sqlalchemy.select(schema_compatibility)).scalar_one_or_none())
+
+
+def _run(connection: sqlalchemy.Connection, url: URL) -> SchemaState:
+    found = _state_of(connection)
+    if not is_usable(found, head()):
+        _refuse_newer(found, url)
+        command.upgrade(config(connection), "head")
+        connection.execute(schema_compatibility.delete())
+        connection.execute(schema_compatibility.insert().values(compatible_from=_compatible_from()))
     crash_points.point("schema.upgrade.uncommitted")
+    return _state_of(connection)
 
 
-def _refuse_newer(found: str | None, url: URL) -> None:
-    if found is None:
+def _compatible_from() -> str:
+    """Return the oldest revision whose code can use a database of this code."""
+    step = ScriptDirectory.from_config(config()).get_revision(head())
+    assert step is not None
+    return str(step.module.compatible_from)
+
+
+def _refuse_newer(found: SchemaState, url: URL) -> None:
+    if found.revision is None:
         return
     try:
-        ScriptDirectory.from_config(config()).get_revision(found)
+        ScriptDirectory.from_config(config()).get_revision(found.revision)
     except CommandError as exc:
+        needed = f", for code of {found.compatible_from} or newer" if found.compatible_from else ""
         raise SchemaVersionError(
             f"the database {url.render_as_string(hide_password=True)} was written by a newer fedplat "
-            f"(schema {found}; this version supports up to {head()}): install that version or newer"
+            f"(schema {found.revision}{needed}; this version has {head()}): install that version or newer"
         ) from exc
 
 

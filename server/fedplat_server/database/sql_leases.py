@@ -42,7 +42,7 @@ def require_term(connection: Connection, term: int) -> None:
 async def open_leases(database: str, timeout_s: float = TIMEOUT_S) -> SqlLeases:
     """Open the lease of a database. Raises the errors of `open_store`."""
     url = async_url(database)
-    await schema.require_head(url)
+    await schema.require_usable(url)
     return SqlLeases(create_engine(url, timeout_s=timeout_s))
 
 

@@ -38,7 +38,7 @@ async def open_store(
     and `StoreUnavailableError` if it does not answer.
     """
     url = async_url(database)
-    await schema.require_head(url)
+    await schema.require_usable(url)
     return SqlStore(Database(drivers.for_url(url), instruments), clock, plugins)
 
 

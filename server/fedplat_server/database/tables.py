@@ -388,6 +388,9 @@ events = Table(
     Index(None, "job_id", "sequence"),
 )
 
+# One row: the oldest revision whose code may use the database. See `schema.is_usable`.
+schema_compatibility = Table("schema_compatibility", metadata, Column("compatible_from", String, nullable=False))
+
 # One row: the number of the last event.
 event_head = Table("event_head", metadata, Column("last_sequence", BigInteger, nullable=False))
 

@@ -144,12 +144,16 @@ def progress_every_s(requested_s: float) -> float:
 
 
 def protocol_version(version: int) -> None:
-    """Refuse a caller of another protocol version, with this server's version."""
-    if version != wire.PROTOCOL_VERSION:
-        raise RefusedError(
-            Code.UNSUPPORTED_VERSION,
-            f"the caller has version {version}; supported: {wire.PROTOCOL_VERSION}. Update the older side",
-        )
+    """Refuse a client of a protocol version that this server does not serve, with those that it does."""
+    oldest, newest = wire.OLDEST_PROTOCOL_VERSION, wire.PROTOCOL_VERSION
+    if oldest <= version <= newest:
+        return
+    supported = str(newest) if oldest == newest else f"{oldest} to {newest}"
+    older, remedy = ("client", "update the client") if version < oldest else ("server", "update the server first")
+    raise RefusedError(
+        Code.UNSUPPORTED_VERSION,
+        f"the client has protocol version {version}; supported: {supported}. The {older} is older: {remedy}",
+    )
 
 
 def _num_bytes(*texts: str) -> int:

@@ -50,7 +50,7 @@ async def snapshot(database: str) -> AsyncGenerator[AsyncConnection]:
     Raises the errors of `open_store`.
     """
     url = async_url(database)
-    await schema.require_head(url)
+    await schema.require_usable(url)
     engine = create_engine(url)
     if engine.dialect.name == "postgresql":
         engine = engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)

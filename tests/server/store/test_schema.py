@@ -156,7 +156,11 @@ async def test_an_older_database_is_not_opened(database: str) -> None:
 
 @pytest.mark.fault("F29")
 async def test_a_newer_database_is_not_opened_nor_upgraded(database: str) -> None:
-    await _run(database, "UPDATE alembic_version SET version_num = '9999'")
+    await _run(
+        database,
+        "UPDATE alembic_version SET version_num = '9999'",
+        "UPDATE schema_compatibility SET compatible_from = '9999'",
+    )
     with pytest.raises(SchemaVersionError, match=r"written by a newer fedplat \(schema 9999"):
         await open_store(database)
     with (
@@ -164,6 +168,48 @@ async def test_a_newer_database_is_not_opened_nor_upgraded(database: str) -> Non
         pytest.raises(SchemaVersionError, match="newer fedplat"),
     ):
         pool.submit(schema.upgrade, database).result()
+
+
+@pytest.mark.parametrize(
+    ("revision", "compatible_from", "code", "usable"),
+    [
+        ("0019", "0019", "0019", True),
+        ("0020", "0019", "0019", True),  # expanded: the previous release may continue, and start again
+        ("0021", "0020", "0019", False),  # contracted
+        ("0019", "0019", "0020", False),  # not upgraded yet
+        ("0018", None, "0018", True),
+        ("0018", None, "0019", False),
+        (None, None, "0019", False),
+    ],
+)
+def test_which_code_may_use_a_database(
+    revision: str | None, compatible_from: str | None, code: str, *, usable: bool
+) -> None:
+    assert schema.is_usable(schema.SchemaState(revision, compatible_from), code) is usable
+
+
+@pytest.mark.fault("F29")
+async def test_a_newer_database_that_names_this_code_as_compatible_is_used(database: str) -> None:
+    await _run(
+        database,
+        "UPDATE alembic_version SET version_num = '9999'",
+        f"UPDATE schema_compatibility SET compatible_from = '{schema.head()}'",
+    )
+    store = await open_store(database)
+    await store.close()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(schema.upgrade, database).result() == "9999"
+    await _run(database, "UPDATE schema_compatibility SET compatible_from = '9998'")
+    with pytest.raises(SchemaVersionError, match=r"written by a newer fedplat \(schema 9999, for code of 9998"):
+        await open_store(database)
+
+
+async def test_an_upgrade_states_the_oldest_code_that_may_use_the_database(database: str) -> None:
+    engine = create_engine(async_url(database))
+    async with engine.connect() as connection:
+        (found,) = (await connection.execute(text("SELECT compatible_from FROM schema_compatibility"))).scalars()
+    await engine.dispose()
+    assert "0019" <= found <= schema.head()
 
 
 async def test_a_database_that_does_not_answer() -> None:
