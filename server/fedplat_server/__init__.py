@@ -1,3 +1,3 @@
 """The server daemon of fedplat."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fedplat import sweep
+from fedplat import __version__, sweep
 from fedplat.errors import DataError
 from fedplat.simulation import simulate
 from fedplat.sweep import SweepFile, SweepResult, runner
@@ -119,7 +119,7 @@ OTHER: list[tuple[Callable[[Path], object], str]] = [
     ),
     (
         lambda folder: _edit(folder, "versions", {"fedplat": "0.0.1"}),
-        "was computed with fedplat 0.0.1, and this is 0.1.0; continue with the same version",
+        f"was computed with fedplat 0.0.1, and this is {__version__}; continue with the same version",
     ),
     (
         lambda folder: _edit(folder, "plugins", {"lion.py:Lion": "1" * 64}),
