@@ -12,6 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BENCHMARKS := \
 	round_overhead.py \
 	transfer.py \
+	object_store.py \
 	aggregation.py \
 	growth.py \
 	check_ins.py \
@@ -25,7 +26,7 @@ all: demo
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]' -e ./client -e './server[postgres]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]' -e ./client -e './server[postgres,s3]'
 	touch $(STAMP)
 
 demo: $(STAMP) ## a complete job: one server, ten client processes, handwritten digits

@@ -11,6 +11,8 @@ import msgspec
 from fedplat.claims import MetricLimits
 from fedplat.loaded_plugins import NO_PLUGINS, LoadedPlugins
 
+DEFAULT_CACHE_BYTES = 8 << 30
+"""The limit of the local copies of models that are in an object store."""
 DEFAULT_JOB_METRICS = ("loss", "accuracy")
 """The names of the metrics of rounds that the metrics for Prometheus include, unless others are declared."""
 
@@ -120,6 +122,9 @@ class ServerConfig(msgspec.Struct, frozen=True):
     A connection that is `connection_age_s` old accepts no new calls; open ones may last twice the longest poll.
     At `metrics_listen` (`host:port`; empty: disabled) it serves metrics for Prometheus, which include those of jobs
     that have a name in `job_metrics`.
+    `blobs` is the URL of an object store, or the folder, for models ("": a folder in `data_dir`); at most
+    `blob_cache_bytes` of an object store are also in the data folder.
+    `spool` is the URL of an object store for copies of updates, or the folder for updates ("": `data_dir`).
     """
 
     listen: str
@@ -159,13 +164,16 @@ class ServerConfig(msgspec.Struct, frozen=True):
     metrics_listen: str = ""
     job_metrics: tuple[str, ...] = DEFAULT_JOB_METRICS
     dashboard_listen: str = ""
-
-    @property
-    def blob_dir(self) -> Path:
-        """The folder of models."""
-        return self.data_dir / "blobs"
+    blobs: str = ""
+    blob_cache_bytes: int = DEFAULT_CACHE_BYTES
+    spool: str = ""
 
     @property
     def upload_dir(self) -> Path:
         """The folder of updates, which are kept until their attempt has ended."""
-        return self.data_dir / "uploads"
+        return (self.data_dir if self.spool_url or not self.spool else Path(self.spool)) / "uploads"
+
+    @property
+    def spool_url(self) -> str:
+        """The URL of the object store with copies of the updates; empty: the folder is enough."""
+        return self.spool if "://" in self.spool else ""

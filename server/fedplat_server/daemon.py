@@ -21,7 +21,13 @@ from fedplat_server.coordination.runner import STORE_RETRY_S
 from fedplat_server.database.engine import async_url, sqlite_path
 from fedplat_server.database.ports import Store
 from fedplat_server.database.store import open_store as _open_store
-from fedplat_server.errors import ConfigError, LeadershipLostError, StoreError, StoreUnavailableError
+from fedplat_server.errors import (
+    BlobUnavailableError,
+    ConfigError,
+    LeadershipLostError,
+    StoreError,
+    StoreUnavailableError,
+)
 from fedplat_server.leader import LeaderParts
 from fedplat_server.leadership.election import Election, open_election
 from fedplat_server.metrics.service import MetricsService
@@ -146,7 +152,7 @@ class Daemon:
                     return
                 await self._wait_unless_stopped(asyncio.shield(parts.runner_task), lease_task)
                 await self._drain(endpoint, parts)
-        except (LeadershipLostError, StoreUnavailableError) as exc:
+        except (LeadershipLostError, StoreUnavailableError, BlobUnavailableError) as exc:
             if not self.started.is_set():  # it has served no caller yet: end with a clear error, do not wait
                 raise
             logs.get().error("this daemon no longer leads the jobs", term=held_lease.lease.term, reason=str(exc))

@@ -18,7 +18,9 @@ ServerError
 │   ├── StaleRevisionError        the job changed since it was read
 │   └── SchemaVersionError        the schema is not that of this code; the message names the command to run
 ├── BlobError                     bytes are missing or damaged, or cannot be written
-│   ├── BlobFullError             the disk is full; retry when it has room
+│   ├── BlobFullError             the disk or the object store is full; retry when it has room
+│   ├── BlobMissingError          there is no such blob in the object store
+│   ├── BlobUnavailableError      the object store does not answer; retry
 │   └── SpoolError                the updates received for an attempt can no longer be trusted
 ├── PoolError                     the worker pool cannot do a task
 │   ├── PoolUnavailableError      there is no pool
@@ -115,7 +117,15 @@ class BlobError(ServerError):
 
 
 class BlobFullError(BlobError):
-    """The disk is full."""
+    """The disk or the object store is full."""
+
+
+class BlobMissingError(BlobError):
+    """There is no such blob in the object store."""
+
+
+class BlobUnavailableError(BlobError):
+    """The object store does not answer."""
 
 
 class SpoolError(BlobError):
@@ -262,7 +272,7 @@ PUBLIC_MESSAGES: Mapping[Code, str] = {
     Code.TOO_MANY_UPLOADS: "the server is receiving as many updates as its memory allows; try again",
     Code.DRAINING: "the server is stopping; try again",
     Code.NO_LEADER: "no server leads the jobs at the moment; try again in a few seconds",
-    Code.STORE_UNAVAILABLE: "the server's database does not answer; try again",
+    Code.STORE_UNAVAILABLE: "the server's database or object store does not answer; try again",
     Code.STORAGE_FULL: "the server's disk is full; try again later",
     Code.INTERNAL: "internal error; the server's log has the details under this number",
 }

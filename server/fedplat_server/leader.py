@@ -6,6 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from uuid import uuid4
 
 from fedplat.loaded_plugins import describe_versions
@@ -37,14 +38,18 @@ from fedplat_server.coordination.revocation import Revocation
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.ports import Store, recall_participations
 from fedplat_server.flower.runs import FlowerRuns
+from fedplat_server.instruments import Instruments
 from fedplat_server.metrics.service import MetricsService
 from fedplat_server.records.lease import Lease
 from fedplat_server.rpc import serving
 from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.rpc.services import JobRegistry, Services, has_pending_warm_start
+from fedplat_server.storage.blob_stores import BlobPlace, reconcile
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.read_cache import Chunks, InlineModels
 from fedplat_server.storage.spool import Spool
+from fedplat_server.storage.spool_backend import FolderBackend, SpoolBackend, open_backend
+from fedplat_server.storage.store_health import StoreHealth
 from fedplat_server.tracing.attempts import AttemptTraces, SentMark
 from fedplat_server.training.evaluation import EvaluationScheduler, Trainers
 from fedplat_server.training.server_training import ServerTraining
@@ -86,18 +91,14 @@ class LeaderParts:
         metrics: MetricsService,
     ) -> LeaderParts:
         """Build the parts and load the jobs."""
-        blobs = await asyncio.to_thread(BlobStore, config.blob_dir, metrics.instruments)
-        # Blobs that the database does not reference were left by a crash.
-        referenced = await store.retention.list_referenced()
-        removed = await asyncio.to_thread(blobs.remove_orphans, referenced)
-        logs.get().info("blobs were reconciled", kept=len(referenced), removed=removed)
+        blobs = await _open_blobs(BlobPlace.of(config), store, metrics.instruments)
         loop = asyncio.get_running_loop()
         runner = Runner(Coordinator(max_waiting=config.limits.max_waiting), store, loop, store_retry_s=store_retry_s)
         jobs = JobRegistry(runner)
         for record in await store.jobs.load_jobs(runner.now):
             jobs.add(record, await recall_participations(store.jobs, record.state))
-        spool = await asyncio.to_thread(Spool, config.upload_dir, jobs.is_in_memory)
-        await asyncio.to_thread(spool.keep, jobs.needed_updates())
+        health = StoreHealth(config.spool_url) if config.spool_url else None
+        spool = await _open_spool(config, store, lease.term, jobs, health)
         clients = ClientDirectory(store.clients)
         bounded_audit = BoundedAudit(store.audit, config.limits.notes_per_minute, loop.time)
         if config.plugins.versions:
@@ -124,6 +125,8 @@ class LeaderParts:
         alerts = AlertMonitor(runner.coordinator, jobs.record, budgets.accountant, loop.time)
         if (certificates := endpoint.certificates) is not None:
             alerts.watch_certificate(lambda: certificates.days_left)
+        if health is not None:
+            alerts.watch_store(health)
         services = Services(
             config=config,
             lease=lease,
@@ -279,6 +282,37 @@ class LeaderParts:
     def _score(self, job: JobState, version: ModelVersion) -> None:
         if version.version > 0 and self.services.evaluation.is_due(job, version):
             self.services.evaluation.schedule(job, version)
+
+
+async def _open_blobs(place: BlobPlace, store: Store, instruments: Instruments) -> BlobStore:
+    """Return the blobs of the database, without those that a crash left. Raises `ConfigError` if they are not its."""
+    blobs = await asyncio.to_thread(place.open, instruments)
+    if place.url:
+        database_id = await store.retention.read_database_id()
+        await asyncio.to_thread(blobs.claim, database_id)
+    referenced = await store.retention.list_referenced()
+    found = await asyncio.to_thread(reconcile, blobs, place, referenced)
+    logs.get().info("blobs were reconciled", kept=len(referenced), removed=found.removed, copied=found.copied)
+    if found.missing:
+        logs.get().error(
+            "blobs are missing; run fedplat-server verify", missing=len(found.missing), first=min(found.missing)
+        )
+    return blobs
+
+
+async def _open_spool(
+    config: ServerConfig, store: Store, term: int, jobs: JobRegistry, health: StoreHealth | None
+) -> Spool:
+    """Return the spool with the updates that the jobs need. Raises `ConfigError` if it is another database's."""
+    backend: SpoolBackend = FolderBackend(Path(config.spool) if config.spool else None)
+    if health is not None:
+        backend = open_backend(config.spool_url, term, health, 2 * config.limits.max_model_bytes)
+    if config.spool:
+        database_id = await store.retention.read_database_id()
+        await asyncio.to_thread(backend.claim, database_id)
+    spool = await asyncio.to_thread(Spool, config.upload_dir, jobs.is_in_memory, backend)
+    await asyncio.to_thread(spool.keep, jobs.needed_updates())
+    return spool
 
 
 def _fields(row: HistoryRow) -> dict[str, object]:

@@ -32,7 +32,7 @@ def test_every_mark_names_a_row() -> None:
 
 
 def test_the_rows_are_numbered_and_only_what_has_no_test_is_excused() -> None:
-    assert [row.number for row in table.ROWS] == [f"F{number}" for number in range(1, 52)]
+    assert [row.number for row in table.ROWS] == [f"F{number}" for number in range(1, 54)]
     excused = {row.number for row in table.ROWS if row.not_built}
     assert not excused & {number for number, _ in named_rows()}
 

@@ -20,6 +20,7 @@ from fedplat_server.coordination.alerts import (
     ServerFacts,
     Severity,
     Spent,
+    StoreFacts,
     WebhookFacts,
 )
 from fedplat_server.storage import files
@@ -172,6 +173,16 @@ SERVERS: dict[str, tuple[ServerFacts, dict[str, tuple[Severity, str]]]] = {
         ServerFacts(webhooks=[WebhookFacts("w-1", "https://example.org", "503", 7200.0)]),
         {"webhook_failing": (Severity.WARNING, "(https://example.org) has accepted no event for 2 h 0 min: 503.")},
     ),
+    "the store fails": (
+        ServerFacts(store=StoreFacts("s3://fed/spool", "writing s3://fed/spool/x failed: no.\n", 70.0, 1.0)),
+        {
+            "object_store_failing": (
+                Severity.CRITICAL,
+                "spool (s3://fed/spool) has failed for 1 min 10 s: writing s3://fed/spool/x failed: no. No report",
+            )
+        },
+    ),
+    "the store failed an hour ago": (ServerFacts(store=StoreFacts("s3://fed/spool", "no", 9999.0, 3601.0)), {}),
     "two webhooks fail": (
         ServerFacts(webhooks=[WebhookFacts("w-1", "https://a", "", 3700.0), WebhookFacts("w-2", "https://b", "", 1.0)]),
         {"webhook_failing": (Severity.WARNING, "Webhook w-1 (https://a) has accepted no event for 1 h 1 min; 1 more")},
@@ -210,7 +221,7 @@ def test_every_rule_has_a_case() -> None:
     assert cases == {
         *("job_stalled", "too_few_clients", "many_late", "attempts_failing", "epsilon_high", "epsilon_exhausted"),
         *("certificate_expiring", "certificate_expired", "disk_low", "storage_full", "job_failed", "job_needs_plugins"),
-        "webhook_failing",
+        *("webhook_failing", "object_store_failing"),
     }
 
 

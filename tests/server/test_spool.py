@@ -15,8 +15,9 @@ from fedplat.rounds import AssignmentId, AttemptKey, Proposal
 from fedplat.rounds.events import ClientRevoked, JobAction, OperatorCommand
 from fedplat.rounds.states import AttemptPhase
 from fedplat_server.errors import BlobError, BlobFullError, SpoolError, UploadError
-from fedplat_server.storage.spool import Spool, path_of
+from fedplat_server.storage.spool import Spool
 from fedplat_server.storage.spool_file import MemoryFile, SpoolFile
+from fedplat_server.storage.spool_names import path_of
 from support.rounds.buffers import FIRST, buffered
 from support.rounds.driver import Driver, collecting
 

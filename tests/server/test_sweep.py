@@ -14,7 +14,7 @@ from fedplat.rounds.states import JobStatus
 from fedplat_server.aggregation import backend
 from fedplat_server.coordination.retention import find_retained_versions
 from fedplat_server.database.jobs import RetainedVersions
-from fedplat_server.storage import blobs as blob_files
+from fedplat_server.storage import blob_folder as blob_files
 from fedplat_server.storage.blobs import BlobStore
 from support.jobs import job_file
 from support.private_jobs import private

@@ -31,7 +31,7 @@ from fedplat_server.aggregation.backend import Aggregate, AggregationBackend
 from fedplat_server.aggregation.flower import AppAggregation
 from fedplat_server.aggregation.local import LocalAggregation
 from fedplat_server.aggregation.pooled import WithFallback
-from fedplat_server.errors import BlobError, StoreUnavailableError
+from fedplat_server.errors import BlobError, BlobUnavailableError, StoreUnavailableError
 from fedplat_server.flower.runs import FlowerRuns
 from fedplat_server.storage.blobs import Blob, BlobStore
 from fedplat_server.storage.spool import Spool
@@ -145,6 +145,26 @@ class Aggregation:
     async def _aggregate(
         self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Restart | Commit], blobs: BlobStore
     ) -> AttemptAggregated:
+        async with contextlib.AsyncExitStack() as stack:  # it keeps the files that are read
+            await stack.enter_async_context(blobs.local(job.latest.digest, job.latest.state_digest))
+            aggregate, version = await self._fold_and_commit(job, key, queue, blobs, stack)
+        if aggregate.model.digest != version.digest:
+            blobs.made.append(version.digest)  # the server step has stored this model
+        if codec := job.spec.compression.downlink:
+            delta = await asyncio.to_thread(self._store_delta, blobs, codec, aggregate)
+            version = structs.replace(
+                version, delta_digest=delta.digest, delta_size_bytes=delta.size_bytes, delta_base=job.latest.digest
+            )
+        return AttemptAggregated(key, version, aggregate.published, aggregate.cohort)
+
+    async def _fold_and_commit(
+        self,
+        job: JobState,
+        key: AttemptKey,
+        queue: asyncio.Queue[Fold | Restart | Commit],
+        blobs: BlobStore,
+        stack: contextlib.AsyncExitStack,
+    ) -> tuple[Aggregate, ModelVersion]:
         plugins = self._accelerators.plugins if self._accelerators is not None else ()
         inputs = AttemptInputs.of(job, blobs, plugins)
         from_latest = inputs.build_rule().from_latest
@@ -156,22 +176,14 @@ class Aggregation:
                     await backend.close()
                     backend, paths = self._choose_backend(job, key, inputs, blobs), []
                     continue
-                origin_path = await self._find_origin(job, command) if from_latest else ""
-                paths.append(await asyncio.to_thread(self._find_update, command))
+                origin_path = await self._find_origin(job, command, stack) if from_latest else ""
+                paths.append(await self._find_update(command))
                 await backend.fold(SpooledUpdate(str(paths[-1]), command.contribution, origin_path))
                 if job.spec.durability == "memory" and not backend.keeps_updates:
                     await asyncio.to_thread(self._spool.discard, command.assignment)
-            aggregate, version = await self._commit(job, key, backend, paths)
+            return await self._commit(job, key, backend, paths)
         finally:
             await backend.close()
-        if aggregate.model.digest != version.digest:
-            blobs.made.append(version.digest)  # the server step has stored this model
-        if codec := job.spec.compression.downlink:
-            delta = await asyncio.to_thread(self._store_delta, blobs, codec, aggregate)
-            version = structs.replace(
-                version, delta_digest=delta.digest, delta_size_bytes=delta.size_bytes, delta_base=job.latest.digest
-            )
-        return AttemptAggregated(key, version, aggregate.published, aggregate.cohort)
 
     async def _commit(
         self, job: JobState, key: AttemptKey, backend: AggregationBackend, updates: Sequence[Path]
@@ -197,7 +209,7 @@ class Aggregation:
             return LocalAggregation(inputs, blobs)
         return WithFallback(inputs, blobs, self._accelerators.pool.with_backend(job.spec.pool.backend))
 
-    async def _find_origin(self, job: JobState, command: Fold) -> str:
+    async def _find_origin(self, job: JobState, command: Fold, stack: contextlib.AsyncExitStack) -> str:
         """Return the path of the version that the client trained from, or "" if that is the latest."""
         if command.base_version == job.latest.version:
             return ""
@@ -208,17 +220,24 @@ class Aggregation:
                 await asyncio.sleep(STORE_RETRY_S)
             else:
                 assert version is not None
-                return os.path.abspath(self._blobs.path(version.digest))
+                (path,) = await stack.enter_async_context(self._blobs.local(version.digest))
+                return os.path.abspath(path)
 
-    def _find_update(self, command: Fold) -> Path:
-        path = self._spool.complete(command.assignment, command.digest)
+    async def _find_update(self, command: Fold) -> Path:
+        while True:
+            try:
+                path = await asyncio.to_thread(self._spool.complete, command.assignment, command.digest)
+            except BlobUnavailableError:  # the store's health is logged; an outage must not fail the attempt
+                await asyncio.sleep(STORE_RETRY_S)
+            else:
+                break
         if path is None:
             raise BlobError(f"the update of {command.assignment.client_id} is missing or damaged")
         return path.absolute()
 
     def _store_delta(self, blobs: BlobStore, codec: codecs.CodecOptions, aggregate: Aggregate) -> Blob:
         """Store the step to a version in its own file, which is an orphan until a version names it."""
-        model = ModelFile.open(blobs.path(aggregate.model.digest))
+        model = ModelFile.open(blobs.fetch(aggregate.model.digest))
         with crash_points.step("commit.delta"):
             return blobs.put_chunks(Format(codec, model.schema).frame_payload([aggregate.payload], model))
 

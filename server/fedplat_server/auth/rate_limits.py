@@ -207,3 +207,9 @@ class Quotas:
         limit = self._limits.max_upload_factor * limit_bytes
         if spent.num_bytes > limit:
             raise RefusedError(Code.TOO_MANY_BYTES, f"{spent.num_bytes} bytes were sent; expected at most {limit}")
+
+    def refund(self, client_id: str, key: AttemptKey, num_bytes: int) -> None:
+        """Uncount uploaded bytes that the client sends again because the server could not store them."""
+        spent = self._spent.get(client_id)
+        if spent is not None and spent.key == key:
+            spent.num_bytes -= num_bytes

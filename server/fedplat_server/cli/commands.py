@@ -26,16 +26,20 @@ from fedplat_server.cli import workers as pool_commands
 from fedplat_server.cli.options import (
     DEFAULT_DATA_DIR,
     DEFAULT_LISTEN,
+    Blobs,
     Database,
     DataDir,
     JsonLog,
     LogLevel,
+    Spool,
+    blob_place,
     database_url,
     parse_host,
+    parse_spool,
     protect,
 )
 from fedplat_server.cli.serving import serve
-from fedplat_server.config import DEFAULT_JOB_METRICS, LeaseTimes, Limits, ServerConfig, TlsFiles
+from fedplat_server.config import DEFAULT_CACHE_BYTES, DEFAULT_JOB_METRICS, LeaseTimes, Limits, ServerConfig, TlsFiles
 from fedplat_server.database import schema
 from fedplat_server.errors import ConfigError
 from fedplat_server.metrics.job_series import MAX_METRICS
@@ -81,6 +85,14 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     ] = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
     database: Database = None,
+    blobs: Blobs = "",
+    blob_cache_mib: Annotated[
+        int,
+        typer.Option(
+            min=1, metavar="MIB", help="Local copies of models that are in an object store, in MiB, in DATA_DIR."
+        ),
+    ] = DEFAULT_CACHE_BYTES >> 20,
+    spool: Spool = "",
     tls_certificate: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Server certificate chain (PEM). Default: that in DATA_DIR/pki.")
     ] = None,
@@ -228,6 +240,7 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         files = None
     else:
         files = _tls_files(data_dir, tls_certificate, tls_key, tls_ca)
+    place = blob_place(data_dir, blobs, blob_cache_mib)
     flower_apps, app_versions = _read_flower_apps(flower_app or [])
     plugins = _load_plugins(plugin or [])
     plugins = dataclasses.replace(plugins, versions=(*plugins.versions, *app_versions))
@@ -253,6 +266,9 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         metrics_listen=metrics,
         job_metrics=job_metrics,
         dashboard_listen=dashboard,
+        blobs=place.url,
+        blob_cache_bytes=place.cache_bytes,
+        spool=parse_spool(spool),
     )
     if config.is_shared and not advertise and host in ANY_HOST:
         raise ConfigError(
@@ -393,6 +409,8 @@ def current(data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = None) -> 
 def verify_(
     data_dir: DataDir = DEFAULT_DATA_DIR,
     database: Database = None,
+    blobs: Blobs = "",
+    spool: Spool = "",
     live: Annotated[
         bool,
         typer.Option("--live", help="Also report what is open after its deadline. Use it while a daemon is running."),
@@ -408,5 +426,6 @@ def verify_(
 
     if not data_dir.is_dir():
         raise ConfigError(f"there is no data folder {data_dir}; set --data-dir to that of the daemon")
-    if not verify.run(database_url(data_dir, database), data_dir, live=live, as_json=as_json):
+    place = blob_place(data_dir, blobs)
+    if not verify.run(database_url(data_dir, database), place, parse_spool(spool), live=live, as_json=as_json):
         raise typer.Exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -10,11 +11,14 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from fedplat_server.config import DEFAULT_CACHE_BYTES
 from fedplat_server.database import engine
 from fedplat_server.database.ports import Store
 from fedplat_server.database.store import open_store
 from fedplat_server.errors import ConfigError
 from fedplat_server.storage import data_dir as folder
+from fedplat_server.storage.blob_stores import BlobPlace
+from fedplat_server.storage.object_store import ObjectStore
 
 
 def _read_database(context: typer.Context, parameter: typer.CallbackParam, value: str | None) -> str | None:
@@ -59,6 +63,25 @@ Database = Annotated[
         "Default: DATA_DIR/fedplat.sqlite.",
     ),
 ]
+Blobs = Annotated[
+    str,
+    typer.Option(
+        metavar="URL",
+        envvar="FEDPLAT_BLOBS",
+        help="Where models are: a folder, or an object store such as s3://bucket/prefix (needs the extra s3; keys and "
+        "address come from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL and AWS_REGION). "
+        "Default: DATA_DIR/blobs.",
+    ),
+]
+Spool = Annotated[
+    str,
+    typer.Option(
+        metavar="URL",
+        envvar="FEDPLAT_SPOOL",
+        help="Where received updates are durable until their round has ended: a folder, or an object store as for "
+        "--blobs, from which a daemon on another host continues the round. Default: DATA_DIR/uploads.",
+    ),
+]
 DEFAULT_DATA_DIR = Path("fedplat-data")
 DEFAULT_LISTEN = "127.0.0.1:7443"
 
@@ -87,10 +110,28 @@ def database_url(data_dir: Path, database: str | None) -> str:
     return f"sqlite:///{data_dir.resolve() / 'fedplat.sqlite'}"
 
 
+def blob_place(data_dir: Path, blobs: str, cache_mib: int = DEFAULT_CACHE_BYTES >> 20) -> BlobPlace:
+    """Return where models are. Raises `ConfigError` if the URL cannot be used."""
+    url = blobs if not blobs or "://" in blobs else str(Path(blobs).resolve())
+    place = BlobPlace(data_dir.resolve(), url, cache_mib << 20)
+    place.check()
+    return place
+
+
 def protect(data_dir: Path, url: str) -> None:
     """Deny other users of the host access to the data folder and a SQLite database; print what stays accessible."""
     for warning in folder.protect(data_dir.resolve(), engine.sqlite_path(engine.async_url(url))):
         print(f"fedplat-server: warning: {warning}", file=sys.stderr)
+
+
+def parse_spool(spool: str) -> str:
+    """Return the folder or the URL of `--spool`, or "". Raises `ConfigError` if no daemon could use it."""
+    if re.match(r"[a-z0-9]+:", spool):
+        try:
+            return ObjectStore(spool).url  # checks the URL and the installed packages; the leader connects
+        except ConfigError as exc:
+            raise ConfigError(f"--spool: {exc}") from exc
+    return str(Path(spool).resolve()) if spool else ""
 
 
 def parse_host(address: str, option: str) -> str:

@@ -14,13 +14,15 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from fedplat_server.cli.options import DEFAULT_DATA_DIR, Database, DataDir, database_url
+from fedplat_server.cli.options import DEFAULT_DATA_DIR, Blobs, Database, DataDir, blob_place, database_url
 from fedplat_server.coordination import prune
 from fedplat_server.database.engine import async_url
+from fedplat_server.database.ports import Store
 from fedplat_server.database.store import open_store
 from fedplat_server.errors import ConfigError
 from fedplat_server.records import operators
 from fedplat_server.storage import data_dir as folder
+from fedplat_server.storage.blob_stores import BlobPlace
 from fedplat_server.storage.blobs import BlobStore
 
 DAY_S = 86400.0
@@ -29,6 +31,7 @@ DAY_S = 86400.0
 def prune_(  # noqa: PLR0913 -- one parameter for each option of the command line
     data_dir: DataDir = DEFAULT_DATA_DIR,
     database: Database = None,
+    blobs: Blobs = "",
     older_than: Annotated[
         str | None,
         typer.Option(metavar="TIME", help="Remove history and metrics of ended jobs older than this, such as 30d."),
@@ -59,16 +62,17 @@ def prune_(  # noqa: PLR0913 -- one parameter for each option of the command lin
     limits = _limits(older_than, keep_versions, clients_unseen_for)
     if as_json and not (dry_run or yes):
         raise ConfigError("--json does not ask for confirmation: add --dry-run or --yes")
+    place = blob_place(data_dir, blobs)
     url = database_url(data_dir, database)
     with _lock_data_dir(data_dir, url) as is_alone:
-        plan = asyncio.run(_find(url, data_dir, limits, is_alone=is_alone))
+        plan = asyncio.run(_find(url, place, limits, is_alone=is_alone))
         is_done = not dry_run and not plan.is_empty
         if not as_json:
             print("\n".join(_lines(plan, is_alone=is_alone)))
             if is_done and not yes and not typer.confirm("Remove them?"):
                 raise typer.Exit(1)
         if is_done:
-            asyncio.run(_remove(url, data_dir, limits, plan, is_alone=is_alone))
+            asyncio.run(_remove(url, place, limits, plan, is_alone=is_alone))
         if as_json:
             print(json.dumps(plan.counts | {"removed": is_done, "files_removed": is_done and is_alone}))
 
@@ -115,25 +119,33 @@ def _lock_data_dir(data_dir: Path, url: str) -> Generator[bool]:
             yield True
 
 
-async def _find(url: str, data_dir: Path, limits: prune.PruneLimits, *, is_alone: bool) -> prune.PrunePlan:
+async def _find(url: str, place: BlobPlace, limits: prune.PruneLimits, *, is_alone: bool) -> prune.PrunePlan:
     store = await open_store(url)
     try:
-        return await prune.find(store, BlobStore(data_dir / "blobs"), limits, with_orphans=is_alone)
+        return await prune.find(store, await _open_blobs(store, place), limits, with_orphans=is_alone)
     finally:
         await store.close()
 
 
 async def _remove(
-    url: str, data_dir: Path, limits: prune.PruneLimits, plan: prune.PrunePlan, *, is_alone: bool
+    url: str, place: BlobPlace, limits: prune.PruneLimits, plan: prune.PrunePlan, *, is_alone: bool
 ) -> None:
     store = await open_store(url)
     try:
         with _bar() as progress:
             await prune.remove(store, limits, plan, progress)
         if is_alone:
-            await prune.remove_files(store, BlobStore(data_dir / "blobs"))
+            await prune.remove_files(store, await _open_blobs(store, place))
     finally:
         await store.close()
+
+
+async def _open_blobs(store: Store, place: BlobPlace) -> BlobStore:
+    blobs = await asyncio.to_thread(place.open)
+    if place.url:
+        database_id = await store.retention.read_database_id()
+        await asyncio.to_thread(blobs.claim, database_id)
+    return blobs
 
 
 @contextlib.contextmanager

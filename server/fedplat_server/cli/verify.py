@@ -7,19 +7,23 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Generator
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
+from fedplat_server.storage.blob_stores import BlobPlace
 from fedplat_server.verify import checker, files
 from fedplat_server.verify.records import Report
 
 
-def run(database: str, data_dir: Path, *, live: bool, as_json: bool) -> bool:
-    """Check, print the report and return whether nothing is broken. `live`: a daemon has been running for a minute."""
+def run(database: str, place: BlobPlace, spool: str, *, live: bool, as_json: bool) -> bool:
+    """Check, print the report and return whether nothing is broken. `live`: a daemon has been running for a minute.
+
+    `spool` is the daemons' `--spool`.
+    """
     with _bar() as progress:
-        report = asyncio.run(checker.verify(database, data_dir, progress, live=live))
+        verifying = checker.verify(database, place.data_dir, progress, live=live, blobs=place, uploads=spool)
+        report = asyncio.run(verifying)
     print(_as_json(report) if as_json else "\n".join(_lines(report)))
     return not report.findings
 

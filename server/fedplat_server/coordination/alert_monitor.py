@@ -27,6 +27,7 @@ from fedplat_server.coordination.alerts import (
     RoundFacts,
     ServerFacts,
     Spent,
+    StoreFacts,
     WebhookFacts,
 )
 from fedplat_server.database.jobs import AttemptFilter, AttemptRecord, JobRecord
@@ -34,6 +35,7 @@ from fedplat_server.database.ledger import Account, Population
 from fedplat_server.database.ports import Store
 from fedplat_server.errors import LeadershipLostError, StoreError
 from fedplat_server.storage import files
+from fedplat_server.storage.store_health import StoreHealth
 
 EPSILON_INTERVAL_S = 60.0
 _WORKING = frozenset({AttemptPhase.COLLECTING, AttemptPhase.COMMITTING, AttemptPhase.COMMITTED})
@@ -86,6 +88,7 @@ class AlertMonitor:
         self._now = now
         self._unix_s = unix_s
         self._days_left: Callable[[], float | None] = lambda: None
+        self._health: StoreHealth | None = None
         self._jobs: dict[str, _JobTimes] = {}
         self._failed_unix_s: dict[str, float] = {}
         self._spent: dict[str, Spent] = {}
@@ -97,6 +100,10 @@ class AlertMonitor:
     def watch_certificate(self, days_left: Callable[[], float]) -> None:
         """Include the server's certificate; `days_left` returns the days until it expires."""
         self._days_left = days_left
+
+    def watch_store(self, health: StoreHealth) -> None:
+        """Include the object store of the spool."""
+        self._health = health
 
     # --- the past of jobs ------------------------------------------------------------------------------------
 
@@ -170,12 +177,20 @@ class AlertMonitor:
             num_full=files.num_full(),
             budgets=self._budgets,
             webhooks=self.failing_webhooks,
+            store=self._store_facts(),
         )
         jobs = self._coordinator.jobs.values()
         working = Counter[str]()
         for job in jobs:
             working[job.spec.population] += job.num_busy
         return alerts.evaluate(server, (self._facts(job, working) for job in jobs if self._concerns(job)))
+
+    def _store_facts(self) -> StoreFacts | None:
+        problem = self._health.problem if self._health is not None else None
+        if self._health is None or problem is None:
+            return None
+        now = self._unix_s()
+        return StoreFacts(self._health.url, problem.text, now - problem.since_unix_s, now - problem.last_unix_s)
 
     def _concerns(self, job: JobState) -> bool:
         return job.status in (JobStatus.RUNNING, JobStatus.PAUSED) or job.job_id in self._failed_unix_s

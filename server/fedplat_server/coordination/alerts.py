@@ -114,12 +114,22 @@ class WebhookFacts(NamedTuple):
     failing_s: float
 
 
+class StoreFacts(NamedTuple):
+    """An object store whose last operation failed: why, for how long they fail, and the time since the last one."""
+
+    url: str
+    problem: str
+    failing_s: float
+    last_s: float
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServerFacts:
     """The server itself. None: not known, or it does not apply.
 
     `certificate_s` is the time until the certificate expires, `full_s` the time since a write failed because storage
-    was full; `budgets` are the populations with a budget, `webhooks` those that accept no events.
+    was full; `budgets` are the populations with a budget, `webhooks` those that accept no events; `store` is an object
+    store that fails.
     """
 
     certificate_s: float | None = None
@@ -129,6 +139,7 @@ class ServerFacts:
     num_full: int = 0
     budgets: Mapping[str, Spent] = dataclasses.field(default_factory=dict[str, Spent])
     webhooks: Sequence[WebhookFacts] = ()
+    store: StoreFacts | None = None
 
 
 def evaluate(server: ServerFacts, jobs: Iterable[JobFacts]) -> list[Alert]:
@@ -295,6 +306,21 @@ def _check_storage_full(server: ServerFacts) -> Alert | None:
     return Alert("storage_full", Severity.CRITICAL, text, _FREE_SPACE)
 
 
+def _check_object_store(server: ServerFacts) -> Alert | None:
+    store = server.store
+    if store is None or store.last_s > FULL_S:
+        return None
+    text = (
+        f"The object store of the spool ({store.url}) has failed for {duration(max(store.failing_s, 0.0))}: "
+        f"{_short(store.problem)}. No report is accepted until it works."
+    )
+    remedy = (
+        "Repair the store, the network to it, or the key and its permissions (the variables AWS_... of the daemons). "
+        "Clients keep their updates and try again until their deadlines."
+    )
+    return Alert("object_store_failing", Severity.CRITICAL, text, remedy)
+
+
 def _check_webhooks(server: ServerFacts) -> Alert | None:
     if not server.webhooks:
         return None
@@ -311,12 +337,14 @@ def _check_webhooks(server: ServerFacts) -> Alert | None:
 
 
 _FREE_SPACE = (
-    "Free space, enlarge the disk, or remove old data (fedplat-server prune, or [retention] in the job files)."
+    "Free space, enlarge the disk or the quota of the object store, or remove old data (fedplat-server prune, or "
+    "[retention] in the job files)."
 )
 SERVER_RULES: Sequence[Callable[[ServerFacts], Alert | None]] = (
     _check_certificate,
     _check_disk_low,
     _check_storage_full,
+    _check_object_store,
     _check_webhooks,
 )
 

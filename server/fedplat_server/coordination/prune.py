@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 from fedplat.rounds import AttemptKey, JobState
 from fedplat.rounds.states import ENDED_JOBS
@@ -80,10 +80,10 @@ async def find(store: Store, blobs: BlobStore, limits: PruneLimits, *, with_orph
         if before is not None and (old := await store.retention.list_old_attempts(job.job_id, before, EVERYTHING)):
             attempts[job.job_id] = old
     clients = [] if limits.clients_before is None else await store.clients.list_idle_clients(limits.clients_before)
-    existing = await asyncio.to_thread(blobs.all_digests)
-    orphans = existing - await store.retention.list_referenced() if with_orphans else frozenset[str]()
-    sizes = await asyncio.to_thread(_sizes, blobs, {*orphans, *_digests(versions)} & existing)
-    return PrunePlan(versions, attempts, frozenset(ended), clients, orphans, sum(sizes))
+    sizes = await asyncio.to_thread(blobs.list_sizes)
+    orphans = sizes.keys() - await store.retention.list_referenced() if with_orphans else frozenset[str]()
+    size_bytes = sum(sizes.get(digest, 0) for digest in {*orphans, *_digests(versions)})
+    return PrunePlan(versions, attempts, frozenset(ended), clients, frozenset(orphans), size_bytes)
 
 
 async def remove(store: Store, limits: PruneLimits, plan: PrunePlan, progress: Progress) -> None:
@@ -141,7 +141,3 @@ def _digests(versions: Mapping[str, list[Removable]]) -> Iterator[str]:
             yield from (removable.version.digest, removable.version.delta_digest)
         if removable.state:
             yield removable.version.state_digest
-
-
-def _sizes(blobs: BlobStore, digests: Collection[str]) -> list[int]:
-    return [blobs.size(digest) for digest in digests if blobs.exists(digest)]

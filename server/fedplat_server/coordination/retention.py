@@ -167,8 +167,9 @@ class RetentionTask:
             self._scheduled.clear()
             while self._jobs and not self._is_closing:
                 job_id = next(iter(self._jobs))
-                if await self._try(self.apply(job_id)):
-                    self._jobs.pop(job_id, None)
+                del self._jobs[job_id]  # first: it may be scheduled again meanwhile
+                if not await self._try(self.apply(job_id)):
+                    self._jobs[job_id] = None
             if self._leftovers and not self._is_closing:
                 await self._try(self._remove_leftovers())
 

@@ -375,6 +375,10 @@ class RetentionStore(Protocol):
         """Return the digests of all kept models, deltas and server optimizer states."""
         ...
 
+    async def read_database_id(self) -> str:
+        """Return the id of this database, which its first call makes. A copy of a database has the same id."""
+        ...
+
     async def find_unreferenced(self, digests: Collection[str]) -> frozenset[str]:
         """Return those of the digests that no version references."""
         ...

@@ -430,7 +430,8 @@ STILL_PENDING = text("state = 'pending'")
 _due = (deliveries.c.webhook_id, deliveries.c.next_unix_s, deliveries.c.event_sequence)
 Index("ix_deliveries_pending", *_due, sqlite_where=STILL_PENDING, postgresql_where=STILL_PENDING)
 
-# The leader. Times are on the database's clock; an empty holder means that the lease was released.
+# The leader. Times are on the database's clock; an empty holder means that the lease was released. Another row,
+# `database`, has the id of the database.
 leases = Table(
     "leases",
     metadata,

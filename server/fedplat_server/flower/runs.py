@@ -231,11 +231,13 @@ class FlowerRuns:
         )
         run = self._runs[job.job_id] = _Run(process)
         request = StartRun(name, self._apps[name], dict(job.spec.flower.run_config))
-        if job.latest.state_digest:
-            state, message = (self._blobs.path(each) for each in (job.latest.state_digest, job.latest.digest))
-            request = msgspec.structs.replace(request, state=os.path.abspath(state), message=os.path.abspath(message))
-        await run.send(request)
-        answer = await run.receive(lambda: self._list_clients(job, run))
+        async with contextlib.AsyncExitStack() as stack:
+            if job.latest.state_digest:
+                local = self._blobs.local(job.latest.state_digest, job.latest.digest)
+                state, message = map(os.path.abspath, await stack.enter_async_context(local))
+                request = msgspec.structs.replace(request, state=state, message=message)
+            await run.send(request)
+            answer = await run.receive(lambda: self._list_clients(job, run))
         assert isinstance(answer, RunStarted)
         run.seen = dict.fromkeys((*answer.clients, *job.cohort), time.monotonic())
         return run, answer.continues

@@ -100,7 +100,8 @@ class FleetService(EnrollmentService):
             raise RefusedError(Code.NO_SUCH_MODEL, digest)
         count_bytes = self._model_bytes_counter(client, digest)
         with self._services.quotas.stream(client.client_id):
-            async for message in streams.send(self._services.chunks, self._services.blobs.path(digest), request.offset):
+            messages = streams.send(self._services.chunks, self._services.blobs, digest, request.offset)
+            async for message in messages:
                 await self._services.clients.find(client.client_id)  # it may be revoked meanwhile
                 count_bytes(len(message))
                 yield message

@@ -23,6 +23,7 @@ from fedplat import auth, wire
 from fedplat_server import logs
 from fedplat_server.errors import (
     BlobFullError,
+    BlobUnavailableError,
     Code,
     LeadershipLostError,
     RefusedError,
@@ -249,7 +250,7 @@ async def _translate_errors(context: Context, method: str) -> AsyncGenerator[Non
         await _abort(context, RefusedError(Code.STORAGE_FULL))
     except LeadershipLostError:
         await _abort(context, RefusedError(Code.NO_LEADER))
-    except StoreUnavailableError:
+    except (StoreUnavailableError, BlobUnavailableError):
         await _abort(context, RefusedError(Code.STORE_UNAVAILABLE))
     except aio.AbortError:
         raise

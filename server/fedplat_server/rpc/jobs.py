@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 from typing_extensions import override
 
+from fedplat.job import JobSpec
 from fedplat.loaded_plugins import describe_versions
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.events import JobAction, OperatorCommand, RollbackOrdered
@@ -25,6 +26,7 @@ from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.operator_access import current_operator
 from fedplat_server.rpc.progress_events import ProgressEvents
 from fedplat_server.rpc.services import Services
+from fedplat_server.storage.blobs import BlobStore
 
 _AUDIT_ACTIONS = {
     JobAction.START: audit.AuditAction.JOB_STARTED,
@@ -67,8 +69,7 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         )
         digest = validation.digest(request.initial_digest)
         with services.blobs.protect(digest):
-            path = services.blobs.path(digest)
-            size_bytes = await asyncio.to_thread(job_checks.check_initial_model, path, spec)
+            size_bytes = await asyncio.to_thread(_check_initial_model, services.blobs, digest, spec)
             initial = ModelVersion(version=0, round=0, attempt=0, digest=digest, size_bytes=size_bytes)
             used = plugins.find_used(spec, spec.config)
             state = JobState(job_id=services.new_id("j"), spec=spec, latest=initial, plugins=used)
@@ -244,7 +245,7 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         version = (await self._find_version(job, number)).version
         await self._audit_export(current_operator(), job.job_id, version)
         yield admin_pb2.ExportModelResponse(model=convert.model_ref(version))
-        async for message in streams.send(self._services.chunks, self._services.blobs.path(version.digest), 0):
+        async for message in streams.send(self._services.chunks, self._services.blobs, version.digest, 0):
             yield admin_pb2.ExportModelResponse(data=model_pb2.Chunk.FromString(message).data)
 
     async def _command(self, name: str, action: JobAction) -> admin_pb2.Job:
@@ -355,3 +356,10 @@ def _rule_state(job: JobState, version: ModelVersion, record: VersionRecord) -> 
     if job.spec.privacy is not None:
         return "latest"
     return "kept" if version.state_digest else "initial"
+
+
+def _check_initial_model(blobs: BlobStore, digest: str, spec: JobSpec) -> int:
+    # A local copy would not tell whether the object store still has the model.
+    if not blobs.exists(digest):
+        raise RefusedError(Code.INVALID_MODEL, "upload it first (UploadModel)")
+    return job_checks.check_initial_model(blobs.fetch(digest), spec)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import hashlib
 from collections.abc import AsyncIterator, Callable
@@ -20,7 +19,15 @@ from fedplat.rounds.events import AggregationFailed, AssignmentFailed, UpdateRej
 from fedplat.rounds.states import AttemptKind, Reason
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import logs
-from fedplat_server.errors import BlobError, BlobFullError, Code, RefusedError, SpoolError, UploadError
+from fedplat_server.errors import (
+    BlobError,
+    BlobFullError,
+    BlobUnavailableError,
+    Code,
+    RefusedError,
+    SpoolError,
+    UploadError,
+)
 from fedplat_server.rpc import memory, streams, validation
 from fedplat_server.rpc.services import Services
 from fedplat_server.storage.spool import Spool
@@ -110,15 +117,21 @@ class ReportIntake:
         if request.update:
             await self._count_bytes(assignment, len(request.update))
         job = services.jobs.state(assignment.key.job_id)
-        base, codec = services.blobs.path(job.latest.digest), job.spec.compression.uplink
-        validate: Validate = functools.partial(report_validation.validate_file, base=base, codec=codec)
-        if job.spec.flower is not None:
-            validate = report_validation.validate_message
         try:
-            # One thread call for all steps: for a small update, switching threads costs more than the work.
-            return await asyncio.to_thread(
-                receive_update, services.spool, assignment.id, digest, request.update, validate
-            )
+            async with services.blobs.local(job.latest.digest) as (base,):
+                validate: Validate = functools.partial(
+                    report_validation.validate_file, base=base, codec=job.spec.compression.uplink
+                )
+                if job.spec.flower is not None:
+                    validate = report_validation.validate_message
+                # One thread call for all steps: for a small update, switching threads costs more than the work.
+                return await services.spool.run_in_thread(
+                    assignment.id, receive_update, services.spool, assignment.id, digest, request.update, validate
+                )
+        except (BlobFullError, BlobUnavailableError):
+            # It is sent again because of the server: an outage must not exhaust the client's quota.
+            services.quotas.refund(assignment.client_id, assignment.key, len(request.update))
+            raise
         except SpoolError as exc:
             await self._abandon(assignment, f"the spool cannot be trusted: {exc}")
             raise RefusedError(Code.UPLOAD_INCOMPLETE, "the server's disk failed; the assignment is over") from exc
@@ -136,9 +149,9 @@ class ReportIntake:
         job = self._services.jobs.state(assignment.key.job_id)
         if job.spec.flower is not None:
             return job.spec.flower.max_reply_bytes(job.latest.size_bytes)
-        base, codec = self._services.blobs.path(job.latest.digest), job.spec.compression.uplink
         try:
-            return report_validation.size_limit(base, codec)
+            async with self._services.blobs.local(job.latest.digest) as (base,):
+                return report_validation.size_limit(base, job.spec.compression.uplink)
         except (PluginError, UserCodeError) as exc:  # of a plugin, which may fail at any call
             verdict = await self._reject(assignment, Verdict(Reason.REJECTED_SCHEMA, str(exc)))
             raise RefusedError(Code.STALE_ASSIGNMENT, verdict.text) from exc
@@ -187,7 +200,8 @@ def receive_update(
     """Validate an update and make it durable; return its size and norm, or its refusal. Blocks.
 
     `update` is the content from the report, empty if the update was uploaded before. Raises `RefusedError` if it is
-    missing or could not be stored, `BlobFullError` if the disk is full, `SpoolError` if the attempt cannot continue.
+    missing or could not be stored, `BlobFullError` if the disk or the store is full, `BlobUnavailableError` if the
+    store does not answer, `SpoolError` if the attempt cannot continue.
     """
     if update:
         if hashlib.sha256(update).hexdigest() != digest:
@@ -209,7 +223,7 @@ def receive_update(
         return ReceivedUpdate(spool.persist(key, digest), norm)
     except UploadError as exc:
         raise RefusedError(Code.UPLOAD_INCOMPLETE, str(exc)) from exc
-    except (BlobFullError, SpoolError):
+    except (BlobFullError, BlobUnavailableError, SpoolError):
         raise
     except BlobError as exc:
         logs.get().error("an update could not be made durable", **logs.assignment_fields(key), error=str(exc))

@@ -18,7 +18,7 @@ from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import crash_points
 from fedplat_server.auth import rate_limits
 from fedplat_server.config import Limits
-from fedplat_server.errors import Code, RefusedError, UploadError
+from fedplat_server.errors import BlobMissingError, Code, RefusedError, UploadError
 from fedplat_server.rpc import validation
 from fedplat_server.storage import files
 from fedplat_server.storage.blobs import Blob, BlobStore
@@ -72,15 +72,17 @@ async def enforce_min_rate(messages: AsyncIterator[Message], limits: Limits) -> 
         yield message
 
 
-async def send(chunks: Chunks, path: Path, offset: int) -> AsyncIterator[bytes]:
+async def send(chunks: Chunks, blobs: BlobStore, digest: str, offset: int) -> AsyncIterator[bytes]:
     """Yield a model file from an offset on, as messages `Chunk`. Raises `RefusedError` if the offset is beyond it."""
-    try:
-        size_bytes = (await asyncio.to_thread(path.stat)).st_size
-    except FileNotFoundError as exc:
-        raise RefusedError(Code.NO_SUCH_MODEL) from exc
-    if offset > size_bytes:
-        raise RefusedError(Code.WRONG_OFFSET, f"the offset is {offset}, but the file has {size_bytes} bytes")
-    async with contextlib.aclosing(chunks.messages(path, offset, size_bytes)) as messages:
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            (path,) = await stack.enter_async_context(blobs.local(digest))
+            size_bytes = (await asyncio.to_thread(path.stat)).st_size
+        except (FileNotFoundError, BlobMissingError) as exc:
+            raise RefusedError(Code.NO_SUCH_MODEL) from exc
+        if offset > size_bytes:
+            raise RefusedError(Code.WRONG_OFFSET, f"the offset is {offset}, but the file has {size_bytes} bytes")
+        messages = await stack.enter_async_context(contextlib.aclosing(chunks.messages(path, offset, size_bytes)))
         async for message in messages:
             yield message
 

@@ -101,12 +101,12 @@ class InlineModels:
             return b""
         try:
             return await self._reads.get(model.digest, functools.partial(self._read, model.digest))
-        except OSError:  # the client downloads the model instead, and receives the error there
+        except (OSError, BlobError):  # the client downloads the model instead, and receives the error there
             return b""
 
     def _read(self, digest: str) -> bytes:
         try:
-            return self._blobs.path(digest).read_bytes()
-        except OSError as exc:
+            return self._blobs.fetch(digest).read_bytes()
+        except (OSError, BlobError) as exc:
             logs.get().error("a model could not be read", digest=digest, error=str(exc))
             raise

@@ -13,43 +13,63 @@ Without a stored change it removes only bytes that the client sends again or tha
 
 An upload may be resumed: its file grows until its bytes have the declared digest. The files of jobs with `durability =
 "spool"` are in one folder per attempt and outlive the process: an update is durable (`persist`) before its report is
-accepted. The files of jobs with `durability = "memory"` are in memory. `apply_changes` and `close` run on the event
-loop; all other methods block, and asyncio calls them in threads, several at once.
+accepted. The backend (`spool_backend`) says what durable means: the synced folder, or a copy in an object store. With a
+store the folder is only a cache of durable updates: `complete` gets what it lacks from the store. Partial uploads are
+in the folder alone. The files of jobs with `durability = "memory"` are in memory, and have no copies.
+
+`apply_changes`, `close` and `run_in_thread` run on the event loop; all other methods block, and threads call them,
+several at once. No lock is held while the backend works, which may take long.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import functools
 import hashlib
 import shutil
 import threading
+import uuid
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from fedplat import durable
 from fedplat.rounds import AssignmentId, AttemptKey, Change
 from fedplat.rounds.reporting import needs_update
 from fedplat_server import crash_points, logs
-from fedplat_server.errors import BlobError, SpoolError, UploadError
+from fedplat_server.errors import BlobError, UploadError
 from fedplat_server.storage import files
+from fedplat_server.storage.spool_backend import FolderBackend, SpoolBackend
 from fedplat_server.storage.spool_file import MemoryFile, OpenUpload, SpoolFile
+from fedplat_server.storage.spool_names import name_attempt, name_update, path_of
+
+PREFETCH_THREADS = 4
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class Spool:
     """The updates of all jobs, in a folder that is created if it does not exist.
 
-    Updates of jobs for which `in_memory(job_id)` returns True are in memory.
+    Updates of jobs for which `in_memory(job_id)` returns True are in memory. Without a `backend` the folder makes
+    updates durable.
     """
 
-    def __init__(self, folder: Path, in_memory: Callable[[str], bool] = lambda _: False) -> None:
+    def __init__(
+        self, folder: Path, in_memory: Callable[[str], bool] = lambda _: False, backend: SpoolBackend | None = None
+    ) -> None:
         self.folder = folder
         self._in_memory = in_memory
+        self._backend = backend or FolderBackend()
         self._lock = threading.Lock()  # taken before the lock of a file, never after
         self._needed: dict[AttemptKey, set[str]] = {}  # client ids; after `keep`, changed on the event loop only
         self._files: dict[AssignmentId, SpoolFile] = {}
         self._writers: dict[SpoolFile, OpenUpload] = {}
-        self._untrusted: set[AttemptKey] = set()
-        self._leftovers: dict[str, list[Path]] = {}  # files of an earlier process, by `_file_name`
+        self._fetching: dict[AssignmentId, threading.Lock] = {}  # taken before all other locks
+        self._to_fetch: deque[tuple[AssignmentId, str]] = deque()
+        self._leftovers: dict[str, list[Path]] = {}  # files of an earlier process, by `name_update`
         self._deletions: set[asyncio.Task[None]] = set()
         with files.translate_os_errors(f"making the folder {folder}", "updates"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -73,16 +93,19 @@ class Spool:
                 elif self._forget(each.id):
                     obsolete.append(each.id)
         if obsolete:
-            task = asyncio.create_task(self._delete_in_thread(obsolete), name="delete updates")
+            task = asyncio.create_task(self._delete_in_background(obsolete), name="delete updates")
             self._deletions.add(task)
             task.add_done_callback(self._deletions.discard)
 
     def keep(self, needed: Sequence[AssignmentId]) -> None:
-        """Expect these updates and delete all others. Only for the start, before any upload is opened."""
+        """Expect these updates and delete all others. Only for the start, before any upload is opened.
+
+        Raises `BlobError`, of which `BlobUnavailableError` may end by itself.
+        """
         self.expect(needed)
         names: dict[Path, set[str]] = {}
         for each in needed:
-            names.setdefault(self._folder(each.attempt), set()).add(_file_name(each))
+            names.setdefault(self._folder(each.attempt), set()).add(name_update(each))
         with self._lock, files.translate_os_errors("clearing the spool", "updates"), crash_points.step("spool.keep"):
             for path in self.folder.iterdir():
                 if path in names:
@@ -91,10 +114,27 @@ class Spool:
                     shutil.rmtree(path)
                 else:
                     path.unlink()
+        copies = self._backend.keep(needed)
+        if (threads := self._backend.threads) is not None:
+            num_copies = Counter(key for key, _ in copies)  # of two, only a report or the aggregation knows which
+            # So that the first fold need not wait for each in turn.
+            self._to_fetch.extend((key, digest) for key, digest in copies if num_copies[key] == 1)
+            for _ in range(PREFETCH_THREADS):
+                threads.submit(self._prefetch)
 
     async def close(self) -> None:
         """Wait for pending deletions."""
+        self._to_fetch.clear()
         await asyncio.gather(*self._deletions, return_exceptions=True)
+        self._backend.close()
+
+    async def run_in_thread(
+        self, key: AssignmentId, function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs
+    ) -> _T:
+        """Call a function that may `persist` or fetch this update, in a thread that may wait for the backend."""
+        threads = None if self._in_memory(key.attempt.job_id) else self._backend.threads
+        call = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(threads, call)
 
     # --- receiving ---
 
@@ -132,7 +172,18 @@ class Spool:
             return writer
 
     def complete(self, key: AssignmentId, digest: str) -> Path | None:
-        """Seal and return the file if it is complete, else return None. A sealed file does not change until deleted."""
+        """Seal and return the file if it is complete, else return None. A sealed file does not change until deleted.
+
+        An update that the folder lacks is fetched from the backend. Raises `BlobError`, of which `BlobUnavailableError`
+        may end by itself.
+        """
+        path = self._find_complete(key, digest, seal=True)
+        if path is None and self._backend.has_copy(key, digest):
+            self._fetch(key, digest)
+            path = self._find_complete(key, digest, seal=True)
+        return path
+
+    def _find_complete(self, key: AssignmentId, digest: str, *, seal: bool) -> Path | None:
         file = self._find(key, digest)
         if file is None:
             return None
@@ -140,18 +191,19 @@ class Spool:
             file.load()
             if file.gone or not file.is_complete():
                 return None
-            if (writer := self._writers.get(file)) is not None:
-                writer.fence()
-            file.sealed = True
+            if seal:
+                if (writer := self._writers.get(file)) is not None:
+                    writer.fence()
+                file.sealed = True
             return file.path
 
     def persist(self, key: AssignmentId, digest: str) -> int:
-        """Make a complete update durable against power failures, and return its size in bytes. Repetition is free.
+        """Make a complete update durable, and return its size in bytes. Repetition is free.
 
         A failed sync is never retried: the kernel may have dropped the data that it could not write, and would report
-        success. The update is discarded, to be sent again. Raises `UploadError` if the update is missing,
-        `BlobFullError` or `BlobError` if it cannot be written, and `SpoolError` if the attempt's folder cannot be
-        trusted.
+        success. The update is discarded, to be sent again; after any other failure it stays, to be reported again.
+        Raises `UploadError` if the update is missing, `BlobFullError`, `BlobUnavailableError` or `BlobError` if it
+        cannot be stored, and `SpoolError` if the attempt's folder cannot be trusted.
         """
         file = self._find(key, digest)
         if file is None:
@@ -160,13 +212,18 @@ class Spool:
             with file.lock, files.translate_os_errors("syncing an update", "updates"):
                 if file.gone:
                     raise UploadError("the update is missing; resume at 0")
-                if not file.durable:
-                    file.sync()
+                if file.durable:
+                    return file.received
+                file.sync()
         except BlobError:
             self.discard(key)
             raise
-        if not file.durable and not isinstance(file, MemoryFile):
-            self._sync_folder(key.attempt)
+        if not isinstance(file, MemoryFile):
+            try:
+                self._backend.make_durable(key, digest, file.path)
+            finally:
+                if not self._is_needed(key):  # it ended meanwhile: the deletion may have been faster than the copy
+                    self._backend.delete([key])
         file.durable = True
         return file.received
 
@@ -191,12 +248,13 @@ class Spool:
             del self._needed[key.attempt]
         return True
 
-    async def _delete_in_thread(self, obsolete: Sequence[AssignmentId]) -> None:
+    async def _delete_in_background(self, obsolete: Sequence[AssignmentId]) -> None:
         try:
             # Unlinking gigabytes must not block the event loop.
             await asyncio.to_thread(self._delete, obsolete)
         except BlobError as exc:  # harmless for the round; the next start clears the folder
             logs.get().error("updates could not be deleted", updates=len(obsolete), error=str(exc))
+        await asyncio.get_running_loop().run_in_executor(self._backend.threads, self._backend.delete, obsolete)
 
     def _delete(self, obsolete: Sequence[AssignmentId]) -> None:
         """Delete updates, and the folders of attempts that need no updates."""
@@ -208,7 +266,8 @@ class Spool:
                     self._remove_folder(attempt)
 
     def _remove(self, key: AssignmentId) -> None:
-        for path in self._leftovers.pop(_file_name(key), []):
+        self._fetching.pop(key, None)
+        for path in self._leftovers.pop(name_update(key), []):
             path.unlink(missing_ok=True)
         file = self._files.pop(key, None)
         if file is not None:
@@ -220,7 +279,7 @@ class Spool:
 
     def _remove_folder(self, attempt: AttemptKey) -> None:
         folder = self._folder(attempt)
-        self._untrusted.discard(attempt)
+        self._backend.forget(attempt)
         if folder.exists():
             with crash_points.step("spool.discard"):
                 shutil.rmtree(folder)
@@ -235,21 +294,50 @@ class Spool:
 
     # --- files ---
 
-    def _sync_folder(self, attempt: AttemptKey) -> None:
-        if attempt in self._untrusted:
-            raise SpoolError("an earlier sync of the attempt's folder failed")
+    def _fetch(self, key: AssignmentId, digest: str) -> None:
+        """Get an update from the backend, which the folder never had, or has lost or damaged."""
+        with self._lock:
+            fetching = self._fetching.setdefault(key, threading.Lock())
+        temporary = self.folder / f".{uuid.uuid4().hex}.tmp"  # the next start removes what a crash leaves
+        with fetching, files.translate_os_errors("fetching an update", "updates"):
+            if self._find_complete(key, digest, seal=False) is not None:
+                return
+            try:
+                self._backend.fetch(key, digest, temporary)
+                with temporary.open("rb") as file:
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                if found != digest:
+                    raise BlobError(f"the copy of an update has the digest {found}; expected {digest}")
+                with self._lock:
+                    self._adopt(key, digest, temporary)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+    def _adopt(self, key: AssignmentId, digest: str, path: Path) -> None:
+        """Move a fetched update into the folder. The caller holds the lock."""
+        earlier = self._files.get(key)
+        if not self._is_needed(key) or (earlier is not None and earlier.sealed):
+            return
+        self._remove(key)  # a part of an upload that began again, or another update that was never reported
+        self._make_folder(self._folder(key.attempt))
+        file = self._files[key] = SpoolFile(path.rename(path_of(self.folder, key, digest)), digest)
+        file.durable = True
+
+    def _prefetch(self) -> None:
+        """Fetch the updates that the start has found, one by one."""
         try:
-            with (
-                files.translate_os_errors("syncing the attempt's folder", "updates"),
-                crash_points.step("spool.folder_sync"),
-            ):
-                durable.sync(self._folder(attempt))
-        except BlobError as exc:
-            self._untrusted.add(attempt)
-            raise SpoolError(str(exc)) from exc
+            while True:
+                self._fetch(*self._to_fetch.popleft())  # not sealed: the client may send another update
+        except IndexError:
+            return
+        except BlobError as exc:  # they are fetched when they are needed
+            logs.get().warning("updates were not fetched yet", updates=len(self._to_fetch) + 1, error=str(exc))
+
+    def _is_needed(self, key: AssignmentId) -> bool:
+        return key.client_id in self._needed.get(key.attempt, ())
 
     def _folder(self, attempt: AttemptKey) -> Path:
-        return self.folder / _hash(attempt)
+        return self.folder / name_attempt(attempt)
 
     def _find(self, key: AssignmentId, digest: str) -> SpoolFile | None:
         with self._lock:
@@ -260,7 +348,7 @@ class Spool:
 
     def _replace(self, key: AssignmentId, digest: str) -> SpoolFile:
         with self._lock, files.translate_os_errors("opening an upload", "updates"):
-            if key.client_id not in self._needed.get(key.attempt, ()):
+            if not self._is_needed(key):
                 raise UploadError("the assignment has ended")
             earlier = self._files.get(key)
             if earlier is not None and earlier.digest == digest:
@@ -286,18 +374,3 @@ class Spool:
             except BaseException:
                 folder.rmdir()
                 raise
-
-
-def path_of(folder: Path, key: AssignmentId, digest: str) -> Path:
-    """Return the path of an update in the spool."""
-    return folder / _hash(key.attempt) / f"{_file_name(key)}-{digest}"
-
-
-def _file_name(key: AssignmentId) -> str:
-    """Return the beginning of the name of an update's file, which its digest follows."""
-    return _hash((*key.attempt, key.client_id))
-
-
-def _hash(names: tuple[object, ...]) -> str:
-    # Ids may contain anything that callers send; a hash is always a valid file name.
-    return hashlib.sha256("\n".join(map(str, names)).encode()).hexdigest()

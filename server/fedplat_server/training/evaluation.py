@@ -28,7 +28,7 @@ from fedplat.job import JobSpec
 from fedplat.model import Parameters
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat_server import logs
-from fedplat_server.errors import StoreError, StoreUnavailableError
+from fedplat_server.errors import BlobError, StoreError, StoreUnavailableError
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.workers.messages import EvaluateReply
 
@@ -224,6 +224,8 @@ class EvaluationScheduler:
                 log.error("the evaluator failed; the version has no score", **metrics._asdict())
                 return
             await self._store(pending, metrics)
+        except BlobError as exc:
+            log.error("a version could not be read; it has no score", error=str(exc))
         except StoreError as exc:
             log.error("the score of a version could not be stored", error=str(exc))
         except BrokenProcessPool:
@@ -236,12 +238,12 @@ class EvaluationScheduler:
             log.info("a version was scored", metrics=metrics)
 
     async def _compute(self, pending: _PendingScore) -> dict[str, float] | Failure:
-        path = self._blobs.path(pending.version.digest)
-        if pending.name in self._references:
-            reference, rule = self._references[pending.name], pending.spec.aggregation
-            return await self._process.run(reference, path, rule, self._timeout_s)
-        assert self._trainers is not None
-        reply = await asyncio.wait_for(self._trainers.score(pending.name, path, pending.spec), self._timeout_s)
+        async with self._blobs.local(pending.version.digest) as (path,):
+            if pending.name in self._references:
+                reference, rule = self._references[pending.name], pending.spec.aggregation
+                return await self._process.run(reference, path, rule, self._timeout_s)
+            assert self._trainers is not None
+            reply = await asyncio.wait_for(self._trainers.score(pending.name, path, pending.spec), self._timeout_s)
         return Failure(reply.error, "") if reply.error else reply.metrics
 
     async def _store(self, pending: _PendingScore, metrics: Mapping[str, float]) -> None:

@@ -156,7 +156,8 @@ class ServerTraining:
         )
         progress: list[TrainProgress] = []
         try:
-            reply, blob = await self._train(request, f"warm start of {job.job_id}", job.spec.pool, progress.append)
+            async with self._blobs.local(job.latest.digest):
+                reply, blob = await self._train(request, f"warm start of {job.job_id}", job.spec.pool, progress.append)
         except PoolWorkError:
             if not progress:  # the checkpoint may be unusable, if the trainer has other data now
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
@@ -190,7 +191,8 @@ class ServerTraining:
             plugins=select_references(self._plugins, job.plugins),
         )
         try:
-            _, blob = await self._train(request, f"server step of {job.job_id} round {round_}", job.spec.pool)
+            async with self._blobs.local(job.latest.digest):
+                _, blob = await self._train(request, f"server step of {job.job_id} round {round_}", job.spec.pool)
         except FedplatError as exc:
             raise PoolWorkError(f"the server step failed: {_in_one_line(exc)}") from exc
         return structs.replace(version, digest=blob.digest, size_bytes=blob.size_bytes)

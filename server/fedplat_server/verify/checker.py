@@ -9,8 +9,14 @@ from pathlib import Path
 
 from fedplat.rounds.invariants import attempts
 from fedplat.rounds.invariants.records import Location, StoredAttempt, StoredJob, StrayHistory
+from fedplat_server.storage.blob_stores import BlobPlace
 from fedplat_server.verify import checks, files, inspection, spool
 from fedplat_server.verify.records import AuditPart, Finding, Report, Unit
+
+_REMOVED = {
+    False: "the next start of the daemon removes them",
+    True: "the daemon removes them when they are an hour old",
+}
 
 
 def _no_progress(done: int, total: int) -> None:
@@ -18,16 +24,25 @@ def _no_progress(done: int, total: int) -> None:
 
 
 async def verify(
-    database: str, data_dir: Path, progress: files.Progress = _no_progress, *, live: bool = False
+    database: str,
+    data_dir: Path,
+    progress: files.Progress = _no_progress,
+    *,
+    live: bool = False,
+    blobs: BlobPlace | None = None,
+    uploads: str = "",
 ) -> Report:
     """Check the database and its files. A daemon may be running; with `live` one is running.
 
-    Raises the errors of `open_store` if the database cannot be read. `progress` is called from a thread.
+    Without `blobs` they are in the data folder. `uploads` is the daemons' `--spool`: a folder, the URL of an object
+    store, or "" for the default folder. `progress` is called from a thread. Raises the errors of `open_store` if the
+    database cannot be read, and `BlobError` if the blobs or the updates cannot be listed.
     """
-    blob_dir, upload_dir = data_dir / "blobs", data_dir / "uploads"
+    place, updates = blobs or BlobPlace(data_dir), spool.open_place(data_dir, uploads)
+    stored = files.stored_blobs(place)
     # First, so that the files of a version that a running daemon commits meanwhile are not reported as orphans.
-    folder = await asyncio.to_thread(files.list_blobs, blob_dir)
-    uploaded = await asyncio.to_thread(spool.list_files, upload_dir)
+    folder = await asyncio.to_thread(stored.list)
+    await asyncio.to_thread(updates.list_updates)
     report, needed, spooled = Report(), dict[str, files.ReferencedFiles](), spool.ExpectedUpdates()
     num_overdue = 0
     now = time.time()
@@ -40,8 +55,8 @@ async def verify(
                 _add_references(needed, unit)
             if isinstance(unit, StoredAttempt) and not live:
                 num_overdue += len(list(attempts.overdue(unit)))
-    report.findings.extend(await _check_blobs(database, blob_dir, needed, progress))
-    report.findings.extend(await _check_updates(database, upload_dir, spooled))
+    report.findings.extend(await _check_blobs(database, stored, needed, progress))
+    report.findings.extend(await _check_updates(database, updates, spooled))
     report.checked |= {"updates": len(spooled.reported)} | {
         "blobs": len(needed),
         "bytes": sum(folder.sizes.get(digest, 0) for digest in needed),
@@ -50,16 +65,16 @@ async def verify(
         report.notes.append(f"{num_overdue} assignments are open after their deadline; a running daemon ends them")
     orphans = len(folder.sizes.keys() - needed)
     if orphans:
-        report.notes.append(f"{orphans} blobs belong to no version; the next start of the daemon removes them")
-    report.notes.extend(f"the file {path} in {blob_dir} is not a blob" for path in folder.unknown)
-    report.notes.extend(await asyncio.to_thread(lambda: list(spooled.notes(upload_dir, uploaded))))
+        report.notes.append(f"{orphans} blobs belong to no version; {_REMOVED[place.is_remote]}")
+    report.notes.extend(f"the file {path} in {place.folder} is not a blob" for path in folder.unknown)
+    report.notes.extend(await asyncio.to_thread(lambda: list(updates.notes(spooled))))
     return report
 
 
 async def _check_blobs(
-    database: str, folder: Path, needed: Mapping[str, files.ReferencedFiles], progress: files.Progress
+    database: str, stored: files.StoredBlobs, needed: Mapping[str, files.ReferencedFiles], progress: files.Progress
 ) -> list[Finding]:
-    findings = await asyncio.to_thread(lambda: dict(files.blobs(folder, needed, progress)))
+    findings = await asyncio.to_thread(lambda: dict(files.blobs(stored, needed, progress)))
     if not findings:
         return []
     # A running daemon may have removed the blobs meanwhile.
@@ -71,8 +86,8 @@ async def _check_blobs(
     return [finding for digest, finding in findings.items() if digest in still_needed]
 
 
-async def _check_updates(database: str, folder: Path, spooled: spool.ExpectedUpdates) -> list[Finding]:
-    findings = await asyncio.to_thread(lambda: dict(files.check_spool(folder, spooled.reported)))
+async def _check_updates(database: str, place: spool.SpoolPlace, spooled: spool.ExpectedUpdates) -> list[Finding]:
+    findings = await asyncio.to_thread(lambda: dict(place.check(spooled.reported)))
     if not findings:
         return []
     # A running daemon may have merged and removed the updates meanwhile.

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
+
+from typing_extensions import override
 
 from fedplat.rounds import AssignmentId
 from fedplat.rounds.invariants.records import Location
-from fedplat_server.storage import files, spool
+from fedplat_server.storage import blob_objects, files, ownership, spool_names
+from fedplat_server.storage.blob_stores import BlobPlace
+from fedplat_server.storage.object_store import ObjectStore
 from fedplat_server.verify.records import Finding
 
 LOST_BLOB = "Copy the file back from a backup of the blobs; without it this version is lost."
@@ -38,6 +44,67 @@ class DataFolder:
     unknown: tuple[Path, ...]
 
 
+class StoredBlobs(Protocol):
+    """The blobs that are checked."""
+
+    @abstractmethod
+    def list(self) -> DataFolder:
+        """Return what is there."""
+
+    @abstractmethod
+    def check(self, digest: str, needed: ReferencedFiles) -> tuple[str, str] | None:
+        """Return what was found and what was expected, or None if a blob is correct."""
+
+
+class FolderBlobs(StoredBlobs):
+    """The blobs in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @override
+    def list(self) -> DataFolder:
+        return list_blobs(self._folder)
+
+    @override
+    def check(self, digest: str, needed: ReferencedFiles) -> tuple[str, str] | None:
+        return _check_file(path_of(self._folder, digest), digest, needed)
+
+
+class ObjectBlobs(StoredBlobs):
+    """The blobs in an object store: they are read from there, not from the local copies."""
+
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
+
+    @override
+    def list(self) -> DataFolder:
+        return DataFolder(
+            {digest: stored.size_bytes for digest, stored in blob_objects.list_objects(self._objects)}, ()
+        )
+
+    @override
+    def check(self, digest: str, needed: ReferencedFiles) -> tuple[str, str] | None:
+        if not files.is_digest(digest):
+            return f"is named {digest[:100]!r}", "a SHA-256 in hexadecimal digits"
+        name = blob_objects.name_of(digest)
+        if (stored := self._objects.head(name)) is None:
+            return "is not there", f"the object {self._objects.url}/{name}"
+        if needed.size_bytes is not None and stored.size_bytes != needed.size_bytes:
+            return f"has {stored.size_bytes} bytes", f"{needed.size_bytes} bytes"
+        found = hashlib.sha256()
+        for part in self._objects.read_parts(name, stored.size_bytes):
+            found.update(part)
+        if found.hexdigest() == digest:
+            return None
+        return f"has the digest {found.hexdigest()}", f"{digest}, the digest of its name"
+
+
+def stored_blobs(place: BlobPlace) -> StoredBlobs:
+    """Return the blobs at a place. Raises `ConfigError`."""
+    return ObjectBlobs(place.open_objects()) if place.is_remote else FolderBlobs(place.folder)
+
+
 def list_blobs(folder: Path) -> DataFolder:
     """Return the files in the folder, without those that are removed meanwhile."""
     sizes: dict[str, int] = {}
@@ -50,7 +117,7 @@ def list_blobs(folder: Path) -> DataFolder:
                 continue
             if path == path_of(folder, path.name) and files.is_digest(path.name):
                 sizes[path.name] = size_bytes
-            else:
+            elif path != folder / ownership.NAME:
                 unknown.append(path.relative_to(folder))
     return DataFolder(sizes, tuple(unknown))
 
@@ -60,12 +127,14 @@ def path_of(folder: Path, digest: str) -> Path:
     return folder / digest[:2] / digest[2:4] / digest
 
 
-def blobs(folder: Path, needed: Mapping[str, ReferencedFiles], progress: Progress) -> Iterator[tuple[str, Finding]]:
+def blobs(
+    stored: StoredBlobs, needed: Mapping[str, ReferencedFiles], progress: Progress
+) -> Iterator[tuple[str, Finding]]:
     """Check I2: every referenced blob exists with its size and the digest of its name. Yields findings by digest."""
     total = sum(reference.size_bytes or 0 for reference in needed.values())
     done = 0
     for digest, reference in needed.items():
-        problem = _check_file(path_of(folder, digest), digest, reference)
+        problem = stored.check(digest, reference)
         if problem is not None:
             found, expected = problem
             yield digest, Finding("I2", "blobs", reference.place, f"{reference.what} {found}", expected, LOST_BLOB)
@@ -77,7 +146,9 @@ def check_spool(folder: Path, needed: Mapping[AssignmentId, str]) -> Iterator[tu
     """Check I3: every acknowledged update that is not merged yet is in the spool, with the reported digest."""
     for key, digest in needed.items():
         place = Location(*key.attempt, key.client_id)
-        problem = _check_file(spool.path_of(folder, key, digest), digest, ReferencedFiles(place, "its update", None))
+        problem = _check_file(
+            spool_names.path_of(folder, key, digest), digest, ReferencedFiles(place, "its update", None)
+        )
         if problem is not None:
             yield key, Finding("I3", "spooled", place, f"its update {problem[0]}", problem[1], LOST_UPDATE)
 

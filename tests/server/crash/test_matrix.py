@@ -107,9 +107,14 @@ RETENTION = [point for point in POINTS if point.startswith("retention.")]
 """These are in test_retention.py: versions that are not kept cannot be recomputed."""
 DELIVERY = [point for point in POINTS if point.startswith("delivery.")]
 """These are in test_deliveries.py: without a webhook they are not reached."""
+OBJECTS = [point for point in POINTS if point.startswith("object.")]
+"""These are in test_object_store.py: models in a folder do not reach them."""
+STORED_UPDATES = [point for point in POINTS if point.startswith("spool_store.")]
+"""These are in test_object_spool.py: a spool in a folder does not reach them."""
+OTHERS = {*BEFORE_THERE_IS_A_SERVER, *RETENTION, *DELIVERY, *OBJECTS, *STORED_UPDATES}
 
 
-@pytest.mark.parametrize("point", [one for one in POINTS if one not in BEFORE_THERE_IS_A_SERVER + RETENTION + DELIVERY])
+@pytest.mark.parametrize("point", [one for one in POINTS if one not in OTHERS])
 async def test_killed_at_every_point(world: World, point: str) -> None:
     play = ELSEWHERE.get(point, training)
     await play(world, point)

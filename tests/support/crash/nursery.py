@@ -39,6 +39,9 @@ class Order:
     log: Path
     evaluators: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     webhook_networks: tuple[str, ...] = ()
+    blobs: str = ""
+    spool: str = ""
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     upgrade: bool = False
     crash_at: str = ""
 

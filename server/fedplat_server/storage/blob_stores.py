@@ -1,0 +1,84 @@
+"""The blobs of a data folder: which store a setting names, and its first minute with a database."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from fedplat_server.config import DEFAULT_CACHE_BYTES, ServerConfig
+from fedplat_server.errors import BlobError, ConfigError
+from fedplat_server.instruments import Instruments
+from fedplat_server.storage import object_store
+from fedplat_server.storage.blob_cache import BlobCache
+from fedplat_server.storage.blob_folder import BlobFolder, path_of
+from fedplat_server.storage.blob_objects import BlobObjects
+from fedplat_server.storage.blobs import BlobStore
+from fedplat_server.storage.object_store import ObjectStore
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlobPlace:
+    """Where blobs are: `url` is that of an object store, a folder, or "" for a folder in the data folder."""
+
+    data_dir: Path
+    url: str = ""
+    cache_bytes: int = DEFAULT_CACHE_BYTES
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> BlobPlace:
+        """Return the place of a daemon's blobs."""
+        return cls(config.data_dir, config.blobs, config.blob_cache_bytes)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the blobs, if they are in one."""
+        return Path(self.url) if self.url else self.data_dir / "blobs"
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the blobs are in an object store."""
+        return object_store.is_url(self.url)
+
+    def check(self) -> None:
+        """Raise `ConfigError` if the URL cannot be used, or its library is not installed."""
+        if self.is_remote:
+            self.open_objects()
+        elif "://" in self.url:
+            raise ConfigError(f"--blobs {self.url[:200]}: expected a folder, or {object_store.EXPECTED}")
+
+    def open_objects(self) -> ObjectStore:
+        """Return the object store. Raises `ConfigError` if its URL cannot be used."""
+        return ObjectStore(self.url)
+
+    def open(self, instruments: Instruments | None = None) -> BlobStore:
+        """Return the blobs. Raises `ConfigError` or `BlobError` if they cannot be used."""
+        if not self.is_remote:
+            self.check()
+            made = instruments or Instruments()
+            return BlobStore(self.folder, made, BlobFolder(self.folder, made, is_claimed=bool(self.url)))
+        cache = BlobCache(self.data_dir / "blob-cache", self.cache_bytes)
+        backend = BlobObjects(self.open_objects(), cache, instruments or Instruments())
+        return BlobStore(cache.folder, instruments, backend)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reconciled:
+    """What the start found: blobs that were removed, copied from the data folder, or are missing."""
+
+    removed: int
+    copied: int
+    missing: frozenset[str]
+
+
+def reconcile(blobs: BlobStore, place: BlobPlace, referenced: frozenset[str]) -> Reconciled:
+    """Remove what a crash left, and copy blobs that are only in the data folder, where they were before `--blobs`."""
+    removed = blobs.remove_orphans(referenced)
+    missing = referenced - blobs.all_digests()
+    former = place.data_dir / "blobs"
+    found = {digest for digest in missing if place.url and path_of(former, digest).is_file()}
+    for digest in sorted(found):
+        copied = blobs.put_file(path_of(former, digest))
+        blobs.settle([copied.digest])
+        if copied.digest != digest:
+            raise BlobError(f"the blob {path_of(former, digest)} is damaged: its digest is {copied.digest}")
+    return Reconciled(removed, len(found), missing - found)
