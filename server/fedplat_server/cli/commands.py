@@ -26,6 +26,7 @@ from fedplat_server.cli import workers as pool_commands
 from fedplat_server.cli.options import (
     DEFAULT_DATA_DIR,
     DEFAULT_LISTEN,
+    BlobCacheMib,
     Blobs,
     Database,
     DataDir,
@@ -86,12 +87,7 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     data_dir: DataDir = DEFAULT_DATA_DIR,
     database: Database = None,
     blobs: Blobs = "",
-    blob_cache_mib: Annotated[
-        int,
-        typer.Option(
-            min=1, metavar="MIB", help="Local copies of models that are in an object store, in MiB, in DATA_DIR."
-        ),
-    ] = DEFAULT_CACHE_BYTES >> 20,
+    blob_cache_mib: BlobCacheMib = DEFAULT_CACHE_BYTES >> 20,
     spool: Spool = "",
     tls_certificate: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Server certificate chain (PEM). Default: that in DATA_DIR/pki.")

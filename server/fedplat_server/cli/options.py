@@ -82,6 +82,12 @@ Spool = Annotated[
         "--blobs, from which a daemon on another host continues the round. Default: DATA_DIR/uploads.",
     ),
 ]
+BlobCacheMib = Annotated[
+    int,
+    typer.Option(
+        min=1, metavar="MIB", help="Limit of the copies in DATA_DIR of models that are in an object store, in MiB."
+    ),
+]
 DEFAULT_DATA_DIR = Path("fedplat-data")
 DEFAULT_LISTEN = "127.0.0.1:7443"
 

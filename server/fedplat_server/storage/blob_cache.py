@@ -49,7 +49,11 @@ class BlobCache:
         self._fetches: dict[str, threading.Lock] = {}
         with files.translate_os_errors(f"reading the folder {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
-            found = [(path.stat(), path.name) for path in files.list_files(folder) if path == self._find(path.name)]
+            found: list[tuple[os.stat_result, str]] = []
+            for path in files.list_files(folder):
+                if path == self._find(path.name):
+                    with contextlib.suppress(FileNotFoundError):  # another daemon of this host may use the folder
+                        found.append((path.stat(), path.name))
         for status, digest in sorted(found, key=lambda one: one[0].st_mtime):
             self._copies[digest] = _Copy(status.st_size, clock() - GRACE_S, is_verified=False)
         self._evict()

@@ -8,6 +8,7 @@ up to the store.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -41,6 +42,7 @@ class BlobObjects(BlobBackend):
         self._put_duration = durations.labels("put", store)
         self._get_duration = durations.labels("get", store)
         self._delete_duration = durations.labels("delete", store)
+        self._written: dict[str, float] = {}
 
     @override
     def claim(self, database_id: str) -> None:
@@ -88,6 +90,7 @@ class BlobObjects(BlobBackend):
     def move_in(self, source: Path, digest: str, unsettled: UnsettledBlobs) -> None:
         unsettled.add(digest)
         unsettled.wait_until_removed(digest)
+        self._written[digest] = time.monotonic()
         with self._put_duration.time(), crash_points.step("object.put"):
             self.objects.put_file(name_of(digest), source)
         with crash_points.step("object.cache"):
@@ -114,10 +117,15 @@ class BlobObjects(BlobBackend):
 
     @override
     def sweep(self, digests: Collection[str], older_than_s: float, unsettled: UnsettledBlobs) -> int:
+        # Most are too young, since retention looks at them as soon as the next version is there: do not ask for these.
+        until_s = time.monotonic() - MIN_AGE_S
+        young = {digest: at for digest, at in self._written.copy().items() if at > until_s}
+        self._written = young  # a write that is forgotten meanwhile is only looked up in the store
+        digests = [digest for digest in sorted(digests) if digest not in young]
         if not digests:
             return 0
         size_bytes, until = 0, self._now() - max(older_than_s, MIN_AGE_S)
-        for digest in sorted(digests):
+        for digest in digests:
             with unsettled.removing(digest) as may_remove:
                 if not may_remove:
                     continue

@@ -27,6 +27,9 @@ from fedplat_server.storage.blob_backend import BlobBackend, UnsettledBlobs
 from fedplat_server.storage.blob_folder import TEMPORARY, BlobFolder, remove_on_error, remove_temporary, temporary
 from fedplat_server.storage.blob_writer import Blob, BlobWriter, create_hashed
 
+_NUM_FETCHES = 4
+"""The number of blobs that are fetched at the same time."""
+
 
 class BlobStore:
     """The blobs of a database. Files that are not blobs yet are in `folder`, which is created if it does not exist.
@@ -46,6 +49,8 @@ class BlobStore:
         self._sync_duration = instruments.blob_duration.labels("fsync", "folder")
         self.made: list[str] = []
         self._unsettled = UnsettledBlobs()
+        self._fetches: dict[str, asyncio.Future[Path]] = {}
+        self._threads = ThreadPoolExecutor(_NUM_FETCHES, "fetch blobs")
         with files.translate_os_errors(f"making the folder {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -90,8 +95,27 @@ class BlobStore:
         with self._backend.hold(digests):
             for digest in digests:
                 if digest and not self._backend.is_local(digest):
-                    await asyncio.to_thread(self._backend.fetch, digest)
+                    await asyncio.shield(self._begin_fetch(digest))  # others may wait for it too
             yield [self._backend.path(digest) if digest else Path() for digest in digests]
+
+    def _begin_fetch(self, digest: str) -> asyncio.Future[Path]:
+        """Return the fetch of a blob that is in progress, or start it.
+
+        In threads of its own: a cohort that waits for a large model, or a store that is slow, must not use up those of
+        asyncio, which receive updates.
+        """
+
+        def forget(done: asyncio.Future[Path]) -> None:
+            del self._fetches[digest]
+            if not done.cancelled():
+                done.exception()  # read, also if all callers have left
+
+        fetch = self._fetches.get(digest)
+        if fetch is None:
+            loop = asyncio.get_running_loop()
+            fetch = self._fetches[digest] = loop.run_in_executor(self._threads, self._backend.fetch, digest)
+            fetch.add_done_callback(forget)
+        return fetch
 
     @contextlib.contextmanager
     def writer(self) -> Generator[BlobWriter]:

@@ -245,9 +245,10 @@ class ObjectStore:
         if isinstance(exc, FileNotFoundError):
             return BlobMissingError(f"{what}: there is no such object")
         if not status or status >= "500":
-            reason = answer if status else _first_line(exc)
+            reason = answer if status else _first_line(exc).rpartition(" - ")[2]
+            hint = "AWS_ENDPOINT_URL, " if self.scheme == "s3" else ""
             return BlobUnavailableError(
-                f"{what}: the store does not answer ({reason}); check its address and its state"
+                f"{what}: the store does not answer ({reason}); check {hint}the network and the state of the store"
             )
         return BlobError(f"{what}: {answer}")
 
