@@ -119,6 +119,7 @@ class ServerConfig(msgspec.Struct, frozen=True):
     `webhook_networks`: the networks that webhooks may reach although their addresses are not public.
     `trusted_proxies`: the networks of proxies whose `x-forwarded-for` header is trusted to name the caller.
     At `dashboard_listen` (`host:port`; empty: disabled) a child process serves the pages for browsers.
+    At `health_listen` (`host:port`; empty: disabled) it serves only gRPC's health service, without TLS, for probes.
     A connection that is `connection_age_s` old accepts no new calls; open ones may last twice the longest poll.
     At `metrics_listen` (`host:port`; empty: disabled) it serves metrics for Prometheus, which include those of jobs
     that have a name in `job_metrics`.
@@ -167,6 +168,7 @@ class ServerConfig(msgspec.Struct, frozen=True):
     blobs: str = ""
     blob_cache_bytes: int = DEFAULT_CACHE_BYTES
     spool: str = ""
+    health_listen: str = ""
 
     @property
     def upload_dir(self) -> Path:

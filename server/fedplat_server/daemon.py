@@ -94,6 +94,7 @@ class Daemon:
                 endpoint = serving.Endpoint(config, self._utc_now, self.metrics.instruments, self._tracing)
                 self.port, self.mtls_port = endpoint.port, endpoint.mtls_port
                 stack.push_async_callback(endpoint.stop, 0)
+                await endpoint.start_probes()
                 await stack.enter_async_context(self.metrics.serve(endpoint.certificates))
                 watch = asyncio.create_task(self._watch(endpoint.certificates), name="certificates")
                 stack.push_async_callback(_cancel, watch)
@@ -193,7 +194,8 @@ class Daemon:
         if not self.started.is_set():
             await endpoint.start()
             self.started.set()
-            ports = {"port": self.port} | ({"mtls_port": self.mtls_port} if self.mtls_port else {})
+            ports = {"port": endpoint.port, "mtls_port": endpoint.mtls_port, "health_port": endpoint.health_port}
+            ports = {name: port for name, port in ports.items() if port}
             logs.get().info("the server is ready", **ports, data_dir=str(self._config.data_dir))
 
     async def _wait_unless_stopped(self, result: Awaitable[_T], *guards: asyncio.Task[None]) -> _T | None:

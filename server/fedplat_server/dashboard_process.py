@@ -26,6 +26,8 @@ from fedplat_server.errors import ConfigError
 MODULE = "fedplat.dashboard.child"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Pauses before the process is started again: each is twice as long, until it has run for `LONGEST_PAUSE_S`."""
+_SECRET_VARIABLES = ("FEDPLAT_", "PG", "AWS_", "AZURE_", "GOOGLE_")
+"""The beginnings of names of variables that may have a password, a token or a key."""
 STOP_S = 2.0
 """Time for the process to end by itself before it is killed."""
 
@@ -139,8 +141,8 @@ async def _run_once(options: DashboardOptions) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables of the process: not those that may have a password or a token."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("FEDPLAT_", "PG"))}
+    """Return the variables of the process: not those that may have a password, a token or a key."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_SECRET_VARIABLES)}
 
 
 async def _stop(process: Process) -> None:

@@ -63,4 +63,5 @@ def test_without_tls_it_uses_loopback() -> None:
 def test_the_process_gets_no_variable_with_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDPLAT_DATABASE", "postgresql://user:hunter2@db/fedplat")
     monkeypatch.setenv("PGPASSWORD", "hunter2")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
     assert "hunter2" not in str(dashboard_process._environment())  # pyright: ignore[reportPrivateUsage]

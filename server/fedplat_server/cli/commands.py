@@ -198,6 +198,15 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
             "Default: loss and accuracy.",
         ),
     ] = None,
+    health: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            envvar="FEDPLAT_HEALTH",
+            help="Address that serves only gRPC's health service, without TLS, for the probes of Kubernetes. "
+            "Default: disabled.",
+        ),
+    ] = "",
     grace_s: Annotated[
         float, typer.Option(min=0.0, metavar="SECONDS", help="Time limit for draining after SIGTERM.")
     ] = 10.0,
@@ -215,7 +224,12 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
 ) -> None:
     """Run the daemon until SIGTERM or Ctrl-C."""
     host = parse_host(listen, "--listen")
-    for address, option in ((mtls_listen, "--mtls-listen"), (advertise, "--advertise"), (metrics, "--metrics")):
+    for address, option in (
+        (mtls_listen, "--mtls-listen"),
+        (advertise, "--advertise"),
+        (metrics, "--metrics"),
+        (health, "--health"),
+    ):
         if address:
             parse_host(address, option)
     if not 0.3 <= lease_s <= 3600.0:
@@ -265,6 +279,7 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         blobs=place.url,
         blob_cache_bytes=place.cache_bytes,
         spool=parse_spool(spool),
+        health_listen=health,
     )
     if config.is_shared and not advertise and host in ANY_HOST:
         raise ConfigError(

@@ -139,7 +139,7 @@ class Endpoint:
     """The ports of this daemon, for its whole lifetime; `router` routes their calls to the current leader.
 
     The second port, `mtls_port` (0: none), requires client certificates: gRPC for Python cannot make them optional on
-    one port. `peers` reads these certificates, `issuer` signs them.
+    one port. `peers` reads these certificates, `issuer` signs them. `health_port` (0: none) serves probes without TLS.
     """
 
     def __init__(
@@ -151,6 +151,8 @@ class Endpoint:
     ) -> None:
         """Bind the ports. Callers wait until `start`. Raises `ConfigError` if a port is unavailable."""
         self.tracing = tracing
+        self._instruments = instruments
+        self.health_port = 0
         self.router = Router(_SERVICES)
         self.reads = Reads(config.limits)
         self.certificates = Certificates(config.tls) if config.tls is not None else None
@@ -170,6 +172,7 @@ class Endpoint:
             servicer = cast(Any, reflection).aio.ReflectionServicer(names)
             reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, collector)
         self._server.add_generic_rpc_handlers((self.router, _PublicServices(collector, self.reads, origins)))
+        self._probes = self._probe_server(config.health_listen, origins)
         self._join = lambda: None
         if config.share_port:
             self.port = self._share(config)
@@ -184,15 +187,24 @@ class Endpoint:
             self.issuer = CertificateIssuer(folder.authority_in_use, now=utc_now)
 
     def _bind(self, address: str, option: str, credentials: grpc.ServerCredentials | None) -> int:
-        try:
-            if credentials is None:
-                return self._server.add_insecure_port(address)
-            return self._server.add_secure_port(address, credentials)
-        except RuntimeError as exc:
-            raise ConfigError(
-                f"cannot listen on {address}: the port is taken or the address is not this machine's; "
-                f"choose another with {option} HOST:PORT"
-            ) from exc
+        return _bind(self._server, address, option, credentials)
+
+    def _probe_server(self, address: str, origins: Origins) -> aio.Server | None:
+        """Return a server for the health service alone, without TLS, which probes of Kubernetes cannot use.
+
+        None without an address.
+        """
+        if not address:
+            return None
+        collector = cast(Any, Collector())
+        health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, collector)
+        server = aio.server(
+            handlers=[_PublicServices(collector, self.reads, origins)],
+            interceptors=(ErrorInterceptor(self._instruments, None),),
+            options=(*OPTIONS, ("grpc.so_reuseport", 0)),
+        )
+        self.health_port = _bind(server, address, "--health", None)
+        return server
 
     def _credentials(self) -> grpc.ServerCredentials | None:
         return self.certificates.credentials() if self.certificates is not None else None
@@ -213,6 +225,12 @@ class Endpoint:
         self._join = join
         return int(config.listen.rpartition(":")[2])
 
+    async def start_probes(self) -> None:
+        """Report on the port for probes that this daemon is alive, and not ready yet."""
+        if self._probes is not None:
+            await self.health.start()
+            await self._probes.start()
+
     async def start(self) -> None:
         """Start serving calls."""
         self._join()
@@ -222,3 +240,17 @@ class Endpoint:
     async def stop(self, grace_s: float) -> None:
         """Stop serving; cancel calls that are still open after `grace_s`."""
         await self._server.stop(grace_s)
+        if self._probes is not None:
+            await self._probes.stop(0)
+
+
+def _bind(server: aio.Server, address: str, option: str, credentials: grpc.ServerCredentials | None) -> int:
+    try:
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
+    except RuntimeError as exc:
+        raise ConfigError(
+            f"cannot listen on {address}: the port is taken or the address is not this machine's; "
+            f"choose another with {option} HOST:PORT"
+        ) from exc
