@@ -27,6 +27,7 @@ from fedplat.cli.session import (
 from fedplat.cli.submission import Submission, load, submit
 from fedplat.errors import FedplatError, JobFileError
 from fedplat.job import warnings
+from fedplat.simulation.scenario import schema as job_schema
 from fedplat.wire.v1 import admin_pb2
 
 app = typer.Typer(no_args_is_help=True, help="Submit, follow and control jobs.", rich_markup_mode=None)
@@ -112,6 +113,12 @@ def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = 
             f"its model has {len(schema.tensors)} tensors ({formats.size(schema.file_size_bytes)})"
         )
         _warn(output, submission)
+
+
+@app.command("schema")
+def print_schema() -> None:
+    """Print the JSON Schema of job files, for editors: begin a file with `#:schema ./job.schema.json`."""
+    typer.echo(job_schema.format_schema(), nl=False)
 
 
 app.command("list", cls=WatchableCommand)(job_lists.list_jobs)

@@ -14,6 +14,7 @@ import typer
 
 from fedplat.cli.output import Output
 from fedplat.cli.session import WRONG_USAGE, JsonOption, reporting
+from fedplat.simulation.scenario import schema
 from fedplat.texts import NAME_PATTERN
 from fedplat.toml import suggest
 
@@ -67,7 +68,8 @@ def create(folder: Path, name: str, template: str) -> list[str]:
             text = text.replace(key, value)
         written.append(_RENAMED.get(file.name, file.name))
         (folder / written[-1]).write_text(text, "utf-8")
-    return sorted(written)
+    (folder / schema.FILE_NAME).write_text(schema.format_schema(), "utf-8")
+    return sorted([*written, schema.FILE_NAME])
 
 
 def _find_mistake(folder: Path, name: str, template: str) -> str:

@@ -24,6 +24,7 @@ FILES = {
     "README.md",
     "client.py",
     "data.py",
+    "job.schema.json",
     "job.toml",
     "model.py",
     "requirements.txt",
