@@ -20,7 +20,7 @@ BENCHMARKS := \
 	both_ways.py \
 	papers/private_utility.py
 
-.PHONY: all demo private warm-start test test-slow test-all faults faults-page hostile fuzz flower soak soak-attackers check format proto bench bench-peers references papers papers-page bench-page job-reference metrics-page manifests clean
+.PHONY: all demo private warm-start test test-slow test-all faults faults-page hostile fuzz flower soak soak-attackers check format proto bench bench-peers references papers papers-page bench-page job-reference metrics-page job-schema manifests dist compat docs images clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
@@ -84,6 +84,9 @@ proto: $(STAMP) ## regenerate the stubs in fedplat/wire/v1
 		--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc --python_out=. --grpc_python_out=. \
 		--mypy_out=. --mypy_grpc_out=. proto/fedplat/wire/v1/*.proto
 
+dist: $(STAMP) ## build the wheels and sdists into dist/, and test them in empty environments; downloads wheels once
+	$(BIN)/python tests/distributions/run.py $(if $(TAG),--tag $(TAG))
+
 bench: $(STAMP) ## benchmarks that need no other platform, in less than 10 minutes
 	for program in $(BENCHMARKS); do $(BIN)/python benchmarks/$$program || exit 1; done
 
@@ -113,6 +116,9 @@ papers-page: $(STAMP) ## write the kept logs into docs/reproductions.md and docs
 job-reference: $(STAMP) ## write docs/job-reference.md from the records of the job file
 	$(BIN)/python -m fedplat.job.reference > docs/job-reference.md
 
+job-schema: $(STAMP) ## write docs/schema/job.schema.json from the same records
+	$(BIN)/fedplat job schema > docs/schema/job.schema.json
+
 metrics-page: $(STAMP) ## write the table of metrics into docs/operations.md
 	$(BIN)/python -m fedplat_server.metrics.reference docs/operations.md
 
@@ -123,4 +129,4 @@ bench-page: $(STAMP) ## write the saved results into docs/performance.md
 	$(BIN)/python benchmarks/page.py
 
 clean: ## delete all generated files except .venv
-	rm -rf runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache

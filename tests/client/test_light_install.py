@@ -7,19 +7,17 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 import venv
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from fedplat.wire.v1 import model_pb2
 from support.fake_fleet import FakeFleet
+from support.projects import CLIENT, CORE, MAX_LIGHT, OURS, ROOT, require_index
 
-ROOT = Path(__file__).parents[2]
-OURS = {"fedplat", "fedplat-client"}
 PROBE = """
 import importlib.util, sys
 import fedplat_client
@@ -42,21 +40,16 @@ def digits(task):
 """
 
 
-def required() -> Iterator[Requirement]:
-    for path in (ROOT / "pyproject.toml", ROOT / "client" / "pyproject.toml"):
-        with path.open("rb") as file:
-            yield from map(Requirement, tomllib.load(file)["project"]["dependencies"])
-
-
 def closure() -> set[str]:
     """The distributions that the SDK brings along, by the declarations of this tree and of what is installed."""
     names: set[str] = set()
-    todo = [requirement for requirement in required() if requirement.name not in OURS]
+    todo = [each for each in (*CORE.dependencies, *CLIENT.dependencies) if each.name not in OURS]
     while todo:
         requirement = todo.pop()
-        if requirement.name not in names and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
-            names.add(requirement.name)
-            todo += map(Requirement, importlib.metadata.requires(requirement.name) or [])
+        name = canonicalize_name(requirement.name)
+        if name not in names and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            names.add(name)
+            todo += map(Requirement, importlib.metadata.requires(name) or [])
     return names
 
 
@@ -72,6 +65,11 @@ def prove(python: Path, fleet: FakeFleet, model: model_pb2.ModelRef, folder: Pat
     command = [str(python), "-m", "fedplat_client", *arguments, "--trainer", "edge:digits", "--max-tasks", "1"]
     subprocess.run(command, cwd=folder, env=environment, check=True, timeout=60)
     assert fleet.calls.count("Report") == 1
+
+
+def test_few_distributions_come_along() -> None:
+    names = closure() | {"fedplat", "fedplat-client"}
+    assert len(names) <= MAX_LIGHT, sorted(names)
 
 
 @pytest.mark.slow
@@ -93,14 +91,14 @@ def test_the_declared_dependencies_suffice(fleet: FakeFleet, model: model_pb2.Mo
 @pytest.mark.slow
 def test_pip_installs_it(fleet: FakeFleet, model: model_pb2.ModelRef, tmp_path: Path) -> None:
     """The edge's own command, `pip install . ./client`; skipped where no package index can be reached."""
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    reach = [*pip, "--retries", "0", "--timeout", "10", "download", "--no-deps", "--no-cache-dir", "--dest"]
-    if subprocess.run([*reach, str(tmp_path / "reach"), "hatchling>=1.26"], capture_output=True).returncode:
-        pytest.skip("no package index can be reached")
+    require_index(tmp_path)
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True)
     python = tmp_path / "env" / "bin" / "python"
-    install = [str(python), *pip[1:], "install", "-c", "constraints.txt", ".", "./client"]
-    subprocess.run(install, cwd=ROOT, check=True)
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    subprocess.run([*pip, "install", "-c", "constraints.txt", ".", "./client"], cwd=ROOT, check=True)
+    listed = subprocess.run([*pip, "list", "--format", "freeze"], check=True, capture_output=True, text=True).stdout
+    names = {line.partition("==")[0] for line in listed.splitlines()} - {"pip", "setuptools", "wheel"}
+    assert len(names) <= MAX_LIGHT, sorted(names)
     prove(python, fleet, model, tmp_path)
     command = tmp_path / "env" / "bin" / "fedplat-client"
     shown = subprocess.run([str(command), "--help"], check=True, capture_output=True, text=True).stdout

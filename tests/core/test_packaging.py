@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
-import tomllib
 from importlib import util
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).resolve().parents[2]
-PROJECTS = ("pyproject.toml", "client/pyproject.toml", "server/pyproject.toml")
+from support.projects import CONSTRAINTS, CORE, OURS, PROJECTS, ROOT, SERVER, Project
 
-
-def project(path: str) -> dict[str, object]:
-    return tomllib.loads((ROOT / path).read_text())["project"]
-
-
-def requirements(path: str) -> list[Requirement]:
-    table = tomllib.loads((ROOT / path).read_text())["project"]
-    extras = [text for extra in table.get("optional-dependencies", {}).values() for text in extra]
-    return [Requirement(text) for text in [*table["dependencies"], *extras]]
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
+each_project = pytest.mark.parametrize("project", PROJECTS, ids=lambda project: project.name)
 
 
 def test_versions_are_equal() -> None:
@@ -30,12 +22,45 @@ def test_versions_are_equal() -> None:
     import fedplat_client
     import fedplat_server
 
-    versions = {project(path)["version"] for path in PROJECTS}
+    versions = {project.version for project in PROJECTS}
     versions |= {fedplat.__version__, fedplat_client.__version__, fedplat_server.__version__}
     assert len(versions) == 1
-    for path in PROJECTS[1:]:
-        pins = [str(r.specifier) for r in requirements(path) if r.name == "fedplat"]
-        assert set(pins) == {f"=={versions.copy().pop()}"}
+    version = versions.pop()
+    for project in PROJECTS[1:]:
+        assert {str(each.specifier) for each in project.requirements if each.name == "fedplat"} == {f"=={version}"}
+    minor = version.rpartition(".")[0]
+    assert f"Version {minor} speaks" in (ROOT / "README.md").read_text()
+    assert re.search(rf"^## \[{re.escape(version)}\]|^The .*release, {re.escape(version)}\.", CHANGELOG, re.MULTILINE)
+
+
+def test_an_extra_has_one_meaning() -> None:
+    """An extra of a client or a server is that of the core, but for those that only a server can have."""
+    own = {"pool", "postgres", "s3"}
+    for project in PROJECTS[1:]:
+        for name, requirements in project.extras.items():
+            if name not in own:
+                assert name in CORE.extras
+                assert [*map(str, requirements)] == [f"fedplat[{name}]=={CORE.version}"]
+    assert [*map(str, SERVER.extras["pool"])] == ["fedplat-server[torch]"]
+
+
+@each_project
+def test_a_distribution_describes_itself(project: Project) -> None:
+    readme = (project.folder / project.table["readme"]).read_text()
+    assert readme.startswith(f"# {project.name}\n")
+    assert project.table["description"]
+    assert project.table["keywords"] == sorted(project.table["keywords"])
+    assert "Typing :: Typed" in project.table["classifiers"]
+    assert (project.sources / "py.typed").read_bytes() == b""
+
+
+@each_project
+def test_a_readme_lists_every_extra(project: Project) -> None:
+    """Those of the core are in the table of docs/install.md, with the others."""
+    pages = [ROOT / "docs" / "install.md", *([] if project is CORE else [project.folder / "README.md"])]
+    for page in pages:
+        rows = "".join(line.split("|")[1] for line in page.read_text().splitlines() if line.startswith("|"))
+        assert set(project.extras) - {"dev"} <= set(re.findall(r"`(\w+)`", rows)), page
 
 
 @pytest.mark.parametrize("name", ["server", "client", "proto", "docker", "tests", "examples"])
@@ -47,10 +72,10 @@ def test_folders_are_not_importable(name: str) -> None:
 
 
 def test_every_dependency_is_pinned() -> None:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    lines = CONSTRAINTS.read_text().splitlines()
     pinned = {Requirement(line).name.lower().replace("_", "-") for line in lines if line and not line.startswith("#")}
-    named = {r.name.lower().replace("_", "-") for path in PROJECTS for r in requirements(path)}
-    assert named - {"fedplat"} <= pinned
+    named = {each.name.lower().replace("_", "-") for project in PROJECTS for each in project.requirements}
+    assert named - OURS <= pinned
 
 
 def test_installed_versions_are_the_pinned_ones() -> None:
@@ -96,8 +121,8 @@ def test_the_packages_are_found() -> None:
         assert util.find_spec(name) is not None
 
 
-@pytest.mark.parametrize("path", PROJECTS)
-def test_every_distribution_has_the_license(path: str) -> None:
-    assert project(path)["license"] == "Apache-2.0"
-    assert project(path)["license-files"] == ["LICENSE"]
-    assert (ROOT / path).with_name("LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+@each_project
+def test_every_distribution_has_the_license(project: Project) -> None:
+    assert project.table["license"] == "Apache-2.0"
+    assert project.table["license-files"] == ["LICENSE"]
+    assert (project.folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
