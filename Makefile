@@ -128,5 +128,8 @@ manifests: $(STAMP) ## write charts/manifests, and the parts of charts/fedplat t
 bench-page: $(STAMP) ## write the saved results into docs/performance.md
 	$(BIN)/python benchmarks/page.py
 
+docs: $(STAMP) ## the documentation site, in build/site; fails on any warning
+	$(BIN)/python docs/site/build_site.py
+
 clean: ## delete all generated files except .venv
-	rm -rf build dist runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist runs .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 from fedplat.admin import AdminClient, profile
 from fedplat.cli.app import app
 from fedplat.model import Parameters
-from fedplat_server.cli.commands import app as server
 from support import processes
 
 README = (processes.ROOT / "README.md").read_text()
@@ -152,49 +151,6 @@ def test_simulations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         done = CliRunner().invoke(app, [*command.split(), *small], env={"FEDPLAT_DATA": str(data)})
         assert done.exit_code == 0, done.output
         assert json.loads(done.stdout)["status"] == "COMPLETED"
-
-
-def test_commands_exist() -> None:
-    """Each fedplat command of the README and of docs/ is one that the program knows."""
-    commands: dict[tuple[str, ...], str] = {}
-    for line in (line for text in (README, *DOCS.values()) for line in commands_of(text)):
-        program, *words = line.split()
-        if program in ("fedplat", "fedplat-server", "fedplat-client"):
-            commands[program, *(word for word in words[:2] if re.fullmatch(r"[a-z]+", word))] = line
-    assert commands
-    programs = {"fedplat": app, "fedplat-server": server}
-    for (program, *names), line in commands.items():
-        if program in programs:  # a process for each of them would take half a minute
-            helped = CliRunner().invoke(programs[program], [*names, "--help"])
-            assert helped.exit_code == 0, f"{line}: {helped.output}"
-            continue
-        done = subprocess.run(
-            [str(processes.BIN / program), *names, "--help"], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, f"{line}: {done.stderr}"
-
-
-def anchors_of(text: str) -> set[str]:
-    """The anchors that GitHub makes of a page's headings."""
-    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", *(f"docs/{name}" for name in DOCS)])
-def test_links_lead_somewhere(name: str) -> None:
-    page = processes.ROOT / name
-    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
-        path, _, anchor = target.partition("#")
-        if target.startswith("http"):
-            continue
-        linked = page.parent / path if path else page
-        assert linked.exists(), f"{name} links to {target}"
-        if anchor:
-            assert anchor in anchors_of(linked.read_text()), f"{name} links to {target}"
-
-
-def test_every_page_is_on_the_index() -> None:
-    assert {name for name in DOCS if f"]({name}" not in DOCS["index.md"]} == {"index.md"}
 
 
 def test_the_files_of_the_recipes_exist() -> None:

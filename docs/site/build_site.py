@@ -1,0 +1,182 @@
+"""Build the documentation site into build/site: `make docs`.
+
+The sources are plain Markdown, with links that work on a code host. This program copies them to build/docs, with the
+README and the changes, and links of those pages to files of the repository become links to pages that show these files.
+It adds one page for each module of the API reference. Zensical makes the site of these copies, as mkdocs.yml says.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import posixpath
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from markdown_lists import adapt_lists
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+CONFIGURATION = "mkdocs.yml"
+COPIES = ROOT / "build" / "docs"
+MOVED = {"README.md": "start.md", "CHANGELOG.md": "changes.md"}
+LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".proto": "protobuf"}
+CODE = re.compile(r"(^ *```.*?^ *```$|`[^`\n]*`)", flags=re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
+HIDDEN_FROM_SEARCH = "search:\n  exclude: true\n"
+
+PUBLIC_MODULES = (
+    "fedplat_client",
+    "fedplat_client.trainers.torch",
+    "fedplat_client.trainers.learner",
+    "fedplat_client.trainers.sklearn",
+    "fedplat_client.trainers.lightning",
+    "fedplat.simulation",
+    "fedplat.simulation.data",
+    "fedplat.simulation.data.sources",
+    "fedplat.simulation.data.partitioners",
+    "fedplat.simulation.clients",
+    "fedplat.simulation.flower",
+    "fedplat.sweep",
+    "fedplat.admin",
+    "fedplat.job",
+    "fedplat.model",
+    "fedplat.learner",
+    "fedplat.sklearn",
+    "fedplat.pytorch.training",
+    "fedplat.pytorch.server",
+    "fedplat.aggregate",
+    "fedplat.aggregate.robust",
+    "fedplat.codecs",
+    "fedplat.sampling",
+    "fedplat.privacy",
+    "fedplat.metrics",
+    "fedplat.modes",
+    "fedplat.trackers",
+    "fedplat.plugins",
+    "fedplat.testing",
+    "fedplat.errors",
+)
+"""The modules that programs and plugins import."""
+
+
+def resolve(source: str, target: str) -> str:
+    """Return the path in the repository that a link of the file `source` leads to; of a folder, its README."""
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+    readme = posixpath.join(path, "README.md")
+    return readme if (ROOT / readme).is_file() and path != "." else path
+
+
+def page_of(path: str) -> str:
+    """Return the page of the site that shows a file or a folder of the repository."""
+    if path in MOVED:
+        return MOVED[path]
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    return f"source/{path}" if path.endswith(".md") else f"source/{path}.md"
+
+
+def rewrite_links(text: str, source: str, on_link: Callable[[str], None]) -> str:
+    """Return the Markdown of the file `source` with links between pages of the site, and report each linked path."""
+    folder = posixpath.dirname(page_of(source))
+
+    def rewrite(match: re.Match[str]) -> str:
+        target, hash_, anchor = match[0].partition("#")
+        if not target or re.match(r"[a-z]+:", target):
+            return match[0]
+        path = resolve(source, target)
+        if not (ROOT / path).exists():
+            raise SystemExit(f"error: {source} links to {match[0]}, but there is no {path}; correct the link")
+        on_link(path)
+        return posixpath.relpath(page_of(path), folder or ".") + (hash_ + anchor if path.endswith(".md") else "")
+
+    pieces = CODE.split(text)  # what is code has an odd index
+    return "".join(piece if index % 2 else LINK.sub(rewrite, piece) for index, piece in enumerate(pieces))
+
+
+def show(path: str) -> str:
+    """Return a file or a folder of the repository as Markdown, with links relative to its own place."""
+    where = ROOT / path
+    if path.endswith(".md"):
+        return where.read_text("utf-8")
+    if where.is_dir():
+        kinds = {*LANGUAGES, ".md", ".ipynb"}
+        files = sorted(file.relative_to(where).as_posix() for file in where.rglob("*") if file.suffix in kinds)
+        rows = [f"- [`{file}`]({posixpath.join(posixpath.basename(path), file)})" for file in files]
+        return f"# {path}\n\n" + "\n".join(rows) + "\n"
+    if path.endswith(".ipynb"):
+        return show_notebook(where)
+    text = where.read_text("utf-8")
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"# {path}\n\n{fence}{LANGUAGES.get(where.suffix, 'text')}\n{text.rstrip()}\n{fence}\n"
+
+
+def show_notebook(path: Path) -> str:
+    """Return the cells of a notebook as Markdown."""
+    cells = json.loads(path.read_text("utf-8"))["cells"]
+    texts = [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
+    parts = [text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in texts]
+    return "\n\n".join(parts) + "\n"
+
+
+def copy_pages() -> None:
+    """Copy docs/, the README and the changes, then what they link to, and what this links to."""
+    shutil.rmtree(COPIES, ignore_errors=True)
+    shutil.copytree(DOCS, COPIES, ignore=shutil.ignore_patterns("site", "*.md"))
+    pending = [*MOVED, *sorted(path.relative_to(ROOT).as_posix() for path in DOCS.glob("*.md"))]
+    seen = set(pending)
+
+    def on_link(path: str) -> None:
+        if path not in seen and not (COPIES / page_of(path)).exists():
+            seen.add(path)
+            pending.append(path)
+
+    for path in pending:  # which grows
+        page = COPIES / page_of(path)
+        page.parent.mkdir(parents=True, exist_ok=True)
+        extra = HIDDEN_FROM_SEARCH if page_of(path).startswith("source/") else ""
+        text = rewrite_links(show(path), path, on_link)
+        page.write_text(f"---\nfile: {path}\n{extra}---\n{adapt_lists(text)}", "utf-8")
+
+
+def exported(module: str) -> list[str]:
+    """Return the names in `__all__` of a module's file, or none if it has no such list."""
+    (path,) = [path for path in (ROOT / "client", ROOT) for path in candidates(path, module) if path.is_file()]
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return [name for name in ast.literal_eval(node.value) if not name.startswith("_")]
+    return []
+
+
+def candidates(folder: Path, module: str) -> list[Path]:
+    """Return where the file of a module may be."""
+    path = folder / module.replace(".", "/")
+    return [path / "__init__.py", path.with_suffix(".py")]
+
+
+def write_reference() -> None:
+    """Write a page for each public module; mkdocstrings replaces its directive with the module's docstrings."""
+    folder = COPIES / "reference"
+    folder.mkdir()
+    for module in PUBLIC_MODULES:
+        names = sorted(exported(module), key=lambda name: name.endswith("Error"))  # errors are last
+        members = f"    options:\n      members: {names}\n" if names else ""
+        (folder / f"{module}.md").write_text(f"# {module}\n\n::: {module}\n{members}", "utf-8")
+
+
+def main() -> None:
+    """Build the site; any warning is an error. With DOCS_REPOSITORY, its address, pages link to their files there."""
+    copy_pages()
+    write_reference()
+    zensical = [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "--config-file", CONFIGURATION]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}  # for doctests.py
+    raise SystemExit(subprocess.run(zensical, cwd=ROOT, env=environment, check=False).returncode)
+
+
+if __name__ == "__main__":
+    main()
