@@ -131,5 +131,8 @@ bench-page: $(STAMP) ## write the saved results into docs/performance.md
 docs: $(STAMP) ## the documentation site, in build/site; fails on any warning
 	$(BIN)/python docs/site/build_site.py
 
+images: ## build the container images that need no GPU, with docker or podman
+	docker/build.sh
+
 clean: ## delete all generated files except .venv
 	rm -rf build dist runs .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

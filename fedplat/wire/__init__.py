@@ -40,7 +40,7 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # All callers retry themselves. With gRPC's own retries a call that starts while the server stops may stay pending
-    # for ever, without a connection and without an error (grpcio 1.85.1: 1 of about 50 such calls).
+    # forever, without a connection and without an error (grpcio 1.85.1: 1 of about 50 such calls).
     ("grpc.enable_retries", 0),
 )
 """Options of every channel to a server."""

@@ -5,7 +5,10 @@ What an engine does with them is tried by hand, as docs/docker.md says.
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -17,93 +20,138 @@ from packaging.specifiers import SpecifierSet
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat_client import Task
+from support.images import (
+    DOCKERFILES,
+    FOLDER,
+    ROOT,
+    SERVICES,
+    VERSION,
+    Words,
+    instructions,
+    last,
+    load,
+    stages,
+    targets,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
-DOCKERFILES = [ROOT / "docker" / f"Dockerfile.{app}" for app in ("server", "client")]
-COMPOSE = (ROOT / "docker" / "compose.yaml").read_text()
-FLOWER_COMPOSE = (ROOT / "docker" / "compose.flower.yaml").read_text()
-JOB = parse_job((ROOT / "docker" / "job.toml").read_text())
-VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-NUM_CLIENTS = 10
+WORKFLOW = ROOT / ".github" / "workflows" / "images.yml"
+SBOM = "/sbom.cdx.json"
 
 each_dockerfile = pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+each_file = pytest.mark.parametrize("path", [*DOCKERFILES, SERVICES], ids=lambda path: path.name)
 
 
-def instructions(path: Path) -> list[list[str]]:
-    """Every instruction as its words; continued lines are joined."""
-    text = path.read_text().replace("\\\n", " ")
-    return [line.split() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+def copies(words: list[Words]) -> list[Words]:
+    return [found for found in words if found[0] == "COPY"]
 
 
-def stages(path: Path) -> dict[str, list[list[str]]]:
-    """The instructions of each stage, with those of the stages that it is made from."""
-    found: dict[str, list[list[str]]] = {}
-    name = ""
-    for words in instructions(path):
-        if words[0] == "FROM":
-            name = words[3]
-            found[name] = list(found.get(words[1], [words]))
-        else:
-            found[name].append(words)
-    return found
+def origins(words: list[Words]) -> set[str]:
+    """The stages from which files are copied."""
+    return {found[1].removeprefix("--from=") for found in copies(words) if found[1].startswith("--from=")}
 
 
-def targets(path: Path) -> list[str]:
-    """The stages that become images."""
-    app = path.suffix.removeprefix(".")
-    return [f"digits-{app}", f"flower-{app}", app]
+@each_file
+def test_linter_finds_nothing(path: Path) -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    found = subprocess.run([hadolint, "--no-color", path], capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout) == (0, "")
 
 
-@each_dockerfile
+@each_file
 def test_copied_files_exist_and_are_sent_to_the_engine(path: Path) -> None:
     sent = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
-    sources = [
-        source
-        for words in instructions(path)
-        if words[0] == "COPY" and not words[1].startswith("--from=")
-        for source in words[1:-1]
-    ]
+    sources = [source for words in copies(instructions(path)) if "--from=" not in words[1] for source in words[1:-1]]
     assert sources
     for source in sources:
         assert (ROOT / source).exists(), source
         assert any(source == entry or source.startswith(f"{entry}/") for entry in sent), f"{source} is ignored"
 
 
-@each_dockerfile
-def test_base_image_is_slim_and_has_a_python_that_the_packages_support(path: Path) -> None:
-    bases = {words[1] for words in instructions(path) if words[0] == "FROM"} - stages(path).keys()
+def test_base_image_is_slim_and_pinned_and_has_a_python_that_the_packages_support() -> None:
+    bases = {
+        words[1]
+        for path in (*DOCKERFILES, SERVICES)
+        for words in instructions(path)
+        if words[0] == "ARG" and "PYTHON=" in words[1]
+    }
     assert len(bases) == 1
-    match = re.fullmatch(r"python:(\d+\.\d+)-slim", bases.pop())
+    match = re.fullmatch(r"PYTHON=python:(\d+\.\d+)-slim@sha256:[0-9a-f]{64}", bases.pop())
     assert match is not None
     for project in ("pyproject.toml", "server/pyproject.toml", "client/pyproject.toml"):
         required: str = tomllib.loads((ROOT / project).read_text())["project"]["requires-python"]
         assert match[1] in SpecifierSet(required), project
 
 
-@each_dockerfile
+@each_file
+def test_all_stages_are_made_from_the_base_image(path: Path) -> None:
+    made_from = {words[1] for words in instructions(path) if words[0] == "FROM"}
+    assert made_from - stages(path).keys() == {"${PYTHON}"}
+
+
+@each_file
 def test_images_run_as_a_numbered_user_that_is_not_root(path: Path) -> None:
     # Kubernetes' runAsNonRoot cannot judge a name.
     for target in targets(path):
-        user = [words[1] for words in stages(path)[target] if words[0] == "USER"][-1]
-        assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user), target
+        assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", last(stages(path)[target], "USER")[1]), target
 
 
 @each_dockerfile
 def test_whatever_is_installed_is_pinned(path: Path) -> None:
     installs = [" ".join(words) for words in instructions(path) if words[0] == "RUN" and "install" in words]
-    assert len([line for line in installs if "-c constraints.txt" in line]) == 3
-    assert all("-c constraints.txt" in line or "--no-deps" in line for line in installs if "pip" in line)
+    pip = [command for line in installs for command in line.split("&&") if "pip install" in command]
+    assert len(pip) == 6
+    assert all("-c constraints.txt" in command or "--no-deps" in command for command in pip)
 
 
 @each_dockerfile
 def test_slim_image_is_the_default_and_has_no_torch(path: Path) -> None:
     slim = path.suffix.removeprefix(".")
     assert list(stages(path))[-1] == slim
-    origin = {"dependencies"} | {
-        words[1].removeprefix("--from=") for words in stages(path)[slim] if words[1].startswith("--from=")
-    }
-    everything = [words for stage in (slim, *origin) for words in stages(path)[stage]]
+    everything = [words for stage in (slim, *origins(stages(path)[slim])) for words in stages(path)[stage]]
     assert not any("torch" in word for words in everything for word in words)
+
+
+def test_server_has_what_several_daemons_need_and_the_client_has_nothing_more() -> None:
+    server = " ".join(word for words in stages(DOCKERFILES[0])["dependencies"] for word in words)
+    assert "'./server[dashboard,otel,postgres,s3]'" in server
+    client = [word for words in stages(DOCKERFILES[1])["dependencies"] for word in words]
+    assert "./client" in client
+
+
+@each_dockerfile
+def test_only_images_for_gpus_have_cuda(path: Path) -> None:
+    """An empty index is the default one, whose torch includes CUDA; the others use the index of the CPU build."""
+    for target in targets(path):
+        words = [word for stage in origins(stages(path)[target]) for found in stages(path)[stage] for word in found]
+        has_cuda = target in ("pool-server", "gpu-client")
+        assert ("CUDA_INDEX=" in words) == has_cuda
+        assert not (has_cuda and "TORCH_INDEX=https://download.pytorch.org/whl/cpu" in words)
+
+
+@each_dockerfile
+def test_each_image_has_the_list_of_what_is_installed_in_it(path: Path) -> None:
+    for target in targets(path):
+        [listing] = [words for words in copies(stages(path)[target]) if words[2] == SBOM]
+        assert listing[-1] == "/usr/share/doc/fedplat/"
+        made_by = stages(path)[listing[1].removeprefix("--from=")]
+        installed = origins(stages(path)[target]) - {listing[1].removeprefix("--from=")}
+        dependencies = next(words[1] for words in reversed(made_by) if words[0] == "FROM")
+        assert installed == {dependencies, *origins(made_by)}, target
+        assert made_by[-1][:3] == ["RUN", "/opt/tools/bin/cyclonedx-py", "environment"]
+        assert made_by[-1][-3:] == ["-o", SBOM, "/opt/fedplat/bin/python"]
+
+
+@each_dockerfile
+def test_each_image_has_labels(path: Path) -> None:
+    titles: set[str] = set()
+    for target in targets(path):
+        words = [word for found in stages(path)[target] if found[0] == "LABEL" for word in found[1:]]
+        names = {word.partition("=")[0].removeprefix("org.opencontainers.image.") for word in words if "=" in word}
+        assert names == {"title", "description", "version", "revision", "source", "licenses"}, target
+        assert f'org.opencontainers.image.title="fedplat-{target}"' in words
+        assert ["ARG", f"VERSION={VERSION}"] in stages(path)[target]
+        titles.update(word for word in words if ".title=" in word)
+    assert len(titles) == len(targets(path)) == 4
 
 
 @each_dockerfile
@@ -122,79 +170,70 @@ def test_server_listens_where_it_is_exposed_and_checked() -> None:
     assert 'exec fedplat-server run \\"$@\\"' in text, "without exec, SIGTERM does not reach the daemon"
 
 
-@pytest.mark.parametrize("compose", [COMPOSE, FLOWER_COMPOSE], ids=["digits", "flower"])
-def test_compose_runs_this_version_of_targets_that_exist(compose: str) -> None:
-    known = {target for path in DOCKERFILES for target in targets(path)}
-    built = set(re.findall(r"^ +target: (\S+)$", compose, re.MULTILINE))
-    images = set(re.findall(r"^ +image: (\S+)$", compose, re.MULTILINE))
-    assert built <= known
-    assert images == {f"fedplat-{target}:{VERSION}" for target in built}
-    for path in re.findall(r"^ +dockerfile: (\S+)$", compose, re.MULTILINE):
-        assert (ROOT / path).is_file()
+@pytest.fixture
+def engine(tmp_path: Path) -> Path:
+    """An engine that writes its arguments into a file, one line for each call."""
+    path = tmp_path / "engine"
+    path.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
+    path.chmod(0o755)
+    return path
 
 
-def test_compose_has_ten_clients_with_a_share_and_a_volume_each() -> None:
-    for index in range(NUM_CLIENTS):
-        service = COMPOSE.partition(f"\n  client-{index}:\n")[2].partition("\n\n")[0]
-        assert f'"--index", "{index}"' in service
-        assert f'"client-{index}:/var/lib/fedplat"' in service
-        assert '"--ticket-file", "/run/fedplat/ticket"' in service
-        assert '"ticket:/run/fedplat:ro"' in service
-        assert f"\n  client-{index}:" in COMPOSE.partition("\nvolumes:")[2]
-    assert f"client-{NUM_CLIENTS}" not in COMPOSE
+def build(engine: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "ENGINE": str(engine)}
+    command = [FOLDER / "build.sh", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_flower_has_the_services_of_the_other_compose_file() -> None:
-    """Apart from the app, its clients and the command that submits it, the two files are the same."""
-    parts = re.compile(r"\n  (server|ticket):\n(.*?)(?=\n\n)", re.DOTALL)
-    for (name, ours), (_, other) in zip(parts.findall(FLOWER_COMPOSE), parts.findall(COMPOSE), strict=True):
-        assert ours.replace("flower-", "digits-").replace("--uses 4", "--uses 10") == other, name
-    assert FLOWER_COMPOSE.count('"num-partitions=4"') == 4
-    assert "--uses 4 " in FLOWER_COMPOSE
+def test_script_builds_every_target_that_it_is_asked_for(engine: Path) -> None:
+    everything = {target: path for path in (*DOCKERFILES, SERVICES) for target in targets(path)}
+    done = build(engine, *everything, "--", "--platform", "linux/arm64")
+    assert done.returncode == 0, done.stderr
+    calls = [line for line in engine.with_name("calls").read_text().splitlines() if " build " in f" {line}"]
+    builds = [line for line in calls if "--target" in line]
+    assert len(builds) == len(everything)
+    for (target, path), line in zip(everything.items(), builds, strict=True):
+        assert f"-f docker/{path.name} --target {target} -t fedplat-{target}:{VERSION} " in line
+        assert f"--build-arg VERSION={VERSION} " in line
+        assert line.endswith("--platform linux/arm64 .")
 
 
-def test_only_the_server_sees_its_data_and_keys() -> None:
-    """What acts for the operator mounts the operator's profile, read-only; clients mount the ticket and their own."""
-    mounts = dict(re.findall(r"\n  ([\w-]+):\n(?:    .*\n)*?    volumes: \[(.*)\]", COMPOSE))
-    assert [name for name, volumes in mounts.items() if '"server:' in volumes] == ["server"]
-    assert mounts["ticket"] == '"operator:/var/lib/fedplat-operator:ro", "ticket:/var/lib/fedplat-tickets"'
-    assert mounts["submit"] == '"operator:/var/lib/fedplat-operator:ro"'
-    assert len(mounts) == NUM_CLIENTS + 3
-    made = next(words for words in stages(DOCKERFILES[0])["runtime"] if "useradd" in words)
-    for folder in ("/var/lib/fedplat", "/var/lib/fedplat-operator", "/var/lib/fedplat-tickets"):
-        assert folder in made, "a volume has the owner and the mode of the folder in the image"
+def test_script_builds_what_needs_no_gpu_by_default(engine: Path) -> None:
+    assert build(engine).returncode == 0
+    built = re.findall(r"--target (\S+)", engine.with_name("calls").read_text())
+    assert sorted(built) == sorted({*targets(DOCKERFILES[0]), *targets(DOCKERFILES[1])} - {"pool-server", "gpu-client"})
 
 
-def test_what_acts_for_the_operator_waits_for_the_server() -> None:
-    assert "fedplat --timeout 300 enrollment create" in COMPOSE
-    assert re.search(r"exec fedplat job submit \S+ --watch --timeout 300 ", COMPOSE)
-    assert "until fedplat status" not in COMPOSE, "it says nothing of what comes a second later"
+def test_script_names_the_targets_when_it_is_asked_for_another_one(engine: Path) -> None:
+    done = build(engine, "sever")
+    assert done.returncode == 2
+    assert "no target sever; expected some of: server digits-server" in done.stderr
+    assert not engine.with_name("calls").exists()
 
 
-def test_port_is_published_to_this_machine_only() -> None:
-    ports = re.findall(r"ports: \[(.*)\]", COMPOSE)
-    assert ports == ['"127.0.0.1:7443:7443"']
+def test_workflow_builds_targets_that_exist_for_both_architectures() -> None:
+    workflow = load(WORKFLOW)
+    job = workflow["jobs"]["image"]
+    matrix = job["strategy"]["matrix"]["include"]
+    assert {"server", "client", "pool-server", "gpu-client"} <= {row["target"] for row in matrix}
+    for row in matrix:
+        assert row["target"] in targets(ROOT / row["dockerfile"]), row
+    [step] = [step for step in job["steps"] if step.get("id") == "build"]
+    options = step["with"]
+    assert options["platforms"] == "linux/amd64,linux/arm64"
+    assert (options["sbom"], options["provenance"]) == (True, "mode=max")
+    arguments = {line.partition("=")[0] for line in options["build-args"].splitlines()}
+    assert arguments == {"VERSION", "REVISION", "SOURCE"}
+    assert options["push"] == "${{ github.ref_type == 'tag' }}"
+    for pattern in workflow[True]["pull_request"]["paths"]:  # YAML 1.1 reads the key `on` as true
+        assert any(ROOT.glob(pattern)), pattern
 
 
-def test_job_file_asks_for_what_the_images_hold() -> None:
-    client = (ROOT / "examples" / "digits" / "client.py").read_text()
-    assert JOB.selection.target <= NUM_CLIENTS
-    assert f"enrollment create --population {JOB.population} --uses {NUM_CLIENTS}" in COMPOSE
-    assert f'@client.trainer("{JOB.trainer}")' in client
-    server = stages(DOCKERFILES[0])["digits-server"]
-    assert f'"{JOB.evaluation.server}=/app/digits/evaluate.py:evaluate"]' in next(
-        words[-1] for words in server if words[0] == "CMD"
-    )
-    module = JOB.model.initial.partition(":")[0]
-    copied = next(words for words in server if words[0] == "COPY" and "docker/job.toml" in words)
-    assert any(source.endswith(f"/{module}.py") for source in copied), "the module lies beside the job file"
-    assert copied[-1] == "/app/digits/"
-
-
-def test_submission_is_made_with_a_key_that_the_server_takes() -> None:
-    key = re.search(r"--idempotency-key (\S+)", COMPOSE)
-    assert key is not None
-    assert 8 <= len(key[1]) <= 200
+def test_workflow_names_no_moving_version() -> None:
+    for step in load(WORKFLOW)["jobs"]["image"]["steps"]:
+        if "uses" in step:
+            assert re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step["uses"])
+    assert "latest" not in WORKFLOW.read_text()
 
 
 def test_docs_name_this_version() -> None:
