@@ -30,7 +30,6 @@ VERSIONS = ("1.27", "1.34", "1.37")
 """The oldest version that the chart accepts, and newer ones."""
 OF_OPERATORS = {"ServiceMonitor", "PrometheusRule", "HTTPRoute", "BackendTLSPolicy"}
 """Kinds that other projects add to Kubernetes: there are no schemas of them."""
-ARRIVING = {"FEDPLAT_BLOBS", "FEDPLAT_SPOOL"}
 """Variables that the daemon may not have yet."""
 CASES = [(), *map(values_of, VALUES), ("--set", "mtls.enabled=true,dashboard.enabled=true,metrics.enabled=true")]
 each_case = pytest.mark.parametrize("options", CASES, ids=lambda case: Path(case[1]).name if case else "defaults")
@@ -331,7 +330,7 @@ def test_variables_are_those_of_the_command_lines(options: tuple[str, ...]) -> N
     known = set(variables_of(SERVER)) | set(variables_of(OPERATOR))
     for container in kubernetes.containers(pod_of(*options)):
         named = {variable["name"] for variable in container["env"]}
-        assert {name for name in named if name.startswith("FEDPLAT_")} <= known | ARRIVING
+        assert {name for name in named if name.startswith("FEDPLAT_")} <= known
 
 
 def variables_of(command: click.Command) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Runs the blocks of the documentation that no test of a single page runs, on a development server with a finished job."""
+"""Runs the blocks that no test of a single page runs, on a development server with a finished job."""
 
 from __future__ import annotations
 

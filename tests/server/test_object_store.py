@@ -62,10 +62,10 @@ def test_too_much_and_nothing_are_errors(store: ObjectStore, tmp_path: Path) -> 
 
 
 def test_an_object_that_is_replaced_while_it_is_read_is_an_error(store: ObjectStore) -> None:
-    store.put("x", bytes(2 * PART_BYTES))
+    store.put("x", bytes(3 * PART_BYTES))
     parts = store.read_parts("x", LIMIT)
     assert next(parts) == bytes(PART_BYTES)
-    store.put("x", os.urandom(2 * PART_BYTES))
+    store.put("x", os.urandom(3 * PART_BYTES))
     with pytest.raises(BlobError, match="412"):
         list(parts)
 

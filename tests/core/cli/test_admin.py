@@ -131,9 +131,7 @@ def test_another_grpc_server_is_named_as_such():
     try:
         with (
             AdminClient(Profile(address, insecure=True)) as client,
-            pytest.raises(
-                ServerRefusedError, match="it is not a fedplat server, or it is older than this program"
-            ),
+            pytest.raises(ServerRefusedError, match="it is not a fedplat server, or it is older than this program"),
         ):
             client.status()
     finally:

@@ -1,6 +1,6 @@
 """The fenced blocks of the documentation, and which test runs each.
 
-A comment on the line above a block says what it is: `<!-- file: NAME -->` for a file, `<!-- not run: REASON -->` for a
+A comment on the line above a block describes it: `<!-- file: NAME -->` for a file, `<!-- not run: REASON -->` for a
 block that no test runs. docs/contributing.md describes the rules.
 """
 
@@ -73,7 +73,7 @@ class Block:
 
     @property
     def own_test(self) -> str:
-        """The test of its page that runs it; "" if there is none."""
+        """The test of its page that runs it; or "" without one."""
         keys = (self.marker, self.marker.partition(":")[0]) if self.marker else (self.language,)
         return next((OWN_TESTS[self.page, key] for key in keys if (self.page, key) in OWN_TESTS), "")
 
