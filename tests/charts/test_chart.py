@@ -30,7 +30,6 @@ VERSIONS = ("1.27", "1.34", "1.37")
 """The oldest version that the chart accepts, and newer ones."""
 OF_OPERATORS = {"ServiceMonitor", "PrometheusRule", "HTTPRoute", "BackendTLSPolicy"}
 """Kinds that other projects add to Kubernetes: there are no schemas of them."""
-"""Variables that the daemon may not have yet."""
 CASES = [(), *map(values_of, VALUES), ("--set", "mtls.enabled=true,dashboard.enabled=true,metrics.enabled=true")]
 each_case = pytest.mark.parametrize("options", CASES, ids=lambda case: Path(case[1]).name if case else "defaults")
 DOCS = (ROOT / "docs" / "kubernetes.md").read_text()

@@ -376,7 +376,7 @@ class RetentionStore(Protocol):
         ...
 
     async def read_database_id(self) -> str:
-        """Return the id of this database, which its first call makes. A copy of a database has the same id."""
+        """Return the id of this database. A copy of a database has the same id."""
         ...
 
     async def find_unreferenced(self, digests: Collection[str]) -> frozenset[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from uuid import uuid4
 
 import sqlalchemy
 from sqlalchemy import Connection, func, select
@@ -14,12 +13,18 @@ from fedplat_server import crash_points
 from fedplat_server.database import rows
 from fedplat_server.database.jobs import Removable, RetainedVersions
 from fedplat_server.database.ports import BATCH, RetentionStore
-from fedplat_server.database.tables import STILL_OPEN, assignments, attempts, history, jobs, leases, model_versions
+from fedplat_server.database.tables import (
+    STILL_OPEN,
+    assignments,
+    attempts,
+    database_identity,
+    history,
+    jobs,
+    model_versions,
+)
 from fedplat_server.database.transactions import Clock, Database
 
 _V = model_versions.c
-_DATABASE = "database"
-"""The name of the lease whose holder is the id of the database."""
 _KEEPS_MODEL = _V.model_removed_unix_s.is_(None)
 _KEEPS_STATE = (_V.state_digest != "") & _V.state_removed_unix_s.is_(None)
 
@@ -66,16 +71,8 @@ class SqlRetention(RetentionStore):
 
     @override
     async def read_database_id(self) -> str:
-        # A lease that is held forever: the name that owns the models outside this database.
-        made = {"holder": uuid4().hex, "address": "", "term": 0, "secret": "", "renewed_unix_s": self._clock()}
-        query = select(leases.c.holder).where(leases.c.name == _DATABASE)
-
-        def transaction(connection: Connection) -> str:
-            first = rows.insert(connection.dialect.name, leases).values(name=_DATABASE, expires_unix_s=0.0, **made)
-            connection.execute(first.on_conflict_do_nothing())
-            return connection.execute(query).scalar_one()
-
-        return await self._database.write(transaction)
+        (row,) = await self._database.fetch(select(database_identity.c.database_id))
+        return row.database_id
 
     @override
     async def find_unreferenced(self, digests: Collection[str]) -> frozenset[str]:

@@ -391,6 +391,9 @@ events = Table(
 # One row: the oldest revision whose code may use the database. See `schema.is_usable`.
 schema_compatibility = Table("schema_compatibility", metadata, Column("compatible_from", String, nullable=False))
 
+# One row: the id with which the database owns its models and updates outside it. A copy of the database has it too.
+database_identity = Table("database_identity", metadata, Column("database_id", String, nullable=False))
+
 # One row: the number of the last event.
 event_head = Table("event_head", metadata, Column("last_sequence", BigInteger, nullable=False))
 
@@ -430,8 +433,7 @@ STILL_PENDING = text("state = 'pending'")
 _due = (deliveries.c.webhook_id, deliveries.c.next_unix_s, deliveries.c.event_sequence)
 Index("ix_deliveries_pending", *_due, sqlite_where=STILL_PENDING, postgresql_where=STILL_PENDING)
 
-# The leader. Times are on the database's clock; an empty holder means that the lease was released. Another row,
-# `database`, has the id of the database.
+# The leader. Times are on the database's clock; an empty holder means that the lease was released.
 leases = Table(
     "leases",
     metadata,
