@@ -47,7 +47,7 @@ def last(words: list[Words], instruction: str) -> Words:
     return [found for found in words if found[0] == instruction][-1]
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path) -> dict[Any, Any]:
     """Return a file of YAML with its anchors resolved."""
     content = yaml.safe_load(path.read_text())
     assert isinstance(content, dict)
