@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from support.projects import CONSTRAINTS, CORE, OURS, PROJECTS, ROOT, SERVER, Project
 
@@ -28,9 +29,10 @@ def test_versions_are_equal() -> None:
     version = versions.pop()
     for project in PROJECTS[1:]:
         assert {str(each.specifier) for each in project.requirements if each.name == "fedplat"} == {f"=={version}"}
-    minor = version.rpartition(".")[0]
-    assert f"Version {minor} speaks" in (ROOT / "README.md").read_text()
-    assert re.search(rf"^## \[{re.escape(version)}\]|^The .*release, {re.escape(version)}\.", CHANGELOG, re.MULTILINE)
+    parsed = Version(version)
+    assert f"Version {parsed.major}.{parsed.minor} speaks" in (ROOT / "README.md").read_text()
+    heading = "Unreleased" if parsed.is_devrelease else version
+    assert re.search(rf"^## \[{re.escape(heading)}\]", CHANGELOG, re.MULTILINE)
 
 
 def test_an_extra_has_one_meaning() -> None:
@@ -60,7 +62,7 @@ def test_a_readme_lists_every_extra(project: Project) -> None:
     pages = [ROOT / "docs" / "install.md", *([] if project is CORE else [project.folder / "README.md"])]
     for page in pages:
         rows = "".join(line.split("|")[1] for line in page.read_text().splitlines() if line.startswith("|"))
-        assert set(project.extras) - {"dev"} <= set(re.findall(r"`(\w+)`", rows)), page
+        assert set(project.extras) - {"dev", "docs"} <= set(re.findall(r"`(\w+)`", rows)), page
 
 
 @pytest.mark.parametrize("name", ["server", "client", "proto", "docker", "tests", "examples"])

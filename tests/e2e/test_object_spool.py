@@ -227,7 +227,7 @@ def leads(host: Host) -> bool:
 
 @pytest.mark.fault("F20", "F53")
 def test_a_leader_that_wakes_up_removes_nothing(tmp_path: Path, database: str, s3: SeaweedFS) -> None:
-    """It is stopped in a round, and goes on when the next one has accepted reports of its own."""
+    """It is stopped in a round, and continues when the next one has accepted reports of its own."""
     url, work = s3.url(), Work(held=2)
     with two_hosts(tmp_path, database, url, s3.environment) as (one, two), two.admin() as admin:
         with at_training(admin, two.address, tmp_path, work) as job_id:
@@ -256,7 +256,7 @@ def is_gateway(host: Host) -> bool:
 
 @pytest.mark.fault("F52")
 def test_the_store_goes_away_in_a_round(tmp_path: Path, database: str, s3: SeaweedFS) -> None:
-    """The SDK's clients come again until the store is back; nobody trains twice, and the alert is raised and ends."""
+    """The SDK's clients come again until the store is back; no client trains twice, and the alert is raised and ends."""
     url, work = s3.url(), Work(held=NUM_CLIENTS)
     with contextlib.ExitStack() as stack:
         proxy = stack.enter_context(store_proxy(s3.endpoint))

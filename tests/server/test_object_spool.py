@@ -14,7 +14,7 @@ import pytest
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.rounds.events import JobAction, OperatorCommand
 from fedplat_server.errors import BlobError, BlobFullError, BlobUnavailableError, UploadError
-from fedplat_server.storage.object_store import ObjectStore, Patience
+from fedplat_server.storage.object_store import ObjectStore, RequestLimits
 from fedplat_server.storage.spool import Spool
 from fedplat_server.storage.spool_backend import ObjectBackend, ObjectName
 from fedplat_server.storage.spool_names import path_of
@@ -28,7 +28,7 @@ DIGEST = hashlib.sha256(DATA).hexdigest()
 KEY = AssignmentId(AttemptKey("job", 1, 2), "client")
 OTHER = KEY._replace(client_id="other")
 LATER = KEY._replace(attempt=AttemptKey("job", 1, 3))
-NO_RETRIES = Patience(connect_s=5.0, request_s=20.0, retry_s=1.0, max_retries=0)
+NO_RETRIES = RequestLimits(connect_s=5.0, request_s=20.0, retry_s=1.0, max_retries=0)
 
 
 class Host:
@@ -240,12 +240,12 @@ def test_a_start_removes_what_is_not_needed_and_nothing_else(open_host: Callable
 
 @pytest.mark.fault("F19", "F20")
 def test_a_leader_that_is_late_to_start_removes_nothing_of_the_next_one(open_host: Callable[..., Host]) -> None:
-    """It was stopped after it had read its assignments, of which the attempt that goes on now is none."""
+    """It was stopped after it had read its assignments, and the open attempt is not one of them."""
     before = open_host(1, OTHER)
     before.persist(OTHER)
     second = open_host(3, KEY)
     second.persist()
-    first = open_host(2)  # goes on only now
+    first = open_host(2)  # continues only now
     assert first.names() == [name(3)]
     path = open_host(4, KEY).spool.complete(KEY, DIGEST)
     assert path is not None

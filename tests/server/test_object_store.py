@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from fedplat_server.errors import BlobError, BlobUnavailableError, ConfigError
-from fedplat_server.storage.object_store import PART_BYTES, ObjectStore, Patience, is_url
+from fedplat_server.storage.object_store import PART_BYTES, ObjectStore, RequestLimits, is_url
 from support.seaweedfs import SeaweedFS
 
 LIMIT = 1 << 30
-PATIENCE = Patience(connect_s=0.5, request_s=0.5, retry_s=0.5, max_retries=1)
+PATIENCE = RequestLimits(connect_s=0.5, request_s=0.5, retry_s=0.5, max_retries=1)
 
 
 @pytest.fixture

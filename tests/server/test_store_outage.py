@@ -16,7 +16,7 @@ from fedplat.wire.v1 import admin_pb2
 from fedplat_server.cli import options
 from fedplat_server.errors import BlobError, ConfigError
 from fedplat_server.storage import files, spool_backend
-from fedplat_server.storage.object_store import ObjectStore, Patience
+from fedplat_server.storage.object_store import ObjectStore, RequestLimits
 from fedplat_server.storage.spool_backend import list_names
 from fedplat_server.verify.checker import verify
 from support import daemons, databases
@@ -33,7 +33,9 @@ REFUSED = Fault(403, "AccessDenied")
 @pytest.fixture
 def proxy(s3: SeaweedFS, monkeypatch: pytest.MonkeyPatch) -> Generator[StoreProxy]:
     """What stands between the daemon and the store, which it asks once for each report."""
-    monkeypatch.setattr(spool_backend, "PATIENCE", Patience(connect_s=5.0, request_s=60.0, retry_s=1.0, max_retries=0))
+    monkeypatch.setattr(
+        spool_backend, "PATIENCE", RequestLimits(connect_s=5.0, request_s=60.0, retry_s=1.0, max_retries=0)
+    )
     # Other tests of this process have filled disks.
     monkeypatch.setattr(files._full, "last_unix_s", None)  # pyright: ignore[reportPrivateUsage]
     with store_proxy(s3.endpoint) as made:

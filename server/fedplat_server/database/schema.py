@@ -32,7 +32,7 @@ _UPGRADE_LOCK = 0x66656470  # any number that other users of PostgreSQL's adviso
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchemaState:
-    """The revision of a database, None if it is empty, and the oldest one whose code may use it, if it says so."""
+    """The revision of a database, None if it is empty, and the oldest one whose code may use it, if it is known."""
 
     revision: str | None
     compatible_from: str | None

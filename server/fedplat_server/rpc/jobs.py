@@ -359,7 +359,7 @@ def _rule_state(job: JobState, version: ModelVersion, record: VersionRecord) -> 
 
 
 def _check_initial_model(blobs: BlobStore, digest: str, spec: JobSpec) -> int:
-    # A local copy would not tell whether the object store still has the model.
+    # A local copy does not prove that the object store still has the model.
     if not blobs.exists(digest):
         raise RefusedError(Code.INVALID_MODEL, "upload it first (UploadModel)")
     return job_checks.check_initial_model(blobs.fetch(digest), spec)

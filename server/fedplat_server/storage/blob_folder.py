@@ -45,7 +45,7 @@ class BlobFolder(BlobBackend):
     needs_sync = True
 
     def __init__(self, folder: Path, instruments: Instruments, *, is_claimed: bool = False) -> None:
-        """With `is_claimed` the folder has an owner; a folder in the data folder needs none."""
+        """`is_claimed`: whether the folder has an owner; a folder in the data folder needs none."""
         self._folder = folder
         self._is_claimed = is_claimed
         self._rename_duration = instruments.blob_duration.labels("rename", "folder")

@@ -36,7 +36,7 @@ class BlobPlace:
 
     @property
     def is_remote(self) -> bool:
-        """Whether the blobs are in an object store."""
+        """The statement that the blobs are in an object store."""
         return object_store.is_url(self.url)
 
     def check(self) -> None:

@@ -55,7 +55,7 @@ def is_url(text: str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Patience:
+class RequestLimits:
     """The bounds of one request with its retries: it fails after about `retry_s + request_s` seconds at most."""
 
     connect_s: float = 5.0
@@ -80,10 +80,12 @@ class ObjectStore:
     AWS_ENDPOINT_URL, AWS_REGION, and the variables of GCS and Azure). Raises `ConfigError`.
     """
 
-    def __init__(self, url: str, patience: Patience | None = None, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self, url: str, limits: RequestLimits | None = None, environment: Mapping[str, str] = os.environ
+    ) -> None:
         self.url = url.rstrip("/")
         self.scheme = _check_url(self.url)
-        patience = patience or Patience()
+        limits = limits or RequestLimits()
         try:
             import obstore
             from obstore.exceptions import BaseError
@@ -98,15 +100,15 @@ class ObjectStore:
                 self.url,
                 client_options={
                     "allow_http": endpoint.startswith("http://"),
-                    "connect_timeout": timedelta(seconds=patience.connect_s),
-                    "timeout": timedelta(seconds=patience.request_s),
+                    "connect_timeout": timedelta(seconds=limits.connect_s),
+                    "timeout": timedelta(seconds=limits.request_s),
                 },
                 retry_config={
-                    "max_retries": patience.max_retries,
-                    "retry_timeout": timedelta(seconds=patience.retry_s),
+                    "max_retries": limits.max_retries,
+                    "retry_timeout": timedelta(seconds=limits.retry_s),
                     "backoff": {
                         "init_backoff": timedelta(milliseconds=100),
-                        "max_backoff": timedelta(seconds=min(2.0, patience.retry_s)),
+                        "max_backoff": timedelta(seconds=min(2.0, limits.retry_s)),
                         "base": 2,
                     },
                 },
@@ -176,10 +178,10 @@ class ObjectStore:
                 yield part
 
     def head(self, name: str) -> Stored | None:
-        """Return what the store knows of an object; None: there is none."""
+        """Return the size and time of an object; None if it does not exist."""
         with self._translate("reading", name):
             try:
-                return _stored(self._store.head(name))
+                return _to_stored(self._store.head(name))
             except FileNotFoundError:
                 return None
 
@@ -187,7 +189,7 @@ class ObjectStore:
         """Yield the objects below a folder (`prefix` is a whole part of their names: "aa" has no "aab/c")."""
         with self._translate("listing", prefix):
             for chunk in self._store.list(prefix or None, chunk_size=1000):
-                yield from map(_stored, chunk)
+                yield from map(_to_stored, chunk)
 
     def delete(self, names: Collection[str]) -> None:
         """Remove objects, if they exist."""
@@ -267,7 +269,7 @@ def _check_url(url: str) -> str:
     return parts.scheme
 
 
-def _stored(meta: obstore.ObjectMeta) -> Stored:
+def _to_stored(meta: obstore.ObjectMeta) -> Stored:
     return Stored(meta["path"], meta["size"], meta["last_modified"].timestamp())
 
 

@@ -34,13 +34,13 @@ from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat_server import crash_points, logs
 from fedplat_server.errors import BlobError, BlobFullError, BlobUnavailableError, SpoolError
 from fedplat_server.storage import files, ownership
-from fedplat_server.storage.object_store import PART_BYTES, ObjectStore, Patience
+from fedplat_server.storage.object_store import PART_BYTES, ObjectStore, RequestLimits
 from fedplat_server.storage.spool_names import name_attempt, name_update
 from fedplat_server.storage.store_health import StoreHealth
 
 THREADS = 32
 """Reports that wait for the store at the same time. They have their own threads: a slow store must not stop others."""
-PATIENCE = Patience(connect_s=3.0, request_s=20.0, retry_s=5.0, max_retries=4)
+PATIENCE = RequestLimits(connect_s=3.0, request_s=20.0, retry_s=5.0, max_retries=4)
 """Short, because the client repeats its report, and a thread waits meanwhile."""
 TRANSFER_BYTES = 4 * PART_BYTES
 MEMORY_BYTES = 4 * TRANSFER_BYTES

@@ -1,4 +1,4 @@
-"""The leader dies at every step of the spool, and its disk is lost: another host goes on from the store."""
+"""The leader dies at every step of the spool, and its disk is lost: another host continues from the store."""
 
 from __future__ import annotations
 

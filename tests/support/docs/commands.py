@@ -61,7 +61,8 @@ def _read(words: list[str]) -> list[CommandLine]:
         return []
     inner = words
     if words[0] in ("docker", "kubectl") and "exec" in words:
-        start = next((at for at, word in enumerate(words) if word in PROGRAMS and at > words.index("exec") + 1), None)
+        after = words.index("--") if "--" in words else words.index("exec") + 1
+        start = next((at for at, word in enumerate(words) if word in PROGRAMS and at > after), None)
         inner = words[start:] if start else words
     if words[0] == "xargs":
         inner = [*words[words.index("fedplat") :], "PIPED"]
