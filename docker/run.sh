@@ -18,7 +18,15 @@ finish() {
 	[ -n "${KEEP:-}" ] || $compose -f "$file" down -v >/dev/null 2>&1
 }
 trap finish EXIT
-$compose -f "$file" up --no-build -d
+if [ "$engine" = docker ]; then
+	$compose -f "$file" up --no-build -d
+else
+	# podman cannot start what depends on several services that have ended: start in the order of the file instead.
+	for service in $(sed -n '/^services:/,/^\(networks\|volumes\):/s/^  \([a-z0-9-]*\):$/\1/p' "$file"); do
+		$compose -f "$file" up --no-build --no-deps -d "$service"
+		case $service in secrets | init | ticket) "$engine" wait "${submit/submit/$service}" ;; esac
+	done
+fi
 "$engine" logs -f "$submit" || true
 status=$("$engine" wait "$submit")
 echo "run.sh: $file: submit has exited with status $status"

@@ -256,7 +256,7 @@ def is_gateway(host: Host) -> bool:
 
 @pytest.mark.fault("F52")
 def test_the_store_goes_away_in_a_round(tmp_path: Path, database: str, s3: SeaweedFS) -> None:
-    """The SDK's clients come again until the store is back; no client trains twice, and the alert is raised and ends."""
+    """The SDK's clients come again until the store is back; no client trains twice, and the alert ends."""
     url, work = s3.url(), Work(held=NUM_CLIENTS)
     with contextlib.ExitStack() as stack:
         proxy = stack.enter_context(store_proxy(s3.endpoint))

@@ -13,9 +13,9 @@ Without a stored change it removes only bytes that the client sends again or tha
 
 An upload may be resumed: its file grows until its bytes have the declared digest. The files of jobs with `durability =
 "spool"` are in one folder per attempt and outlive the process: an update is durable (`persist`) before its report is
-accepted. Where it is durable depends on the backend (`spool_backend`): the synced folder, or a copy in an object store. With a
-store the folder is only a cache of durable updates: `complete` gets what it lacks from the store. Partial uploads are
-in the folder alone. The files of jobs with `durability = "memory"` are in memory, and have no copies.
+accepted. Where it is durable depends on the backend (`spool_backend`): in the synced folder, or as a copy in an object
+store. With a store the folder is only a cache of durable updates: `complete` gets what it lacks from the store. Partial
+uploads are in the folder alone. The files of jobs with `durability = "memory"` are in memory, and have no copies.
 
 `apply_changes`, `close` and `run_in_thread` run on the event loop; all other methods block, and threads call them,
 several at once. No lock is held while the backend works, which may take long.
