@@ -34,7 +34,7 @@ REFUSED = Fault(403, "AccessDenied")
 def proxy(s3: SeaweedFS, monkeypatch: pytest.MonkeyPatch) -> Generator[StoreProxy]:
     """What stands between the daemon and the store, which it asks once for each report."""
     monkeypatch.setattr(
-        spool_backend, "PATIENCE", RequestLimits(connect_s=5.0, request_s=60.0, retry_s=1.0, max_retries=0)
+        spool_backend, "REQUEST_LIMITS", RequestLimits(connect_s=5.0, request_s=60.0, retry_s=1.0, max_retries=0)
     )
     # Other tests of this process have filled disks.
     monkeypatch.setattr(files._full, "last_unix_s", None)  # pyright: ignore[reportPrivateUsage]

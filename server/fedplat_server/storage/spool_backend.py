@@ -40,7 +40,7 @@ from fedplat_server.storage.store_health import StoreHealth
 
 THREADS = 32
 """Reports that wait for the store at the same time. They have their own threads: a slow store must not stop others."""
-PATIENCE = RequestLimits(connect_s=3.0, request_s=20.0, retry_s=5.0, max_retries=4)
+REQUEST_LIMITS = RequestLimits(connect_s=3.0, request_s=20.0, retry_s=5.0, max_retries=4)
 """Short, because the client repeats its report, and a thread waits meanwhile."""
 TRANSFER_BYTES = 4 * PART_BYTES
 MEMORY_BYTES = 4 * TRANSFER_BYTES
@@ -344,7 +344,7 @@ class ObjectBackend(SpoolBackend):
 
 def open_backend(url: str, term: int, health: StoreHealth, max_bytes: int) -> ObjectBackend:
     """Return the backend of the leader of a term; no update has more than `max_bytes`. Raises `ConfigError`."""
-    return ObjectBackend(ObjectStore(url, PATIENCE), term, health, max_bytes)
+    return ObjectBackend(ObjectStore(url, REQUEST_LIMITS), term, health, max_bytes)
 
 
 def list_names(store: ObjectStore) -> Iterable[ObjectName]:
