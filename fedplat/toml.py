@@ -50,6 +50,12 @@ def read_record(raw: Mapping[str, Any], record: type[Record], prefix: str = "", 
     return plugins.convert(raw, record)
 
 
+def readable_part(raw: Mapping[str, Any], record: type[Struct]) -> dict[str, Any]:
+    """Return the entries of a table that a record could have: those with known keys and without any mistake."""
+    types, checker = {field.encode_name: field.type for field in struct_fields(record)}, _Checker(BUILTIN)
+    return {key: value for key, value in raw.items() if key in types and checker.is_valid(value, types[key])}
+
+
 def read_name(name: object, kind: Kind, path: str, plugins: Plugins = BUILTIN) -> type[Struct]:
     """Return the options record that a key names; `path` is the key, for the message. Raises `JobFileError`."""
     record = None
@@ -140,6 +146,10 @@ class _Checker:
             except msgspec.ValidationError as exc:
                 # The message of a record's own check begins with the key concerned.
                 yield f"{prefix}{exc}"
+
+    def is_valid(self, value: Any, annotation: Any) -> bool:
+        """Return whether a value has no mistake."""
+        return next(self._of_value(value, annotation, ""), None) is None
 
     def _of_values(self, raw: Mapping[str, Any], record: type[Struct], prefix: str) -> Iterator[str]:
         for field in struct_fields(record):

@@ -9,6 +9,7 @@ its value and the expected values, and suggests similar names.
 from __future__ import annotations
 
 from fedplat.job.advice import warnings
+from fedplat.job.newer import is_unreadable, read_newer
 from fedplat.job.pool import PoolOptions, ServerLearning, ServerStep, WarmStart
 from fedplat.job.privacy import build_mechanism, calibrate, find_mechanism, plan_charge
 from fedplat.job.rule import build_rule
@@ -58,8 +59,10 @@ __all__ = [
     "check_algorithm",
     "check_main",
     "find_mechanism",
+    "is_unreadable",
     "job_file",
     "parse_job",
     "plan_charge",
+    "read_newer",
     "warnings",
 ]

@@ -1,5 +1,7 @@
 """Jobs with plugins: a job runs only with the code that it began with, until an operator accepts other code.
 
+The same rules pause a job whose job file needs a newer release (`fedplat/job/newer.py`).
+
 A job keeps the versions of its plugins. Its driver states with the events `ServerRestarted` and `OperatorCommand` which
 of them it has. Pure functions.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 from msgspec import structs
 
+from fedplat.job import is_unreadable
 from fedplat.loaded_plugins import PluginVersion, describe_versions
 from fedplat.rounds import closing
 from fedplat.rounds.records import JobState
@@ -30,6 +33,11 @@ def describe_missing(job: JobState, loaded: tuple[PluginVersion, ...], problem: 
                 f"the server has no plugin {version.label} (the job has {version.short}); start it with --plugin "
                 f"{version.label}=..., then resume the job"
             )
+    if problem and is_unreadable(job.spec):
+        return (
+            f"this server cannot read the job file: {problem[:MAX_PROBLEM]}; a newer version of fedplat made the job, "
+            "so update the server, then resume the job"
+        )
     if problem:
         return (
             f"the job cannot use the server's plugins: {problem[:MAX_PROBLEM]}; start the server with "

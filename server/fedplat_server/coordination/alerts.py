@@ -252,10 +252,10 @@ def _check_failed(job: JobFacts) -> Alert | None:
 def _check_needs_plugins(job: JobFacts) -> Alert | None:
     if not job.problem or job.status is JobStatus.FAILED:
         return None
-    text = f"Job {job.name} cannot use the server's plugins: {_short(job.problem)}."
+    text = f"Job {job.name} cannot run on this server: {_short(job.problem)}."
     remedy = (
-        "Start the server with the plugins that the job needs (fedplat-server run --plugin KIND.NAME=REF), then resume "
-        f"it (fedplat job resume {job.job_id})."
+        "Start the server with the plugins that the job needs (fedplat-server run --plugin KIND.NAME=REF), or update "
+        f"it if a newer version made the job; then resume the job (fedplat job resume {job.job_id})."
     )
     return _of_job(job, "job_needs_plugins", Severity.CRITICAL, text, remedy)
 

@@ -13,7 +13,7 @@ import sqlalchemy
 from sqlalchemy.dialects import postgresql, sqlite
 
 from fedplat.errors import FedplatError, JobFileError, PluginError, UserCodeError
-from fedplat.job import JobSpec, find_mechanism, parse_job
+from fedplat.job import JobSpec, find_mechanism, parse_job, read_newer
 from fedplat.loaded_plugins import PluginVersion, versions_to_builtins
 from fedplat.plugins import BUILTIN, Plugins
 from fedplat.privacy import Privacy
@@ -307,19 +307,26 @@ class JobFileReader:
         """Return the job of a row of `jobs`, with its calibrated `[privacy]`, and the first mistake in its file.
 
         If there is a mistake, or this process lacks a plugin of the job, the options of its plugins are `AbsentPlugin`.
-        Raises `StoreError` for a job file that cannot be read even so.
+        A job file of a newer release is read by `read_newer`. Raises `StoreError` for what is not a job file.
         """
         try:
-            plugins = job_plugins(row)
-            spec, problem = self._parse(row.job_file, plugins)
-            try:
-                return with_calibrated(spec, row.privacy), problem
-            except (PluginError, UserCodeError) as exc:  # it builds the job's rule again
-                return with_calibrated(_without_plugins(row.job_file, plugins), row.privacy), str(exc)
+            return self._read_known(row)
         except (JobFileError, msgspec.ValidationError) as exc:
+            problem = str(exc).partition("\n")[0]
+        try:
+            return read_newer(row.job_file, row.privacy), problem
+        except JobFileError as exc:
             raise StoreError(
                 f"the stored job file of {row.job_id} cannot be read by this version of fedplat: {exc}"
             ) from exc
+
+    def _read_known(self, row: Row | JobRow) -> tuple[JobSpec, str]:
+        plugins = job_plugins(row)
+        spec, problem = self._parse(row.job_file, plugins)
+        try:
+            return with_calibrated(spec, row.privacy), problem
+        except (PluginError, UserCodeError) as exc:  # it builds the job's rule again
+            return with_calibrated(_without_plugins(row.job_file, plugins), row.privacy), str(exc)
 
     def _parse_file(self, job_file: str, plugins: tuple[PluginVersion, ...]) -> tuple[JobSpec, str]:
         try:

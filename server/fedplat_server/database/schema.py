@@ -10,7 +10,9 @@ They use `alembic`, which is configured here: there is no alembic.ini.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import random
 from pathlib import Path
 
 import sqlalchemy
@@ -20,6 +22,8 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy.engine import URL
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from fedplat_server import crash_points
 from fedplat_server.database.engine import WRITES, async_url, create_engine, sqlite_path, translate_errors
@@ -28,6 +32,12 @@ from fedplat_server.errors import SchemaVersionError, StoreUnavailableError
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _UPGRADE_LOCK = 0x66656470  # any number that other users of PostgreSQL's advisory locks do not use
+LOCK_TIMEOUT_MS = 1000
+"""The time that an upgrade of PostgreSQL waits for the lock of a table. Meanwhile all later statements on the table
+wait, too, and a leader needs an answer within its lease."""
+MAX_TRIES = 30
+_PAUSES_S = (0.5, 2.0)
+_GIVES_WAY = frozenset({"55P03", "40P01"})  # lock not available, deadlock
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,13 +93,37 @@ async def _upgrade(url: URL) -> SchemaState:
         # SQLite alters a table by copying it, which must not trigger the checks of foreign keys.
         engine = create_engine(url, foreign_keys=False)
         try:
-            async with engine.execution_options(**{WRITES: True}).begin() as connection:
-                if path is None:
-                    # The second of two concurrent upgrades waits, and finds nothing to do.
-                    await connection.execute(sqlalchemy.select(sqlalchemy.func.pg_advisory_xact_lock(_UPGRADE_LOCK)))
-                return await connection.run_sync(_run, url)
+            for _ in range(MAX_TRIES - 1):
+                with contextlib.suppress(_LockedError):
+                    return await _try_upgrade(engine, url)
+                await asyncio.sleep(random.uniform(*_PAUSES_S))
+            return await _try_upgrade(engine, url)
+        except _LockedError as exc:
+            raise StoreUnavailableError(
+                f"the database {url.render_as_string(hide_password=True)} was not changed: other transactions, such as "
+                f"those of a backup, kept a table locked during {MAX_TRIES} tries ({exc}); see pg_stat_activity, and "
+                "run the upgrade again when they have ended"
+            ) from exc
         finally:
             await engine.dispose()
+
+
+class _LockedError(Exception):
+    """Another transaction holds a lock that the upgrade needs."""
+
+
+async def _try_upgrade(engine: AsyncEngine, url: URL) -> SchemaState:
+    try:
+        async with engine.execution_options(**{WRITES: True}).begin() as connection:
+            if engine.dialect.name == "postgresql":
+                # The second of two concurrent upgrades waits, and finds nothing to do.
+                await connection.execute(sqlalchemy.select(sqlalchemy.func.pg_advisory_xact_lock(_UPGRADE_LOCK)))
+                await connection.execute(sqlalchemy.text(f"SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}"))
+            return await connection.run_sync(_run, url)
+    except DBAPIError as error:
+        if getattr(error.orig, "sqlstate", None) not in _GIVES_WAY:
+            raise
+        raise _LockedError(str(error.orig)) from error
 
 
 async def require_usable(url: URL) -> None:
@@ -134,14 +168,14 @@ def _run(connection: sqlalchemy.Connection, url: URL) -> SchemaState:
         _refuse_newer(found, url)
         command.upgrade(config(connection), "head")
         connection.execute(schema_compatibility.delete())
-        connection.execute(schema_compatibility.insert().values(compatible_from=_compatible_from()))
+        connection.execute(schema_compatibility.insert().values(compatible_from=read_compatible_from(head())))
     crash_points.point("schema.upgrade.uncommitted")
     return _state_of(connection)
 
 
-def _compatible_from() -> str:
-    """Return the oldest revision whose code can use a database of this code."""
-    step = ScriptDirectory.from_config(config()).get_revision(head())
+def read_compatible_from(revision: str) -> str:
+    """Return the oldest revision whose code can use a database of a revision since 0019; see `migrations/env.py`."""
+    step = ScriptDirectory.from_config(config()).get_revision(revision)
     assert step is not None
     return str(step.module.compatible_from)
 

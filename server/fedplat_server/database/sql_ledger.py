@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from sqlalchemy import Connection, func, select
 from typing_extensions import override
 
-from fedplat.job import plan_charge
+from fedplat.job import is_unreadable, plan_charge
 from fedplat.privacy import Charge
-from fedplat.rounds.states import JobStatus
+from fedplat.rounds.states import ENDED_JOBS, JobStatus
 from fedplat_server.database import rows
 from fedplat_server.database.ledger import Account, Budget, LedgerRow, Population, decode_mechanism
 from fedplat_server.database.ports import LedgerStore
@@ -17,7 +17,7 @@ from fedplat_server.database.sql_audit import append_entries
 from fedplat_server.database.sql_events import append_events
 from fedplat_server.database.tables import jobs, ledger, populations
 from fedplat_server.database.transactions import Clock, Database
-from fedplat_server.errors import PopulationChangedError
+from fedplat_server.errors import PopulationChangedError, StoreError
 from fedplat_server.records.audit import AuditEntry
 from fedplat_server.records.events import EventEntry, EventType
 
@@ -80,16 +80,27 @@ class SqlLedger(LedgerStore):
         for group in connection.execute(tally):
             released.setdefault(group.job_id, []).append(Charge(decode_mechanism(group.mechanism), group.releases))
         job_rows: Sequence[rows.Row] = connection.execute(select(jobs).where(mine).order_by(jobs.c.sequence)).all()
+        budget = None if row is None or row.epsilon is None else Budget(row.epsilon, row.delta)
         return Population(
             name=name,
             revision=row.revision if row is not None else 0,
-            budget=None if row is None or row.epsilon is None else Budget(row.epsilon, row.delta),
-            accounts=tuple(self._account(job, tuple(released.get(job.job_id, ()))) for job in job_rows),
+            budget=budget,
+            accounts=tuple(self._account(job, tuple(released.get(job.job_id, ())), budget) for job in job_rows),
         )
 
-    def _account(self, row: rows.Row, released: tuple[Charge, ...]) -> Account:
-        planned = plan_charge(self._files.read(row)[0]) if row.privacy is not None else None
-        return Account(row.job_id, JobStatus(row.status), planned, released)
+    def _account(self, row: rows.Row, released: tuple[Charge, ...], budget: Budget | None) -> Account:
+        status = JobStatus(row.status)
+        if row.privacy is None:
+            return Account(row.job_id, status, None, released)
+        spec, problem = self._files.read(row)
+        if not is_unreadable(spec):
+            return Account(row.job_id, status, plan_charge(spec), released)
+        if budget is not None and status not in ENDED_JOBS:
+            raise StoreError(
+                f"the privacy budget of population {row.population} cannot be computed, because a newer version of "
+                f"fedplat made job {row.job_id} ({problem}): update the server"
+            )
+        return Account(row.job_id, status, None, released)
 
 
 def _budget_event(population: str, budget: Budget | None) -> EventEntry:

@@ -13,7 +13,7 @@ import sqlalchemy
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from fedplat.job import JobSpec
+from fedplat.job import JobSpec, is_unreadable
 from fedplat.rounds.invariants.records import (
     AssignmentRow,
     AttemptRow,
@@ -108,9 +108,13 @@ async def _job(connection: AsyncConnection, row: JobRow) -> StoredJob:
 
 def _spec(row: JobRow) -> tuple[JobSpec | None, str]:
     try:
-        return _files.read(row)[0], ""
+        spec, problem = _files.read(row)
     except StoreError as exc:
-        return None, f"its job file cannot be read ({str(exc.__cause__).splitlines()[0]})"
+        problem = str(exc.__cause__).splitlines()[0]
+    else:
+        if not is_unreadable(spec):
+            return spec, ""
+    return None, f"its job file cannot be read ({problem})"
 
 
 async def _attempts(connection: AsyncConnection, job: StoredJob, now_unix_s: float) -> AsyncIterator[Unit]:
