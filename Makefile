@@ -53,6 +53,9 @@ faults: $(STAMP) ## the tests that prove the rows of docs/reliability.md; fails 
 faults-page: $(STAMP) ## the same, and write the table into docs/reliability.md
 	$(BIN)/python tests/faults/run.py --write -n auto --dist worksteal -q
 
+compat: $(STAMP) ## this version beside the releases in tests/compat/releases: programs, protocol, databases, a rolling upgrade
+	$(PYTEST) -m "slow or not slow" tests/compat tests/server/store/test_expansion.py tests/server/test_newer_jobs.py
+
 hostile: $(STAMP) ## 100,000 malformed messages to a daemon with honest clients, on SQLite and on PostgreSQL
 	$(BIN)/python tests/hostile/flood.py
 

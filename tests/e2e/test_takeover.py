@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import signal
-import subprocess
 import threading
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
-import asyncpg
 import msgspec
 import numpy as np
 import pytest
 
-from fedplat.admin import AdminClient, profile
 from fedplat.auth import Ticket
 from fedplat.cli import submission, watch
 from fedplat.cli.patience import Patience
-from fedplat.errors import ServerUnreachableError
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
@@ -29,6 +22,7 @@ from fedplat_server.database import schema
 from support import databases, processes
 from support.clients import at_work
 from support.jobs import write_job
+from support.shared_daemons import Daemon, lease, status, two
 
 pytestmark = pytest.mark.slow
 
@@ -57,80 +51,6 @@ def database(postgres_server: str) -> Generator[str]:
     with databases.postgres_database(postgres_server, "template1") as url:
         schema.upgrade(url)
         yield url
-
-
-class Daemon:
-    """A `fedplat-server run` on the shared database and folder."""
-
-    def __init__(self, folder: Path, database: str, name: str) -> None:
-        self.address = f"127.0.0.1:{processes.free_port()}"
-        self.log = folder.parent / f"{name}.log"
-        run = [str(processes.BIN / "fedplat-server"), "run", "--listen", self.address, "--data-dir", str(folder)]
-        self._command = [*run, "--database", database]
-        self._process: subprocess.Popen[bytes] | None = None
-        self.profile_path, self.ca = folder / "admin.toml", folder / "pki" / "ca.pem"
-
-    def admin(self) -> AdminClient:
-        """An operator who talks to this daemon."""
-        return AdminClient(msgspec.structs.replace(profile.load(self.profile_path), server=self.address))
-
-    def start(self) -> None:
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-        with self.admin() as admin:
-            admin.wait_until_ready(processes.PATIENCE_S)
-
-    def send(self, number: int) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    def end(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self.send(signal.SIGCONT)
-            self.send(signal.SIGKILL)
-            self._process.wait()
-
-
-@contextlib.contextmanager
-def two(folder: Path, database: str) -> Generator[tuple[Daemon, Daemon]]:
-    folder.mkdir()
-    init = [str(processes.BIN / "fedplat-server"), "init", "--data-dir", str(folder), "--database", database]
-    subprocess.run([*init, "--host", "127.0.0.1"], check=True, capture_output=True)
-    leader, other = Daemon(folder, database, "leader"), Daemon(folder, database, "other")
-    try:
-        leader.start()
-        other.start()
-        yield leader, other
-    finally:
-        leader.end()
-        other.end()
-
-
-def lease(database: str) -> dict[str, Any]:
-    """The row of the lease, with the current time on the database's clock."""
-
-    async def read() -> dict[str, Any]:
-        connection = await asyncpg.connect(database)
-        try:
-            row = await connection.fetchrow("SELECT *, extract(epoch FROM clock_timestamp())::float AS now FROM leases")
-            assert row is not None
-            return dict(row)
-        finally:
-            await connection.close()
-
-    found: list[dict[str, Any]] = []
-    thread = threading.Thread(target=lambda: found.append(asyncio.run(read())))
-    thread.start()
-    thread.join()
-    return found[0]
-
-
-def status(daemon: Daemon) -> admin_pb2.GetStatusResponse | None:
-    try:
-        with daemon.admin() as admin:
-            return admin.status()
-    except ServerUnreachableError:
-        return None
 
 
 def until_leads(daemon: Daemon, database: str, term: int) -> float:

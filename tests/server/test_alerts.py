@@ -137,7 +137,7 @@ JOBS: dict[str, tuple[JobFacts, dict[str, tuple[Severity, str]]]] = {
     "failed yesterday": (of(status=JobStatus.FAILED, failed_s=86_401.0), {}),
     "without a plugin": (
         of(status=JobStatus.PAUSED, problem="the server has no plugin rules.lion"),
-        {"job_needs_plugins": (Severity.CRITICAL, "the server's plugins: the server has no plugin rules.lion.")},
+        {"job_needs_plugins": (Severity.CRITICAL, "cannot run on this server: the server has no plugin rules.lion.")},
     ),
 }
 SERVERS: dict[str, tuple[ServerFacts, dict[str, tuple[Severity, str]]]] = {

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -15,9 +14,10 @@ from pathlib import Path
 import msgspec
 
 from fedplat.admin import AdminClient, profile
+from support import releases
 
-ROOT = Path(__file__).resolve().parents[2]
-BIN = Path(sys.executable).parent
+ROOT = releases.ROOT
+BIN = releases.MAIN.bin
 PATIENCE_S = 60.0
 
 
@@ -38,15 +38,17 @@ def until(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE
 
 
 class Server:
-    """A `fedplat-server run` process on a port of its own; may be killed and started again with the same line."""
+    """A `fedplat-server run` process on a port of its own; may be killed and started again with the same line.
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    `release` is the version of the program.
+    """
+
+    def __init__(self, folder: Path, *options: str, release: releases.Release = releases.MAIN) -> None:
         self.folder = folder
         self.address = f"127.0.0.1:{free_port()}"
         self.log = folder / "server.log"
-        self.command = [
-            *(str(BIN / "fedplat-server"), "run", "--listen", self.address, "--data-dir", str(folder), *options)
-        ]
+        self.command = release.command("fedplat-server", "run", "--listen", self.address, "--data-dir", str(folder))
+        self.command += options
         self._process: subprocess.Popen[bytes] | None = None
         self.profile_path = folder / "admin.toml"
         self.ca = folder / "pki" / "ca.pem"
@@ -54,7 +56,7 @@ class Server:
         init = ["init", "--data-dir", str(folder), "--host", "127.0.0.1", "--port", port]
         if "--database" in options:
             init += ["--database", options[options.index("--database") + 1]]
-        done = subprocess.run([str(BIN / "fedplat-server"), *init], check=True, capture_output=True, text=True)
+        done = subprocess.run([self.command[0], *init], check=True, capture_output=True, text=True)
         self.said_by_init = done.stdout + done.stderr
 
     @property
@@ -79,6 +81,10 @@ class Server:
         with self.admin() as admin:
             admin.wait_until_ready(PATIENCE_S)
 
+    def replace(self, release: releases.Release) -> None:
+        """Use another version from the next start on."""
+        self.command[0] = release.command("fedplat-server")[0]
+
     def ticket(self, population: str, num_uses: int = 1) -> str:
         with self.admin() as admin:
             return admin.create_enrollment(population, num_uses, 3600.0, self.address).ticket
@@ -101,9 +107,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def server(folder: Path, *options: str) -> Generator[Server]:
+def server(folder: Path, *options: str, release: releases.Release = releases.MAIN) -> Generator[Server]:
     folder.mkdir(parents=True, exist_ok=True)
-    running = Server(folder, *options)
+    running = Server(folder, *options, release=release)
     running.start()
     try:
         yield running

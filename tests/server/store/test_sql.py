@@ -239,9 +239,12 @@ async def test_what_was_stored_too_large_is_read_shortened(store: SqlStore, data
     assert peak < 4 * 2**20
 
 
-async def test_an_old_job_file_that_this_version_cannot_read_is_named(store: SqlStore) -> None:
-    with pytest.raises(StoreError, match="job file of one cannot be read by this version"):
-        await store.jobs.create_job(draft("one"), JOB_FILE + "\nnonsense = 1", "one")
+@pytest.mark.parametrize(
+    ("job_file", "mistake"), [("no TOML", "is not valid TOML"), (JOB_FILE + "\n[privacy]\nnew = 1", "do not agree")]
+)
+async def test_what_is_no_job_file_is_named(store: SqlStore, job_file: str, mistake: str) -> None:
+    with pytest.raises(StoreError, match=f"job file of one cannot be read by this version.*{mistake}"):
+        await store.jobs.create_job(draft("one"), job_file, "one")
     assert await store.jobs.load_jobs() == []
 
 

@@ -1,0 +1,97 @@
+"""A daemon that finds a job of a newer release: it pauses that job with the reason, and runs the others."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc import aio
+
+from fedplat.wire.v1 import admin_pb2
+from fedplat_server.verify.checker import verify
+from support import daemons
+from support.daemons import Site, initial_model, update_of
+from support.jobs import job_file
+from support.private_jobs import private
+
+pytestmark = [pytest.mark.calm("it changes the database from outside"), pytest.mark.fault("F29")]
+FUTURE = "[from_the_future]\nkey = 1\n"
+PROBLEM = "this server cannot read the job file: from_the_future = {…}: there is no such key"
+
+
+def change_job_file(folder: Path, job: str, text: str) -> None:
+    """What a daemon of another release would have stored."""
+    with sqlite3.connect(folder / "fedplat.sqlite") as connection:
+        assert connection.execute("UPDATE jobs SET job_file = ? WHERE job_id = ?", (text, job)).rowcount == 1
+
+
+async def work(site: Site, count: int) -> None:
+    clients = await site.fleet(count)
+    for number, (client, one) in enumerate(zip(clients, await site.assign(clients), strict=True)):
+        await client.deliver(one.token, update_of(initial_model(), number))
+
+
+async def command(call: Any) -> str:
+    """The words with which a command is refused."""
+    with pytest.raises(aio.AioRpcError) as caught:
+        await call
+    return caught.value.details() or ""
+
+
+async def test_the_job_is_paused_and_other_jobs_run(folder: Path) -> None:
+    text, other = job_file("newer", rounds=2), job_file("other")
+    async with daemons.running(folder) as site:
+        job = await site.operator.start(text)
+        await site.assign(await site.fleet(2))  # an open attempt
+        draft = (await site.operator.create(text)).job_id
+    for each in (job, draft):
+        change_job_file(folder, each, text + FUTURE)
+    async with daemons.running(folder) as site:
+        shown = await site.operator.show(job)
+        assert shown.status == admin_pb2.JOB_STATUS_PAUSED
+        assert shown.reason.startswith(PROBLEM)
+        assert "update the server" in shown.reason
+        assert (shown.name, shown.job_file) == ("newer", text + FUTURE)
+        assert PROBLEM in await command(site.operator.jobs.ResumeJob(admin_pb2.JobRequest(job=job)))
+        assert PROBLEM in await command(site.operator.jobs.StartJob(admin_pb2.JobRequest(job=draft)))
+        second = await site.operator.start(other)
+        await work(site, 2)
+        await site.operator.until(second, "job", "COMPLETED")
+    report = await verify(f"sqlite:///{folder / 'fedplat.sqlite'}", folder)
+    assert [finding.found for finding in report.findings if "job file cannot be read" not in finding.found] == []
+    change_job_file(folder, job, text)  # the server of the newer release again
+    async with daemons.running(folder) as site:
+        await site.operator.jobs.ResumeJob(admin_pb2.JobRequest(job=job))
+        for _ in range(2):
+            await work(site, 2)
+        await site.operator.until(job, "job", "COMPLETED")
+
+
+async def test_the_job_can_be_cancelled(folder: Path) -> None:
+    async with daemons.running(folder) as site:
+        job = await site.operator.start(job_file())
+    change_job_file(folder, job, job_file() + FUTURE)
+    async with daemons.running(folder) as site:
+        await site.operator.jobs.CancelJob(admin_pb2.JobRequest(job=job))
+        assert (await site.operator.show(job)).status == admin_pb2.JOB_STATUS_CANCELLED
+
+
+async def test_the_budget_of_its_population_is_not_spent_while_its_plan_is_unknown(folder: Path) -> None:
+    text = private()
+    async with daemons.running(folder) as site:
+        job = (await site.operator.create(text)).job_id
+        budget = admin_pb2.SetPrivacyBudgetRequest(population="demo", epsilon=50.0, delta=1e-5)
+        await site.operator.privacy.SetPrivacyBudget(budget)
+    change_job_file(folder, job, text + FUTURE)
+    async with daemons.running(folder) as site:
+        assert "private" in [
+            each.name for each in (await site.operator.jobs.ListJobs(admin_pb2.ListJobsRequest())).jobs
+        ]
+        with pytest.raises(aio.AioRpcError):
+            await site.operator.create(text)
+        jobs = (await site.operator.jobs.ListJobs(admin_pb2.ListJobsRequest())).jobs
+        assert len(jobs) == 1
+        free = job_file("elsewhere").replace('population = "demo"', 'population = "other"')
+        assert (await site.operator.create(free)).name == "elsewhere"
