@@ -1,58 +1,59 @@
-"""Measure the spool with copies in an object store beside the spool in a folder.
+"""Measure the spool with copies in an object store, beside the spool in a folder.
 
-    AWS_ENDPOINT_URL=... python benchmarks/object_spool.py s3://bucket/prefix [--folder DIR]
+    python benchmarks/object_spool.py [--scale 1.0]
 
-For each size, updates are received, made durable and deleted by as many threads as a daemon uses for the store. Then
-another leader, with an empty folder, finds the copies and fetches all of them. Without a URL only the folder is
-measured.
+The store is a real S3 server, SeaweedFS, on this machine. For each size, updates are received and made durable by as
+many threads as a daemon uses for the store. Then another leader, with an empty folder, finds the copies and fetches all
+of them.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
-import secrets
-import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import report
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat_server import logs
 from fedplat_server.storage.spool import Spool
 from fedplat_server.storage.spool_backend import THREADS, ObjectBackend, open_backend
 from fedplat_server.storage.store_health import StoreHealth
+from support.seaweedfs import s3_server
 
 SIZES: Sequence[tuple[str, int, int]] = (("4 KiB", 2**12, 2000), ("1 MiB", 2**20, 300), ("32 MiB", 2**25, 16))
 
 
-def receive(spool: Spool, key: AssignmentId, data: bytes) -> float:
-    """Receive an update as a report does; return the seconds until it is durable."""
-    began, digest = time.perf_counter(), hashlib.sha256(data).hexdigest()
+def receive(spool: Spool, key: AssignmentId, data: bytes) -> None:
+    """Receive an update as a report does, until it is durable."""
+    digest = hashlib.sha256(data).hexdigest()
     upload = spool.open(key, digest, len(data), 0)
     upload.write(data)
     upload.finish()
     spool.complete(key, digest)
     spool.persist(key, digest)
-    return time.perf_counter() - began
 
 
-def measure(name: str, spool: Spool, keys: Sequence[AssignmentId], size: int) -> None:
-    """Print how many reports per second are durable, and how long one takes."""
+def receive_all(spool: Spool, keys: Sequence[AssignmentId], size_bytes: int) -> float:
+    """Receive an update of each client; return the durable ones per second."""
     spool.expect(keys)
-    data = os.urandom(size)
+    data = os.urandom(size_bytes)
     contents = [data[8:] + number.to_bytes(8, "big") for number in range(len(keys))]
     with ThreadPoolExecutor(THREADS) as threads:
         began = time.perf_counter()
-        seconds = sorted(threads.map(receive, [spool] * len(keys), keys, contents))
-        took = time.perf_counter() - began
-    print(
-        f"{name:28} {len(keys) / took:8.0f} reports/s {len(keys) * size / took / 2**20:8.1f} MiB/s   "
-        f"median {1000 * seconds[len(seconds) // 2]:7.1f} ms, 99 % {1000 * seconds[len(seconds) * 99 // 100]:7.1f} ms"
-    )
+        list(threads.map(receive, [spool] * len(keys), keys, contents))
+        return len(keys) / (time.perf_counter() - began)
 
 
 def open_store(url: str, term: int) -> ObjectBackend:
@@ -60,44 +61,46 @@ def open_store(url: str, term: int) -> ObjectBackend:
     return open_backend(url, term, StoreHealth(url), 2**40)
 
 
-def take_over(folder: Path, url: str, keys: Sequence[AssignmentId], size: int) -> None:
-    """Print how long a leader with another disk needs until it can answer calls, and until it has all updates."""
+def take_over(folder: Path, url: str, keys: Sequence[AssignmentId]) -> tuple[float, float]:
+    """Return the seconds until a leader with another disk can answer calls, and until it has all updates."""
     backend = open_store(url, 2)
     spool = Spool(folder, backend=backend)
     began = time.perf_counter()
     spool.keep(keys)
-    found = time.perf_counter() - began
+    found_s = time.perf_counter() - began
     backend.threads.shutdown(wait=True)
-    took = time.perf_counter() - began
-    print(
-        f"  another host: found in {found:.2f} s, fetched in {took:.2f} s ({len(keys) * size / took / 2**20:.1f} MiB/s)"
-    )
-    began = time.perf_counter()
+    fetched_s = time.perf_counter() - began
     backend.delete(keys)
-    print(f"  deleted in {time.perf_counter() - began:.2f} s")
+    return found_s, fetched_s
 
 
-def main() -> None:
-    """Measure each size in the folder and, with a URL, in the store."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("url", nargs="?", help="object store for the copies, such as s3://bucket/prefix")
-    parser.add_argument("--folder", type=Path, help="folder for the spools; default: a temporary one")
-    options = parser.parse_args()
+def measure(folder: Path, url: str, size_bytes: int, count: int) -> tuple[float, float, float, float]:
+    """Return the reports per second in a folder and in the store, and the seconds of a take-over."""
+    keys = [AssignmentId(AttemptKey(f"job-{size_bytes}", 1, 1), f"client-{number}") for number in range(count)]
+    in_folder = receive_all(Spool(folder / "folder"), keys, size_bytes)
+    backend = open_store(url, 1)
+    in_store = receive_all(Spool(folder / "store", backend=backend), keys, size_bytes)
+    backend.close()
+    return in_folder, in_store, *take_over(folder / "other", url, keys)
+
+
+def main(
+    scale: Annotated[float, typer.Option(min=0.01, help="Factor for the numbers of updates.")] = 1.0,
+    as_json: report.JsonOption = False,
+    save: report.SaveOption = False,
+) -> None:
+    """Measure updates that are made durable in an object store, compared with a folder."""
     logs.configure("WARNING", json=False)
-    folder = Path(tempfile.mkdtemp(prefix="fedplat-spool-", dir=options.folder))
-    try:
-        for name, size, count in SIZES:
-            keys = [AssignmentId(AttemptKey(f"job-{size}", 1, 1), f"client-{number}") for number in range(count)]
-            measure(f"{name}, folder", Spool(folder / f"folder-{size}"), keys, size)
-            if options.url:
-                url = f"{options.url}/{secrets.token_hex(4)}"
-                backend = open_store(url, 1)
-                measure(f"{name}, object store", Spool(folder / f"store-{size}", backend=backend), keys, size)
-                backend.close()
-                take_over(folder / f"other-{size}", url, keys, size)
-    finally:
-        shutil.rmtree(folder)
+    rows: list[tuple[report.Cell, ...]] = []
+    with s3_server() as server, tempfile.TemporaryDirectory() as folder:
+        os.environ.update(server.environment)
+        for name, size_bytes, number in SIZES:
+            count = max(1, round(number * scale))
+            rows.append((name, count, *measure(Path(folder) / name, server.url(), size_bytes, count)))
+    columns = ("size", "updates", "folder, reports/s", "store, reports/s", "found, s", "fetched, s")
+    title = "Updates that are durable in an object store on this machine, beside a folder"
+    report.finish(report.Report(name="object_spool", title=title, columns=columns, rows=tuple(rows)), as_json, save)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -8,7 +8,9 @@ import contextlib
 import functools
 import itertools
 import os
+import sqlite3
 import tempfile
+import uuid
 from collections.abc import Coroutine, Generator
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,9 @@ async def execute_sql(database: str, *statements: str) -> None:
 def create_sqlite(path: Path) -> str:
     """Write a SQLite database with the tables of this version and the operator of the tests; return its URL."""
     path.write_bytes(_sqlite_template())
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        # Else all would be copies of one database, and so the owners of the same stores.
+        connection.execute("UPDATE database_identity SET database_id = ?", [uuid.uuid4().hex])
     return f"sqlite:///{path}"
 
 
