@@ -15,7 +15,7 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
 from support import releases
 from support.releases import MAIN
 
-pytestmark = pytest.mark.fault("F28")
+pytestmark = [pytest.mark.slow, pytest.mark.fault("F28")]
 SCRIPT = Path(__file__).parent / "descriptors.py"
 RULES = [
     "WIRE_JSON",  # fields: number, type, label, name; a deleted field or value is reserved; packages

@@ -78,6 +78,7 @@ async def test_the_job_can_be_cancelled(folder: Path) -> None:
         assert (await site.operator.show(job)).status == admin_pb2.JOB_STATUS_CANCELLED
 
 
+@pytest.mark.slow
 async def test_the_budget_of_its_population_is_not_spent_while_its_plan_is_unknown(folder: Path) -> None:
     text = private()
     async with daemons.running(folder) as site:

@@ -70,6 +70,7 @@ def test_an_object_that_is_replaced_while_it_is_read_is_an_error(store: ObjectSt
         list(parts)
 
 
+@pytest.mark.slow
 def test_one_of_many_creates_wins(store: ObjectStore) -> None:
     with concurrent.futures.ThreadPoolExecutor(10) as threads:
         tries = [threads.submit(store.put, "x", b"%d" % number, create=True) for number in range(10)]
@@ -98,6 +99,7 @@ def test_a_bucket_that_does_not_exist(s3: SeaweedFS) -> None:
         ObjectStore("s3://missing/x").put("x", b"")
 
 
+@pytest.mark.slow
 def test_a_store_that_is_away_or_silent(s3: SeaweedFS, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

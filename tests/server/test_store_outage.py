@@ -125,6 +125,7 @@ async def test_a_full_store_is_an_alert_of_its_own(folder: Path, url: str, proxy
         await site.operator.until(job, "job", "COMPLETED")
 
 
+@pytest.mark.slow
 async def test_a_slow_store_delays_nobody_else(folder: Path, url: str, proxy: StoreProxy) -> None:
     """All threads for the store wait for it; jobs in memory, uploads and operators do not."""
     async with running(folder, url) as site:

@@ -19,6 +19,7 @@ from support.crash.nursery import Nursery, Order
 from support.crash.scenario import KILLED, World
 from support.seaweedfs import SeaweedFS
 
+pytestmark = pytest.mark.slow  # tests/server/test_object_spool.py has the same steps without processes
 POINTS = points.all_points()
 FETCHES = [one for one in POINTS if one.startswith(("spool_store.fetch.", "spool.keep."))]
 """Only a later leader reaches these in the middle of a round."""

@@ -84,6 +84,7 @@ BREAKAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BREAKAGES)
 async def test_a_step_that_breaks_older_code(empty_database: str, tmp_path: Path, name: str) -> None:
     body, breakage = BREAKAGES[name]
@@ -109,6 +110,7 @@ async def test_what_a_step_must_state(empty_database: str, tmp_path: Path, state
     assert mistake in found
 
 
+@pytest.mark.slow
 async def test_a_step_may_contract_once_the_last_release_does_without(empty_database: str, tmp_path: Path) -> None:
     """The release whose head is the first step no longer uses the column."""
     expanded = migrations.write_step(tmp_path, migrations.EXPANDS)
