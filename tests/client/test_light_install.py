@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import shutil
 import subprocess
-import sys
 import venv
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 from fedplat.wire.v1 import model_pb2
 from support.fake_fleet import FakeFleet
-from support.projects import CLIENT, CORE, MAX_LIGHT, OURS, ROOT, require_index
+from support.projects import CLIENT, CORE, MAX_LIGHT, OURS, ROOT
 
 PROBE = """
 import importlib.util, sys
@@ -86,22 +85,3 @@ def test_the_declared_dependencies_suffice(fleet: FakeFleet, model: model_pb2.Mo
     for folder in (ROOT / "fedplat", ROOT / "client" / "fedplat_client"):
         shutil.copytree(folder, packages / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
     prove(tmp_path / "env" / "bin" / "python", fleet, model, tmp_path)
-
-
-@pytest.mark.slow
-def test_pip_installs_it(fleet: FakeFleet, model: model_pb2.ModelRef, tmp_path: Path) -> None:
-    """The edge's own command, `pip install . ./client`; skipped where no package index can be reached."""
-    require_index(tmp_path)
-    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True)
-    python = tmp_path / "env" / "bin" / "python"
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    subprocess.run([*pip, "install", "-c", "constraints.txt", ".", "./client"], cwd=ROOT, check=True)
-    listed = subprocess.run([*pip, "list", "--format", "freeze"], check=True, capture_output=True, text=True).stdout
-    names = {line.partition("==")[0] for line in listed.splitlines()} - {"pip", "setuptools", "wheel"}
-    assert len(names) <= MAX_LIGHT, sorted(names)
-    prove(python, fleet, model, tmp_path)
-    command = tmp_path / "env" / "bin" / "fedplat-client"
-    shown = subprocess.run([str(command), "--help"], check=True, capture_output=True, text=True).stdout
-    assert "training stays where the data is" in shown
-    for folder in (ROOT, ROOT / "client"):
-        assert not [path for name in ("build", "dist", "*.egg-info") for path in folder.glob(name)]

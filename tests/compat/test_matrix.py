@@ -9,7 +9,7 @@ import pytest
 
 from compat import adding
 from fedplat import __version__
-from support import processes, releases, shared_daemons
+from support import releases, shared_daemons
 from support.releases import MAIN
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault("F28")]
@@ -21,19 +21,6 @@ def test_the_programs_of_a_release_are_those_of_its_wheels(release: releases.Rel
     assert {version for _, version in releases.modules(release).values()} == {release.name}
     assert {version for _, version in releases.modules(MAIN).values()} == {__version__}
     assert release.name != __version__
-
-
-def test_this_version_alone(tmp_path: Path) -> None:
-    with processes.server(tmp_path / "server") as server:
-        tickets = [server.ticket("new") for _ in range(adding.NUM_CLIENTS)]
-        clients = [
-            adding.start_client(MAIN, number, tmp_path / f"client-{number}", ticket)
-            for number, ticket in enumerate(tickets)
-        ]
-        with adding.stopped_at_the_end(clients):
-            job = adding.write_project(tmp_path / "job", "alone", "new", ROUNDS)
-            versions = adding.submit(MAIN, server.profile_path, server.address, job)
-    assert [each["model"]["digest"] for each in versions][-1] == DIGEST
 
 
 @pytest.mark.parametrize("leader", ["main", "last"])

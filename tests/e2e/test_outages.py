@@ -9,9 +9,7 @@ import contextlib
 import http.client
 import json
 import logging
-import os
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -27,10 +25,11 @@ from fedplat.admin import AdminClient
 from fedplat.cli import submission
 from fedplat.errors import FedplatError
 from fedplat.job import parse_job
-from support import own_postgres, processes
+from support import processes
 from support.daemons import initial_model
 from support.databases import execute_sql, in_thread
 from support.jobs import job_file
+from support.own_postgres import Postgres
 
 pytestmark = pytest.mark.slow
 JOB = job_file("observed")
@@ -119,31 +118,6 @@ class Dashboard:
             connection.request(method, path, body, headers)
             with connection.getresponse() as response:
                 yield response
-
-
-class Postgres:
-    """A PostgreSQL of this test alone, which it may kill."""
-
-    def __init__(self, folder: Path) -> None:
-        environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
-        command = [sys.executable, own_postgres.__file__, str(folder)]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
-        self.url = self._read()
-
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
-
-    def order(self, line: str) -> None:
-        """Kills or starts it."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        assert self._read() == "done"
-
-    def close(self) -> None:
-        self._process.communicate()
 
 
 @pytest.fixture

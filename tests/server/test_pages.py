@@ -81,9 +81,9 @@ CLIENTS = (
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.fault("F47")
-async def test_a_hundred_thousand_rounds(site: Site) -> None:
+async def test_twenty_thousand_rounds(site: Site) -> None:
     job = (await site.operator.create(job_file())).job_id
-    num_rounds = 100_000
+    num_rounds = 20_000
     numbers = range(1, num_rounds + 1)
     execute(site.folder, ATTEMPTS, ((job, n, n - 1, "{}") for n in numbers))
     execute(site.folder, VERSIONS, ((job, n, n, f"{n:064}", json.dumps({"score": n})) for n in numbers))

