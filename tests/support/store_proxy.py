@@ -153,6 +153,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         text = f"<?xml version='1.0'?><Error><Code>{fault.code}</Code><Message>ordered</Message></Error>".encode()
         self.send_response(fault.status)
+        self.send_header("Connection", "close")  # else the client may send its next request on this connection
         self.send_header("Content-Type", "application/xml")
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
