@@ -19,8 +19,8 @@ from support import daemons
 from support.daemons import Site, digest_of, initial_model, update_of
 from support.jobs import job_file
 from support.processes import BIN
-from support.s3_proxy import s3_proxy
 from support.seaweedfs import SeaweedFS
+from support.store_proxy import NO_SPACE, store_proxy
 
 pytestmark = pytest.mark.calm
 TIMES = LeaseTimes(valid_s=60.0, renew_s=0.2, margin_s=1.0, poll_s=0.05)
@@ -83,14 +83,14 @@ async def test_the_store_of_another_database_is_refused(s3: SeaweedFS, folder: P
 async def test_a_full_store_refuses_models_until_it_has_room(
     s3: SeaweedFS, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with s3_proxy(s3.endpoint) as proxy:
+    with store_proxy(s3.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
         async with daemons.running(folder, blobs=s3.url()) as site:
-            proxy.is_full = True
+            proxy.fail(NO_SPACE)
             with pytest.raises(aio.AioRpcError, match="full") as caught:
                 await site.operator.upload(initial_model())
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            proxy.is_full = False
+            proxy.fail(None)
             await train(site)
 
 

@@ -54,22 +54,8 @@ class BlobFolder(BlobBackend):
 
     @override
     def claim(self, database_id: str) -> None:
-        path = self._folder / ownership.NAME
-
-        def create(content: bytes) -> bool:
-            with temporary(self._folder) as draft:
-                draft.write_bytes(content)
-                durable.sync(draft)
-                try:
-                    os.link(draft, path)  # unlike a rename it fails if the file exists
-                except FileExistsError:
-                    return False
-            durable.sync(self._folder)
-            return True
-
         if self._is_claimed:
-            with files.translate_os_errors(f"claiming the folder {self._folder}"):
-                ownership.claim(str(self._folder), database_id, create, path.read_bytes)
+            ownership.claim_folder(self._folder, database_id, "models")
 
     @override
     def path(self, digest: str) -> Path:

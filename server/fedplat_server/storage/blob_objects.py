@@ -46,14 +46,7 @@ class BlobObjects(BlobBackend):
 
     @override
     def claim(self, database_id: str) -> None:
-        def create(content: bytes) -> bool:
-            with crash_points.step("object.claim"):
-                return self.objects.put(ownership.NAME, content, create=True)
-
-        def read() -> bytes:
-            return self.objects.read(ownership.NAME, ownership.LIMIT_BYTES)
-
-        ownership.claim(self.objects.url, database_id, create, read)
+        ownership.claim_store(self.objects, database_id)
 
     @override
     def path(self, digest: str) -> Path:

@@ -4,18 +4,46 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
+from fedplat import durable
+from fedplat_server import crash_points
 from fedplat_server.errors import BlobError, ConfigError
+from fedplat_server.storage import files
+from fedplat_server.storage.object_store import ObjectStore
 
 NAME = "fedplat.json"
 LIMIT_BYTES = 4096
 
 
-def claim(where: str, database_id: str, create: Callable[[bytes], bool], read: Callable[[], bytes]) -> None:
-    """Make a database the owner of a store. Raises `ConfigError` if it has another one.
+def claim_folder(folder: Path, database_id: str, place: files.Place) -> None:
+    """Make a database the owner of a folder. Raises `ConfigError` if it has another one, or `BlobError`."""
+    path = folder / NAME
 
-    `create` writes the file unless it exists, and returns whether it did; `read` returns it.
-    """
+    def create(content: bytes) -> bool:
+        try:
+            durable.write_bytes(path, content, overwrite=False)
+        except FileExistsError:
+            return False
+        return True
+
+    with files.translate_os_errors(f"claiming the folder {folder}", place):
+        folder.mkdir(parents=True, exist_ok=True)
+        _claim(str(folder), database_id, create, path.read_bytes)
+
+
+def claim_store(store: ObjectStore, database_id: str) -> None:
+    """Make a database the owner of an object store's prefix. Raises `ConfigError` if it has another one."""
+
+    def create(content: bytes) -> bool:
+        with crash_points.step("object.claim"):
+            return store.put(NAME, content, create=True)
+
+    _claim(store.url, database_id, create, lambda: store.read(NAME, LIMIT_BYTES))
+
+
+def _claim(where: str, database_id: str, create: Callable[[bytes], bool], read: Callable[[], bytes]) -> None:
+    # `create` writes the file unless it exists, and returns whether it did.
     if create(json.dumps({"database": database_id}).encode() + b"\n"):
         return
     try:

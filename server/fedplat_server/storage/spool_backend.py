@@ -110,20 +110,8 @@ class FolderBackend(SpoolBackend):
 
     @override
     def claim(self, database_id: str) -> None:
-        if self._place is None:
-            return
-        path = self._place / ownership.NAME
-
-        def create(content: bytes) -> bool:
-            try:
-                durable.write_bytes(path, content, overwrite=False)
-            except FileExistsError:
-                return False
-            return True
-
-        with files.translate_os_errors(f"claiming the folder {self._place}", "updates"):
-            self._place.mkdir(parents=True, exist_ok=True)
-            ownership.claim(str(self._place), database_id, create, path.read_bytes)
+        if self._place is not None:
+            ownership.claim_folder(self._place, database_id, "updates")
 
     @override
     def keep(self, needed: Sequence[AssignmentId]) -> Sequence[tuple[AssignmentId, str]]:
@@ -234,12 +222,7 @@ class ObjectBackend(SpoolBackend):
 
     @override
     def claim(self, database_id: str) -> None:
-        ownership.claim(
-            self._store.url,
-            database_id,
-            lambda content: self._store.put(ownership.NAME, content, create=True),
-            lambda: self._store.read(ownership.NAME, ownership.LIMIT_BYTES),
-        )
+        ownership.claim_store(self._store, database_id)
 
     @override
     def keep(self, needed: Sequence[AssignmentId]) -> Sequence[tuple[AssignmentId, str]]:
