@@ -17,6 +17,7 @@ FedplatError
 ├── TicketError       a malformed or damaged ticket
 ├── MissingExtraError a required optional package is not installed
 ├── PrivacyLimitError a training that would cost more privacy than the owner of the data allows
+├── SecureAggregationError   a message of secure aggregation that is invalid, or that a participant must not accept
 ├── TrackerError      an experiment tracker (MLflow, TensorBoard) that does not answer or refuses a run
 ├── ProfileError      an operator's profile or certificates are missing or invalid
 │   └── MissingProfileError   there is neither a profile nor a token: the operator is not logged in
@@ -27,6 +28,8 @@ Each distribution above the core has one base error of its own below `FedplatErr
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class FedplatError(Exception):
@@ -91,6 +94,17 @@ class MissingExtraError(FedplatError):
 
 class PrivacyLimitError(FedplatError):
     """A training that would cost more privacy than the owner of the data allows; it is not started."""
+
+
+class SecureAggregationError(FedplatError):
+    """A message of secure aggregation that is invalid, or that a participant must not accept for its own safety.
+
+    `clients` are the ids of the clients whose messages are the cause, if the server knows them.
+    """
+
+    def __init__(self, message: str, *, clients: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.clients = tuple(clients)
 
 
 class TrackerError(FedplatError):

@@ -1,0 +1,137 @@
+"""The messages of the protocol: MessagePack, the same bytes when they are sent, stored, forwarded and hashed.
+
+A position is the index of a client in its group. A share is of one secret for one holder, `SHARE_BYTES` long. Sizes are
+bounded by `max_bytes`, which a receiver checks before it decodes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from fedplat.errors import SecureAggregationError
+from fedplat.secure_aggregation.options import MAX_GROUP
+
+KEY_BYTES = 32
+"""Length of a public key (X25519 and Ed25519), and of a secret that is shared."""
+SIGNATURE_BYTES = 64
+"""Length of an Ed25519 signature."""
+SHARE_BYTES = 33
+"""Length of a share of a secret: an element of a prime field above 2^256."""
+SEALED_BYTES = 2 * SHARE_BYTES + 16
+"""Length of the encrypted shares for one holder: of both secrets, and the authentication tag."""
+_PER_MEMBER = 512
+"""Bound on the bytes of a message for each client of its group."""
+
+Position = Annotated[int, Meta(ge=0, lt=MAX_GROUP)]
+Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Signature = Annotated[bytes, Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+Share = Annotated[bytes, Meta(min_length=SHARE_BYTES, max_length=SHARE_BYTES)]
+Sealed = Annotated[bytes, Meta(min_length=SEALED_BYTES, max_length=SEALED_BYTES)]
+_Message = TypeVar("_Message", bound="Message")
+
+
+class Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of the messages."""
+
+    def to_bytes(self) -> bytes:
+        """Encode the message."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def from_bytes(cls: type[_Message], content: bytes) -> _Message:
+        """Decode a message. Raises `SecureAggregationError`."""
+        if len(content) > max_bytes(MAX_GROUP):
+            raise SecureAggregationError(
+                f"a message of {len(content)} bytes is not a {cls.__name__}; expected at most {max_bytes(MAX_GROUP)}"
+            )
+        try:
+            return msgspec.msgpack.decode(content, type=cls)
+        except msgspec.MsgspecError as exc:
+            raise SecureAggregationError(f"the bytes are not a {cls.__name__}: {exc}") from exc
+
+
+def max_bytes(size: int) -> int:
+    """Return the bound on the bytes of any message in a group of `size` clients."""
+    return 1024 + _PER_MEMBER * size
+
+
+class KeyAdvertisement(Message, frozen=True):
+    """Step 1, from a client: its public keys for this attempt.
+
+    The signature is by the key with which it is enrolled, over the setup and both keys (`setup.keys_payload`).
+    """
+
+    encryption_key: Key
+    masking_key: Key
+    signature: Signature
+
+
+class Member(Message, frozen=True):
+    """A client of a group: its id, the public key with which it is enrolled, and its keys for this attempt."""
+
+    client_id: Annotated[str, Meta(max_length=100)]
+    public_key: Key
+    keys: KeyAdvertisement
+
+
+class Roster(Message, frozen=True):
+    """Step 1, to all clients of a group: its members, in the order of their positions, and the receiver's position.
+
+    Only `members` is the same for all, and is bound into the context.
+    """
+
+    members: Annotated[tuple[Member, ...], Meta(max_length=MAX_GROUP)]
+    position: Position
+
+
+class SealedShares(Message, frozen=True):
+    """Step 2, from a client: the encrypted shares of its secrets, by the position of their holder.
+
+    `commitment` is a digest of the seed of its own mask, from which the server sees whether shares recover the right
+    one; the masking key has its public key for that.
+    """
+
+    shares: Annotated[dict[Position, Sealed], Meta(max_length=MAX_GROUP)]
+    commitment: Key
+
+
+class HeldShares(Message, frozen=True):
+    """Step 2, to a client: the encrypted shares that it holds, by the position of their sender.
+
+    Only clients that sent their shares continue: the senders are all neighbours whose masks it has to add.
+    """
+
+    shares: Annotated[dict[Position, Sealed], Meta(max_length=MAX_GROUP)]
+
+
+class Survivors(Message, frozen=True):
+    """Step 3, to a client: the positions whose updates are in the sum, and those that sent shares but no update."""
+
+    survivors: Annotated[tuple[Position, ...], Meta(max_length=MAX_GROUP)]
+    dropped: Annotated[tuple[Position, ...], Meta(max_length=MAX_GROUP)]
+
+
+class Confirmation(Message, frozen=True):
+    """Step 4, only with `confirm`, from a client: its signature of the survivors (`setup.survivors_payload`)."""
+
+    signature: Signature
+
+
+class UnmaskRequest(Message, frozen=True):
+    """The last step, to a client: the survivors again and, with `confirm`, their confirmations by position."""
+
+    survivors: Survivors
+    confirmations: Annotated[dict[Position, Signature], Meta(max_length=MAX_GROUP)] = {}
+
+
+class UnmaskAnswer(Message, frozen=True):
+    """The last step, from a client: the shares that it holds, one of each peer.
+
+    Those are of the seed of its own mask for a survivor, and of its masking key for a client that dropped out.
+    """
+
+    seed_shares: Annotated[dict[Position, Share], Meta(max_length=MAX_GROUP)]
+    key_shares: Annotated[dict[Position, Share], Meta(max_length=MAX_GROUP)]

@@ -1,0 +1,175 @@
+"""What all participants of an attempt agree on: they derive every key from it, and so fail together if it differs."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from fedplat.errors import SecureAggregationError
+from fedplat.privacy import skellam
+from fedplat.secure_aggregation.messages import KEY_BYTES, Member, Survivors
+from fedplat.secure_aggregation.options import MAX_GROUP, Finite, SecureAggregation
+
+VERSION = 1
+"""Version of the protocol. A client and a server with different ones do not work together on secure jobs."""
+FEATURE = f"secure_aggregation.{VERSION}"
+"""The feature that a client must state to take part."""
+EXTRAS_LEVELS = 2**20
+"""Maximum number of steps for a unit of a weight or a metric."""
+MIN_CLIP = 1e-30
+"""Least clip norm: entries divided by it are finite."""
+_MAX_NORM = 2**24
+
+
+class LocalNoise(Struct, frozen=True, forbid_unknown_fields=True):
+    """The noise that each client adds to its own quantized update: the difference of two Poisson draws (Skellam).
+
+    `scale` is the number of the quantizer's steps for a unit of an update, and `metrics_scale` that for a unit of the
+    metrics, which are mapped to the range from -1 to 1. `variance` and `metrics_variance` are those of one client's
+    noise in each entry, in squared steps.
+    """
+
+    scale: Annotated[float, Meta(gt=0.0, le=1e30)]
+    variance: Annotated[float, Meta(gt=0.0, le=1e30)]
+    metrics_scale: Annotated[int, Meta(ge=0, le=2**31)] = 0
+    metrics_variance: Annotated[float, Meta(ge=0.0, le=1e30)] = 0.0
+
+
+class Encoding(Struct, frozen=True, forbid_unknown_fields=True):
+    """How updates become integers (`encoding.py`).
+
+    `size` is the number of floating-point entries of an update. `clip` bounds the L2 norm of weight times update, where
+    the weight is examples / `max_examples` but at most 1, or 1 if `max_examples` is 0. `metrics` has the name, the
+    lowest and the highest value of each. With `noise` entries are rotated before they are quantized, and weights are
+    not sent.
+    """
+
+    size: Annotated[int, Meta(ge=1)]
+    clip: Annotated[float, Meta(ge=MIN_CLIP, le=1e30)]
+    bits: Annotated[int, Meta(ge=2, le=24)]
+    modulus: Annotated[int, Meta(ge=8, le=32)]
+    max_examples: Annotated[float, Meta(ge=0.0, le=1e30)]
+    max_clients: Annotated[int, Meta(ge=1, le=MAX_GROUP)]
+    """Maximum number of clients of a group: so many encoded updates add up without an overflow."""
+    metrics: Annotated[tuple[tuple[str, Finite, Finite], ...], Meta(max_length=100)] = ()
+    noise: LocalNoise | None = None
+
+    def __post_init__(self) -> None:
+        for name, low, high in self.metrics:
+            if not low < high:
+                raise ValueError(f"the metric {name} is from {low:g} to {high:g}; expected a range")
+        if self.noise is None:
+            return
+        if self.scale * self.clip > _MAX_NORM:
+            raise ValueError(f"clip has {self.scale * self.clip:g} steps; expected at most {_MAX_NORM}")
+        if self.metrics and not (self.noise.metrics_scale and self.noise.metrics_variance):
+            raise ValueError("the metrics have no noise; expected some, as the update has")
+
+    @property
+    def length(self) -> int:
+        """The number of entries of an encoded update: those of the update, its weight, and the metrics."""
+        return self.size + 1 + len(self.metrics)
+
+    @property
+    def levels(self) -> int:
+        """The number of the quantizer's steps from 0 to `clip`."""
+        return 2 ** (self.bits - 1) - 1
+
+    @property
+    def scale(self) -> float:
+        """The number of steps for a unit of an update."""
+        return self.levels / self.clip if self.noise is None else self.noise.scale
+
+    @property
+    def extras_scale(self) -> int:
+        """The number of steps for a unit of the weight, and of metrics, which are mapped to the range from -1 to 1."""
+        if self.noise is not None:
+            return self.noise.metrics_scale
+        return min(EXTRAS_LEVELS, (2 ** (self.modulus - 1) - 1) // self.max_clients)
+
+    @property
+    def sensitivity(self) -> float:
+        """The bound on the L2 norm of an encoded update with noise, without the noise and the metrics, in steps."""
+        return skellam.rounded_sensitivity(self.scale * self.clip, self.size)
+
+    def noise_multiplier(self, num_survivors: int) -> float:
+        """Return the noise multiplier of a sum of so many clients, with its metrics; 0 without noise."""
+        if self.noise is None:
+            return 0.0
+        squared = self.noise.variance / self.sensitivity**2
+        if not self.metrics:
+            return math.sqrt(squared * num_survivors)
+        of_metrics = self.noise.metrics_variance / (len(self.metrics) * self.noise.metrics_scale**2)
+        return math.sqrt(num_survivors / (1.0 / squared + 1.0 / of_metrics))
+
+
+class Setup(Struct, frozen=True, forbid_unknown_fields=True):
+    """The setup of an attempt, which the server sends with each assignment.
+
+    `minimum` is the number of survivors below which a group's sum is not unmasked.
+    """
+
+    job_id: str
+    round: int
+    attempt: int
+    model_digest: str
+    options: SecureAggregation
+    encoding: Encoding
+    minimum: Annotated[int, Meta(ge=2)]
+    version: int = VERSION
+
+    def to_bytes(self) -> bytes:
+        """Encode the setup; equal setups have equal bytes."""
+        return msgspec.msgpack.encode(self, order="deterministic")
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Setup:
+        """Decode a setup. Raises `SecureAggregationError` also for another version of the protocol."""
+        try:
+            setup = msgspec.msgpack.decode(content, type=cls)
+        except (msgspec.MsgspecError, ValueError) as exc:
+            raise SecureAggregationError(f"the setup of the secure aggregation cannot be read: {exc}") from exc
+        if setup.version != VERSION:
+            raise SecureAggregationError(
+                f"the secure aggregation has version {setup.version}; this program has {VERSION}: upgrade the older one"
+            )
+        return setup
+
+    @property
+    def digest(self) -> bytes:
+        """The SHA-256 of the setup."""
+        return _digest_setup(self.to_bytes())
+
+    def context(self, members: Sequence[Member]) -> bytes:
+        """Return the digest of the setup and of a group's members, which is bound into every derived key."""
+        return _hash(b"fedplat secure aggregation context 1", self.digest, *(each.to_bytes() for each in members))
+
+
+def keys_payload(setup: Setup, encryption_key: bytes, masking_key: bytes) -> bytes:
+    """Return the bytes that a client signs when it advertises its keys."""
+    assert len(encryption_key) == len(masking_key) == KEY_BYTES
+    return _hash(b"fedplat secure aggregation keys 1", setup.digest, encryption_key, masking_key)
+
+
+def survivors_payload(context: bytes, survivors: Survivors) -> bytes:
+    """Return the bytes that a client signs to confirm the survivors of its group."""
+    return _hash(b"fedplat secure aggregation survivors 1", context, survivors.to_bytes())
+
+
+@functools.lru_cache(maxsize=16)  # every member's signature of a roster is over it
+def _digest_setup(content: bytes) -> bytes:
+    return _hash(b"fedplat secure aggregation setup 1", content)
+
+
+def _hash(*parts: bytes) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big"))
+        digest.update(part)
+    return digest.digest()
