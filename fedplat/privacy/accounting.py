@@ -3,6 +3,9 @@
 `poisson` is accounted for adding or removing one client; `fixed` and `tree` for replacing one client's reports by
 zeros. For these two, all that one client can change in a job is one Gaussian release: a vector of length
 participations^(1/2), or `tree_sensitivity`. Results err upwards.
+
+No distribution of privacy losses is known for `skellam`, that is, noise on whole numbers, so that charges among which
+there is one are accounted by Rényi divergences alone. For replacing one client's reports by zeros.
 """
 
 from __future__ import annotations
@@ -46,6 +49,8 @@ _Sampled = list[tuple[Mechanism, int]]
 def epsilon(charges: Sequence[Charge], delta: float, precision: Precision = FINE) -> float:
     """Return epsilon by privacy loss distributions; `inf` if delta is too small for that arithmetic.
 
+    With noise on whole numbers it is by Rényi divergences, as `epsilon_rdp`.
+
     It errs upwards, by little with the default precision. Raises `ValueError` unless delta is between 0 and 1, and
     `MissingExtraError`.
     """
@@ -55,6 +60,8 @@ def epsilon(charges: Sequence[Charge], delta: float, precision: Precision = FINE
 @lru_cache(maxsize=CACHED)
 def _epsilon(charges: tuple[Charge, ...], delta: float, precision: Precision, coarser: int = 1) -> float:
     """Return epsilon on a grid of losses that is coarser by a factor: faster, and slightly larger."""
+    if _has_whole_numbers(charges):
+        return _epsilon_rdp(charges, delta)
     _check(delta)
     sampled, deviation = _group_charges(charges)
     if not sampled:
@@ -84,10 +91,28 @@ def epsilon_rdp(charges: Sequence[Charge], delta: float) -> float:
 @lru_cache(maxsize=CACHED)
 def _epsilon_rdp(charges: tuple[Charge, ...], delta: float) -> float:
     _check(delta)
+    if _has_whole_numbers(charges):
+        return _whole_epsilon(charges, delta)
     sampled, deviation = _group_charges(charges)
     if not sampled and not math.isfinite(deviation):
         return 0.0
     return losses.renyi_epsilon(sampled, deviation, delta)
+
+
+def _whole_epsilon(charges: tuple[Charge, ...], delta: float) -> float:
+    """Return epsilon of charges with noise on whole numbers among them. An overflow counts here, too."""
+    sampled, deviation = _group_charges(charges)
+    sampled, usable = _without_rare(sampled, delta, FINE.rare)
+    if usable <= 0.0:
+        return math.inf
+    amplified = [(mechanism, count) for mechanism, count in sampled if not mechanism.overflow]
+    overflowing = [(mechanism, count) for mechanism, count in sampled if mechanism.overflow]
+    whole = [(each.mechanism, each.releases) for each in charges if each.mechanism.kind == "skellam"]
+    return losses.whole_renyi_epsilon([*amplified, *whole], _without_amplification(overflowing, deviation), usable)
+
+
+def _has_whole_numbers(charges: Sequence[Charge]) -> bool:
+    return any(charge.mechanism.kind == "skellam" and charge.releases for charge in charges)
 
 
 def epsilons(mechanism: Mechanism, counts: Sequence[int], delta: float, precision: Precision = FINE) -> list[float]:
@@ -173,7 +198,7 @@ def _length(charge: Charge) -> float:
     """Return how much one client can change in all releases together (L2), relative to its change in one."""
     mechanism, releases = charge.mechanism, charge.releases
     match mechanism.kind:
-        case "poisson":
+        case "poisson" | "skellam":
             return 0.0
         case "fixed":
             return math.sqrt(mechanism.participations(releases))
@@ -186,7 +211,8 @@ def _without_amplification(sampled: _Sampled, deviation: float) -> float:
     parts = [
         count * ((2 if mechanism.overflow else 1) / mechanism.noise_multiplier) ** 2 for mechanism, count in sampled
     ]
-    return (sum(parts) + deviation**-2) ** -0.5
+    total = sum(parts) + deviation**-2
+    return total**-0.5 if total else math.inf
 
 
 def _with_noise(mechanism: Mechanism, multiplier: float) -> Mechanism:

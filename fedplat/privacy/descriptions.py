@@ -18,6 +18,11 @@ NOT_COVERED = (
     "what other jobs release, unless the population has a budget that covers them together",
 )
 """What no mechanism of the server protects."""
+NOT_COVERED_BY_CLIENTS = (
+    "clients that work together with the server, which then knows their part of the noise",
+    *NOT_COVERED[1:],
+)
+"""What the noise of clients does not protect."""
 
 
 def adjacency(mechanism: Mechanism) -> Literal["add-or-remove", "zero-out"]:
@@ -30,9 +35,20 @@ def describe_adjacency(mechanism: Mechanism) -> str:
     return ADJACENCY[adjacency(mechanism)]
 
 
+def not_covered(mechanism: Mechanism) -> tuple[str, ...]:
+    """Return what the mechanism does not protect, or not from whom."""
+    return NOT_COVERED_BY_CLIENTS if mechanism.kind == "skellam" else NOT_COVERED
+
+
 def participation(mechanism: Mechanism) -> Literal["poisson", "fixed", "min_separation"]:
     """Return the `[privacy] participation` of this mechanism."""
-    return "min_separation" if mechanism.kind == "tree" else mechanism.kind
+    match mechanism.kind:
+        case "tree":
+            return "min_separation"
+        case "skellam":
+            return "fixed"
+        case "poisson" | "fixed":
+            return mechanism.kind
 
 
 def sampling(mechanism: Mechanism) -> str:

@@ -10,8 +10,10 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from fedplat.errors import MissingExtraError
+from fedplat.privacy import skellam
 from fedplat.privacy.releases import Mechanism
 
 MIN_INTERVAL = 1e-6
@@ -148,6 +150,43 @@ def _renyi(library: Any, releases: Sequence[tuple[Mechanism, int]], fixed: float
     if math.isfinite(fixed):
         accountant.compose(library.GaussianDpEvent(fixed))
     return float(accountant.get_epsilon(delta))
+
+
+WHOLE_ORDERS = tuple(sorted({*range(2, 129), *(round(1.05**power) for power in range(100, 204))}))
+"""The orders of divergences of noise on whole numbers, for which no others are known. The largest is about 20,000."""
+
+
+def whole_renyi_epsilon(releases: Sequence[tuple[Mechanism, int]], fixed: float, delta: float) -> float:
+    """Return epsilon by Rényi divergences of whole orders, of releases with noise on whole numbers among others."""
+    orders = np.array(WHOLE_ORDERS, np.float64)
+    total = orders / 2.0 * fixed**-2
+    for release, count in releases:
+        total = total + count * _whole_divergences(release)
+    return float(_rdp().compute_epsilon(WHOLE_ORDERS, total, delta)[0])
+
+
+@lru_cache(maxsize=4096)
+def _whole_divergences(release: Mechanism) -> npt.NDArray[np.float64]:
+    orders = np.array(WHOLE_ORDERS, np.float64)
+    if release.kind == "skellam":
+        # Whole numbers are at most their squares, so l1 is at most the square of l2.
+        l2 = release.steps
+        return skellam.renyi_divergence(orders, l2**2, l2, (release.noise_multiplier * l2) ** 2)
+    return np.array([_sampled_divergence(release, order) for order in WHOLE_ORDERS])
+
+
+def _sampled_divergence(release: Mechanism, order: int) -> float:
+    """Return the divergence of Gaussian noise with independent trials.
+
+    Mironov, Talwar and Zhang 2019, "Rényi Differential Privacy of the Sampled Gaussian Mechanism", arXiv 1908.10530,
+    Section 3.3.
+    """
+    special = cast(Any, importlib.import_module("scipy.special"))
+    probability, drawn = release.sampling_probability, np.arange(order + 1)
+    terms = -np.log(order + 1.0) - special.betaln(order - drawn + 1.0, drawn + 1.0)
+    terms += special.xlogy(drawn, probability) + special.xlog1py(order - drawn, -probability)
+    terms += drawn * (drawn - 1.0) / (2.0 * release.noise_multiplier**2)
+    return float(special.logsumexp(terms)) / (order - 1)
 
 
 def interval(releases: Sequence[tuple[Mechanism, int]], fixed: float, points: int = FINE.points) -> float:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from fedplat.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers import CipherContext
 
 Normals: TypeAlias = npt.NDArray[np.float64]
 
@@ -48,11 +51,35 @@ class Noise:
         return pairs.reshape(-1)[first - 2 * begin :][:size]
 
 
+class KeyStream:
+    """Random numbers from a key that is used once: the key stream of AES-256 in counter mode, from its beginning."""
+
+    def __init__(self, key: bytes) -> None:
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"the key of a stream has {len(key)} bytes; expected {KEY_BYTES}")
+        self._encryptor = _encryptor(key, 0)
+
+    def __repr__(self) -> str:
+        return "KeyStream(...)"
+
+    def words(self, count: int) -> npt.NDArray[np.uint32]:
+        """Return the next `count` numbers of 32 bits."""
+        return np.frombuffer(self._encryptor.update(bytes(4 * count)), "<u4")
+
+    def uniform(self, count: int) -> Normals:
+        """Return the next `count` multiples of 2^-53 in (0, 1)."""
+        words = np.frombuffer(self._encryptor.update(bytes(8 * count)), "<u8") >> np.uint64(12)
+        return (words.astype(np.float64) + 0.5) * 2.0**-52
+
+
 def _key_stream(key: bytes, first: int, count: int) -> bytes:
     """Return 16-byte blocks of a key's stream."""
+    return _encryptor(key, first).update(bytes(16 * count))
+
+
+def _encryptor(key: bytes, first: int) -> CipherContext:
     try:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
     except ImportError as exc:
         raise MissingExtraError("private jobs need the extra `privacy`: pip install 'fedplat[privacy]'") from exc
-    encryptor = Cipher(algorithms.AES(key), modes.CTR(first.to_bytes(16, "big"))).encryptor()
-    return encryptor.update(bytes(16 * count))
+    return Cipher(algorithms.AES(key), modes.CTR(first.to_bytes(16, "big"))).encryptor()

@@ -33,7 +33,7 @@ class PublishedMetrics(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Privacy(Struct, frozen=True, forbid_unknown_fields=True):
-    """Differential privacy of clients, with noise that the server adds.
+    """Differential privacy of clients.
 
     The sum of the updates is divided by `selection.goal` times `expected_weight`, whatever the number of reports.
     """
@@ -44,6 +44,10 @@ class Privacy(Struct, frozen=True, forbid_unknown_fields=True):
     """Basis of the promise. `"poisson"`: the chance that a client is not drawn (with `selection.sampling` Poisson).
     `"min_separation"`: the rounds between two participations of a client (with `selection.min_separation`; the noise is
     that of a tree). `"fixed"`: no assumption."""
+    trust: Literal["server", "none"] = "server"
+    """Who adds the noise. `"server"`: the server, which sees the updates without it. `"none"`: each client adds its
+    part before `[secure_aggregation]`, so the server learns only sums with noise. Needs `participation = "fixed"`. Each
+    attempt whose masks were requested is then a release, in which every client counts."""
     epsilon: Epsilon | None = None
     """Bound on the cost of all releases together at `delta`. Without `noise_multiplier` the noise is calibrated for it
     and for `rounds`; the job pauses before the round that would exceed it. None: no bound."""

@@ -24,16 +24,21 @@ class Mechanism(Struct, frozen=True, forbid_unknown_fields=True):
     - `tree`: the noise of round t completes that of a binary tree over the rounds (DP-FTRL, Kairouz et al. 2021, arXiv
       2103.00039), in which every node has `noise_multiplier`. Adjacency: one client's reports replaced by zeros.
 
+    - `skellam`: independent noise in each round, which the clients added to whole numbers (`skellam.py`). One client
+      changes a round by at least `steps` of the quantizer, without which the noise would be finer than its steps. The
+      participants are known. Adjacency: one client's reports replaced by zeros.
+
     A client takes part in at most one of any `separation` consecutive rounds, and, unless it is 0, in at most
     `max_participations` rounds of the job.
     """
 
-    kind: Literal["poisson", "fixed", "tree"]
+    kind: Literal["poisson", "fixed", "tree", "skellam"]
     noise_multiplier: Multiplier
     sampling_probability: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     overflow: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     separation: Annotated[int, Meta(ge=1, le=1_000_001)] = 1
     max_participations: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    steps: Annotated[float, Meta(ge=0.0)] = 0.0
 
     def participations(self, releases: int) -> int:
         """Return the maximum number of participations of a client in a number of rounds."""

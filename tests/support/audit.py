@@ -13,7 +13,7 @@ import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -179,7 +179,15 @@ def drop_outs(num_runs: int) -> list[Reports]:
     return [tuple(name for name in OTHERS if rng.random() < share) for share in shares]
 
 
-async def audit(running: Daemon, patterns: Sequence[Reports], num_rounds: int = 1) -> Audit:
+class Releases(Protocol):
+    """What is audited."""
+
+    async def releases(self, rounds: Sequence[Reports]) -> list[Values]:
+        """What a new job releases in each round, from the clients that report in it."""
+        ...
+
+
+async def audit(running: Releases, patterns: Sequence[Reports], num_rounds: int = 1) -> Audit:
     """Runs jobs of `num_rounds` rounds. In each run the others report in all rounds, the one client in the first."""
 
     async def run(others: Reports) -> list[Values]:
