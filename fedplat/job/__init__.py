@@ -11,8 +11,8 @@ from __future__ import annotations
 from fedplat.job.advice import warnings
 from fedplat.job.newer import is_unreadable, read_newer
 from fedplat.job.pool import PoolOptions, ServerLearning, ServerStep, WarmStart
-from fedplat.job.privacy import build_mechanism, calibrate, find_mechanism, plan_charge
-from fedplat.job.rule import build_rule
+from fedplat.job.privacy import build_mechanism, calibrate, charges, find_mechanism, find_mechanism_of, plan_charge
+from fedplat.job.rule import build_rule, build_secure_rule
 from fedplat.job.sections import (
     Adaptive,
     ClientEvaluation,
@@ -55,10 +55,13 @@ __all__ = [
     "WarmStart",
     "build_mechanism",
     "build_rule",
+    "build_secure_rule",
     "calibrate",
+    "charges",
     "check_algorithm",
     "check_main",
     "find_mechanism",
+    "find_mechanism_of",
     "is_unreadable",
     "job_file",
     "parse_job",

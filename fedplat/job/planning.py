@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 from msgspec import Struct, structs
 
 from fedplat.errors import JobFileError
+from fedplat.job import secure
 from fedplat.job.privacy import build_mechanism, calibrate, find_mechanism
 from fedplat.job.sections import Selection
 from fedplat.job.spec import JobSpec
@@ -46,7 +47,10 @@ class MapFunction(Protocol):
 
 
 class Rounds(Struct, frozen=True, kw_only=True):
-    """Epsilon after a number of rounds, by privacy loss distributions and by Rényi divergences."""
+    """Epsilon after a number of rounds, by privacy loss distributions and by Rényi divergences.
+
+    If clients add the noise, both are by Rényi divergences, and a round has the fewest survivors that it may have.
+    """
 
     rounds: int
     epsilon: float
@@ -57,7 +61,7 @@ class CohortCost(Struct, frozen=True, kw_only=True):
     """The noise that a number of expected reports needs for the epsilon of the plan.
 
     `noise_multiplier` is None if no noise is enough. `deviation` is that of the noise in each entry of the mean update,
-    in units of the clip norm.
+    in units of the clip norm. If clients add the noise, it is that of a round without drop-outs.
     """
 
     expected_reports: int
@@ -175,7 +179,7 @@ def plan(
         num_clients=num_clients,
         expected_reports=spec.selection.goal,
         noise_multiplier=own_noise,
-        deviation=own_noise / (spec.selection.goal * options.expected_weight),
+        deviation=_deviation(spec, own_noise, own_goal),
         by_rounds=by_rounds,
         by_cohort=by_cohort,
         by_noise=by_noise,
@@ -206,7 +210,7 @@ def _noise(
         noise_multiplier=multiplier,
         epsilon=epsilon([Charge(mechanism, spec.rounds)], options.delta, precision),
         max_rounds=known or max_releases(mechanism, budget, options.delta, limit, precision=precision),
-        deviation=multiplier / (spec.selection.goal * options.expected_weight),
+        deviation=_deviation(spec, multiplier, spec.selection.goal),
     )
 
 
@@ -268,8 +272,16 @@ def _cohort(spec: JobSpec, goal: int, budget: float, num_clients: int, precision
         sampling_probability=mechanism.sampling_probability,
         separation=mechanism.separation,
         noise_multiplier=multiplier,
-        deviation=None if multiplier is None else multiplier / (goal * options.expected_weight),
+        deviation=None if multiplier is None else _deviation(spec, multiplier, goal),
     )
+
+
+def _deviation(spec: JobSpec, multiplier: float, goal: int) -> float:
+    """Return the deviation of the noise in each entry of a mean of `goal` reports, in units of the clip norm."""
+    options = require_privacy(spec)
+    if options.trust == "none":
+        multiplier *= secure.noise_surplus(spec, goal)
+    return multiplier / (goal * options.expected_weight)
 
 
 def _widest(selection: Selection, goal: int, num_clients: int) -> int:

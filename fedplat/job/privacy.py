@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import structs
 
 from fedplat import privacy
 from fedplat.errors import JobFileError
+from fedplat.job import secure
 from fedplat.job.spec import JobSpec
 from fedplat.privacy import accounting
+from fedplat.privacy.losses import FINE, Precision
 from fedplat.sampling import Poisson
 from fedplat.sampling.poisson import OVERFLOW
 
@@ -27,9 +32,7 @@ def calibrate(spec: JobSpec) -> JobSpec:
     try:
         if options.noise_multiplier is None:
             assert options.epsilon is not None
-            whole = accounting.calibrate(
-                build_mechanism(spec, 1.0), most, options.epsilon, options.delta
-            ).noise_multiplier
+            whole = calibrated_multiplier(spec, most, options.epsilon)
             spec = _with(spec, noise_multiplier=options.model_multiplier(whole))
         elif options.epsilon is not None:
             found = build_mechanism(spec, options.total_multiplier(options.noise_multiplier))
@@ -42,6 +45,23 @@ def calibrate(spec: JobSpec) -> JobSpec:
         return _with(spec, max_releases=most)
     except ValueError as exc:
         raise JobFileError(f"privacy: {exc}") from exc
+
+
+def calibrated_multiplier(spec: JobSpec, releases: int, budget: float, precision: Precision = FINE) -> float:
+    """Return the least total noise multiplier of a round with which so many releases are within a budget.
+
+    Raises `ValueError` if no noise is enough.
+    """
+    assert spec.privacy is not None
+    found, last = 1.0, 0.0
+    while found > last:  # more noise of clients may need larger steps of the quantizer, and so a little more noise
+        last = found
+        found = accounting.calibrate(
+            build_mechanism(spec, last), releases, budget, spec.privacy.delta, precision
+        ).noise_multiplier
+        if spec.privacy.trust == "server":
+            break
+    return found
 
 
 def _with(spec: JobSpec, **changes: Any) -> JobSpec:
@@ -68,6 +88,13 @@ def plan_charge(spec: JobSpec) -> privacy.Charge | None:
 def build_mechanism(spec: JobSpec, total_multiplier: float) -> privacy.Mechanism:
     """Return the mechanism that a private job would have with this total noise multiplier of a round."""
     assert spec.privacy is not None
+    if spec.privacy.trust == "none":
+        try:
+            multiplier = spec.privacy.model_multiplier(total_multiplier)
+        except ValueError:  # the metrics alone cost more, so that this is no more than a step of a search
+            multiplier = total_multiplier
+        steps = secure.least_steps(spec, multiplier)
+        return privacy.Mechanism(kind="skellam", noise_multiplier=total_multiplier, steps=steps)
     sampling = spec.selection.sampling
     if isinstance(sampling, Poisson):
         # OVERFLOW is the probability that the cap is reached; given that one client is drawn it may be larger by a
@@ -82,6 +109,31 @@ def build_mechanism(spec: JobSpec, total_multiplier: float) -> privacy.Mechanism
         separation=spec.selection.min_separation + 1,
         max_participations=spec.privacy.max_participations,
     )
+
+
+def find_mechanism_of(spec: JobSpec, num_survivors: int) -> privacy.Mechanism | None:
+    """Return the mechanism of an attempt of a job with `privacy.trust = "none"`, from its smallest group's survivors.
+
+    None as for `find_mechanism`, whose mechanism has the noise of `secure.group_minimum` survivors.
+    """
+    planned = find_mechanism(spec)
+    if planned is None:
+        return None
+    factor = math.sqrt(num_survivors / secure.group_minimum(spec))
+    return structs.replace(planned, noise_multiplier=planned.noise_multiplier * factor)
+
+
+def charges(spec: JobSpec, unmasked: Sequence[int]) -> list[privacy.Charge]:
+    """Return the charges of a job with `privacy.trust = "none"` for all attempts whose masks were requested.
+
+    `unmasked` are the survivors of their smallest groups (`JobState.unmasked`). Every client counts as a part of each
+    attempt: another attempt at a round may have the same clients.
+    """
+    found: list[privacy.Charge] = []
+    for num_survivors, releases in sorted(Counter(unmasked).items()):
+        if (mechanism := find_mechanism_of(spec, num_survivors)) is not None:
+            found.append(privacy.Charge(mechanism, releases))
+    return found
 
 
 def build_release(spec: JobSpec) -> privacy.Release | None:

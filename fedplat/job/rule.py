@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from fedplat import aggregate, codecs, privacy, user_code
-from fedplat.job.privacy import build_release
+from fedplat.errors import JobFileError, SecureAggregationError
+from fedplat.job import secure
+from fedplat.job.privacy import build_release, calibrate
 from fedplat.job.spec import JobSpec
+from fedplat.model import Schema
 from fedplat.plugins import build_checked, name_of
 
 
@@ -24,6 +28,8 @@ def build_rule(
 
     Raises `PluginError` or `UserCodeError` if a plugin builds nothing of use: it may fail at any call.
     """
+    if spec.secure_aggregation is not None:
+        return build_secure_rule(spec, seed, keep_step)
     rule = build_checked(spec.aggregation, aggregate.Rule, "aggregation.rule")
     if spec.privacy is not None:
         rule = aggregate.restrict_to_mean(rule)  # also a plugin sees only what is released
@@ -33,7 +39,42 @@ def build_rule(
     rule = spec.updates.clip(rule)
     if (release := build_release(spec)) is not None:
         rule = privacy.privatize(release, noise)(rule)
-    if keep_step is not None and (codec := spec.compression.downlink) is not None:
-        built = build_checked(codec, codecs.Codec, "compression.downlink.codec")
-        rule = aggregate.compress_step(built, seed, keep_step)(rule)
-    return rule
+    return _compress_step(spec, rule, seed, keep_step)
+
+
+def build_secure_rule(spec: JobSpec, seed: int = 0, keep_step: Callable[[bytes], None] | None = None) -> aggregate.Rule:
+    """Return the rule of a job with secure aggregation, as `build_rule` does too.
+
+    It receives the mean of the updates (`secure.mean_update`) as the only update of an attempt, with weight 1. Clients
+    have clipped and weighed theirs, and added the noise.
+    """
+    inner = build_checked(spec.aggregation, aggregate.Rule, "aggregation.rule")
+    requirements = dataclasses.replace(inner.requirements, misfit=_misfit(spec, inner.requirements.misfit))
+    rule = dataclasses.replace(aggregate.restrict_to_mean(inner), requirements=requirements)
+    return _compress_step(spec, rule, seed, keep_step)
+
+
+def _misfit(spec: JobSpec, inner: Callable[[Schema], str]) -> Callable[[Schema], str]:
+    def misfit(schema: Schema) -> str:
+        if schema.carry == "max":
+            return (
+                'the model carries its integer entries by "max", which needs those of single clients; a job with '
+                '[secure_aggregation] needs a model that keeps them (carry = "keep")'
+            )
+        try:
+            secure.build_encoding(calibrate(spec), schema.num_floating)
+        except (SecureAggregationError, JobFileError) as exc:
+            return str(exc)
+        return inner(schema)
+
+    return misfit
+
+
+def _compress_step(
+    spec: JobSpec, rule: aggregate.Rule, seed: int, keep_step: Callable[[bytes], None] | None
+) -> aggregate.Rule:
+    codec = spec.compression.downlink
+    if keep_step is None or codec is None:
+        return rule
+    built = build_checked(codec, codecs.Codec, "compression.downlink.codec")
+    return aggregate.compress_step(built, seed, keep_step)(rule)

@@ -1,0 +1,147 @@
+"""The checks of a job's tables against each other."""
+
+from __future__ import annotations
+
+from fedplat import aggregate, codecs, modes
+from fedplat.job import privacy_checks, secure_checks
+from fedplat.job.pool import ServerStep
+from fedplat.job.sections import Compression, Evaluation, Updates
+from fedplat.job.secure_checks import RULES_ON_MEAN
+from fedplat.job.tables import JobTables
+from fedplat.plugins import build_checked, has_absent, name_of
+from fedplat.sampling import Uniform
+
+NO_PRIVACY = (
+    "privacy: the ServerApp reads the replies of single clients, so no guarantee would hold; expected no table "
+    '[privacy] with a Flower app, or an ordinary job with [aggregation] rule = "fedavg"'
+)
+"""Why a job with a Flower app cannot be private."""
+
+
+def check(spec: JobTables) -> None:
+    """Raise `ValueError` if the tables of a job contradict each other.
+
+    A stored job whose plugins are absent was checked when it was created.
+    """
+    if has_absent(spec):
+        return
+    if spec.flower is not None:
+        _check_flower(spec)
+    _check_rule(spec, build_checked(spec.aggregation, aggregate.Rule, "aggregation.rule"))
+    _check_other_plugins(spec)
+    if spec.secure_aggregation is not None:
+        secure_checks.check_secure(spec, spec.secure_aggregation)
+    if spec.robust is not None:
+        _check_robust(spec, spec.robust)
+    if spec.buffered is not None:
+        _check_buffered(spec)
+    if spec.privacy is not None:
+        privacy_checks.check_privacy(spec, spec.privacy)
+    if spec.pool is not None and spec.durability == "memory":
+        raise ValueError('pool: its ranks read the updates from the spool; expected durability = "spool"')
+    if spec.server_step is not None:
+        _check_server_step(spec, spec.server_step)
+
+
+def _check_rule(spec: JobTables, rule: aggregate.Rule) -> None:
+    name = name_of(spec.aggregation)
+    if rule.keeps_memory and spec.pool is not None:
+        raise ValueError(f'aggregation.rule = "{name}": it works on whole models in one process; expected no [pool]')
+    algorithm = rule.requirements.algorithm
+    if spec.updates.weighting != "uniform" and (rule.unit_weights or algorithm):
+        raise ValueError(f'aggregation.rule = "{name}": it needs [updates] weighting = "uniform"')
+    if isinstance(algorithm, str) and algorithm and spec.config.get("algorithm") != algorithm:
+        raise ValueError(
+            f'aggregation.rule = "{name}": clients must run their part of it; expected [config] algorithm = '
+            f'"{algorithm}"'
+        )
+
+
+def _check_other_plugins(spec: JobTables) -> None:
+    for name in ("uplink", "downlink"):
+        if (codec := getattr(spec.compression, name)) is not None:
+            build_checked(codec, codecs.Codec, f"compression.{name}.codec")
+    _ = spec.selection.uses_history  # a plugin that raises does so here, not in the coordinator
+
+
+def _check_buffered(spec: JobTables) -> None:
+    if spec.selection.sampling.is_trial:
+        name = name_of(spec.selection.sampling)
+        raise ValueError(f'selection.sampling.policy = "{name}": it draws whole cohorts; expected mode.kind = "sync"')
+    if spec.selection.close != "goal":
+        raise ValueError(
+            f'selection.close = "{spec.selection.close}": a buffer closes at its goal; expected mode.kind = "sync"'
+        )
+
+
+def _check_flower(spec: JobTables) -> None:
+    """Raise `ValueError` if a job with a Flower app has a table for what the app itself decides."""
+    defaults: dict[str, object] = {
+        "privacy": None,
+        "secure_aggregation": None,
+        "robust": None,
+        "warm_start": None,
+        "server_step": None,
+        "pool": None,
+        "mode": modes.Sync(),
+        "durability": "spool",
+        "updates": Updates(),
+        "compression": Compression(),
+        "aggregation": aggregate.FedAvg(),
+        "evaluation": Evaluation(),
+    }
+    if spec.privacy is not None:
+        raise ValueError(NO_PRIVACY)
+    for name, default in defaults.items():
+        if getattr(spec, name) != default:
+            raise ValueError(f"{name}: the Flower app decides about it; expected no such key with the table [flower]")
+    selection = spec.selection
+    if selection.sampling != Uniform() or selection.min_separation or selection.wait_for:
+        raise ValueError(
+            "selection: the Flower app draws the clients; expected none of sampling, min_separation and wait_for with "
+            "the table [flower]"
+        )
+
+
+def _check_server_step(spec: JobTables, step: ServerStep) -> None:
+    if spec.compression.downlink is not None:
+        raise ValueError(
+            "server_step: a version would not be the previous one plus the encoded step; expected no "
+            "compression.downlink"
+        )
+    if step.method == "train":
+        return
+    contrary = {
+        'durability = "memory"': spec.durability == "memory",
+        "privacy": spec.privacy is not None,
+        "robust": spec.robust is not None,
+        'mode.kind = "buffered"': spec.buffered is not None,
+    }
+    if found := [name for name, is_so in contrary.items() if is_so]:
+        raise ValueError(
+            f'server_step.method = "distill": it uses the model of each client of a round, which {found[0]} '
+            'excludes; expected "train"'
+        )
+
+
+def _check_robust(spec: JobTables, robust: aggregate.Robust) -> None:
+    if not spec.aggregation.works_on_mean:
+        raise ValueError(
+            f"robust: expected aggregation.rule = {RULES_ON_MEAN}; {name_of(spec.aggregation)} has a mean of its own"
+        )
+    selection = spec.selection
+    name, most = ("goal", selection.goal)
+    if selection.close == "deadline":  # every assigned client may report
+        name, most = ("over_selection x goal", selection.target)
+    if most > aggregate.MAX_ROBUST_UPDATES:
+        raise ValueError(
+            f"selection.{name} = {most}: expected at most {aggregate.MAX_ROBUST_UPDATES} with [robust], which "
+            "reads the updates of an attempt side by side"
+        )
+    try:
+        robust.check(selection.minimum)
+    except ValueError as exc:
+        raise ValueError(
+            f"robust: {exc}: this number may close an attempt, ceil(min_fraction x goal); raise selection.goal or "
+            "selection.min_fraction, or lower robust.byzantine"
+        ) from exc
