@@ -99,6 +99,11 @@ class _AttemptPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AttemptP
     ATTEMPT_PHASE_COMMITTING: _AttemptPhase.ValueType  # 3
     ATTEMPT_PHASE_COMMITTED: _AttemptPhase.ValueType  # 4
     ATTEMPT_PHASE_ABANDONED: _AttemptPhase.ValueType  # 5
+    ATTEMPT_PHASE_ADVERTISING: _AttemptPhase.ValueType  # 6
+    """The steps of secure aggregation."""
+    ATTEMPT_PHASE_SHARING: _AttemptPhase.ValueType  # 7
+    ATTEMPT_PHASE_CONFIRMING: _AttemptPhase.ValueType  # 8
+    ATTEMPT_PHASE_UNMASKING: _AttemptPhase.ValueType  # 9
 
 class AttemptPhase(_AttemptPhase, metaclass=_AttemptPhaseEnumTypeWrapper): ...
 
@@ -108,6 +113,11 @@ ATTEMPT_PHASE_COLLECTING: AttemptPhase.ValueType  # 2
 ATTEMPT_PHASE_COMMITTING: AttemptPhase.ValueType  # 3
 ATTEMPT_PHASE_COMMITTED: AttemptPhase.ValueType  # 4
 ATTEMPT_PHASE_ABANDONED: AttemptPhase.ValueType  # 5
+ATTEMPT_PHASE_ADVERTISING: AttemptPhase.ValueType  # 6
+"""The steps of secure aggregation."""
+ATTEMPT_PHASE_SHARING: AttemptPhase.ValueType  # 7
+ATTEMPT_PHASE_CONFIRMING: AttemptPhase.ValueType  # 8
+ATTEMPT_PHASE_UNMASKING: AttemptPhase.ValueType  # 9
 Global___AttemptPhase: _TypeAlias = AttemptPhase  # noqa: Y015
 
 @_typing.final
@@ -728,6 +738,7 @@ class Round(_message.Message):
     TRAINED_FIELD_NUMBER: _builtins.int
     MERGED_FIELD_NUMBER: _builtins.int
     BUSY_FIELD_NUMBER: _builtins.int
+    NUM_SURVIVORS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     attempt: _builtins.int
     kind: Global___AttemptKind.ValueType
@@ -766,6 +777,8 @@ class Round(_message.Message):
     """Updates that the committed version contains."""
     busy: _builtins.int
     """Clients that are working now."""
+    num_survivors: _builtins.int
+    """With secure aggregation: the number of updates in the smallest sum that the server has asked to unmask; 0: none yet."""
     @_builtins.property
     def client_metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Weighted means of the metrics that more than half of the reports have; at most 64 metrics."""
@@ -812,10 +825,11 @@ class Round(_message.Message):
         trained: _builtins.int = ...,
         merged: _builtins.int = ...,
         busy: _builtins.int = ...,
+        num_survivors: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_largest_norm", b"_largest_norm", "largest_norm", b"largest_norm", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_largest_norm", b"_largest_norm", "assigned", b"assigned", "attempt", b"attempt", "base_version", b"base_version", "busy", b"busy", "checked_in", b"checked_in", "client_metrics", b"client_metrics", "downloaded", b"downloaded", "dropped", b"dropped", "eligible", b"eligible", "failed", b"failed", "goal", b"goal", "kind", b"kind", "largest_norm", b"largest_norm", "late", b"late", "max_staleness", b"max_staleness", "mean_staleness", b"mean_staleness", "merged", b"merged", "minimum", b"minimum", "opened_unix_s", b"opened_unix_s", "phase", b"phase", "progress", b"progress", "reason", b"reason", "rejected", b"rejected", "reported", b"reported", "round", b"round", "seconds", b"seconds", "server_metrics", b"server_metrics", "surplus", b"surplus", "target", b"target", "trained", b"trained", "update_bytes", b"update_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_largest_norm", b"_largest_norm", "assigned", b"assigned", "attempt", b"attempt", "base_version", b"base_version", "busy", b"busy", "checked_in", b"checked_in", "client_metrics", b"client_metrics", "downloaded", b"downloaded", "dropped", b"dropped", "eligible", b"eligible", "failed", b"failed", "goal", b"goal", "kind", b"kind", "largest_norm", b"largest_norm", "late", b"late", "max_staleness", b"max_staleness", "mean_staleness", b"mean_staleness", "merged", b"merged", "minimum", b"minimum", "num_survivors", b"num_survivors", "opened_unix_s", b"opened_unix_s", "phase", b"phase", "progress", b"progress", "reason", b"reason", "rejected", b"rejected", "reported", b"reported", "round", b"round", "seconds", b"seconds", "server_metrics", b"server_metrics", "surplus", b"surplus", "target", b"target", "trained", b"trained", "update_bytes", b"update_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__largest_norm: _TypeAlias = _typing.Literal["largest_norm"]  # noqa: Y015
     _WhichOneofArgType__largest_norm: _TypeAlias = _typing.Literal["_largest_norm", b"_largest_norm"]  # noqa: Y015
@@ -1167,6 +1181,7 @@ class AttemptProgress(_message.Message):
     MEDIAN_FIELD_NUMBER: _builtins.int
     MINIMUM_FIELD_NUMBER: _builtins.int
     SLOWEST_CLIENT_ID_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
     num_training: _builtins.int
     """Clients that are training (or evaluating), and clients that are uploading their update."""
     num_uploading: _builtins.int
@@ -1177,6 +1192,10 @@ class AttemptProgress(_message.Message):
     minimum: _builtins.float
     slowest_client_id: _builtins.str
     """The client with the least progress."""
+    @_builtins.property
+    def step(self) -> Global___SecureStepProgress:
+        """The step of a secure aggregation; unset without one."""
+
     def __init__(
         self,
         *,
@@ -1186,10 +1205,11 @@ class AttemptProgress(_message.Message):
         median: _builtins.float | None = ...,
         minimum: _builtins.float | None = ...,
         slowest_client_id: _builtins.str = ...,
+        step: Global___SecureStepProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_median", b"_median", "_minimum", b"_minimum", "median", b"median", "minimum", b"minimum"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_median", b"_median", "_minimum", b"_minimum", "median", b"median", "minimum", b"minimum", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_median", b"_median", "_minimum", b"_minimum", "median", b"median", "minimum", b"minimum", "num_known", b"num_known", "num_training", b"num_training", "num_uploading", b"num_uploading", "slowest_client_id", b"slowest_client_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_median", b"_median", "_minimum", b"_minimum", "median", b"median", "minimum", b"minimum", "num_known", b"num_known", "num_training", b"num_training", "num_uploading", b"num_uploading", "slowest_client_id", b"slowest_client_id", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__median: _TypeAlias = _typing.Literal["median"]  # noqa: Y015
     _WhichOneofArgType__median: _TypeAlias = _typing.Literal["_median", b"_median"]  # noqa: Y015
@@ -1201,6 +1221,32 @@ class AttemptProgress(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__minimum) -> _WhichOneofReturnType__minimum | None: ...
 
 Global___AttemptProgress: _TypeAlias = AttemptProgress  # noqa: Y015
+
+@_typing.final
+class SecureStepProgress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PHASE_FIELD_NUMBER: _builtins.int
+    NUM_DONE_FIELD_NUMBER: _builtins.int
+    NUM_WANTED_FIELD_NUMBER: _builtins.int
+    phase: Global___AttemptPhase.ValueType
+    num_done: _builtins.int
+    """The clients that have done their part of the step, and those that are to do it."""
+    num_wanted: _builtins.int
+    def __init__(
+        self,
+        *,
+        phase: Global___AttemptPhase.ValueType = ...,
+        num_done: _builtins.int = ...,
+        num_wanted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_done", b"num_done", "num_wanted", b"num_wanted", "phase", b"phase"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SecureStepProgress: _TypeAlias = SecureStepProgress  # noqa: Y015
 
 @_typing.final
 class WatchJobRequest(_message.Message):
@@ -2519,6 +2565,7 @@ class JobPrivacy(_message.Message):
     RELEASED_FIELD_NUMBER: _builtins.int
     PLANNED_FIELD_NUMBER: _builtins.int
     NOT_COVERED_FIELD_NUMBER: _builtins.int
+    TRUST_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     name: _builtins.str
     population: _builtins.str
@@ -2541,6 +2588,8 @@ class JobPrivacy(_message.Message):
     clip_norm: _builtins.float
     """The L2 norm to which updates are clipped; the initial one if it is adaptive."""
     adaptive_clip: _builtins.bool
+    trust: _builtins.str
+    """Who adds the noise: "server", or "none" if clients do. Then each attempt with unmasked sums is a release."""
     @_builtins.property
     def released(self) -> Global___PrivacyCost:
         """The cost of the releases so far, by the ledger."""
@@ -2573,10 +2622,11 @@ class JobPrivacy(_message.Message):
         released: Global___PrivacyCost | None = ...,
         planned: Global___PrivacyCost | None = ...,
         not_covered: _abc.Iterable[_builtins.str] | None = ...,
+        trust: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_epsilon", b"_epsilon", "epsilon", b"epsilon", "planned", b"planned", "released", b"released"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epsilon", b"_epsilon", "adaptive_clip", b"adaptive_clip", "adjacency", b"adjacency", "clip_norm", b"clip_norm", "delta", b"delta", "epsilon", b"epsilon", "is_private", b"is_private", "job_id", b"job_id", "model_noise_multiplier", b"model_noise_multiplier", "name", b"name", "noise_multiplier", b"noise_multiplier", "not_covered", b"not_covered", "participation", b"participation", "planned", b"planned", "population", b"population", "released", b"released", "sampling", b"sampling", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epsilon", b"_epsilon", "adaptive_clip", b"adaptive_clip", "adjacency", b"adjacency", "clip_norm", b"clip_norm", "delta", b"delta", "epsilon", b"epsilon", "is_private", b"is_private", "job_id", b"job_id", "model_noise_multiplier", b"model_noise_multiplier", "name", b"name", "noise_multiplier", b"noise_multiplier", "not_covered", b"not_covered", "participation", b"participation", "planned", b"planned", "population", b"population", "released", b"released", "sampling", b"sampling", "status", b"status", "trust", b"trust"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__epsilon: _TypeAlias = _typing.Literal["epsilon"]  # noqa: Y015
     _WhichOneofArgType__epsilon: _TypeAlias = _typing.Literal["_epsilon", b"_epsilon"]  # noqa: Y015

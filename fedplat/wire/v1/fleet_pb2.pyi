@@ -290,6 +290,7 @@ class CheckInRequest(_message.Message):
     WAIT_S_FIELD_NUMBER: _builtins.int
     CODECS_FIELD_NUMBER: _builtins.int
     ALGORITHMS_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     software_version: _builtins.str
     wait_s: _builtins.float
@@ -312,6 +313,10 @@ class CheckInRequest(_message.Message):
     def algorithms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the algorithms of its plugins."""
 
+    @_builtins.property
+    def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Optional parts of the protocol that the client implements, such as "secure_aggregation.1"."""
+
     def __init__(
         self,
         *,
@@ -323,10 +328,11 @@ class CheckInRequest(_message.Message):
         wait_s: _builtins.float = ...,
         codecs: _abc.Iterable[_builtins.str] | None = ...,
         algorithms: _abc.Iterable[_builtins.str] | None = ...,
+        features: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithms", b"algorithms", "codecs", b"codecs", "evaluators", b"evaluators", "labels", b"labels", "protocol_version", b"protocol_version", "software_version", b"software_version", "trainers", b"trainers", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithms", b"algorithms", "codecs", b"codecs", "evaluators", b"evaluators", "features", b"features", "labels", b"labels", "protocol_version", b"protocol_version", "software_version", b"software_version", "trainers", b"trainers", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -431,6 +437,7 @@ class Assignment(_message.Message):
     MODEL_BYTES_FIELD_NUMBER: _builtins.int
     DELTA_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    SECURE_SETUP_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     """Secret, for this assignment only; all later calls for it send the token."""
     job_id: _builtins.str
@@ -451,6 +458,10 @@ class Assignment(_message.Message):
     """The whole model file, if it is small (wire.INLINE_MODEL_BYTES); else the client downloads it unless it has it."""
     traceparent: _builtins.str
     """The assignment's span, as a W3C traceparent: the parent of the client's spans. Empty: the server makes no traces."""
+    secure_setup: _builtins.bytes
+    """The setup of the secure aggregation, as fedplat.secure_aggregation.setup encodes it; empty: the job has none. With
+    it, the client sends its keys and shares with SecureStep between the training and the upload.
+    """
     @_builtins.property
     def model(self) -> _model_pb2.ModelRef: ...
     @_builtins.property
@@ -478,10 +489,11 @@ class Assignment(_message.Message):
         model_bytes: _builtins.bytes = ...,
         delta: Global___ModelDelta | None = ...,
         traceparent: _builtins.str = ...,
+        secure_setup: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "config", b"config", "delta", b"delta", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "model", b"model", "model_bytes", b"model_bytes", "round", b"round", "task", b"task", "token", b"token", "traceparent", b"traceparent", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "config", b"config", "delta", b"delta", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "model", b"model", "model_bytes", b"model_bytes", "round", b"round", "secure_setup", b"secure_setup", "task", b"task", "token", b"token", "traceparent", b"traceparent", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -763,6 +775,132 @@ class Receipt(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Receipt: _TypeAlias = Receipt  # noqa: Y015
+
+@_typing.final
+class SecureStepRequest(_message.Message):
+    """The messages are encoded as fedplat.secure_aggregation.messages defines."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
+    CONFIRMATION_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    token: _builtins.str
+    wait_s: _builtins.float
+    """The longest time to wait, in seconds."""
+    keys: _builtins.bytes
+    shares: _builtins.bytes
+    confirmation: _builtins.bytes
+    answer: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        token: _builtins.str = ...,
+        wait_s: _builtins.float = ...,
+        keys: _builtins.bytes = ...,
+        shares: _builtins.bytes = ...,
+        confirmation: _builtins.bytes = ...,
+        answer: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "confirmation", b"confirmation", "keys", b"keys", "message", b"message", "shares", b"shares"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "confirmation", b"confirmation", "keys", b"keys", "message", b"message", "shares", b"shares", "token", b"token", "wait_s", b"wait_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["keys", "shares", "confirmation", "answer"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___SecureStepRequest: _TypeAlias = SecureStepRequest  # noqa: Y015
+
+@_typing.final
+class SecureStepResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAITING_FIELD_NUMBER: _builtins.int
+    ROSTER_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
+    SURVIVORS_FIELD_NUMBER: _builtins.int
+    UNMASK_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    roster: _builtins.bytes
+    """The answer to keys."""
+    shares: _builtins.bytes
+    """The answer to shares: those that the client holds."""
+    survivors: _builtins.bytes
+    """The answer to none, if clients confirm the survivors."""
+    unmask: _builtins.bytes
+    """The answer to none, or to confirmation."""
+    @_builtins.property
+    def waiting(self) -> Global___Waiting:
+        """The input is not there yet: call again."""
+
+    @_builtins.property
+    def done(self) -> Global___Done:
+        """The answer to answer: the client is done."""
+
+    @_builtins.property
+    def refusal(self) -> Global___Refusal:
+        """The assignment has ended."""
+
+    def __init__(
+        self,
+        *,
+        waiting: Global___Waiting | None = ...,
+        roster: _builtins.bytes = ...,
+        shares: _builtins.bytes = ...,
+        survivors: _builtins.bytes = ...,
+        unmask: _builtins.bytes = ...,
+        done: Global___Done | None = ...,
+        refusal: Global___Refusal | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "outcome", b"outcome", "refusal", b"refusal", "roster", b"roster", "shares", b"shares", "survivors", b"survivors", "unmask", b"unmask", "waiting", b"waiting"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "outcome", b"outcome", "refusal", b"refusal", "roster", b"roster", "shares", b"shares", "survivors", b"survivors", "unmask", b"unmask", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["waiting", "roster", "shares", "survivors", "unmask", "done", "refusal"]  # noqa: Y015
+    _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
+
+Global___SecureStepResponse: _TypeAlias = SecureStepResponse  # noqa: Y015
+
+@_typing.final
+class Waiting(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REMAINING_S_FIELD_NUMBER: _builtins.int
+    remaining_s: _builtins.float
+    """Seconds until the deadline of the step."""
+    def __init__(
+        self,
+        *,
+        remaining_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["remaining_s", b"remaining_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Waiting: _TypeAlias = Waiting  # noqa: Y015
+
+@_typing.final
+class Done(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Done: _TypeAlias = Done  # noqa: Y015
 
 @_typing.final
 class FailRequest(_message.Message):

@@ -80,6 +80,11 @@ class FleetStub:
                 request_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.ReportRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.ReportResponse.FromString,
                 _registered_method=True)
+        self.SecureStep = channel.unary_unary(
+                '/fedplat.wire.v1.Fleet/SecureStep',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.SecureStepRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.SecureStepResponse.FromString,
+                _registered_method=True)
         self.Fail = channel.unary_unary(
                 '/fedplat.wire.v1.Fleet/Fail',
                 request_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.FailRequest.SerializeToString,
@@ -158,6 +163,14 @@ class FleetServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SecureStep(self, request, context):
+        """Takes a step of secure aggregation: sends the client's message of the step, if it has one, and waits until the
+        input of the next step is there, at most wait_s. Idempotent: the same message again is accepted again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Fail(self, request, context):
         """Ends an assignment with a failure. Idempotent.
         """
@@ -220,6 +233,11 @@ def add_FleetServicer_to_server(servicer, server):
                     servicer.Report,
                     request_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.ReportRequest.FromString,
                     response_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.ReportResponse.SerializeToString,
+            ),
+            'SecureStep': grpc.unary_unary_rpc_method_handler(
+                    servicer.SecureStep,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.SecureStepRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.SecureStepResponse.SerializeToString,
             ),
             'Fail': grpc.unary_unary_rpc_method_handler(
                     servicer.Fail,
@@ -475,6 +493,33 @@ class Fleet:
             '/fedplat.wire.v1.Fleet/Report',
             fedplat_dot_wire_dot_v1_dot_fleet__pb2.ReportRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_fleet__pb2.ReportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SecureStep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Fleet/SecureStep',
+            fedplat_dot_wire_dot_v1_dot_fleet__pb2.SecureStepRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_fleet__pb2.SecureStepResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -60,6 +60,10 @@ class FleetStub:
     """Returns the offset at which an interrupted upload resumes."""
     Report: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ReportRequest, _fleet_pb2.ReportResponse]
     """Reports the result of an assignment. Idempotent: the same content again returns the first receipt."""
+    SecureStep: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.SecureStepRequest, _fleet_pb2.SecureStepResponse]
+    """Takes a step of secure aggregation: sends the client's message of the step, if it has one, and waits until the
+    input of the next step is there, at most wait_s. Idempotent: the same message again is accepted again.
+    """
     Fail: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.FailRequest, _fleet_pb2.FailResponse]
     """Ends an assignment with a failure. Idempotent."""
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.HeartbeatRequest, _fleet_pb2.HeartbeatResponse]
@@ -88,6 +92,10 @@ class FleetAsyncStub(FleetStub):
     """Returns the offset at which an interrupted upload resumes."""
     Report: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ReportRequest, _fleet_pb2.ReportResponse]  # type: ignore[assignment]
     """Reports the result of an assignment. Idempotent: the same content again returns the first receipt."""
+    SecureStep: _aio.UnaryUnaryMultiCallable[_fleet_pb2.SecureStepRequest, _fleet_pb2.SecureStepResponse]  # type: ignore[assignment]
+    """Takes a step of secure aggregation: sends the client's message of the step, if it has one, and waits until the
+    input of the next step is there, at most wait_s. Idempotent: the same message again is accepted again.
+    """
     Fail: _aio.UnaryUnaryMultiCallable[_fleet_pb2.FailRequest, _fleet_pb2.FailResponse]  # type: ignore[assignment]
     """Ends an assignment with a failure. Idempotent."""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_fleet_pb2.HeartbeatRequest, _fleet_pb2.HeartbeatResponse]  # type: ignore[assignment]
@@ -167,6 +175,16 @@ class FleetServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.ReportResponse, _abc.Awaitable[_fleet_pb2.ReportResponse]]:
         """Reports the result of an assignment. Idempotent: the same content again returns the first receipt."""
+
+    @_abc_1.abstractmethod
+    def SecureStep(
+        self,
+        request: _fleet_pb2.SecureStepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.SecureStepResponse, _abc.Awaitable[_fleet_pb2.SecureStepResponse]]:
+        """Takes a step of secure aggregation: sends the client's message of the step, if it has one, and waits until the
+        input of the next step is there, at most wait_s. Idempotent: the same message again is accepted again.
+        """
 
     @_abc_1.abstractmethod
     def Fail(

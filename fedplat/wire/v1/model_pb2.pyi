@@ -40,6 +40,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """The assignment's deadline passed while the client was training."""
     REASON_UPLOAD_TIMEOUT: _Reason.ValueType  # 11
     """The assignment's deadline passed while the client was uploading."""
+    REASON_STEP_TIMEOUT: _Reason.ValueType  # 18
+    """The deadline passed before the client sent its message of a step of secure aggregation."""
     REASON_SURPLUS: _Reason.ValueType  # 12
     """The attempt reached its goal without this client."""
     REASON_ATTEMPT_ABANDONED: _Reason.ValueType  # 13
@@ -64,6 +66,10 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """The client does not support the codec of the job, or one of its options."""
     REASON_PRIVACY_LIMIT: _Reason.ValueType  # 26
     """The training would cost more privacy than the owner of the client's data allows."""
+    REASON_UNSAFE_AGGREGATION: _Reason.ValueType  # 27
+    """The client's own limits do not allow this secure aggregation."""
+    REASON_KEYS_LOST: _Reason.ValueType  # 28
+    """The client was restarted after it had sent its keys, which are in its memory only."""
     REASON_REVOKED: _Reason.ValueType  # 24
     """An operator revoked the client."""
     REASON_REJECTED_SCHEMA: _Reason.ValueType  # 30
@@ -82,6 +88,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """The norm of the update is above the job's limit, or so large that a sum of updates could overflow."""
     REASON_REJECTED_OUTLIER: _Reason.ValueType  # 37
     """The norm of the update is far above those of the other clients."""
+    REASON_REJECTED_MESSAGE: _Reason.ValueType  # 38
+    """The client's message of a step of secure aggregation is invalid."""
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
     """Why a request was refused or an assignment ended: for programs. The text next to it is for people."""
@@ -103,6 +111,8 @@ REASON_TRAIN_TIMEOUT: Reason.ValueType  # 10
 """The assignment's deadline passed while the client was training."""
 REASON_UPLOAD_TIMEOUT: Reason.ValueType  # 11
 """The assignment's deadline passed while the client was uploading."""
+REASON_STEP_TIMEOUT: Reason.ValueType  # 18
+"""The deadline passed before the client sent its message of a step of secure aggregation."""
 REASON_SURPLUS: Reason.ValueType  # 12
 """The attempt reached its goal without this client."""
 REASON_ATTEMPT_ABANDONED: Reason.ValueType  # 13
@@ -127,6 +137,10 @@ REASON_UNKNOWN_CODEC: Reason.ValueType  # 25
 """The client does not support the codec of the job, or one of its options."""
 REASON_PRIVACY_LIMIT: Reason.ValueType  # 26
 """The training would cost more privacy than the owner of the client's data allows."""
+REASON_UNSAFE_AGGREGATION: Reason.ValueType  # 27
+"""The client's own limits do not allow this secure aggregation."""
+REASON_KEYS_LOST: Reason.ValueType  # 28
+"""The client was restarted after it had sent its keys, which are in its memory only."""
 REASON_REVOKED: Reason.ValueType  # 24
 """An operator revoked the client."""
 REASON_REJECTED_SCHEMA: Reason.ValueType  # 30
@@ -145,6 +159,8 @@ REASON_REJECTED_NORM: Reason.ValueType  # 36
 """The norm of the update is above the job's limit, or so large that a sum of updates could overflow."""
 REASON_REJECTED_OUTLIER: Reason.ValueType  # 37
 """The norm of the update is far above those of the other clients."""
+REASON_REJECTED_MESSAGE: Reason.ValueType  # 38
+"""The client's message of a step of secure aggregation is invalid."""
 Global___Reason: _TypeAlias = Reason  # noqa: Y015
 
 @_typing.final
