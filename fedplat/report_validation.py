@@ -19,11 +19,13 @@ from fedplat import claims, codecs
 from fedplat.aggregate import Rule, describe_metrics_problem, l2_norm
 from fedplat.claims import MetricLimits
 from fedplat.codecs.container import Format
-from fedplat.errors import CodecError, ModelError, PluginError, UserCodeError
+from fedplat.errors import CodecError, ModelError, PluginError, SecureAggregationError, UserCodeError
 from fedplat.model import Blocks, ModelFile, Parameters, Schema, header, is_finite
 from fedplat.model.schema import MESSAGE_KEY
 from fedplat.rounds.states import AttemptKind, Reason
 from fedplat.rounds.transition import ACCEPTED, Verdict
+from fedplat.secure_aggregation import encoding
+from fedplat.secure_aggregation.setup import Setup
 
 _SPARE_BYTES = 2**20
 """Bytes that an upload may announce beyond the exact size, so that the refusal can name the difference."""
@@ -97,6 +99,26 @@ def validate_message(update: Path) -> float | Verdict:
     if MESSAGE_KEY not in {tensor.name for tensor in file.schema.tensors}:
         return Verdict(Reason.REJECTED_SCHEMA, "it is not the file of a Flower message")
     return check_finite(file.to_blocks()) or 0.0
+
+
+def validate_secure_claims(num_examples: float, metrics: Mapping[str, float]) -> Verdict:
+    """Validate the numbers of a report with secure aggregation: those of the client are in its masked update."""
+    if num_examples != 1.0:
+        text = f"num_examples is {num_examples:g}; expected 1 with secure aggregation, and the number under the masks"
+        return Verdict(Reason.REJECTED_WEIGHT, text)
+    if metrics:
+        text = f"the report has {len(metrics)} metrics; expected none with secure aggregation, but under the masks"
+        return Verdict(Reason.REJECTED_METRICS, text)
+    return ACCEPTED
+
+
+def validate_masked(update: Path, setup: Setup) -> Verdict | None:
+    """Return the refusal of a masked update, of which only the form can be checked; None if it is valid."""
+    try:
+        encoding.check_file(update, setup)
+    except SecureAggregationError as exc:
+        return Verdict(Reason.REJECTED_SCHEMA, str(exc))
+    return None
 
 
 def check_finite(values: Blocks) -> Verdict | None:

@@ -2,17 +2,17 @@
 
 Read in this order: `states` (the allowed transitions), `records` (the stored state), `events` and `commands` (input and
 output), `sync` (the rules of a round), `reporting` (how attempts accept reports), `closing` (how attempts end),
-`buffered` (jobs with a buffer of updates), `warm_start` (server training before round 1), `restart` (recovery after a
-crash), `rollback` (return to an older version), `selection`, `eligible` and `participation` (which clients are drawn),
-`coordinator` (several jobs, one fleet).
+`operators` (their commands), `secure` (the phases of secure aggregation), `buffered` (jobs with a buffer of updates),
+`warm_start` (server training before round 1), `restart` (recovery after a crash), `rollback` (return to an older
+version), `selection`, `eligible` and `participation` (which clients are drawn), `coordinator` (several jobs, one
+fleet).
 """
 
 from fedplat.rounds.changes import Change, HistoryRow, difference
 from fedplat.rounds.coordinator import Coordinator, Proposal
 from fedplat.rounds.participation import Participation, ParticipationHistory, participations_of, rounds_to_recall
 from fedplat.rounds.records import Assignment, AssignmentId, AssignmentSet, Attempt, AttemptKey, JobState, ModelVersion
-from fedplat.rounds.reporting import rebuild_attempt
-from fedplat.rounds.sync import verdict_on_report
+from fedplat.rounds.reporting import rebuild_attempt, verdict_on_report
 from fedplat.rounds.transition import Context, Verdict
 
 __all__ = [

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from fedplat.rounds.persistent_map import to_persistent
 from fedplat.rounds.privacy_rules import shown_metrics
-from fedplat.rounds.records import Assignment, Attempt, JobState, ModelVersion
+from fedplat.rounds.records import Assignment, AssignmentId, Attempt, JobState, ModelVersion, SecureMessages
+
+MESSAGE_KINDS = ("keys", "shares", "confirmation", "answer")
+"""The fields of `SecureMessages` that hold a message."""
+_NO_MESSAGES = SecureMessages()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,9 +36,20 @@ class HistoryRow:
     norm: float | None = None
 
 
+class SentMessage(NamedTuple):
+    """A message of secure aggregation that an assignment's client has sent; `kind` is one of `MESSAGE_KINDS`."""
+
+    id: AssignmentId
+    kind: str
+    content: bytes
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
-    """All changes of one step. A store writes them in one transaction, if it still holds `expected_revision`."""
+    """All changes of one step. A store writes them in one transaction, if it still holds `expected_revision`.
+
+    `messages` are those that the assignments have gained: a store keeps each until its attempt ends.
+    """
 
     job: JobState
     expected_revision: int
@@ -41,6 +57,7 @@ class Change:
     assignments: tuple[Assignment, ...]
     version: ModelVersion | None
     history: tuple[HistoryRow, ...]
+    messages: tuple[SentMessage, ...] = ()
 
 
 def difference(before: JobState, after: JobState) -> Change:
@@ -56,6 +73,7 @@ def difference(before: JobState, after: JobState) -> Change:
         assignments=changed,
         version=version,
         history=_history(before, after, attempt, changed),
+        messages=tuple(_find_messages(before, changed)),
     )
 
 
@@ -69,8 +87,23 @@ def _find_changed(before: JobState, after: JobState) -> Iterator[Assignment]:
         if group is None or (was is not None and group.assignments is was.assignments):
             continue
         for each in to_persistent(group.assignments).changed_since(was.assignments if was is not None else {}):
-            if before.find(each.key, each.client_id) is not each:
+            earlier = before.find(each.key, each.client_id)
+            # An assignment that has ended does not change: only its messages are forgotten with the end of its attempt.
+            if earlier is not each and (earlier is None or earlier.is_open):
                 yield each
+
+
+def _find_messages(before: JobState, changed: tuple[Assignment, ...]) -> Iterator[SentMessage]:
+    """Yield the messages that changed assignments did not have before, each once however often its client changes."""
+    for each in changed:
+        if each.secure is None:
+            continue
+        earlier = before.find(each.key, each.client_id)
+        was = earlier.secure if earlier is not None and earlier.secure is not None else _NO_MESSAGES
+        for kind in MESSAGE_KINDS:
+            content: bytes = getattr(each.secure, kind)
+            if content and content is not getattr(was, kind) and content != getattr(was, kind):
+                yield SentMessage(each.id, kind, content)
 
 
 def _history(

@@ -17,6 +17,7 @@ from fedplat.rounds.states import (
     ATTEMPT_TRANSITIONS,
     ENDED_JOBS,
     JOB_TRANSITIONS,
+    WORKING_PHASES,
     AssignmentState,
     AttemptKind,
     AttemptPhase,
@@ -28,6 +29,17 @@ from fedplat.rounds.transition import Context, Transition
 
 MAX_METRICS = 64
 """Maximum number of metrics of an attempt."""
+_TIMEOUTS: Mapping[AssignmentState, Reason] = {
+    AssignmentState.TRAINING: Reason.TRAIN_TIMEOUT,
+    AssignmentState.ADVERTISED: Reason.STEP_TIMEOUT,
+    AssignmentState.SHARED: Reason.STEP_TIMEOUT,
+    AssignmentState.UPLOADING: Reason.UPLOAD_TIMEOUT,
+}
+_IDLE_STATES: Mapping[AttemptPhase, AssignmentState] = {
+    AttemptPhase.ADVERTISING: AssignmentState.ADVERTISED,
+    AttemptPhase.SHARING: AssignmentState.SHARED,
+}
+"""The state of clients that have sent their message of a phase, and wait for the others."""
 _Set = TypeVar("_Set", bound=AssignmentSet)
 
 
@@ -39,6 +51,8 @@ def close_if_due(job: JobState, commands: tuple[Command, ...], context: Context)
     """
     attempt = job.open_attempt
     assert attempt is not None
+    if reporting.is_secure(job, attempt):
+        return Transition(job, commands)  # `secure.advance` closes it
     reported, busy = attempt.num_reported, attempt.num_busy
     if reporting.fills_buffer(job, attempt):
         if reported < attempt.goal:
@@ -74,10 +88,11 @@ def close(job: JobState, commands: tuple[Command, ...], context: Context) -> Tra
     if attempt.kind is AttemptKind.TRAIN and (weighed or influence.has_dropped_folds(attempt)):
         attempt = attempt.with_assignments(weighed)
         commands += (Restart(attempt.key), *reporting.fold_commands(attempt, attempt.reported))
-    return _begin_commit(job, attempt.with_assignments(weighed), commands)
+    return begin_commit(job, attempt.with_assignments(weighed), commands)
 
 
-def _begin_commit(job: JobState, attempt: Attempt, commands: tuple[Command, ...]) -> Transition:
+def begin_commit(job: JobState, attempt: Attempt, commands: tuple[Command, ...]) -> Transition:
+    """Commit the reports of the attempt. Busy clients become surplus, or are carried over into the next attempt."""
     job = structs.replace(job, attempt=attempt)
     phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COMMITTING)
     if reporting.fills_buffer(job, attempt) and attempt.key.round < job.spec.rounds:
@@ -107,7 +122,7 @@ def close_without_clients(job: JobState, context: Context) -> Transition:
 def _fail_for_few(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
     attempt = job.open_attempt
     assert attempt is not None
-    found, needed, outcome = attempt.num_reported, attempt.minimum, _describe_counts(attempt) or "no client checked in"
+    found, needed, outcome = attempt.num_reported, attempt.minimum, describe_counts(attempt) or "no client checked in"
     text = f"{found} of at least {needed} needed clients reported ({outcome})"
     if culprits := influence.describe_outliers(attempt):
         text += f"; dropped as outliers: {culprits}"
@@ -130,25 +145,27 @@ def drop_late(job: JobState, context: Context) -> Transition:
     carried, commands = _end_late(job.carried_over, context.now)
     job = structs.replace(job, carried_over=carried) if carried is not job.carried_over else job
     attempt = job.open_attempt
-    if attempt is None or attempt.phase is not AttemptPhase.COLLECTING:
+    if attempt is None or attempt.phase not in WORKING_PHASES:
         return Transition(job, commands)
     is_time = attempt.closes_at is not None and attempt.closes_at <= context.now
-    after, more = _end_late(attempt, context.now) if attempt.num_busy else (attempt, ())
+    idle = _IDLE_STATES.get(attempt.phase)
+    after, more = _end_late(attempt, context.now, idle) if attempt.num_busy else (attempt, ())
     if after is attempt and not is_time:
         return Transition(job, commands)
     return close_if_due(structs.replace(job, attempt=after), commands + more, context)
 
 
-def _end_late(group: _Set, now: float) -> tuple[_Set, tuple[Command, ...]]:
+def _end_late(group: _Set, now: float, idle: AssignmentState | None = None) -> tuple[_Set, tuple[Command, ...]]:
+    """End the assignments whose deadline has passed, but not those in the state `idle`, which wait for others."""
     if group.next_deadline is None or group.next_deadline > now:
         return group, ()  # no deadline can have passed
     late: list[Assignment] = []
     next_deadline: float | None = None
     for assignment in group.busy:
+        if assignment.state is idle:
+            continue
         if assignment.deadline_at <= now:
-            training = assignment.state is AssignmentState.TRAINING
-            reason = Reason.TRAIN_TIMEOUT if training else Reason.UPLOAD_TIMEOUT
-            late.append(assignments.end(assignment, AssignmentState.LATE, reason))
+            late.append(assignments.end(assignment, AssignmentState.LATE, _TIMEOUTS[assignment.state]))
         elif next_deadline is None or assignment.deadline_at < next_deadline:
             next_deadline = assignment.deadline_at
     return structs.replace(group.with_assignments(late), next_deadline=next_deadline), assignments.abort_commands(late)
@@ -163,7 +180,7 @@ def commit(job: JobState, attempt: Attempt, context: Context, metrics: Mapping[s
     ]
     phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COMMITTED)
     closed = structs.replace(
-        attempt.with_assignments(merged),
+        assignments.forget_messages(attempt.with_assignments(merged)),
         phase=phase,
         metrics=average_metrics(merged) if metrics is None else dict(metrics),
         ended_at=context.now,
@@ -243,7 +260,8 @@ def abandon(job: JobState, reason: Reason, text: str, context: Context) -> tuple
     assert attempt is not None
     dropped, commands = _drop_open(attempt, reason)
     phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.ABANDONED)
-    closed = structs.replace(attempt.with_assignments(dropped), phase=phase, reason=text, ended_at=context.now)
+    ended = assignments.forget_messages(attempt.with_assignments(dropped))
+    closed = structs.replace(ended, phase=phase, reason=text, ended_at=context.now, step_ends_at=None, num_awaited=0)
     return structs.replace(job, attempt=closed), (*commands, Abandon(attempt.key))
 
 
@@ -270,5 +288,6 @@ def _describe(attempt: Attempt) -> str:
     return "the warm start" if attempt.kind is AttemptKind.WARM_START else f"round {attempt.key.round}"
 
 
-def _describe_counts(attempt: Attempt) -> str:
+def describe_counts(attempt: Attempt) -> str:
+    """Return how many assignments of an attempt are in each state."""
     return ", ".join(f"{count} {state.lower()}" for state, count in sorted(attempt.counts.items()) if count)

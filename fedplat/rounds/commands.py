@@ -6,7 +6,7 @@ import dataclasses
 
 from fedplat.aggregate import Contribution
 from fedplat.rounds.records import AssignmentId, AttemptKey
-from fedplat.rounds.states import AttemptKind, Reason
+from fedplat.rounds.states import AttemptKind, AttemptPhase, Reason
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +64,14 @@ class Fold:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class NextStep:
+    """Tell the clients of a secure aggregation that the attempt has begun a phase, whose input they can have now."""
+
+    key: AttemptKey
+    phase: AttemptPhase
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Restart:
     """Discard the sum of the attempt. The updates that count are folded again, in order."""
 
@@ -97,4 +105,4 @@ class Abandon:
     key: AttemptKey
 
 
-Command = Assign | Refuse | Abort | Fold | Restart | Commit | RunWarmStart | Abandon
+Command = Assign | Refuse | Abort | Fold | NextStep | Restart | Commit | RunWarmStart | Abandon

@@ -75,6 +75,7 @@ class ClientCheckedIn:
     evaluators: frozenset[str] = frozenset()
     codecs: frozenset[str] = frozenset()
     algorithms: frozenset[str] = frozenset()
+    features: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,8 +98,8 @@ class CandidatesDrawn:
 
     They were drawn from `num_eligible` clients. `num_resting` other clients wait that a later round may draw, and
     `num_spent` that have reached the participation limit, so that no later round may. `num_unable` other clients have
-    the trainer, but not the job's codec or algorithm. `num_waiting` clients of the population waited before the draw.
-    `error` is the error of a policy that failed to draw.
+    the trainer, but not the job's codec, algorithm or features. `num_waiting` clients of the population waited before
+    the draw. `error` is the error of a policy that failed to draw.
     """
 
     job_id: str
@@ -154,6 +155,38 @@ class UpdateReported(AttemptEvent):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class KeysAdvertised(AttemptEvent):
+    """A client of a secure aggregation has trained, and sends its keys (`messages.KeyAdvertisement`, validated)."""
+
+    client_id: str
+    keys: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SharesSent(AttemptEvent):
+    """A client sends the shares of its secrets (`messages.SealedShares`, validated against the roster)."""
+
+    client_id: str
+    shares: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SurvivorsConfirmed(AttemptEvent):
+    """A client confirms the survivors of its group (`messages.Confirmation`, validated)."""
+
+    client_id: str
+    confirmation: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MasksAnswered(AttemptEvent):
+    """A client answers the shares with which masks are removed (`messages.UnmaskAnswer`, validated)."""
+
+    client_id: str
+    answer: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class UpdateRejected(AttemptEvent):
     """An update was received and refused."""
 
@@ -193,9 +226,13 @@ class AttemptAggregated(AttemptEvent):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AggregationFailed(AttemptEvent):
-    """The updates of an attempt could not be aggregated or stored."""
+    """The updates of an attempt could not be aggregated or stored.
+
+    `culprits` are the clients of a secure aggregation whose messages are the cause.
+    """
 
     text: str
+    culprits: tuple[str, ...] = ()
 
 
 JobEvent = (
@@ -205,6 +242,10 @@ JobEvent = (
     | CandidatesDrawn
     | AssignmentReclaimed
     | UploadStarted
+    | KeysAdvertised
+    | SharesSent
+    | SurvivorsConfirmed
+    | MasksAnswered
     | UpdateReported
     | UpdateRejected
     | AssignmentFailed

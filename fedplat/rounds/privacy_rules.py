@@ -3,12 +3,17 @@
 A release must not depend on the number of reports: an attempt has no minimum, and commits at its deadline with the
 reports received by then, or with noise alone. The set of waiting clients is not a secret, so an attempt
 may be postponed until enough clients wait, provided that this is decided before any is drawn.
+
+If clients add the noise (`privacy.trust = "none"`), an attempt needs the number of reports for which their noise was
+calibrated, and is a release as soon as its masks are requested. Who takes part is no secret then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fractions import Fraction
 
+from fedplat.job import secure
 from fedplat.rounds.events import CandidatesDrawn
 from fedplat.rounds.records import Attempt, JobState
 from fedplat.rounds.states import AttemptKind, JobStatus
@@ -21,7 +26,10 @@ def makes_release(job: JobState, attempt: Attempt) -> bool:
 
 def minimum(job: JobState) -> int:
     """Return the number of reports that an attempt to train needs at its deadline."""
-    return 0 if job.spec.privacy is not None else job.spec.selection.minimum
+    spec = job.spec
+    if spec.secure_aggregation is not None:
+        return max(spec.selection.minimum, secure.num_groups(spec) * secure.group_minimum(spec))
+    return 0 if spec.privacy is not None else spec.selection.minimum
 
 
 def count_candidates(job: JobState, event: CandidatesDrawn) -> tuple[int, int]:
@@ -29,7 +37,8 @@ def count_candidates(job: JobState, event: CandidatesDrawn) -> tuple[int, int]:
     selection = job.spec.selection
     if selection.sampling.is_trial:
         return event.num_eligible, selection.wait_for
-    return len(event.client_ids), selection.minimum if event.final else 1
+    needed = max(selection.minimum, minimum(job))
+    return len(event.client_ids), needed if event.final else 1
 
 
 def hides_sample(job: JobState) -> bool:
@@ -90,10 +99,21 @@ def shown_metrics(job: JobState, metrics: Mapping[str, float]) -> Mapping[str, f
     return {} if job.spec.privacy is not None else metrics
 
 
+def count_releases(job: JobState) -> Fraction:
+    """Return how many of the planned releases of a private job those so far have cost.
+
+    Each committed round is one. If clients add the noise, each attempt whose masks were requested is one, but costs
+    less if it had more survivors than it needed.
+    """
+    if job.spec.privacy is None or job.spec.privacy.trust == "server":
+        return Fraction(job.round)
+    return secure.spent_releases(job.spec, job.unmasked)
+
+
 def describe_spent_budget(job: JobState) -> str:
-    """Return why the privacy budget allows no further round; empty if it does. Each committed round is one release."""
+    """Return why the privacy budget allows no further round; empty if it does."""
     options = job.spec.privacy
-    if options is None or options.max_releases is None or job.round < options.max_releases:
+    if options is None or options.max_releases is None or count_releases(job) + 1 <= options.max_releases:
         return ""
     budget = f"epsilon = {options.epsilon:g}" if options.epsilon is not None else "max_releases"
     return (

@@ -23,6 +23,7 @@ from fedplat.rounds.states import (
     BUSY_STATES,
     OPEN_PHASES,
     OPEN_STATES,
+    WORKING_PHASES,
     AssignmentState,
     AttemptKind,
     AttemptPhase,
@@ -52,14 +53,31 @@ class AssignmentId(NamedTuple):
         return f"{self.client_id} in {self.attempt}"
 
 
+class SecureMessages(Struct, frozen=True):
+    """A client's part in the secure aggregation of an attempt.
+
+    `group` and `position` are its place on the roster, -1 before it has one. The others are the messages that it sent
+    (`fedplat.secure_aggregation.messages`), empty before: `keys`, `shares`, `confirmation` and `answer`.
+    """
+
+    group: int = -1
+    position: int = -1
+    keys: bytes = b""
+    shares: bytes = b""
+    confirmation: bytes = b""
+    answer: bytes = b""
+
+
 class Assignment(Struct, frozen=True):
     """One client's participation in a job: the attempt that it was made in, and the version that it began with.
 
-    `kind` is that of the attempt: what the client has to do. `took_s` is the time from the assignment to the report;
-    `report_number` grows from report to report, which is the order in which updates are folded; `update_bytes` is the
-    size of the update as received. `folded_into` is the attempt whose sum the update is part of, `staleness` the number
-    of versions committed in between, and `weight` its weight there; `folded_into` is None for a report that waits for
-    the next attempt. `norm` is the update's L2 norm, which private jobs do not store.
+    `kind` is that of the attempt: what the client has to do. `took_s` is the time from the assignment to the report
+    or, in a secure aggregation, to the keys; `report_number` grows from report to report, which is the order in which
+    updates are folded; `update_bytes` is the size of the update as received. `folded_into` is the attempt whose sum the
+    update is part of, `staleness` the number of versions committed in between, and `weight` its weight there;
+    `folded_into` is None for a report that waits for the next attempt. `norm` is the update's L2 norm, which private
+    jobs do not store. `secure` is the client's part in the secure aggregation, if the job has one: then `num_examples`,
+    `weight` and `metrics` are not those of the client.
     """
 
     key: AttemptKey
@@ -82,6 +100,7 @@ class Assignment(Struct, frozen=True):
     folded_into: AttemptKey | None = None
     staleness: int = 0
     norm: float | None = None
+    secure: SecureMessages | None = None
 
     @property
     def id(self) -> AssignmentId:
@@ -184,7 +203,10 @@ class Attempt(AssignmentSet, frozen=True, kw_only=True):
 
     `goal` reports close it, `minimum` reports are enough when no client is left to wait for, and `target` clients work
     for it. It waits for clients until `selection_ends_at`. If it hides its sample, it collects until `closes_at` in any
-    case. `num_checked_in` and `num_eligible` are the largest numbers of a draw (`count_draw`).
+    case. In a step of secure aggregation in which no client is busy, `step_ends_at` is the deadline, and at least
+    `num_awaited` messages are missing; neither is stored. `num_survivors` is the number of updates in the sum of its
+    smallest group, from the moment on at which the clients were asked to remove the masks; 0 before. `num_checked_in`
+    and `num_eligible` are the largest numbers of a draw (`count_draw`).
     """
 
     key: AttemptKey
@@ -202,6 +224,9 @@ class Attempt(AssignmentSet, frozen=True, kw_only=True):
     closes_at: float | None = None
     num_checked_in: int = 0
     num_eligible: int = 0
+    step_ends_at: float | None = None
+    num_awaited: int = 0
+    num_survivors: int = 0
 
     def count_draw(self, num_waiting: int, num_eligible: int) -> Self:
         """Return the attempt after a draw from the waiting clients of the population, some of them eligible.
@@ -273,7 +298,10 @@ class JobState(Struct, frozen=True):
     have outlived their attempt, while no other attempt to train collects. `claims` holds the latest claim of each
     client, in order, if the job judges reports by more than one attempt (`influence.looks_back`). `plugins` are the
     versions of the plugins that it runs with. `cohort` are the clients that the Flower app of a job has drawn for the
-    next round. It is empty before the app has begun and after it has ended.
+    next round. It is empty before the app has begun and after it has ended. `unmasked` are the numbers of survivors
+    (`Attempt.num_survivors`) of all attempts of a job with `privacy.trust = "none"` whose masks were requested: each is
+    a release, whether its attempt has committed or not. `barred` are clients that a job with secure aggregation
+    does not draw again, because their messages were invalid (`REJECTED_MESSAGE`) in an earlier attempt.
     """
 
     job_id: str
@@ -291,6 +319,8 @@ class JobState(Struct, frozen=True):
     claims: tuple[Claim, ...] = ()
     plugins: tuple[PluginVersion, ...] = ()
     cohort: tuple[str, ...] = ()
+    unmasked: tuple[int, ...] = ()
+    barred: tuple[str, ...] = ()
 
     @property
     def algorithms(self) -> frozenset[str]:
@@ -346,9 +376,11 @@ class JobState(Struct, frozen=True):
             moments.append(self.resume_at if self.status is JobStatus.RUNNING else None)
         elif attempt.awaits_clients:
             moments.append(attempt.selection_ends_at)
-        elif attempt.phase is AttemptPhase.COLLECTING:
+        elif attempt.phase in WORKING_PHASES:
             moments.append(attempt.selection_ends_at if self.fills_cohort else None)
             moments += (attempt.next_deadline if attempt.num_busy else None, attempt.closes_at)
+        else:
+            moments.append(attempt.step_ends_at)
         if self.carried_over.num_busy:
             moments.append(self.carried_over.next_deadline)
         return min((moment for moment in moments if moment is not None), default=None)

@@ -10,13 +10,21 @@ from msgspec import structs
 from fedplat.rounds import influence
 from fedplat.rounds.commands import Command, Fold
 from fedplat.rounds.records import Assignment, AssignmentSet, Attempt, JobState, make_assignment_set
-from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase
-from fedplat.rounds.transition import Context
+from fedplat.rounds.states import WORKING_PHASES, AssignmentState, AttemptKind, AttemptPhase, Reason
+from fedplat.rounds.transition import ACCEPTED, Context, Verdict
+
+MAX_DURATIONS = 500
+"""Number of past durations from which an adaptive deadline is computed."""
 
 
 def fills_buffer(job: JobState, attempt: Attempt) -> bool:
     """Return whether the attempt fills the buffer of an asynchronous job."""
     return job.spec.buffered is not None and attempt.kind is AttemptKind.TRAIN
+
+
+def is_secure(job: JobState, attempt: Attempt) -> bool:
+    """Return whether the updates of the attempt are aggregated securely; those of evaluations never are."""
+    return job.spec.secure_aggregation is not None and attempt.kind is AttemptKind.TRAIN
 
 
 def wants_clients(job: JobState, attempt: Attempt) -> bool:
@@ -38,14 +46,20 @@ def is_in_attempt(job: JobState, assignment: Assignment) -> bool:
     return job.attempt is not None and job.attempt.find(assignment.key, assignment.client_id) is not None
 
 
+def measure_duration(job: JobState, assignment: Assignment, context: Context) -> JobState:
+    """Remember how long a client took for its training, and also for its upload unless it sends its keys first."""
+    durations = (*job.durations, context.now - assignment.assigned_at)[-MAX_DURATIONS:]
+    return structs.replace(job, durations=durations)
+
+
 def accept_report(job: JobState, attempt: Attempt, reported: Assignment, number: int) -> Assignment:
     """Return the report as accepted by the attempt: with its staleness, and its weight by the current claims.
 
-    Later reports may lower the weight (`influence.reweigh`).
+    Later reports may lower the weight (`influence.reweigh`). That of a masked update is 1: its own is inside.
     """
     staleness = attempt.base_version - reported.base_version
     most = influence.limit_by_claims(job) if attempt.kind is AttemptKind.TRAIN else math.inf
-    weight = job.spec.weight(reported.num_examples, staleness, most)
+    weight = 1.0 if reported.secure is not None else job.spec.weight(reported.num_examples, staleness, most)
     return structs.replace(reported, folded_into=attempt.key, staleness=staleness, weight=weight, report_number=number)
 
 
@@ -76,10 +90,7 @@ def rebuild_attempt(attempt: Attempt, rows: Iterable[Assignment]) -> tuple[Attem
     """
     own: list[Assignment] = []
     carried: list[Assignment] = []
-    collects = attempt.kind is AttemptKind.TRAIN and attempt.phase in (
-        AttemptPhase.SELECTING,
-        AttemptPhase.COLLECTING,
-    )
+    collects = attempt.kind is AttemptKind.TRAIN and attempt.phase in {AttemptPhase.SELECTING, *WORKING_PHASES}
     for row in rows:
         if row.is_busy:
             (own if collects or row.kind is AttemptKind.EVALUATE else carried).append(row)
@@ -88,3 +99,18 @@ def rebuild_attempt(attempt: Attempt, rows: Iterable[Assignment]) -> tuple[Attem
         elif (row.folded_into or row.key) == attempt.key:
             own.append(row)
     return attempt.with_assignments(own), make_assignment_set(carried)
+
+
+def verdict_on_report(assignment: Assignment | None, digest: str) -> Verdict:
+    """Return the answer to a report on an assignment that has ended; a repeated report is accepted again."""
+    if assignment is not None and assignment.state in (AssignmentState.REPORTED, AssignmentState.MERGED):
+        same = assignment.digest == digest
+        return ACCEPTED if same else Verdict(Reason.REJECTED_CONFLICT)
+    return verdict_on_ended(assignment)
+
+
+def verdict_on_ended(assignment: Assignment | None) -> Verdict:
+    """Return the answer to a message on an assignment that has ended, or that the job does not have."""
+    if assignment is None or assignment.reason is None:
+        return Verdict(Reason.STALE)
+    return Verdict(assignment.reason, assignment.text)

@@ -3,7 +3,9 @@
 The store returns the attempt as last saved, with its deadlines on the new clock. The accepted updates are in the spool
 (`durability = "spool"`): all of them are folded again in the order of acceptance, so that the result is the same bit
 for bit. With `durability = "memory"` they are lost, and so is the attempt; but an attempt that fills a buffer continues
-with the clients that work for it. A warm start has no updates: it continues from its own checkpoints.
+with the clients that work for it. A secure aggregation continues with the same roster and the same survivors; its steps
+get their whole time again, because clients have to reconnect. A warm start has no updates: it continues from its own
+checkpoints.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from typing import Any
 
 from msgspec import structs
 
-from fedplat.rounds import buffered, closing, plugin_rules, privacy_rules, reporting, warm_start
+from fedplat.job.secure import require_secure
+from fedplat.rounds import buffered, closing, plugin_rules, privacy_rules, reporting, secure, warm_start
 from fedplat.rounds.commands import Command, Commit
 from fedplat.rounds.events import ServerRestarted
 from fedplat.rounds.records import Assignment, Attempt, JobState
@@ -40,6 +43,8 @@ def on_restart(job: JobState, event: ServerRestarted, context: Context) -> Trans
     commands = reporting.fold_commands(attempt, attempt.reported)
     if attempt.phase is AttemptPhase.COMMITTING and attempt.kind is AttemptKind.TRAIN:
         commands += (Commit(attempt.key, attempt.base_version, attempt.num_reported),)
+    elif reporting.is_secure(job, attempt):
+        fresh = secure.resume(fresh, context)
     return _resume(fresh, commands, context)
 
 
@@ -84,7 +89,10 @@ def _bound_deadline(job: JobState, assignment: Assignment, now: float) -> Assign
     elif assignment.kind is AttemptKind.EVALUATE and evaluation is not None:
         longest = evaluation.timeout_s
     else:  # an adaptive deadline gave less
-        longest = min(job.spec.deadlines.training_s, assignment.deadline_at - assignment.assigned_at)
+        longest = job.spec.deadlines.training_s
+        if assignment.state is AssignmentState.ADVERTISED:
+            longest += require_secure(job.spec).step_s
+        longest = min(longest, assignment.deadline_at - assignment.assigned_at)
     return structs.replace(
         assignment,
         assigned_at=min(assignment.assigned_at, now),

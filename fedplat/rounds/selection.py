@@ -11,20 +11,21 @@ import numpy as np
 from fedplat import label_expressions, sampling
 from fedplat.rounds import reporting
 from fedplat.rounds.eligible import EligibleClients
-from fedplat.rounds.events import ClientCheckedIn
+from fedplat.rounds.events import CandidatesDrawn, ClientCheckedIn
 from fedplat.rounds.participation import ParticipationHistory
 from fedplat.rounds.records import Attempt, AttemptKey, JobState
 from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus
 from fedplat.sampling import Policy, Uniform
+from fedplat.secure_aggregation.setup import FEATURE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demand:
     """The demand of an attempt: `target` clients, drawn by `sampling` once `min_eligible` eligible clients wait.
 
-    Without `min_eligible` they are drawn when the time for selection is over. `codecs` and `algorithms` are those that
-    a client must support. Clients in `excluded` are not drawn: they take part already. If there is a `cohort`, only its
-    clients are drawn.
+    Without `min_eligible` they are drawn when the time for selection is over. `codecs`, `algorithms` and `features` are
+    those that a client must support. Clients in `excluded` are not drawn: they take part already. If there is a
+    `cohort`, only its clients are drawn, and never those in `barred`.
     """
 
     key: AttemptKey
@@ -38,24 +39,33 @@ class Demand:
     sampling: Policy
     excluded: Mapping[str, object] = dataclasses.field(default_factory=dict[str, object], compare=False)
     algorithms: frozenset[str] = frozenset()
+    features: frozenset[str] = frozenset()
     cohort: frozenset[str] | None = dataclasses.field(default=None, compare=False)
+    barred: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
+
+    @property
+    def has_requirements(self) -> bool:
+        """True if it depends on more than names and labels whether a client may take part."""
+        return bool(self.codecs or self.algorithms or self.features)
 
     def accepts(self, client: ClientCheckedIn) -> bool:
         """Return whether the client may take part."""
         return self._wants(client) and self._supports(client)
 
     def misses(self, client: ClientCheckedIn) -> bool:
-        """Return whether the client may not take part only because it lacks a codec or an algorithm."""
+        """Return whether the client may not take part only because it lacks a codec, an algorithm or a feature."""
         return self._wants(client) and not self._supports(client)
 
     def _supports(self, client: ClientCheckedIn) -> bool:
-        return self.codecs <= client.codecs and self.algorithms <= client.algorithms
+        has_plugins = self.codecs <= client.codecs and self.algorithms <= client.algorithms
+        return has_plugins and self.features <= client.features
 
     def _wants(self, client: ClientCheckedIn) -> bool:
         installed = client.trainers if self.kind is AttemptKind.TRAIN else client.evaluators
         return (
             client.population == self.population
             and (self.cohort is None or client.client_id in self.cohort)
+            and client.client_id not in self.barred
             and self.handler in installed
             and label_expressions.compile_expression(self.where)(client.labels)
         )
@@ -120,13 +130,20 @@ def _training_demand(job: JobState, attempt: Attempt, target: int, min_eligible:
         spec.selection.sampling,
         attempt.assignments,
         job.algorithms,
+        needed_features(job),
+        barred=frozenset(job.barred),
     )
+
+
+def needed_features(job: JobState) -> frozenset[str]:
+    """Return the optional parts of the protocol that a client must implement to train."""
+    return frozenset({FEATURE}) if job.spec.secure_aggregation is not None else frozenset()
 
 
 def may_train(job: JobState, client: ClientCheckedIn) -> bool:
     """Return whether the job may have this client train, now or later."""
     has_plugins = job.spec.compression.names <= client.codecs and job.algorithms <= client.algorithms
-    supported = job.spec.trainer in client.trainers and has_plugins
+    supported = job.spec.trainer in client.trainers and has_plugins and needed_features(job) <= client.features
     return supported and label_expressions.compile_expression(job.spec.selection.where)(client.labels)
 
 
@@ -141,6 +158,27 @@ def may_evaluate(job: JobState, client: ClientCheckedIn) -> bool:
     evaluation = job.spec.evaluation.clients
     supported = evaluation is not None and evaluation.evaluator in client.evaluators
     return supported and label_expressions.compile_expression(job.spec.selection.where)(client.labels)
+
+
+def describe_excluded(job: JobState, event: CandidatesDrawn) -> str:
+    """Return why other waiting clients were not available for selection."""
+    text, options = "", job.spec.selection
+    if event.num_unable:
+        needed = [f"codecs.{name}" for name in sorted(job.spec.compression.names)]
+        needed += [f"algorithms.{name}" for name in sorted(job.algorithms)]
+        needed += [f"{name} (upgrade the client)" for name in sorted(needed_features(job))]
+        text += f"; {event.num_unable} more do not have {' and '.join(needed)}"
+    if event.num_resting:
+        text += (
+            f"; {event.num_resting} more must rest (selection.min_separation = {options.min_separation}, "
+            f"for which {(options.min_separation + 1) * options.target} eligible clients are needed)"
+        )
+    if event.num_spent:
+        most = job.spec.max_participations
+        text += (
+            f"; {event.num_spent} more took part in as many rounds as they may (privacy.max_participations = {most})"
+        )
+    return text
 
 
 class WaitingRoom:
@@ -228,12 +266,12 @@ class WaitingRoom:
         return self._eligible_for(job_id).num_spent
 
     def count_unable(self, job_id: str) -> int:
-        """Return the number of waiting clients that the job may not draw only for lack of a codec or an algorithm.
+        """Return the number of waiting clients that the job may not draw only for lack of a plugin or a feature.
 
         Examines all waiting clients of a job that requires one.
         """
         demand = self.demands[job_id]
-        return sum(map(demand.misses, self.clients.values())) if demand.codecs or demand.algorithms else 0
+        return sum(map(demand.misses, self.clients.values())) if demand.has_requirements else 0
 
     def draw(self, job_id: str, rng: np.random.Generator) -> list[ClientCheckedIn]:
         """Draw clients by the job's policy, and remove them from the waiting room.
@@ -253,8 +291,8 @@ class WaitingRoom:
         """Prepare the eligible clients of a demand; rebuild them if a lost batch had advanced them too far."""
         name = (demand.key.job_id, demand.kind)
         eligible = self._eligible.get(name)
-        # Another cohort accepts other clients.
-        if eligible is None or eligible.key > demand.key or (demand.cohort is not None and eligible.key < demand.key):
+        is_other = eligible is not None and eligible.key < demand.key and (demand.cohort is not None or demand.barred)
+        if eligible is None or eligible.key > demand.key or is_other:  # another attempt accepts other clients
             eligible = EligibleClients(
                 demand.accepts, history if demand.kind is AttemptKind.TRAIN else None, demand.key
             )

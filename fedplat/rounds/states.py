@@ -30,10 +30,19 @@ class AttemptKind(StrEnum):
 
 
 class AttemptPhase(StrEnum):
-    """The progress of an attempt."""
+    """The progress of an attempt.
+
+    With secure aggregation: while ADVERTISING, clients train and then send their keys; while SHARING, the shares of
+    their secrets. COLLECTING is for the masked updates; while CONFIRMING clients confirm who survives (only with
+    `secure_aggregation.confirm`), and while UNMASKING they answer the shares with which the masks are removed.
+    """
 
     SELECTING = "SELECTING"
+    ADVERTISING = "ADVERTISING"
+    SHARING = "SHARING"
     COLLECTING = "COLLECTING"
+    CONFIRMING = "CONFIRMING"
+    UNMASKING = "UNMASKING"
     COMMITTING = "COMMITTING"
     COMMITTED = "COMMITTED"
     ABANDONED = "ABANDONED"
@@ -42,12 +51,15 @@ class AttemptPhase(StrEnum):
 class AssignmentState(StrEnum):
     """The progress of an assignment.
 
-    LATE: its deadline passed, or its base version became too old. REJECTED: the update is not acceptable, which may
-    show only in comparison with other updates. DROPPED: the assignment ended for a reason other than the client's own
-    behaviour, such as an abandoned attempt.
+    With secure aggregation: ADVERTISED clients have trained and sent their keys, SHARED ones the shares of their
+    secrets; both still work for the attempt. LATE: its deadline passed, or its base version became too old. REJECTED:
+    the update (or a message of secure aggregation) is not acceptable, which may show only in comparison with others.
+    DROPPED: the assignment ended for a reason other than the client's own behaviour, such as an abandoned attempt.
     """
 
     TRAINING = "TRAINING"
+    ADVERTISED = "ADVERTISED"
+    SHARED = "SHARED"
     UPLOADING = "UPLOADING"
     REPORTED = "REPORTED"
     MERGED = "MERGED"
@@ -69,6 +81,7 @@ class Reason(StrEnum):
     LIMIT_REACHED = "LIMIT_REACHED"
     TRAIN_TIMEOUT = "TRAIN_TIMEOUT"
     UPLOAD_TIMEOUT = "UPLOAD_TIMEOUT"
+    STEP_TIMEOUT = "STEP_TIMEOUT"
     SURPLUS = "SURPLUS"
     ATTEMPT_ABANDONED = "ATTEMPT_ABANDONED"
     JOB_PAUSED = "JOB_PAUSED"
@@ -81,6 +94,8 @@ class Reason(StrEnum):
     TRANSFER_FAILED = "TRANSFER_FAILED"
     UNKNOWN_CODEC = "UNKNOWN_CODEC"
     PRIVACY_LIMIT = "PRIVACY_LIMIT"
+    UNSAFE_AGGREGATION = "UNSAFE_AGGREGATION"
+    KEYS_LOST = "KEYS_LOST"
     REVOKED = "REVOKED"
     REJECTED_SCHEMA = "REJECTED_SCHEMA"
     REJECTED_NONFINITE = "REJECTED_NONFINITE"
@@ -90,6 +105,7 @@ class Reason(StrEnum):
     REJECTED_METRICS = "REJECTED_METRICS"
     REJECTED_NORM = "REJECTED_NORM"
     REJECTED_OUTLIER = "REJECTED_OUTLIER"
+    REJECTED_MESSAGE = "REJECTED_MESSAGE"
 
 
 REASON_TEXTS: Mapping[Reason, str] = {
@@ -101,6 +117,7 @@ REASON_TEXTS: Mapping[Reason, str] = {
     Reason.LIMIT_REACHED: "this client took part in as many rounds as the job's privacy.max_participations allows",
     Reason.TRAIN_TIMEOUT: "the deadline passed while the client was training",
     Reason.UPLOAD_TIMEOUT: "the deadline passed while the client was uploading",
+    Reason.STEP_TIMEOUT: "the deadline passed before the client sent its message of a step of secure aggregation",
     Reason.SURPLUS: "the attempt reached its goal without this client",
     Reason.ATTEMPT_ABANDONED: "the attempt was abandoned",
     Reason.JOB_PAUSED: "the job was paused",
@@ -113,6 +130,8 @@ REASON_TEXTS: Mapping[Reason, str] = {
     Reason.TRANSFER_FAILED: "the model or the update could not be transferred",
     Reason.UNKNOWN_CODEC: "the client does not support the job's codec or one of its options",
     Reason.PRIVACY_LIMIT: "the training would cost more privacy than the owner of the client's data allows",
+    Reason.UNSAFE_AGGREGATION: "the client's own limits do not allow this secure aggregation",
+    Reason.KEYS_LOST: "the client was restarted after it had sent its keys, which are in its memory only",
     Reason.REVOKED: "an operator revoked the client",
     Reason.REJECTED_SCHEMA: "the update's tensors are not those of the base version",
     Reason.REJECTED_NONFINITE: "the update holds NaN or infinite values",
@@ -122,6 +141,7 @@ REASON_TEXTS: Mapping[Reason, str] = {
     Reason.REJECTED_METRICS: "a metric is not finite, there are too many, or the job's rule needs one that is missing",
     Reason.REJECTED_NORM: "the update's norm is above the job's limit, or the limit of a sum of updates",
     Reason.REJECTED_OUTLIER: "the update's norm is far above those of the other clients",
+    Reason.REJECTED_MESSAGE: "the message of secure aggregation is invalid",
 }
 """A description of each reason."""
 
@@ -133,6 +153,7 @@ FAILURES = frozenset(
         Reason.TRANSFER_FAILED,
         Reason.UNKNOWN_CODEC,
         Reason.PRIVACY_LIMIT,
+        Reason.UNSAFE_AGGREGATION,
     }
 )
 """Reasons that a client may state when it gives up an assignment."""
@@ -147,8 +168,14 @@ JOB_TRANSITIONS: Mapping[JobStatus, frozenset[JobStatus]] = {
 }
 
 ATTEMPT_TRANSITIONS: Mapping[AttemptPhase, frozenset[AttemptPhase]] = {
-    AttemptPhase.SELECTING: frozenset({AttemptPhase.COLLECTING, AttemptPhase.ABANDONED}),
-    AttemptPhase.COLLECTING: frozenset({AttemptPhase.COMMITTING, AttemptPhase.ABANDONED}),
+    AttemptPhase.SELECTING: frozenset({AttemptPhase.COLLECTING, AttemptPhase.ADVERTISING, AttemptPhase.ABANDONED}),
+    AttemptPhase.ADVERTISING: frozenset({AttemptPhase.SHARING, AttemptPhase.ABANDONED}),
+    AttemptPhase.SHARING: frozenset({AttemptPhase.COLLECTING, AttemptPhase.ABANDONED}),
+    AttemptPhase.COLLECTING: frozenset(
+        {AttemptPhase.CONFIRMING, AttemptPhase.UNMASKING, AttemptPhase.COMMITTING, AttemptPhase.ABANDONED}
+    ),
+    AttemptPhase.CONFIRMING: frozenset({AttemptPhase.UNMASKING, AttemptPhase.ABANDONED}),
+    AttemptPhase.UNMASKING: frozenset({AttemptPhase.COMMITTING, AttemptPhase.ABANDONED}),
     AttemptPhase.COMMITTING: frozenset({AttemptPhase.COMMITTED, AttemptPhase.ABANDONED}),
     AttemptPhase.COMMITTED: frozenset(),
     AttemptPhase.ABANDONED: frozenset(),
@@ -167,7 +194,9 @@ MAKE_VERSIONS = frozenset({AttemptKind.TRAIN, AttemptKind.WARM_START})
 _S = AssignmentState
 _ENDED_OPEN = frozenset({_S.LATE, _S.FAILED, _S.REJECTED, _S.SURPLUS, _S.DROPPED})
 ASSIGNMENT_TRANSITIONS: Mapping[AssignmentState, frozenset[AssignmentState]] = {
-    _S.TRAINING: frozenset({_S.UPLOADING, _S.REPORTED}) | _ENDED_OPEN,
+    _S.TRAINING: frozenset({_S.ADVERTISED, _S.UPLOADING, _S.REPORTED}) | _ENDED_OPEN,
+    _S.ADVERTISED: frozenset({_S.SHARED}) | _ENDED_OPEN,
+    _S.SHARED: frozenset({_S.UPLOADING, _S.REPORTED}) | _ENDED_OPEN,
     _S.UPLOADING: frozenset({_S.REPORTED}) | _ENDED_OPEN,
     _S.REPORTED: frozenset({_S.MERGED, _S.DROPPED, _S.REJECTED}),
     _S.MERGED: frozenset(),
@@ -178,10 +207,13 @@ ASSIGNMENT_TRANSITIONS: Mapping[AssignmentState, frozenset[AssignmentState]] = {
     _S.DROPPED: frozenset(),
 }
 
-OPEN_PHASES = frozenset({AttemptPhase.SELECTING, AttemptPhase.COLLECTING, AttemptPhase.COMMITTING})
+OPEN_PHASES = frozenset(AttemptPhase) - {AttemptPhase.COMMITTED, AttemptPhase.ABANDONED}
 """Phases of an attempt that has not ended."""
 
-BUSY_STATES = frozenset({_S.TRAINING, _S.UPLOADING})
+WORKING_PHASES = frozenset({AttemptPhase.ADVERTISING, AttemptPhase.SHARING, AttemptPhase.COLLECTING})
+"""Phases of an attempt in which clients may be busy."""
+
+BUSY_STATES = frozenset({_S.TRAINING, _S.ADVERTISED, _S.SHARED, _S.UPLOADING})
 """States in which the client still works for the attempt."""
 
 OPEN_STATES = BUSY_STATES | {_S.REPORTED}

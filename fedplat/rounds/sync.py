@@ -1,9 +1,10 @@
 """Rounds, as a pure function: (state, event, context) to (state', commands, verdict).
 
 Read `HANDLERS` first: it has one function for each kind of event except `TimerFired`, which the coordinator handles
-itself. `advance` has the transitions that need no event: it opens the next attempt, commits an evaluation, or ends the
-job. `reporting` defines how attempts accept reports, `closing` how they end, `restart` how they resume after a crash,
-`buffered` the differences of a job with a buffer, and `states` the allowed transitions.
+itself. `advance` has the transitions that need no event: it opens the next attempt, begins the next phase of a secure
+aggregation, commits an evaluation, or ends the job. `reporting` defines how attempts accept reports, `closing` how they
+end, `restart` how they resume after a crash, `secure` the phases of a secure aggregation, `buffered` the differences of
+a job with a buffer, and `states` the allowed transitions.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from fedplat.rounds import (
     buffered,
     closing,
     influence,
+    operators,
     pacing,
-    plugin_rules,
     privacy_rules,
     reporting,
     restart,
     rollback,
+    secure,
+    secure_messages,
+    selection,
     warm_start,
 )
 from fedplat.rounds.commands import Assign, Command
@@ -35,20 +39,22 @@ from fedplat.rounds.events import (
     AssignmentRevoked,
     AttemptAggregated,
     CandidatesDrawn,
-    JobAction,
     JobEvent,
+    KeysAdvertised,
+    MasksAnswered,
     OperatorCommand,
     RollbackOrdered,
     ServerRestarted,
+    SharesSent,
+    SurvivorsConfirmed,
     UpdateRejected,
     UpdateReported,
     UploadStarted,
 )
-from fedplat.rounds.records import Assignment, Attempt, AttemptKey, JobState
+from fedplat.rounds.records import Assignment, Attempt, AttemptKey, JobState, SecureMessages
 from fedplat.rounds.states import (
     ASSIGNMENT_TRANSITIONS,
     ATTEMPT_TRANSITIONS,
-    JOB_TRANSITIONS,
     REASON_TEXTS,
     AssignmentState,
     AttemptKind,
@@ -58,9 +64,6 @@ from fedplat.rounds.states import (
     require,
 )
 from fedplat.rounds.transition import ACCEPTED, Context, Transition, Verdict
-
-MAX_DURATIONS = 500
-"""Number of past durations from which an adaptive deadline is computed."""
 
 
 def step(job: JobState, event: JobEvent, context: Context) -> Transition:
@@ -76,6 +79,8 @@ def advance(job: JobState, context: Context) -> Transition | None:
         return Transition(closing.commit(job, attempt, context))
     if attempt is not None and reporting.fills_buffer(job, attempt):
         return _advance_buffer(job, attempt, context)
+    if attempt is not None and reporting.is_secure(job, attempt):
+        return secure.advance(job, attempt, context)
     if job.status is not JobStatus.RUNNING or attempt is not None:
         return None
     if job.resume_at is not None and job.resume_at > context.now:
@@ -114,6 +119,8 @@ def _open(job: JobState, kind: AttemptKind, context: Context) -> JobState:
     goal, minimum, target = job.spec.selection.goal, privacy_rules.minimum(job), job.spec.num_wanted
     if job.spec.flower is not None:
         target, goal, minimum = _flower_sizes(job)
+    if job.spec.secure_aggregation is not None:
+        minimum = secure.minimum(job.spec)
     if kind is AttemptKind.EVALUATE:
         clients = job.spec.evaluation.clients
         assert clients is not None
@@ -130,7 +137,7 @@ def _open(job: JobState, kind: AttemptKind, context: Context) -> JobState:
         opened_at=context.now,
         selection_ends_at=context.now + job.spec.deadlines.selection_s,
     )
-    return structs.replace(job, attempt=attempt, resume_at=None)
+    return structs.replace(job, attempt=attempt, resume_at=None, barred=secure.bar_culprits(job))
 
 
 def _flower_sizes(job: JobState) -> tuple[int, int, int]:
@@ -138,47 +145,6 @@ def _flower_sizes(job: JobState) -> tuple[int, int, int]:
     target, selection = len(job.cohort), job.spec.selection
     goal = max(1, math.floor(round(target / selection.over_selection, 9)))
     return target, goal, selection.minimum_of(goal)
-
-
-# --- operators ---------------------------------------------------------------------------------------------
-
-
-def _on_operator(job: JobState, event: OperatorCommand, context: Context) -> Transition:
-    status, reason = _ACTIONS[event.action]
-    if job.status is status:
-        return Transition(job)  # a repeated request: it is done already
-    if status not in JOB_TRANSITIONS[job.status] or (event.action, job.status) in _WRONG_ACTION:
-        possible = [a.value for a in JobAction if _ACTIONS[a][0] in JOB_TRANSITIONS[job.status]]
-        possible = [a for a in possible if (JobAction(a), job.status) not in _WRONG_ACTION]
-        hint = f"it can {' or '.join(possible)}" if possible else "it has ended for good"
-        return Transition(job, verdict=Verdict(None, f"cannot {event.action} a job that is {job.status}; {hint}"))
-    if event.action is JobAction.RESUME and (spent := privacy_rules.describe_spent_budget(job)):
-        return Transition(job, verdict=Verdict(None, f"cannot resume: {spent}"))
-    if reason is None:
-        if missing := plugin_rules.describe_missing(job, event.plugins, event.problem):
-            return Transition(job, verdict=Verdict(None, f"cannot {event.action}: {missing}"))
-        running = closing.set_status(job, status, "")
-        return Transition(structs.replace(running, failures=0, resume_at=None, plugins=event.plugins))
-    attempt = job.open_attempt
-    # A pause lets a version that is being written become durable; a cancellation does not. A warm start may take
-    # hours: it is stopped, and resumes from its checkpoint.
-    finishes = (
-        attempt is not None and attempt.phase is AttemptPhase.COMMITTING and not warm_start.is_warm_start(attempt)
-    )
-    if attempt is None or (status is JobStatus.PAUSED and finishes):
-        ended, commands = closing.drop_carried_over(job, reason)
-    else:
-        ended, commands = closing.abandon_all(job, reason, REASON_TEXTS[reason], context)
-    return Transition(closing.set_status(ended, status, REASON_TEXTS[reason]), commands)
-
-
-_ACTIONS: Mapping[JobAction, tuple[JobStatus, Reason | None]] = {
-    JobAction.START: (JobStatus.RUNNING, None),
-    JobAction.RESUME: (JobStatus.RUNNING, None),
-    JobAction.PAUSE: (JobStatus.PAUSED, Reason.JOB_PAUSED),
-    JobAction.CANCEL: (JobStatus.CANCELLED, Reason.JOB_CANCELLED),
-}
-_WRONG_ACTION = frozenset({(JobAction.START, JobStatus.PAUSED), (JobAction.RESUME, JobStatus.DRAFT)})
 
 
 # --- selection ---------------------------------------------------------------------------------------------
@@ -202,7 +168,7 @@ def _on_candidates(job: JobState, event: CandidatesDrawn, context: Context) -> T
         return _assign_cohort(job, attempt, event, context)
     elif found < needed:
         text = f"{found} of at least {needed} needed clients were available for selection"
-        failed = closing.fail_attempt(job, text + _describe_excluded(job, event), context)
+        failed = closing.fail_attempt(job, text + selection.describe_excluded(job, event), context)
         if exhaustion := privacy_rules.describe_exhaustion(failed.job, event, needed):
             return structs.replace(failed, job=closing.set_status(failed.job, JobStatus.PAUSED, exhaustion))
         return failed
@@ -219,28 +185,9 @@ def _assign_cohort(job: JobState, attempt: Attempt, event: CandidatesDrawn, cont
     return closing.close_if_due(complete, drawn.commands, context)
 
 
-def _describe_excluded(job: JobState, event: CandidatesDrawn) -> str:
-    """Return why other waiting clients were not available for selection."""
-    text, selection = "", job.spec.selection
-    if event.num_unable:
-        needed = [f"codecs.{name}" for name in sorted(job.spec.compression.names)]
-        needed += [f"algorithms.{name}" for name in sorted(job.algorithms)]
-        text += f"; {event.num_unable} more do not have {' and '.join(needed)}"
-    if event.num_resting:
-        text += (
-            f"; {event.num_resting} more must rest (selection.min_separation = {selection.min_separation}, "
-            f"for which {(selection.min_separation + 1) * selection.target} eligible clients are needed)"
-        )
-    if event.num_spent:
-        most = job.spec.max_participations
-        text += (
-            f"; {event.num_spent} more took part in as many rounds as they may (privacy.max_participations = {most})"
-        )
-    return text
-
-
 def _assign(job: JobState, attempt: Attempt, client_ids: Iterable[str], context: Context) -> Transition:
     training_s, upload_s = _timeouts(job, attempt.kind)
+    is_secure = reporting.is_secure(job, attempt)
     assigned: list[Assignment] = []
     commands: list[Command] = []
     for client_id in client_ids:
@@ -255,13 +202,15 @@ def _assign(job: JobState, attempt: Attempt, client_ids: Iterable[str], context:
                 base_version=attempt.base_version,
                 assigned_at=context.now,
                 deadline_at=context.now + training_s,
+                secure=SecureMessages() if is_secure else None,
             )
         )
         commands.append(
             Assign(attempt.key, client_id, attempt.kind, attempt.base_version, secret, training_s, upload_s)
         )
     if attempt.phase is AttemptPhase.SELECTING:
-        phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COLLECTING)
+        first = AttemptPhase.ADVERTISING if is_secure else AttemptPhase.COLLECTING
+        phase = require(ATTEMPT_TRANSITIONS, attempt.phase, first)
         attempt = structs.replace(attempt, phase=phase, closes_at=privacy_rules.closes_at(job, attempt, context.now))
     after = structs.replace(job, attempt=attempt.with_assignments(assigned), reason="")
     return Transition(after, tuple(commands))
@@ -286,6 +235,8 @@ def _on_reclaimed(job: JobState, event: AssignmentReclaimed, context: Context) -
     if assignment.deadline_at <= context.now:  # the timer is about to fire, and no time remains
         late = closing.drop_late(job, context)
         return structs.replace(late, verdict=Verdict(Reason.STALE))
+    if assignment.secure is not None and assignment.state is not AssignmentState.TRAINING:
+        return secure_messages.end_without_keys(job, assignment)
     secret, token_hash = context.new_token()
     _, upload_s = _timeouts(job, assignment.kind)
     left = assignment.deadline_at - context.now
@@ -299,9 +250,11 @@ def _on_reclaimed(job: JobState, event: AssignmentReclaimed, context: Context) -
 def _on_upload_started(job: JobState, event: UploadStarted, context: Context) -> Transition:
     assignment = job.find(event.key, event.client_id)
     if assignment is None or not assignment.is_busy:
-        return Transition(job, verdict=_verdict_on_ended(assignment))
+        return Transition(job, verdict=reporting.verdict_on_ended(assignment))
     if assignment.kind is AttemptKind.EVALUATE:  # otherwise it could extend its deadline by upload_s
         return Transition(job, verdict=Verdict(Reason.REJECTED_DIGEST, "an evaluation has no update"))
+    if assignment.secure is not None and not (verdict := secure_messages.judge_upload(job, assignment)).accepted:
+        return Transition(job, verdict=verdict)
     if assignment.state is AssignmentState.UPLOADING:
         return Transition(job)
     uploading = structs.replace(
@@ -315,32 +268,44 @@ def _on_upload_started(job: JobState, event: UploadStarted, context: Context) ->
 def _on_reported(job: JobState, event: UpdateReported, context: Context) -> Transition:
     assignment = job.find(event.key, event.client_id)
     if assignment is None or not assignment.is_busy:
-        return Transition(job, verdict=verdict_on_report(assignment, event.digest))
+        return Transition(job, verdict=reporting.verdict_on_report(assignment, event.digest))
+    if assignment.secure is not None and not (verdict := secure_messages.judge_upload(job, assignment)).accepted:
+        return Transition(job, verdict=verdict)
     reported = structs.replace(
         assignment,
         state=require(ASSIGNMENT_TRANSITIONS, assignment.state, AssignmentState.REPORTED),
         digest=event.digest,
         num_examples=event.num_examples,
         metrics=privacy_rules.kept_metrics(job, event.metrics),
-        took_s=context.now - assignment.assigned_at,
+        took_s=context.now - assignment.assigned_at if assignment.took_s is None else assignment.took_s,
         update_bytes=event.update_bytes,
-        norm=event.norm if job.spec.privacy is None else None,
+        norm=event.norm if job.spec.privacy is None and assignment.secure is None else None,
     )
     attempt = job.attempt
     assert attempt is not None
     if assignment.kind is AttemptKind.TRAIN:
-        job = influence.remember_claim(job, reported)
-        if not (verdict := influence.judge_norm(job, attempt, reported)).accepted:
+        job, verdict = _judge(job, attempt, reported, event)
+        if not verdict.accepted:
             return _reject(job, structs.replace(assignment, norm=reported.norm), verdict, context)
-        durations = (*job.durations, context.now - assignment.assigned_at)[-MAX_DURATIONS:]
-        job = structs.replace(job, durations=durations)
+        if assignment.secure is None:  # otherwise it was measured when the client advertised its keys
+            job = reporting.measure_duration(job, assignment, context)
     if not reporting.is_in_attempt(job, assignment):
         return Transition(buffered.hold_report(job, reported))
     accepted = reporting.accept_report(job, attempt, reported, attempt.next_report)
     after = closing.close_if_due(assignments.put(job, accepted), reporting.fold_commands(attempt, [accepted]), context)
     if (now := after.job.find(assignment.key, assignment.client_id)) is not None and now.reason is not None:
-        return structs.replace(after, verdict=_verdict_on_ended(now))  # its report closed the attempt, as an outlier
+        return structs.replace(
+            after, verdict=reporting.verdict_on_ended(now)
+        )  # its report closed the attempt, as an outlier
     return after
+
+
+def _judge(job: JobState, attempt: Attempt, reported: Assignment, event: UpdateReported) -> tuple[JobState, Verdict]:
+    """Return whether an update is acceptable, and the job with the client's claim."""
+    if reported.secure is not None:
+        return job, secure_messages.judge_report(event)
+    job = influence.remember_claim(job, reported)
+    return job, influence.judge_norm(job, attempt, reported)
 
 
 def _reject(job: JobState, assignment: Assignment, verdict: Verdict, context: Context) -> Transition:
@@ -375,23 +340,9 @@ def _end_one(
     assignment = job.find(event.key, event.client_id)
     if assignment is None or not assignment.is_busy:
         same = assignment is not None and (assignment.state, assignment.reason) == (state, event.reason)
-        return Transition(job, verdict=ACCEPTED if same else _verdict_on_ended(assignment))
+        return Transition(job, verdict=ACCEPTED if same else reporting.verdict_on_ended(assignment))
     after = assignments.put(job, assignments.end(assignment, state, event.reason, event.text))
     return closing.close_if_due(after, (), context) if reporting.is_in_attempt(job, assignment) else Transition(after)
-
-
-def verdict_on_report(assignment: Assignment | None, digest: str) -> Verdict:
-    """Return the answer to a report on an assignment that has ended; a repeated report is accepted again."""
-    if assignment is not None and assignment.state in (AssignmentState.REPORTED, AssignmentState.MERGED):
-        same = assignment.digest == digest
-        return ACCEPTED if same else Verdict(Reason.REJECTED_CONFLICT)
-    return _verdict_on_ended(assignment)
-
-
-def _verdict_on_ended(assignment: Assignment | None) -> Verdict:
-    if assignment is None or assignment.reason is None:
-        return Verdict(Reason.STALE)
-    return Verdict(assignment.reason, assignment.text)
 
 
 # --- the end of an attempt ---------------------------------------------------------------------------------
@@ -419,16 +370,21 @@ def _on_aggregation_failed(job: JobState, event: AggregationFailed, context: Con
     if attempt is None or attempt.key != event.key:
         return Transition(job, verdict=Verdict(Reason.STALE))
     text = event.text if warm_start.is_warm_start(attempt) else f"aggregation failed: {event.text}"
+    job = secure.reject_culprits(job, attempt, event.culprits, event.text)
     return closing.fail_attempt(job, text, context)
 
 
 HANDLERS: Mapping[type[Any], Callable[[JobState, Any, Context], Transition]] = {
-    OperatorCommand: _on_operator,
+    OperatorCommand: operators.on_operator,
     RollbackOrdered: rollback.on_rollback,
     ServerRestarted: restart.on_restart,
     CandidatesDrawn: _on_candidates,
     AssignmentReclaimed: _on_reclaimed,
     UploadStarted: _on_upload_started,
+    KeysAdvertised: secure_messages.on_keys,
+    SharesSent: secure_messages.on_shares,
+    SurvivorsConfirmed: secure_messages.on_confirmation,
+    MasksAnswered: secure_messages.on_answer,
     UpdateReported: _on_reported,
     UpdateRejected: _on_rejected,
     AssignmentFailed: _on_failed,

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from fedplat.rounds.invariants import attempts, histories, jobs
+from fedplat.rounds.invariants import attempts, histories, jobs, secure
 from fedplat.rounds.invariants.records import ParticipationRounds, StoredAttempt, StoredJob, StrayHistory, Violation
 
 
@@ -57,6 +57,9 @@ CHECKS: Sequence[Check] = (
     Check("I7", StoredJob, jobs.one_open_attempt),
     Check("I7", StoredJob, jobs.open_attempts_belong_to_jobs_at_work),
     Check("I9", StoredJob, jobs.job_file_is_readable),
+    Check("secure", StoredAttempt, secure.positions_are_unique),
+    Check("secure", StoredAttempt, secure.unmasked_above_the_minimum),
+    Check("secure", StoredAttempt, secure.messages_are_removed),
     Check("limits", ParticipationRounds, jobs.takes_part_seldom_enough),
     Check("history", StoredJob, histories.of_job),
     Check("history", StoredJob, histories.of_versions),

@@ -9,7 +9,14 @@ from collections.abc import Iterator
 from fedplat.job import JobSpec
 from fedplat.rounds import influence
 from fedplat.rounds.invariants.records import AssignmentRow, StoredAttempt, Violation, attempt_location
-from fedplat.rounds.states import BUSY_STATES, OPEN_STATES, AssignmentState, AttemptKind, AttemptPhase
+from fedplat.rounds.states import (
+    BUSY_STATES,
+    OPEN_STATES,
+    WORKING_PHASES,
+    AssignmentState,
+    AttemptKind,
+    AttemptPhase,
+)
 
 GRACE_S = 60.0
 """Tolerance for open assignments after their deadline while a server runs: it may be busy, and clocks may differ."""
@@ -69,8 +76,10 @@ def reports_are_complete(attempt: StoredAttempt) -> Iterator[Violation]:
 def above_the_minimum(attempt: StoredAttempt) -> Iterator[Violation]:
     """Check I4: no version is published with fewer reports than the minimum."""
     merged = sum(one.state == AssignmentState.MERGED for one in attempt.assignments)
-    # A minimum number of reports would depend on the participants: a private attempt has no minimum.
-    minimum = 0 if attempt.is_release or not attempt.has_cohort else max(attempt.row.minimum, 1)
+    # A minimum number of reports would depend on the participants: a private attempt has no minimum, unless its masks
+    # are removed, which reveals the number in any case.
+    has_none = (attempt.is_release and not attempt.is_secure) or not attempt.has_cohort
+    minimum = 0 if has_none else max(attempt.row.minimum, 1)
     if attempt.row.phase == AttemptPhase.COMMITTED and merged < minimum:
         found = f"it was committed with {merged} merged updates"
         yield Violation(attempt_location(attempt.row), found, f"at least the minimum, {minimum}")
@@ -82,7 +91,7 @@ def weights_add_up(attempt: StoredAttempt) -> Iterator[Violation]:
     The server adds them in the order of acceptance, in double precision: each of n additions rounds by at most half
     a unit in the last place of the running sum, so n units of the exact sum bound the difference.
     """
-    if attempt.version is None:
+    if attempt.version is None or attempt.is_secure:  # masked updates have their weights inside
         return
     weights = [one.weight for one in attempt.assignments if one.state == AssignmentState.MERGED]
     total = math.fsum(weights)
@@ -107,6 +116,7 @@ def weights_are_right(attempt: StoredAttempt) -> Iterator[Violation]:
             bound = "" if mode is None or mode.max_staleness is None else f", and at most {mode.max_staleness}"
             yield Violation(place, f"its staleness is {one.staleness}", f"{behind}, by its base version{bound}")
         weights = [attempt.spec.weight(one.num_examples, behind, bound) for bound in (least, most)]
+        weights = [1.0, 1.0] if attempt.is_secure else weights
         low, high = (weights[0] * (1 - 1e-12), weights[1] * (1 + 1e-12)) if behind >= 0 else (math.nan, math.nan)
         if not low <= one.weight <= high:
             expected = f"{weights[1]!r}" if least == most else f"at most {weights[1]!r}"
@@ -138,7 +148,7 @@ def still_open(attempt: StoredAttempt) -> list[AssignmentRow]:
 
 def nothing_open_in_the_ended(attempt: StoredAttempt) -> Iterator[Violation]:
     """Check I7: no client works for an attempt that commits or has ended, unless its assignment is carried over."""
-    if attempt.row.phase in (AttemptPhase.SELECTING, AttemptPhase.COLLECTING) or attempt.carries_over:
+    if attempt.row.phase in {AttemptPhase.SELECTING, *WORKING_PHASES} or attempt.carries_over:
         return
     for one in attempt.made:
         if one.state in BUSY_STATES:

@@ -40,6 +40,7 @@ class AttemptRow:
     minimum: int
     ended_unix_s: float | None
     history_removed_unix_s: float | None
+    num_survivors: int = 0
 
     @property
     def is_open(self) -> bool:
@@ -69,6 +70,8 @@ class AssignmentRow:
     into_round: int | None
     into_number: int | None
     norm: float | None
+    secure_group: int | None = None
+    secure_position: int | None = None
 
     @property
     def counted_in(self) -> tuple[int, int]:
@@ -151,7 +154,8 @@ class StoredAttempt:
     """An attempt with its assignments, the history of all of these, and the version that it made.
 
     `made` are the assignments made in it. `assignments` are those whose updates count in it: without those that a later
-    attempt took over, and with those that it took over itself. `seen_unix_s` is a time before the attempt was read.
+    attempt took over, and with those that it took over itself. `seen_unix_s` is a time before the attempt was read,
+    and `num_messages` the number of stored messages of its secure aggregation.
     """
 
     job: JobRow
@@ -162,11 +166,18 @@ class StoredAttempt:
     assignments: tuple[AssignmentRow, ...]
     history: tuple[StepRow, ...]
     seen_unix_s: float
+    num_messages: int = 0
 
     @property
     def is_release(self) -> bool:
         """True if its version is a private release."""
         return self.spec is not None and self.spec.privacy is not None and self.row.kind == AttemptKind.TRAIN
+
+    @property
+    def is_secure(self) -> bool:
+        """True if its updates are aggregated securely."""
+        is_training = self.row.kind == AttemptKind.TRAIN
+        return self.spec is not None and self.spec.secure_aggregation is not None and is_training
 
     @property
     def has_cohort(self) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 
 from fedplat.job import JobSpec
 from fedplat.rounds import Attempt, AttemptKey, Context, Coordinator, JobState, ModelVersion, Proposal, Verdict
-from fedplat.rounds.commands import Abort, Assign, Commit, Fold, Refuse
+from fedplat.rounds.commands import Abandon, Abort, Assign, Commit, Fold, NextStep, Refuse, Restart
 from fedplat.rounds.events import (
     AssignmentFailed,
     AttemptAggregated,
@@ -29,7 +29,7 @@ from fedplat.rounds.states import JobStatus, Reason
 from fedplat.toml import read_record
 from support.rounds.invariants import Ledger
 
-_Command = TypeVar("_Command", Assign, Abort, Commit, Fold, Refuse)
+_Command = TypeVar("_Command", Abandon, Assign, Abort, Commit, Fold, NextStep, Refuse, Restart)
 _Item = TypeVar("_Item")
 TRAINER, EVALUATOR, POPULATION = "digits", "digits-eval", "demo"
 

@@ -29,10 +29,12 @@ from fedplat.rounds import (
 )
 from fedplat.rounds.commands import Abandon, Assign, Commit, Fold, Refuse, Restart
 from fedplat.rounds.events import ClientCheckedIn, Event, ServerRestarted, TimerFired, UpdateReported
-from fedplat.rounds.records import NO_ASSIGNMENTS
+from fedplat.rounds.records import NO_ASSIGNMENTS, SecureMessages
 from fedplat.rounds.selection import Demand, make_demand
 from fedplat.rounds.states import (
+    BUSY_STATES,
     ENDED_JOBS,
+    WORKING_PHASES,
     AssignmentState,
     AttemptKind,
     AttemptPhase,
@@ -40,6 +42,7 @@ from fedplat.rounds.states import (
     Reason,
 )
 from support.rounds import crews, stored
+from support.rounds.secure_sets import SecureSets
 from support.rounds.warm_starts import WarmStarts
 
 _Name = tuple[AttemptKey, str]
@@ -76,6 +79,7 @@ class Ledger:
         self.folded: dict[AttemptKey, list[str]] = {}
         self.counted: dict[AttemptKey, dict[str, float]] = {}
         self.warm = WarmStarts()
+        self.sets = SecureSets()
         self.acknowledged: dict[_Name, str] = {}
 
     # --- storing ---
@@ -98,6 +102,10 @@ class Ledger:
                 self.jobs[job_id] = structs.replace(row, attempt=self.attempts[key])
             for each in change.assignments:
                 self._write(each)
+            if change.attempt is not None and not change.attempt.is_open:
+                # Messages have a table of their own, from which the end of an attempt removes them.
+                cohort = self.cohorts.get(change.attempt.key, {})
+                cohort |= {name: _without_messages(row) for name, row in cohort.items()}
             if change.version is not None:
                 self.versions[job_id].append(change.version)
             self.history[job_id] += change.history
@@ -136,6 +144,8 @@ class Ledger:
             "ended_at": None,
             "next_deadline": None,
             "closes_at": None,
+            "step_ends_at": None,
+            "num_awaited": 0,
         }
         self.attempts = {key: structs.replace(attempt, **moments) for key, attempt in self.attempts.items()}
         for job_id, job in self.jobs.items():
@@ -191,6 +201,7 @@ class Ledger:
         self._check_aggregation(proposal)
         self._check_acknowledged(events, proposal)
         self._check_fleet()
+        self.sets.check(self.coordinator.jobs.values())
         for job_id, job in self.coordinator.jobs.items():
             self._check_rows(job)
             self._check_memory(job)
@@ -293,13 +304,14 @@ class Ledger:
         found, attempt = self.cohorts[assigned_in][client_id], self.attempts[command.key]
         spec = self.jobs[command.key.job_id].spec
         assert found.digest == command.digest
-        assert found.state not in (AssignmentState.TRAINING, AssignmentState.UPLOADING)
+        assert found.state not in BUSY_STATES
         assert found.folded_into == command.key, "an update is folded into two versions"
         staleness = attempt.base_version - found.base_version
         assert command.base_version == found.base_version
         assert command.contribution.staleness == found.staleness == staleness >= 0
         factor = (1 + staleness) ** -0.5 if spec.buffered is not None else 1.0
         weight, most = command.contribution.weight, factor * spec.weight(found.num_examples)
+        most = 1.0 if found.secure is not None else most
         assert weight == most if spec.max_weight_factor == 0.0 else weight <= most
         if spec.buffered is None:
             assert (staleness, assigned_in) == (0, command.key)
@@ -317,7 +329,7 @@ class Ledger:
             if row.state is AssignmentState.DROPPED:
                 self._check_dropped(row)
             elif row.state is AssignmentState.REJECTED:
-                assert row.reason is Reason.REJECTED_OUTLIER
+                assert row.reason in (Reason.REJECTED_OUTLIER, Reason.REJECTED_MESSAGE)
                 assert row.text
             else:
                 assert row.state in (AssignmentState.REPORTED, AssignmentState.MERGED)
@@ -408,7 +420,8 @@ class Ledger:
         if attempt.num_busy or (attempt.phase is AttemptPhase.COLLECTING and job.spec.buffered is None):
             waits = attempt.num_busy or attempt.closes_at is not None or job.fills_cohort
             assert waits, "no client is left to wait for"
-            assert attempt.phase is AttemptPhase.COLLECTING
+            secured = attempt.kind is AttemptKind.TRAIN and job.spec.secure_aggregation is not None
+            assert attempt.phase in (WORKING_PHASES if secured else (AttemptPhase.COLLECTING,))
         if not attempt.is_open:
             assert attempt.num_reported == 0, "an accepted report was not ended"
         if attempt.is_open and attempt.kind is AttemptKind.TRAIN:
@@ -430,6 +443,12 @@ class Ledger:
 def _changed_attempts(change: Change) -> set[AttemptKey]:
     named = {key for row in change.assignments for key in (row.key, row.folded_into) if key is not None}
     return named | ({change.attempt.key} if change.attempt is not None else set())
+
+
+def _without_messages(row: Assignment) -> Assignment:
+    if row.secure is None:
+        return row
+    return structs.replace(row, secure=SecureMessages(row.secure.group, row.secure.position))
 
 
 def _shifted(row: Assignment, shift_s: float) -> Assignment:

@@ -67,7 +67,19 @@ def stored_attempt(
         assignments=tuple(row for row in rows if row.counted_in == number),
         history=_steps(history),
         seen_unix_s=0.0,
+        num_messages=sum(count_messages(assignment) for assignment in assignments if assignment.key == attempt.key),
     )
+
+
+def count_messages(assignment: Assignment) -> int:
+    """Return the number of messages of secure aggregation that an assignment has."""
+    return len(list_messages(assignment))
+
+
+def list_messages(assignment: Assignment) -> list[bytes]:
+    """Return the messages of secure aggregation of an assignment."""
+    sent = assignment.secure
+    return [each for each in (sent.keys, sent.shares, sent.confirmation, sent.answer) if each] if sent else []
 
 
 def participation_rounds(job: JobState, participations: Iterable[Participation]) -> ParticipationRounds:
@@ -89,7 +101,16 @@ def _version_row(version: ModelVersion) -> VersionRow:
 
 def _attempt_row(attempt: Attempt) -> AttemptRow:
     key, ended = attempt.key, None if attempt.is_open else 0.0
-    return AttemptRow(*key, attempt.kind, attempt.phase, attempt.base_version, attempt.minimum, ended, None)
+    return AttemptRow(
+        *key,
+        attempt.kind,
+        attempt.phase,
+        attempt.base_version,
+        attempt.minimum,
+        ended,
+        None,
+        num_survivors=attempt.num_survivors,
+    )
 
 
 def _assignment_row(assignment: Assignment) -> AssignmentRow:
@@ -113,6 +134,8 @@ def _assignment_row(assignment: Assignment) -> AssignmentRow:
         into_round=into.round if into is not None else None,
         into_number=into.number if into is not None else None,
         norm=assignment.norm,
+        secure_group=assignment.secure.group if assignment.secure is not None else None,
+        secure_position=assignment.secure.position if assignment.secure is not None else None,
     )
 
 
