@@ -63,7 +63,8 @@ class AttemptRecord:
     """An attempt with the counts of its assignments; `ended_unix_s` is None while it is open.
 
     An assignment counts for the attempt that its update was folded into; until then, for the attempt that created it.
-    `update_bytes` is the total size of the reported updates, `largest_norm` the largest of their norms.
+    `update_bytes` is the total size of the reported updates, `largest_norm` the largest of their norms. `num_survivors`
+    is that of `Attempt`.
     """
 
     key: AttemptKey
@@ -82,6 +83,7 @@ class AttemptRecord:
     staleness: Staleness = Staleness()
     largest_norm: float | None = None
     funnel: Funnel = Funnel()
+    num_survivors: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,7 +12,11 @@ from fedplat.rounds.states import ENDED_JOBS, JobStatus
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LedgerRow:
-    """A release, which is a committed version of a private job. Without the number of participating clients."""
+    """A release, which is a committed version of a private job. Without the number of participating clients.
+
+    With `privacy.trust = "none"` abandoned attempts are releases, too: attempts count them (`num_survivors`), and the
+    ledger has only those that made a version.
+    """
 
     version: int
     round: int
@@ -72,8 +76,14 @@ class Population:
 
 
 def encode_mechanism(mechanism: Mechanism) -> str:
-    """Return a mechanism as JSON for the ledger; equal mechanisms have equal texts."""
-    return msgspec.json.encode(mechanism).decode()
+    """Return a mechanism as JSON for the ledger; equal mechanisms have equal texts.
+
+    It is the text of earlier releases, except for the noise of clients, which they do not know.
+    """
+    fields = msgspec.structs.asdict(mechanism)
+    if mechanism.kind != "skellam":
+        del fields["steps"]
+    return msgspec.json.encode(fields).decode()
 
 
 def decode_mechanism(text: str) -> Mechanism:

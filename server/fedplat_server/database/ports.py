@@ -165,7 +165,7 @@ class JobStore(Protocol):
         """Return every job in the order of creation, in its last state.
 
         It has its last attempt, the assignments of that attempt, those carried over (`rounds.rebuild_attempt`), its
-        latest version, and the durations (`took_s`, oldest first, at most `sync.MAX_DURATIONS`) of its
+        latest version, and the durations (`took_s`, oldest first, at most `reporting.MAX_DURATIONS`) of its
         assignments that were reported in attempts of kind TRAIN. The times of assignments (`…_at`) are on a clock whose
         current time is `now`, as accurate as the wall clock; all other times are zero or None.
         """

@@ -5,23 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import sqlalchemy
 from sqlalchemy.dialects import postgresql, sqlite
 
-from fedplat.errors import FedplatError, JobFileError, PluginError, UserCodeError
-from fedplat.job import JobSpec, find_mechanism, parse_job, read_newer
-from fedplat.loaded_plugins import PluginVersion, versions_to_builtins
-from fedplat.plugins import BUILTIN, Plugins
-from fedplat.privacy import Privacy
+from fedplat.job import JobSpec, find_mechanism, read_newer
+from fedplat.job.privacy import find_mechanism_of
+from fedplat.loaded_plugins import versions_to_builtins
+from fedplat.privacy import Mechanism
 from fedplat.rounds import Assignment, AssignmentSet, Attempt, AttemptKey, HistoryRow, JobState, ModelVersion, influence
-from fedplat.rounds.invariants.records import JobRow
-from fedplat.rounds.records import Claim
-from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
-from fedplat.toml import read_record, read_toml
+from fedplat.rounds.records import NO_ASSIGNMENTS, Claim, SecureMessages
+from fedplat.rounds.states import AssignmentState, JobStatus
+from fedplat_server.database import job_files, newer_states
 from fedplat_server.database.jobs import AttemptRecord, Funnel, HistoryRecord, JobRecord, Staleness, VersionRecord
 from fedplat_server.database.ledger import encode_mechanism
 from fedplat_server.errors import StoreError
@@ -72,8 +71,9 @@ def version_record(row: Row) -> VersionRecord:
 
 
 def ledger_values(job: JobState, version: ModelVersion, unix_s: float) -> Values | None:
-    """Return the row of `ledger` for a version of a job; None if it is not a private release."""
-    mechanism = find_mechanism(job.spec)
+    """Return the row of `ledger` for a version that a job's last attempt made; None if it is no private release."""
+    num_survivors = job.attempt.num_survivors if job.attempt is not None else 0
+    mechanism = mechanism_of(job.spec, num_survivors)
     if mechanism is None or not version.is_aggregate:
         return None
     return {
@@ -83,6 +83,13 @@ def ledger_values(job: JobState, version: ModelVersion, unix_s: float) -> Values
         "mechanism": encode_mechanism(mechanism),
         "unix_s": unix_s,
     }
+
+
+def mechanism_of(spec: JobSpec, num_survivors: int) -> Mechanism | None:
+    """Return the mechanism of an attempt; with the noise of clients it depends on the survivors of its secure sum."""
+    if spec.privacy is not None and spec.privacy.trust == "none" and num_survivors:
+        return find_mechanism_of(spec, num_survivors)
+    return find_mechanism(spec)
 
 
 # --- attempts and assignments ------------------------------------------------------------------------------
@@ -106,6 +113,7 @@ def attempt_values(attempt: Attempt, unix_s: float) -> Values:
         "metrics": attempt.metrics,
         "num_checked_in": attempt.num_checked_in,
         "num_eligible": attempt.num_eligible,
+        "num_survivors": attempt.num_survivors,
     }
 
 
@@ -113,8 +121,8 @@ def attempt(row: Row) -> Attempt:
     """Read a row of `attempts`, without assignments and with times of zero."""
     return Attempt(
         key=AttemptKey(row.job_id, row.round, row.number),
-        kind=AttemptKind(row.kind),
-        phase=AttemptPhase(row.phase),
+        kind=newer_states.attempt_kind(row.kind),
+        phase=newer_states.attempt_phase(row.phase, has_ended=row.ended_unix_s is not None),
         base_version=row.base_version,
         goal=row.goal,
         minimum=row.minimum,
@@ -125,18 +133,19 @@ def attempt(row: Row) -> Attempt:
         metrics=row.metrics,
         num_checked_in=row.num_checked_in,
         num_eligible=row.num_eligible,
+        num_survivors=row.num_survivors,
     )
 
 
 def attempt_record(row: Row, tally: Sequence[Row]) -> AttemptRecord:
     """Read a row of `attempts` with the counts of its assignments: `tally` has one or more rows for each state."""
-    counts = Counter[AssignmentState]()
+    counts, has_ended = Counter[AssignmentState](), row.ended_unix_s is not None
     for group in tally:
-        counts[AssignmentState(group.state)] += group.total
+        counts[newer_states.assignment_state(group.state, has_ended=has_ended)] += group.total
     return AttemptRecord(
         key=AttemptKey(row.job_id, row.round, row.number),
-        kind=AttemptKind(row.kind),
-        phase=AttemptPhase(row.phase),
+        kind=newer_states.attempt_kind(row.kind),
+        phase=newer_states.attempt_phase(row.phase, has_ended=row.ended_unix_s is not None),
         reason=row.reason,
         base_version=row.base_version,
         goal=row.goal,
@@ -155,6 +164,7 @@ def attempt_record(row: Row, tally: Sequence[Row]) -> AttemptRecord:
             num_downloaded=sum(group.num_downloaded for group in tally),
             num_trained=sum(group.num_trained for group in tally),
         ),
+        num_survivors=row.num_survivors,
     )
 
 
@@ -172,7 +182,7 @@ def assignment_values(assignment: Assignment, revision: int, epoch_unix_s: float
 
     `epoch_unix_s` is the wall-clock time at which the clock of the assignment's times is 0.
     """
-    key, folded_into = assignment.key, assignment.folded_into
+    key, folded_into, secure = assignment.key, assignment.folded_into, assignment.secure
     into = folded_into if folded_into != key else None
     return {
         "job_id": key.job_id,
@@ -200,11 +210,15 @@ def assignment_values(assignment: Assignment, revision: int, epoch_unix_s: float
         "norm": assignment.norm,
         "uploading_unix_s": unix_s if assignment.state is AssignmentState.UPLOADING else None,
         "ended_unix_s": None if assignment.is_busy else unix_s,
+        "secure_group": secure.group if secure is not None else None,
+        "secure_position": secure.position if secure is not None else None,
     }
 
 
-def assignment(row: Row, epoch_unix_s: float | None = None) -> Assignment:
-    """Read a row of `assignments` with its attempt's `kind`.
+def assignment(
+    row: Row, epoch_unix_s: float | None = None, messages: Mapping[str, bytes] = MappingProxyType({})
+) -> Assignment:
+    """Read a row of `assignments` with its attempt's `kind`, and with the client's messages by their kinds.
 
     Its times are on a clock that is 0 at `epoch_unix_s`; without it they are zero.
     """
@@ -218,12 +232,12 @@ def assignment(row: Row, epoch_unix_s: float | None = None) -> Assignment:
         folded_into=into if row.staleness is not None else None,
         staleness=row.staleness or 0,
         client_id=row.client_id,
-        kind=AttemptKind(row.kind),
+        kind=newer_states.attempt_kind(row.kind),
         token_hash=row.token_hash,
-        state=AssignmentState(row.state),
+        state=newer_states.assignment_state(row.state, has_ended=row.ended_unix_s is not None),
         assigned_at=assigned_at,
         deadline_at=deadline_at,
-        reason=Reason(row.reason) if row.reason is not None else None,
+        reason=newer_states.reason(row.reason),
         text=row.text,
         digest=row.digest,
         num_examples=row.num_examples,
@@ -233,7 +247,14 @@ def assignment(row: Row, epoch_unix_s: float | None = None) -> Assignment:
         report_number=row.report_number,
         update_bytes=row.update_bytes,
         norm=row.norm,
+        secure=_secure_messages(row, messages),
     )
+
+
+def _secure_messages(row: Row, messages: Mapping[str, bytes]) -> SecureMessages | None:
+    if row.secure_group is None:
+        return None
+    return SecureMessages(row.secure_group, row.secure_position, **messages)
 
 
 # --- jobs --------------------------------------------------------------------------------------------------
@@ -254,21 +275,40 @@ def job_values(state: JobState) -> Values:
 
 
 class ReportHistory(NamedTuple):
-    """The past reports of a job: their durations in seconds, and the last claim of each client; oldest first."""
+    """The past of a job, oldest first.
+
+    The durations of reports in seconds, the last claim of each client, the numbers of survivors of unmasked attempts,
+    and the clients whose messages of a secure aggregation were invalid.
+    """
 
     durations: tuple[float, ...]
     claims: tuple[Claim, ...]
+    unmasked: tuple[int, ...]
+    barred: tuple[str, ...] = ()
+
+
+class LastAttempt(NamedTuple):
+    """The last attempt of a job, and the assignments that it carries over.
+
+    `unknown_state` names a state of theirs that only a newer release knows, if there is one.
+    """
+
+    attempt: Attempt | None = None
+    carried_over: AssignmentSet = NO_ASSIGNMENTS
+    unknown_state: str = ""
 
 
 def job_record(
     row: Row,
-    files: JobFileReader,
+    files: job_files.JobFileReader,
     latest: ModelVersion,
-    last: tuple[Attempt | None, AssignmentSet],
+    last: LastAttempt,
     past: ReportHistory,
 ) -> JobRecord:
     """Read a row of `jobs`, with the job's latest version, last attempt and reports from other tables."""
     spec, problem = files.read(row)
+    if last.unknown_state and not problem:
+        spec, problem = read_newer(row.job_file, row.privacy), last.unknown_state
     state = JobState(
         job_id=row.job_id,
         spec=spec,
@@ -276,14 +316,16 @@ def job_record(
         status=JobStatus(row.status),
         reason=row.reason,
         round=row.round,
-        attempt=last[0],
-        carried_over=last[1],
+        attempt=last.attempt,
+        carried_over=last.carried_over,
         failures=row.failures,
         durations=past.durations,
         claims=past.claims if influence.looks_back(spec) else (),
         revision=row.revision,
-        plugins=job_plugins(row),
+        plugins=job_files.job_plugins(row),
         cohort=tuple(row.cohort or ()),
+        unmasked=past.unmasked,
+        barred=past.barred if spec.secure_aggregation is not None else (),
     )
     return JobRecord(state, row.job_file, row.created_unix_s, problem)
 
@@ -293,71 +335,20 @@ def privacy_values(spec: JobSpec) -> Values:
     options = spec.privacy
     if options is not None and (find_mechanism(spec) is None or options.max_releases is None):
         raise StoreError("a private job cannot be stored before its noise and its releases are calibrated")
-    return {"privacy": msgspec.to_builtins(options)}
+    stored = msgspec.to_builtins(options)
+    if options is not None and options.trust == "server":
+        del stored["trust"]  # 0.1.0 does not know it, and stops at a key that it does not know
+    return {"privacy": stored}
 
 
-class JobFileReader:
-    """Reads stored job files with the plugins of this process; each is parsed once."""
-
-    def __init__(self, plugins: Plugins = BUILTIN) -> None:
-        self._plugins = plugins
-        self._parse = functools.lru_cache(maxsize=1024)(self._parse_file)
-
-    def read(self, row: Row | JobRow) -> tuple[JobSpec, str]:
-        """Return the job of a row of `jobs`, with its calibrated `[privacy]`, and the first mistake in its file.
-
-        If there is a mistake, or this process lacks a plugin of the job, the options of its plugins are `AbsentPlugin`.
-        A job file of a newer release is read by `read_newer`. Raises `StoreError` for what is not a job file.
-        """
-        try:
-            return self._read_known(row)
-        except (JobFileError, msgspec.ValidationError) as exc:
-            problem = str(exc).partition("\n")[0]
-        try:
-            return read_newer(row.job_file, row.privacy), problem
-        except JobFileError as exc:
-            raise StoreError(
-                f"the stored job file of {row.job_id} cannot be read by this version of fedplat: {exc}"
-            ) from exc
-
-    def _read_known(self, row: Row | JobRow) -> tuple[JobSpec, str]:
-        plugins = job_plugins(row)
-        spec, problem = self._parse(row.job_file, plugins)
-        try:
-            return with_calibrated(spec, row.privacy), problem
-        except (PluginError, UserCodeError) as exc:  # it builds the job's rule again
-            return with_calibrated(_without_plugins(row.job_file, plugins), row.privacy), str(exc)
-
-    def _parse_file(self, job_file: str, plugins: tuple[PluginVersion, ...]) -> tuple[JobSpec, str]:
-        try:
-            return parse_job(job_file, self._plugins), ""
-        except FedplatError as exc:  # the code of a plugin may raise any of them
-            if not plugins:
-                raise
-            return _without_plugins(job_file, plugins), str(exc).partition("\n")[0]
+def adds_own_noise(row: Row) -> bool:
+    """Return whether the clients of a job add the noise: with `privacy.trust = "none"`."""
+    return (row.privacy or {}).get("trust") == "none"
 
 
-def _without_plugins(job_file: str, plugins: Iterable[PluginVersion]) -> JobSpec:
-    """Parse a stored job file; the options of its plugins are `AbsentPlugin`. Raises `JobFileError`."""
-    absent = frozenset((version.kind, version.name) for version in plugins)
-    return read_record(read_toml(job_file), JobSpec, plugins=Plugins(absent=absent))
-
-
-def job_plugins(row: Row | JobRow) -> tuple[PluginVersion, ...]:
-    """Return the versions of a job's plugins. Raises `msgspec.ValidationError`."""
-    return msgspec.convert(row.plugins or (), tuple[PluginVersion, ...])
-
-
-def with_calibrated(spec: JobSpec, privacy: object) -> JobSpec:
-    """Return a job with its calibrated `[privacy]`, a value of the column `privacy`.
-
-    Raises `JobFileError` or `msgspec.ValidationError` if they do not belong together.
-    """
-    if (spec.privacy is None) != (privacy is None):
-        raise JobFileError("privacy: the job file and the stored [privacy] do not agree")
-    if privacy is None:
-        return spec
-    return msgspec.structs.replace(spec, privacy=msgspec.convert(privacy, Privacy))
+def may_be_secure(row: Row) -> bool:
+    """Return whether a job may have secure aggregation; without reading its file."""
+    return "secure_aggregation" in row.job_file
 
 
 # --- history -----------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from sqlalchemy import ColumnElement, and_, cast, func, or_, select
 from typing_extensions import override
 
 from fedplat.rounds import AssignmentId, AttemptKey
-from fedplat.rounds.states import AssignmentState, Reason
+from fedplat.rounds.states import OPEN_STATES, AssignmentState
 from fedplat.texts import shorten
-from fedplat_server.database import rows
+from fedplat_server.database import newer_states, rows
 from fedplat_server.database.assignments import (
     AssignmentFilter,
     AssignmentPlace,
@@ -63,9 +63,7 @@ class SqlAssignments(AssignmentStore):
 
     @override
     async def list_outcomes(self, key: AttemptKey) -> list[OutcomeCount]:
-        has_ended = assignments.c.state.not_in(
-            (AssignmentState.TRAINING, AssignmentState.UPLOADING, AssignmentState.REPORTED, AssignmentState.MERGED)
-        )
+        has_ended = assignments.c.state.not_in(sorted(OPEN_STATES | {AssignmentState.MERGED}))
         example = func.max(func.substr(cast(assignments.c.text, sqlalchemy.Text), 1, MAX_EXAMPLE_BYTES))
         group = (assignments.c.state, assignments.c.reason)
         count = func.count()
@@ -73,8 +71,8 @@ class SqlAssignments(AssignmentStore):
         found = await self._database.fetch(query.group_by(*group).order_by(count.desc(), *group))
         return [
             OutcomeCount(
-                AssignmentState(row.state),
-                Reason(row.reason) if row.reason is not None else None,
+                newer_states.assignment_state(row.state, has_ended=True),
+                newer_states.reason(row.reason),
                 row.total,
                 shorten(row.example, MAX_EXAMPLE_BYTES),
             )
@@ -92,7 +90,10 @@ class SqlAssignments(AssignmentStore):
             .limit(limit)
         )
         found = await self._database.fetch(query)
-        return [LabelledCount(json.loads(row.labels), AssignmentState(row.state), row.total) for row in found]
+        return [
+            LabelledCount(json.loads(row.labels), newer_states.assignment_state(row.state, has_ended=False), row.total)
+            for row in found
+        ]
 
     @override
     async def record_downloads(self, downloaded_unix_s: Mapping[AssignmentId, float]) -> None:

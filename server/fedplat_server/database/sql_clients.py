@@ -7,9 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, and_, func, select
 from typing_extensions import override
 
+from fedplat.rounds.states import OPEN_STATES
 from fedplat_server import crash_points
 from fedplat_server.database import json_lists, rows
 from fedplat_server.database.client_ports import ClientStore
@@ -25,7 +26,7 @@ from fedplat_server.database.clients import (
 )
 from fedplat_server.database.sql_audit import append_entries
 from fedplat_server.database.sql_events import append_events
-from fedplat_server.database.tables import STILL_OPEN, assignments, clients, enrollment_tokens
+from fedplat_server.database.tables import STILL_OPEN, assignments, attempts, clients, enrollment_tokens
 from fedplat_server.database.transactions import Clock, Database
 from fedplat_server.errors import EnrollmentConflictError, StoreError
 from fedplat_server.records.audit import AuditEntry
@@ -239,6 +240,7 @@ class SqlClients(ClientStore):
     async def list_idle_clients(self, before_unix_s: float) -> list[str]:
         busy = select(assignments.c.client_id).where(assignments.c.client_id == clients.c.client_id, STILL_OPEN)
         query = select(clients.c.client_id).where(before_unix_s > _SEEN, ~busy.exists()).order_by(clients.c.sequence)
+        query = query.where(clients.c.client_id.not_in(_between_steps()))
         return [row.client_id for row in await self._database.fetch(query)]
 
     @override
@@ -263,6 +265,16 @@ class SqlClients(ClientStore):
             return row
 
         return await self._database.write(transaction)
+
+
+def _between_steps() -> sqlalchemy.Select[Any]:
+    """Return a query for the open assignments that are not `STILL_OPEN`: only those of open attempts can be."""
+    same = and_(*(assignments.c[name] == attempts.c[name] for name in ("job_id", "round", "number")))
+    return (
+        select(assignments.c.client_id)
+        .join(attempts, same)
+        .where(attempts.c.ended_unix_s.is_(None), assignments.c.state.in_(OPEN_STATES))
+    )
 
 
 def _select_by_id(client_ids: Sequence[str]) -> sqlalchemy.Select[Any]:

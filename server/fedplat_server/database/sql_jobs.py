@@ -12,8 +12,6 @@ from typing_extensions import override
 
 from fedplat.rounds import (
     Assignment,
-    AssignmentSet,
-    Attempt,
     AttemptKey,
     Change,
     HistoryRow,
@@ -24,10 +22,11 @@ from fedplat.rounds import (
 )
 from fedplat.rounds.influence import MAX_CLAIMS
 from fedplat.rounds.records import Claim
+from fedplat.rounds.reporting import MAX_DURATIONS
 from fedplat.rounds.states import AttemptKind, AttemptPhase
-from fedplat.rounds.sync import MAX_DURATIONS
 from fedplat_server import crash_points
-from fedplat_server.database import json_lists, rows, sql_ledger, tallies, writes
+from fedplat_server.database import json_lists, newer_states, rows, sql_ledger, sql_messages, tallies, writes
+from fedplat_server.database.job_files import JobFileReader
 from fedplat_server.database.jobs import (
     AttemptFilter,
     AttemptRecord,
@@ -66,7 +65,7 @@ _LATER = (
 class SqlJobs(JobStore):
     """The adapter of `ports.JobStore`."""
 
-    def __init__(self, database: Database, clock: Clock, files: rows.JobFileReader) -> None:
+    def __init__(self, database: Database, clock: Clock, files: JobFileReader) -> None:
         self._database = database
         self._clock = clock
         self._files = files
@@ -294,7 +293,9 @@ class SqlJobs(JobStore):
         )
         version = rows.to_record(connection.execute(latest).one(), ModelVersion)
         last = _last_attempt(connection, row.job_id, epoch_unix_s)
-        past = rows.ReportHistory(_durations(connection, row.job_id), _claims(connection, row.job_id))
+        unmasked = sql_ledger.list_unmasked(connection, row.job_id) if rows.adds_own_noise(row) else ()
+        barred = sql_messages.list_barred(connection, row.job_id, last.attempt) if rows.may_be_secure(row) else ()
+        past = rows.ReportHistory(_durations(connection, row.job_id), _claims(connection, row.job_id), unmasked, barred)
         return rows.job_record(row, self._files, version, last, past)
 
 
@@ -346,14 +347,17 @@ def _with_kind() -> sqlalchemy.Select[Any]:
     return select(assignments, attempts.c.kind).join(attempts, sqlalchemy.and_(*same))
 
 
-def _last_attempt(connection: Connection, job_id: str, epoch_unix_s: float) -> tuple[Attempt | None, AssignmentSet]:
+def _last_attempt(connection: Connection, job_id: str, epoch_unix_s: float) -> rows.LastAttempt:
     row = _newest(connection, job_id)
     if row is None:
-        return None, AssignmentSet()
+        return rows.LastAttempt()
     still_open = (assignments.c.job_id == job_id) & STILL_OPEN
     query = _with_kind().where(_made_in(row) | _folded_into(row) | still_open).order_by(assignments.c.client_id)
-    records = [rows.assignment(assignment, epoch_unix_s) for assignment in connection.execute(query)]
-    return rebuild_attempt(rows.attempt(row), records)
+    attempt = rows.attempt(row)
+    messages = sql_messages.load(connection, attempt.key) if attempt.is_open else {}
+    found = connection.execute(query).all()
+    records = [rows.assignment(each, epoch_unix_s, messages.get(each.client_id, {})) for each in found]
+    return rows.LastAttempt(*rebuild_attempt(attempt, records), newer_states.describe_unknown(row, found))
 
 
 def _durations(connection: Connection, job_id: str) -> tuple[float, ...]:

@@ -8,14 +8,16 @@ from sqlalchemy import Connection, func, select
 from typing_extensions import override
 
 from fedplat.job import is_unreadable, plan_charge
+from fedplat.job.privacy import charges
 from fedplat.privacy import Charge
 from fedplat.rounds.states import ENDED_JOBS, JobStatus
 from fedplat_server.database import rows
+from fedplat_server.database.job_files import JobFileReader
 from fedplat_server.database.ledger import Account, Budget, LedgerRow, Population, decode_mechanism
 from fedplat_server.database.ports import LedgerStore
 from fedplat_server.database.sql_audit import append_entries
 from fedplat_server.database.sql_events import append_events
-from fedplat_server.database.tables import jobs, ledger, populations
+from fedplat_server.database.tables import attempts, jobs, ledger, populations
 from fedplat_server.database.transactions import Clock, Database
 from fedplat_server.errors import PopulationChangedError, StoreError
 from fedplat_server.records.audit import AuditEntry
@@ -25,7 +27,7 @@ from fedplat_server.records.events import EventEntry, EventType
 class SqlLedger(LedgerStore):
     """The adapter of `ports.LedgerStore`."""
 
-    def __init__(self, database: Database, clock: Clock, files: rows.JobFileReader) -> None:
+    def __init__(self, database: Database, clock: Clock, files: JobFileReader) -> None:
         self._database = database
         self._clock = clock
         self._files = files
@@ -76,10 +78,12 @@ class SqlLedger(LedgerStore):
             .group_by(ledger.c.job_id, ledger.c.mechanism)
             .order_by(func.min(ledger.c.version))
         )
+        job_rows: Sequence[rows.Row] = connection.execute(select(jobs).where(mine).order_by(jobs.c.sequence)).all()
         released: dict[str, list[Charge]] = {}
         for group in connection.execute(tally):
             released.setdefault(group.job_id, []).append(Charge(decode_mechanism(group.mechanism), group.releases))
-        job_rows: Sequence[rows.Row] = connection.execute(select(jobs).where(mine).order_by(jobs.c.sequence)).all()
+        for job in filter(rows.adds_own_noise, job_rows):
+            released[job.job_id] = self._unmasked_charges(connection, job)
         budget = None if row is None or row.epsilon is None else Budget(row.epsilon, row.delta)
         return Population(
             name=name,
@@ -88,6 +92,11 @@ class SqlLedger(LedgerStore):
             accounts=tuple(self._account(job, tuple(released.get(job.job_id, ())), budget) for job in job_rows),
         )
 
+    def _unmasked_charges(self, connection: Connection, row: rows.Row) -> list[Charge]:
+        """Return the charges of all attempts of a job whose sums were unmasked, whether they made a version or not."""
+        spec, _ = self._files.read(row)
+        return [] if is_unreadable(spec) else charges(spec, list_unmasked(connection, row.job_id))
+
     def _account(self, row: rows.Row, released: tuple[Charge, ...], budget: Budget | None) -> Account:
         status = JobStatus(row.status)
         if row.privacy is None:
@@ -95,7 +104,7 @@ class SqlLedger(LedgerStore):
         spec, problem = self._files.read(row)
         if not is_unreadable(spec):
             return Account(row.job_id, status, plan_charge(spec), released)
-        if budget is not None and status not in ENDED_JOBS:
+        if budget is not None and (status not in ENDED_JOBS or rows.adds_own_noise(row)):
             raise StoreError(
                 f"the privacy budget of population {row.population} cannot be computed, because a newer version of "
                 f"fedplat made job {row.job_id} ({problem}): update the server"
@@ -109,6 +118,16 @@ def _budget_event(population: str, budget: Budget | None) -> EventEntry:
         return EventEntry(EventType.BUDGET_REMOVED, population=population, text=text)
     text = f"population {population} has a privacy budget of epsilon = {budget.epsilon:g} at delta = {budget.delta:g}"
     return EventEntry(EventType.BUDGET_SET, population=population, text=text)
+
+
+def list_unmasked(connection: Connection, job_id: str) -> tuple[int, ...]:
+    """Return the numbers of survivors of a job's attempts whose sums were asked to be unmasked, in order."""
+    query = (
+        select(attempts.c.num_survivors)
+        .where(attempts.c.job_id == job_id, attempts.c.num_survivors > 0)
+        .order_by(attempts.c.round, attempts.c.number)
+    )
+    return tuple(connection.execute(query).scalars())
 
 
 def advance_revision(connection: Connection, population: str, expected: int | None) -> None:

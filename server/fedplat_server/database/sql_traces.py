@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.rounds.states import BUSY_STATES, OPEN_PHASES, AssignmentState, AttemptKind, AttemptPhase
+from fedplat_server.database import newer_states
 from fedplat_server.database.ports import TraceStore
 from fedplat_server.database.rows import Row
 from fedplat_server.database.tables import assignments, history
@@ -93,7 +94,10 @@ def _read_phases(connection: Connection, window: _Window, key: AttemptKey) -> tu
         .where(_in_window(window), _H.entity == "attempt", _H.round == key.round, _H.attempt == key.number)
         .order_by(_H.sequence)
     )
-    return tuple(PhaseStart(AttemptPhase(row.to_state), row.unix_s) for row in connection.execute(query))
+    return tuple(
+        PhaseStart(newer_states.attempt_phase(row.to_state, has_ended=False), row.unix_s)
+        for row in connection.execute(query)
+    )
 
 
 def _read_assignments(connection: Connection, window: _Window, limit: int) -> tuple[EndedAssignment, ...]:
@@ -119,7 +123,7 @@ def _read_assignments(connection: Connection, window: _Window, limit: int) -> tu
 def _to_assignment(job_id: str, row: Row) -> EndedAssignment:
     return EndedAssignment(
         id=AssignmentId(AttemptKey(job_id, row.round, row.attempt), row.client_id),
-        state=AssignmentState(row.state),
+        state=newer_states.assignment_state(row.state, has_ended=True),
         reason=row.reason or "",
         base_version=row.base_version,
         update_bytes=row.update_bytes,
@@ -135,7 +139,10 @@ def _count_assignments(connection: Connection, key: AttemptKey) -> Mapping[Assig
         .where(mine.job_id == key.job_id, mine.round == key.round, mine.number == key.number)
         .group_by(mine.state)
     )
-    return Counter({AssignmentState(row.state): row.total for row in connection.execute(query)})
+    counts = Counter[AssignmentState]()
+    for row in connection.execute(query):
+        counts[newer_states.assignment_state(row.state, has_ended=True)] += row.total
+    return counts
 
 
 def _in_window(window: _Window) -> ColumnElement[bool]:

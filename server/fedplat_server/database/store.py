@@ -9,7 +9,7 @@ from sqlalchemy import select
 from fedplat.plugins import BUILTIN, Plugins
 from fedplat_server.database import drivers, schema
 from fedplat_server.database.engine import async_url
-from fedplat_server.database.rows import JobFileReader
+from fedplat_server.database.job_files import JobFileReader
 from fedplat_server.database.sql_assignments import SqlAssignments
 from fedplat_server.database.sql_audit import SqlAudit
 from fedplat_server.database.sql_clients import SqlClients

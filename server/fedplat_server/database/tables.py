@@ -181,6 +181,9 @@ attempts = Table(
     # The largest numbers of a draw: clients of the population that were waiting, and those that could be drawn.
     Column("num_checked_in", Integer, nullable=False, server_default="0"),
     Column("num_eligible", Integer, nullable=False, server_default="0"),
+    # The number of updates in the smallest sum of a secure aggregation that its server has asked to unmask; 0: none.
+    # What the attempts of a job with `privacy.trust = "none"` cost depends on it: it is kept as long as the job.
+    Column("num_survivors", Integer, nullable=False, server_default="0"),
     PrimaryKeyConstraint("job_id", "round", "number"),
 )
 ONE_COMMIT = text("kind IN ('TRAIN', 'WARM_START') AND phase = 'COMMITTED'")
@@ -229,6 +232,9 @@ assignments = Table(
     Column("downloaded_unix_s", Float),
     Column("uploading_unix_s", Float),
     Column("ended_unix_s", Float),
+    # The client's place on the roster of a secure aggregation, -1 before it has one; NULL: the attempt has none.
+    Column("secure_group", Integer),
+    Column("secure_position", Integer),
     PrimaryKeyConstraint("job_id", "round", "number", "client_id"),
     ForeignKeyConstraint(
         ["job_id", "round", "number"],
@@ -240,10 +246,30 @@ assignments = Table(
 
 _later = text("into_round IS NOT NULL")
 STILL_OPEN = text("state IN ('TRAINING', 'UPLOADING', 'REPORTED')")
-"""Condition for open assignments. It must have the same text as that of the index, else the index is not used."""
+"""Condition for open assignments, but not ADVERTISED or SHARED ones: their attempt is the last of its job, and open. It
+must have the same text as that of the index, else the index is not used."""
 _into = (assignments.c.job_id, assignments.c.into_round, assignments.c.into_number)
 Index("ix_assignments_into", *_into, sqlite_where=_later, postgresql_where=_later)
 Index("ix_assignments_open", assignments.c.job_id, sqlite_where=STILL_OPEN, postgresql_where=STILL_OPEN)
+
+# What clients sent in the secure aggregations of open attempts: a row for each message, so that none is written twice.
+# The transaction that ends an attempt removes its rows.
+secure_messages = Table(
+    "secure_messages",
+    metadata,
+    Column("job_id", String, nullable=False),
+    Column("round", Integer, nullable=False),
+    Column("number", Integer, nullable=False),
+    Column("client_id", String, nullable=False),
+    # A field of `SecureMessages`.
+    Column("kind", String, nullable=False),
+    Column("content", LargeBinary, nullable=False),
+    PrimaryKeyConstraint("job_id", "round", "number", "client_id", "kind"),
+    ForeignKeyConstraint(
+        ["job_id", "round", "number", "client_id"],
+        ["assignments.job_id", "assignments.round", "assignments.number", "assignments.client_id"],
+    ),
+)
 
 model_versions = Table(
     "model_versions",

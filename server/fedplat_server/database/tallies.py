@@ -21,7 +21,7 @@ _OWN = (assignments.c.job_id, assignments.c.round, assignments.c.number)
 _INTO = (assignments.c.job_id, assignments.c.into_round, assignments.c.into_number)
 _IS_INTO = assignments.c.into_round.is_not(None)
 
-# A report is only possible after the training, and the training only with the model.
+# A report (or keys, in a secure aggregation) is only possible after the training, and the training only with the model.
 TRAINED = or_(
     assignments.c.uploading_unix_s.is_not(None),
     assignments.c.took_s.is_not(None),

@@ -19,15 +19,16 @@ from sqlalchemy import Connection, distinct, func, or_, select
 
 from fedplat.job import JobSpec
 from fedplat.rounds import AttemptKey, Change
+from fedplat.rounds.changes import SentMessage
 from fedplat_server import crash_points
-from fedplat_server.database import rows, tables
+from fedplat_server.database import rows, sql_messages, tables
 from fedplat_server.database.rows import Values
 from fedplat_server.errors import ParticipationError, StaleRevisionError, StoreError
 from fedplat_server.records.events import EventEntry, list_events
 
 _MUTABLE_OF_ATTEMPTS = (
     *("phase", "reason", "goal", "minimum", "target", "metrics"),
-    *("num_checked_in", "num_eligible"),
+    *("num_checked_in", "num_eligible", "num_survivors"),
 )
 _FIRST_KEPT = ("reported_revision", "uploading_unix_s", "ended_unix_s")
 """Columns of an assignment whose first value is kept."""
@@ -71,7 +72,7 @@ class Batch:
     """The rows of a sequence of changes, at `unix_s` on the wall clock, which is `now` on the clock of their times.
 
     `expected` is the revision that each job must have before, `limits` those of the attempts of private jobs with new
-    assignments.
+    assignments. The messages of the attempts in `ended` are removed.
     """
 
     unix_s: float
@@ -83,6 +84,8 @@ class Batch:
     assignments: dict[tuple[AttemptKey, str], Values] = dataclasses.field(
         default_factory=dict[tuple[AttemptKey, str], Values]
     )
+    messages: list[SentMessage] = dataclasses.field(default_factory=list[SentMessage])
+    ended: set[AttemptKey] = dataclasses.field(default_factory=set[AttemptKey])
     limits: dict[AttemptKey, ParticipationLimits] = dataclasses.field(
         default_factory=dict[AttemptKey, ParticipationLimits]
     )
@@ -107,6 +110,9 @@ class Batch:
         self.jobs[job_id] = rows.job_values(change.job) | {"save_id": self.save_id}
         if change.attempt is not None:
             self.attempts[change.attempt.key] = rows.attempt_values(change.attempt, unix_s)
+            if not change.attempt.is_open:
+                self.ended.add(change.attempt.key)
+        self.messages.extend(change.messages)
         self._add_limits(change)
         for assignment in change.assignments:
             values = rows.assignment_values(assignment, change.job.revision, unix_s - self.now, unix_s)
@@ -143,6 +149,7 @@ def write(connection: Connection, batch: Batch) -> None:
     dialect = connection.dialect.name
     _execute(connection, _upsert_attempts(dialect), list(batch.attempts.values()))
     _execute(connection, _upsert_assignments(dialect), list(batch.assignments.values()))
+    sql_messages.write(connection, batch.messages, batch.ended)
     for key, limits in batch.limits.items():
         _require_limits(connection, key, limits)
     _add_versions(connection, batch)

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fedplat.job import find_mechanism, plan_charge
+from fedplat.job.secure import spent_releases
 from fedplat.rounds import invariants
 from fedplat.rounds.invariants import Check, attempts, jobs
 from fedplat.rounds.invariants.records import Location, StoredJob, Violation
 from fedplat_server.database.ledger import encode_mechanism
+from fedplat_server.database.rows import mechanism_of
 from fedplat_server.records import audit
 from fedplat_server.verify.records import AuditEnd, AuditPart, Finding, Unit
 
@@ -18,8 +20,9 @@ def releases_are_charged(job: StoredJob) -> Iterator[Violation]:
     """Check I5: each version of a private job's round has its row in the ledger, and no other version has one."""
     if job.spec is None:
         return
-    mechanism = find_mechanism(job.spec)
-    made = {version.version: version for version in job.versions if version.is_aggregate and mechanism is not None}
+    is_private = find_mechanism(job.spec) is not None
+    made = {version.version: version for version in job.versions if version.is_aggregate and is_private}
+    survivors = {(row.round, row.number): row.num_survivors for row in job.attempts}
     charged = {row.version: row for row in job.ledger}
     for number in made.keys() - charged.keys():
         place = Location(job.row.job_id, version=number)
@@ -28,7 +31,9 @@ def releases_are_charged(job: StoredJob) -> Iterator[Violation]:
         place, version = Location(job.row.job_id, version=number), made.get(number)
         if version is None:
             yield Violation(place, "it is in the ledger", "rows for the releases of private jobs only")
-        elif row.round != version.round:
+            continue
+        mechanism = mechanism_of(job.spec, survivors.get((version.round, version.attempt), 0))
+        if row.round != version.round:
             found = f"the ledger has it in round {row.round}"
             yield Violation(place, found, f"round {version.round}, that of the version")
         elif mechanism is not None and row.mechanism != encode_mechanism(mechanism):
@@ -39,9 +44,16 @@ def releases_are_charged(job: StoredJob) -> Iterator[Violation]:
 def releases_are_within_the_plan(job: StoredJob) -> Iterator[Violation]:
     """Check I5: a private job has no more releases than were planned when it was created."""
     planned = plan_charge(job.spec) if job.spec is not None else None
-    if planned is not None and len(job.ledger) > planned.releases:
-        found = f"the ledger has {len(job.ledger)} releases"
-        yield Violation(Location(job.row.job_id), found, f"at most {planned.releases}, as its budget allows")
+    if job.spec is None or planned is None:
+        return
+    place, expected = Location(job.row.job_id), f"at most {planned.releases}, as its budget allows"
+    if len(job.ledger) > planned.releases:
+        yield Violation(place, f"the ledger has {len(job.ledger)} releases", expected)
+    if planned.mechanism.kind == "skellam":
+        unmasked = [row.num_survivors for row in job.attempts if row.num_survivors]
+        if (spent := spent_releases(job.spec, unmasked)) > planned.releases * (1.0 + 1e-9):
+            found = f"its {len(unmasked)} unmasked attempts cost as much as {spent:g} releases of the fewest survivors"
+            yield Violation(place, found, expected)
 
 
 def audit_chain(part: AuditPart) -> Iterator[Violation]:

@@ -29,13 +29,14 @@ from fedplat.rounds.invariants.records import (
 from fedplat.rounds.states import AttemptKind
 from fedplat_server.database import rows, schema, tables
 from fedplat_server.database.engine import async_url, create_engine, translate_errors
+from fedplat_server.database.job_files import JobFileReader
 from fedplat_server.database.writes import ParticipationLimits
 from fedplat_server.errors import StoreError
 from fedplat_server.records.audit import AuditHead, AuditRow, head_after
 from fedplat_server.verify.records import AuditEnd, AuditPart, Unit
 
 _Record = TypeVar("_Record")
-_files = rows.JobFileReader()  # imports no plugins: their options are not checked
+_files = JobFileReader()  # imports no plugins: their options are not checked
 _Number = tuple[int, int]
 CLIENTS = 1000
 """Number of clients whose rounds are read at a time."""
@@ -120,6 +121,7 @@ def _spec(row: JobRow) -> tuple[JobSpec | None, str]:
 async def _attempts(connection: AsyncConnection, job: StoredJob, now_unix_s: float) -> AsyncIterator[Unit]:
     made = {(version.round, version.attempt): version for version in job.versions if version.is_made}
     history = _History(connection, job.row)
+    messages = await _count_messages(connection, job.row.job_id)
     async with contextlib.aclosing(history.groups()) as groups:
         key, rows = await anext(groups)
         for attempt in job.attempts:
@@ -133,7 +135,17 @@ async def _attempts(connection: AsyncConnection, job: StoredJob, now_unix_s: flo
             cohort = await _cohort(connection, job.row.job_id, number)
             own = tuple(one for one in cohort if (one.round, one.number) == number)
             counted = tuple(one for one in cohort if one.counted_in == number)
-            yield StoredAttempt(job.row, job.spec, attempt, made.get(number), own, counted, mine, now_unix_s)
+            yield StoredAttempt(
+                job.row,
+                job.spec,
+                attempt,
+                made.get(number),
+                own,
+                counted,
+                mine,
+                now_unix_s,
+                num_messages=messages.get(number, 0),
+            )
         while key is not None:
             yield StrayHistory(job.row, tuple(rows))
             key, rows = await anext(groups)
@@ -146,6 +158,14 @@ async def _cohort(connection: AsyncConnection, job_id: str, number: _Number) -> 
     taken = (rows.job_id == job_id) & (rows.into_round == number[0]) & (rows.into_number == number[1])
     query = _query(AssignmentRow, tables.assignments, {}, ("client_id", "round", "number")).where(made | taken)
     return [AssignmentRow(*row) for row in await connection.execute(query)]
+
+
+async def _count_messages(connection: AsyncConnection, job_id: str) -> dict[_Number, int]:
+    """Return how many messages of secure aggregation the attempts of a job have."""
+    columns = tables.secure_messages.c
+    place = (columns.round, columns.number)
+    query = select(*place, sqlalchemy.func.count()).where(columns.job_id == job_id).group_by(*place)
+    return {(round_, number): count for round_, number, count in await connection.execute(query)}
 
 
 async def _participations(connection: AsyncConnection, job: StoredJob) -> AsyncIterator[ParticipationRounds]:

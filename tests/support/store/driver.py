@@ -13,6 +13,7 @@ from msgspec import structs
 
 from fedplat.job import calibrate, parse_job
 from fedplat.rounds import (
+    Assignment,
     AssignmentSet,
     Attempt,
     AttemptKey,
@@ -39,6 +40,7 @@ from fedplat.rounds.events import (
     UpdateReported,
     UploadStarted,
 )
+from fedplat.rounds.records import SecureMessages
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
 from fedplat_server.database.ports import Store, recall_participations
 from fedplat_server.verify import checks, inspection
@@ -79,8 +81,15 @@ def as_stored(job: JobState) -> JobState:
     attempt, carried = job.attempt, job.carried_over
     if attempt is not None:
         rows = [assignment for crew in job.assignment_sets for assignment in crew.assignments.values()]
+        if not attempt.is_open:
+            rows = [_without_messages(row) for row in rows]
         attempt, carried = rebuild_attempt(_bare(attempt), rows)
     return structs.replace(job, attempt=attempt, carried_over=carried, resume_at=None)
+
+
+def _without_messages(row: Assignment) -> Assignment:
+    secure = SecureMessages(row.secure.group, row.secure.position) if row.secure is not None else None
+    return structs.replace(row, secure=secure)
 
 
 def _bare(attempt: Attempt) -> Attempt:
@@ -88,6 +97,8 @@ def _bare(attempt: Attempt) -> Attempt:
         attempt,
         opened_at=0.0,
         selection_ends_at=0.0,
+        step_ends_at=None,
+        num_awaited=0,
         ended_at=None,
         closes_at=None,
         next_deadline=None,

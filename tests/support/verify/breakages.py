@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from fedplat.rounds.invariants import attempts, histories, jobs
+from fedplat.rounds.invariants import attempts, histories, jobs, secure
 from fedplat_server.verify import checks, files
 
 
@@ -35,7 +35,8 @@ def history(where: str, values: str | None = None) -> str:
 
 NEW_ATTEMPT = (
     "INSERT INTO attempts SELECT job_id, {round}, {number}, '{kind}', '{phase}', '', {base}, goal, minimum, target, "
-    "opened_unix_s, {ended}, metrics, NULL, 0, 0 FROM attempts WHERE job_id = '{{done}}' AND round = 1 AND number = 1"
+    "opened_unix_s, {ended}, metrics, NULL, 0, 0, 0 FROM attempts "
+    "WHERE job_id = '{{done}}' AND round = 1 AND number = 1"
 )
 
 
@@ -229,5 +230,15 @@ BREAKAGES: Mapping[str, tuple[Callable[..., object], str]] = {
     "an entity that nobody knows": (
         histories.of_nothing,
         history("entity = 'attempt'", "entity = 'ghost', attempt = 9"),
+    ),
+    "two clients in one place": (
+        secure.positions_are_unique,
+        "UPDATE assignments SET secure_group = 0, secure_position = 0 WHERE job_id = '{done}'",
+    ),
+    "survivors without masks": (secure.unmasked_above_the_minimum, attempt("done", 1, 1, "num_survivors = 1")),
+    "messages of an attempt that has ended": (
+        secure.messages_are_removed,
+        "INSERT INTO secure_messages SELECT job_id, round, number, client_id, 'keys', token_hash "
+        "FROM assignments WHERE job_id = '{done}'",
     ),
 }
