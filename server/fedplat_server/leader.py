@@ -11,10 +11,22 @@ from uuid import uuid4
 
 from fedplat.loaded_plugins import describe_versions
 from fedplat.rounds import Change, Coordinator, HistoryRow, JobState, ModelVersion, selection
-from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, Restart, RunWarmStart
+from fedplat.rounds.commands import (
+    Abandon,
+    Abort,
+    Assign,
+    Command,
+    Commit,
+    Fold,
+    NextStep,
+    Refuse,
+    Restart,
+    RunWarmStart,
+)
 from fedplat.rounds.events import ServerRestarted
 from fedplat.rounds.states import ENDED_JOBS, AttemptKind, AttemptPhase
 from fedplat_server import logs
+from fedplat_server.aggregation.secure_attempts import SecureAttempts
 from fedplat_server.aggregation.service import Accelerators, Aggregation
 from fedplat_server.auth.addresses import Origins
 from fedplat_server.auth.audit_limits import BoundedAudit
@@ -127,6 +139,7 @@ class LeaderParts:
             alerts.watch_certificate(lambda: certificates.days_left)
         if health is not None:
             alerts.watch_store(health)
+        secure = SecureAttempts(blobs, store.clients, store.audit)
         services = Services(
             config=config,
             lease=lease,
@@ -146,6 +159,7 @@ class LeaderParts:
             chunks=Chunks(),
             inline_models=InlineModels(blobs),
             spool=spool,
+            secure=secure,
             evaluation=evaluation,
             quotas=Quotas(config.limits, loop.time),
             origins=Origins(config.trusted_proxies, lease.secret),
@@ -169,7 +183,7 @@ class LeaderParts:
         )
         pool = WorkerPool.at(config.data_dir)
         retention = RetentionTask(blobs, store, jobs.state, clients.drain_last_seen)
-        accelerators = Accelerators(pool, training, references, flower)
+        accelerators = Accelerators(pool, training, references, flower, secure)
         aggregation = Aggregation(
             blobs, spool, store.jobs.find_version, runner.post, accelerators, on_leftovers=retention.schedule_blobs
         )
@@ -205,12 +219,15 @@ class LeaderParts:
                 services.long_polls.deliver(command)
             case Abort():
                 services.long_polls.stop(command)
+            case NextStep():
+                services.long_polls.advance(command.key)
             case Fold() | Restart() | Commit():
                 self._aggregation.submit(services.jobs.state(command.key.job_id), command)
             case RunWarmStart():
                 job = services.jobs.state(command.key.job_id)
                 (self._training if job.spec.flower is None else self._flower).begin(job, command)
             case Abandon():
+                services.long_polls.advance(command.key)
                 self._training.end(command.key)
                 self._flower.end(command.key)
                 self._aggregation.end(command.key)

@@ -27,6 +27,7 @@ from support.databases import execute_sql
 from support.gateways import both_agree, code_of, leading, status
 from support.jobs import job_file
 from support.raw_client import private_key
+from support.secure_clients import begin_all, expected_model, secure_job, together
 
 TIMES = LeaseTimes(valid_s=60.0, renew_s=0.2, margin_s=1.0, poll_s=0.05)
 
@@ -127,6 +128,16 @@ async def test_a_stop_wakes_a_heartbeat_behind_the_gateway(leader: Site, gateway
     heartbeat = client.heartbeat(token)
     await leader.operator.jobs.PauseJob(admin_pb2.JobRequest(job=job))
     assert reason_name((await heartbeat).stop.reason) == "JOB_PAUSED"
+
+
+async def test_a_secure_aggregation_with_clients_of_both_daemons(leader: Site, gateway: Site) -> None:
+    job = await leader.operator.start(secure_job(4))
+    clients = [await leader.enroll(), *await gateway.fleet(3)]
+    works = await begin_all(leader, clients, initial_model().schema.num_floating)
+    await together(works, "take_part")
+    await leader.operator.until(job, "job", "COMPLETED")
+    model = await gateway.operator.model(job)
+    assert model.to_vector().tobytes() == expected_model(initial_model(), works).tobytes()
 
 
 async def test_a_message_beyond_the_limit_is_refused_and_one_of_the_largest_passes(gateway: Site) -> None:

@@ -69,6 +69,33 @@ async def test_the_job_is_paused_and_other_jobs_run(folder: Path) -> None:
         await site.operator.until(job, "job", "COMPLETED")
 
 
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("UPDATE attempts SET phase = 'SHUFFLING'", "attempt 1 at round 1 of the kind TRAIN is SHUFFLING"),
+        ("UPDATE attempts SET kind = 'DISTILL'", "attempt 1 at round 1 of the kind DISTILL is COLLECTING"),
+        ("UPDATE assignments SET state = 'WAITING', reason = 'WHO_KNOWS'", "in attempt 1 at round 1 is WAITING"),
+    ],
+)
+async def test_a_state_that_only_a_newer_release_knows(folder: Path, change: str, problem: str) -> None:
+    """The daemon does not stop: it pauses the job, and abandons its attempt."""
+    async with daemons.running(folder) as site:
+        job = await site.operator.start(job_file("newer", rounds=1))
+        await site.assign(await site.fleet(2))
+    with sqlite3.connect(folder / "fedplat.sqlite") as connection:
+        connection.execute(change)
+    async with daemons.running(folder) as site:
+        shown = await site.operator.show(job)
+        assert shown.status == admin_pb2.JOB_STATUS_PAUSED
+        assert problem in shown.reason
+        assert "update the server" in shown.reason
+        assert shown.current.phase == admin_pb2.ATTEMPT_PHASE_ABANDONED
+        assert shown.current.dropped == 2
+        other = await site.operator.start(job_file("other"))
+        await work(site, 2)
+        await site.operator.until(other, "job", "COMPLETED")
+
+
 async def test_the_job_can_be_cancelled(folder: Path) -> None:
     async with daemons.running(folder) as site:
         job = await site.operator.start(job_file())

@@ -206,4 +206,4 @@ async def test_nothing_grows_with_the_number_of_calls() -> None:
             assert isinstance(await it.wait_for_work(0.0), Refuse)
         await settle()
         assert not it.runner.coordinator.room.clients
-        assert vars(it.actor.long_polls) == {"_waiting": {}, "_working": {}}
+        assert vars(it.actor.long_polls) == {"_waiting": {}, "_working": {}, "_steps": {}}

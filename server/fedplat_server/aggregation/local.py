@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from typing_extensions import override
 
-from fedplat.aggregate import Accumulator, PartialSummary, Rule, Shard, scalars_to_bytes, state_schema
+from fedplat.aggregate import Accumulator, Contribution, PartialSummary, Rule, Shard, scalars_to_bytes, state_schema
 from fedplat.model import ModelFile, Values, Vector
 from fedplat_server.aggregation import backend
 from fedplat_server.aggregation.backend import Aggregate, AggregationBackend
@@ -51,11 +51,13 @@ class LocalAggregation(AggregationBackend):
             self._sums = _PartialSums(self._inputs, self._rule, ModelFile.open(self._inputs.base_path))
         return self._sums
 
-    def _fold(self, update: SpooledUpdate) -> None:
-        sums = self._open_sums()
-        values = self._inputs.open_update(update, sums.base)
+    def fold_values(self, values: Values, contribution: Contribution) -> None:
+        """Add an update that is not in a file. Blocks."""
         with np.errstate(over="ignore", invalid="ignore"):  # `commit` checks the sum
-            sums.fold(values, update)
+            self._open_sums().fold(values, contribution)
+
+    def _fold(self, update: SpooledUpdate) -> None:
+        self.fold_values(self._inputs.open_update(update, self._open_sums().base), update.contribution)
 
     def _commit(self, draft: Path | None) -> Aggregate:
         sums = self._open_sums()
@@ -104,8 +106,8 @@ class _PartialSums:
         self._accumulators = [Accumulator(base.schema, rule, self._scalars, memory=memory) for _ in range(num_sums)]
         self._next = 0
 
-    def fold(self, values: Values, update: SpooledUpdate) -> None:
-        self._accumulators[self._next].fold(values, update.contribution)
+    def fold(self, values: Values, contribution: Contribution) -> None:
+        self._accumulators[self._next].fold(values, contribution)
         self._next = (self._next + 1) % len(self._accumulators)
 
     def merge(self) -> Accumulator:

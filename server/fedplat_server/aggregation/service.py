@@ -20,7 +20,7 @@ from msgspec import structs
 
 from fedplat import codecs, user_code
 from fedplat.codecs.container import Format
-from fedplat.errors import FedplatError
+from fedplat.errors import FedplatError, SecureAggregationError
 from fedplat.loaded_plugins import PluginReference
 from fedplat.model import ModelFile
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
@@ -31,6 +31,8 @@ from fedplat_server.aggregation.backend import Aggregate, AggregationBackend
 from fedplat_server.aggregation.flower import AppAggregation
 from fedplat_server.aggregation.local import LocalAggregation
 from fedplat_server.aggregation.pooled import WithFallback
+from fedplat_server.aggregation.secure import MaskedAggregation
+from fedplat_server.aggregation.secure_attempts import SecureAttempts
 from fedplat_server.errors import BlobError, BlobUnavailableError, StoreUnavailableError
 from fedplat_server.flower.runs import FlowerRuns
 from fedplat_server.storage.blobs import Blob, BlobStore
@@ -55,12 +57,16 @@ class _OpenAttempt:
 
 @dataclasses.dataclass(frozen=True)
 class Accelerators:
-    """The worker pool, the server trainers, the server's plugins, which the ranks import, and its Flower apps."""
+    """The worker pool, the server trainers, the server's plugins, which the ranks import, and its Flower apps.
+
+    `secure` has the rosters of secure aggregations.
+    """
 
     pool: WorkerPool
     training: ServerTraining
     plugins: tuple[PluginReference, ...] = ()
     flower: FlowerRuns | None = None
+    secure: SecureAttempts | None = None
 
 
 class Aggregation:
@@ -128,7 +134,8 @@ class Aggregation:
             raise
         except (FedplatError, OSError, ValueError) as exc:
             logs.get().error("an attempt could not be aggregated", error=str(exc))
-            outcome = AggregationFailed(key, str(exc))
+            culprits = exc.clients if isinstance(exc, SecureAggregationError) else ()
+            outcome = AggregationFailed(key, str(exc), culprits)
         except Exception as exc:  # a task boundary: out of memory, or a bug; it is logged, and the round is repeated
             logs.get().exception("an attempt could not be aggregated")
             outcome = AggregationFailed(key, type(exc).__name__)
@@ -205,6 +212,10 @@ class Aggregation:
             assert self._accelerators is not None
             assert self._accelerators.flower is not None
             return AppAggregation(lambda: self._open[key].job, self._accelerators.flower, blobs)
+        if job.spec.secure_aggregation is not None:
+            assert self._accelerators is not None
+            assert self._accelerators.secure is not None
+            return MaskedAggregation(lambda: self._open[key].job, inputs, blobs, self._accelerators.secure)
         if job.spec.pool is None or self._accelerators is None:
             return LocalAggregation(inputs, blobs)
         return WithFallback(inputs, blobs, self._accelerators.pool.with_backend(job.spec.pool.backend))

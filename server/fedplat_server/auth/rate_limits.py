@@ -124,6 +124,7 @@ class Quotas:
         self._calls_of_operators: Counter[str] = Counter()
         self._streams: Counter[str] = Counter()
         self._spent: OrderedDict[str, _Spent] = OrderedDict()
+        self._sent: OrderedDict[str, _Spent] = OrderedDict()
 
     def request(self, client_id: str) -> None:
         """Count a request of a client."""
@@ -197,19 +198,29 @@ class Quotas:
 
         `limit_bytes` is the largest size that one upload may announce.
         """
-        spent = self._spent.pop(client_id, None)
-        if spent is None or spent.key != key:  # a client works for one attempt at a time
-            spent = _Spent(key)
-        self._spent[client_id] = spent
-        if len(self._spent) > MAX_REMEMBERED:
-            self._spent.popitem(last=False)
-        spent.num_bytes += num_bytes
-        limit = self._limits.max_upload_factor * limit_bytes
-        if spent.num_bytes > limit:
-            raise RefusedError(Code.TOO_MANY_BYTES, f"{spent.num_bytes} bytes were sent; expected at most {limit}")
+        self._spend(self._spent, client_id, key, self._limits.max_upload_factor * limit_bytes, num_bytes)
+
+    def step(self, client_id: str, key: AttemptKey, limit_bytes: int, num_bytes: int) -> None:
+        """Count bytes of new messages of a secure aggregation; at most `limit_bytes` are accepted for an attempt."""
+        self._spend(self._sent, client_id, key, limit_bytes, num_bytes)
 
     def refund(self, client_id: str, key: AttemptKey, num_bytes: int) -> None:
         """Uncount uploaded bytes that the client sends again because the server could not store them."""
         spent = self._spent.get(client_id)
         if spent is not None and spent.key == key:
             spent.num_bytes -= num_bytes
+
+    def _spend(
+        self, clients: OrderedDict[str, _Spent], client_id: str, key: AttemptKey, limit_bytes: float, num_bytes: int
+    ) -> None:
+        spent = clients.pop(client_id, None)
+        if spent is None or spent.key != key:  # a client works for one attempt at a time
+            spent = _Spent(key)
+        clients[client_id] = spent
+        if len(clients) > MAX_REMEMBERED:
+            clients.popitem(last=False)
+        spent.num_bytes += num_bytes
+        if spent.num_bytes > limit_bytes:
+            raise RefusedError(
+                Code.TOO_MANY_BYTES, f"{spent.num_bytes} bytes were sent; expected at most {limit_bytes}"
+            )

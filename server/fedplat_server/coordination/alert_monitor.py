@@ -38,7 +38,7 @@ from fedplat_server.storage import files
 from fedplat_server.storage.store_health import StoreHealth
 
 EPSILON_INTERVAL_S = 60.0
-_WORKING = frozenset({AttemptPhase.COLLECTING, AttemptPhase.COMMITTING, AttemptPhase.COMMITTED})
+_WORKING = frozenset(AttemptPhase) - {AttemptPhase.SELECTING, AttemptPhase.ABANDONED}
 """Phases of an attempt that clients have worked for."""
 
 

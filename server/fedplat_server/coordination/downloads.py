@@ -21,7 +21,15 @@ INTERVAL_S = 1.0
 """Minimum interval between two transactions."""
 BATCH = 1000
 """Maximum number of times in one transaction."""
-_FURTHER = frozenset({AssignmentState.UPLOADING, AssignmentState.REPORTED, AssignmentState.MERGED})
+_FURTHER = frozenset(
+    {
+        AssignmentState.ADVERTISED,
+        AssignmentState.SHARED,
+        AssignmentState.UPLOADING,
+        AssignmentState.REPORTED,
+        AssignmentState.MERGED,
+    }
+)
 """States that a client reaches only with the model."""
 
 

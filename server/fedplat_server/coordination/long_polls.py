@@ -1,4 +1,7 @@
-"""Pending long polls: check-ins of free clients, and heartbeats of working clients, which an abort answers at once."""
+"""Pending long polls: check-ins of free clients, and heartbeats of working clients, which an abort answers at once.
+
+Clients of a secure aggregation also wait for the input of their next step.
+"""
 
 from __future__ import annotations
 
@@ -72,6 +75,7 @@ class LongPolls:
     def __init__(self) -> None:
         self._waiting: dict[str, PendingCheckIn] = {}
         self._working: dict[_Name, set[asyncio.Event]] = {}
+        self._steps: dict[AttemptKey, set[asyncio.Event]] = {}
 
     @contextlib.contextmanager
     def open_check_in(self, client_id: str) -> Generator[PendingCheckIn]:
@@ -122,7 +126,25 @@ class LongPolls:
             if not calls:
                 del self._working[name]
 
+    @contextlib.contextmanager
+    def open_step(self, key: AttemptKey, client_id: str) -> Generator[asyncio.Event]:
+        """Yield an event that is set when the attempt begins a phase or ends, or the client has to stop."""
+        with self.open_heartbeat(key, client_id) as event:
+            self._steps.setdefault(key, set()).add(event)
+            try:
+                yield event
+            finally:
+                calls = self._steps[key]
+                calls.remove(event)
+                if not calls:
+                    del self._steps[key]
+
+    def advance(self, key: AttemptKey) -> None:
+        """Wake all clients that wait for the next step of an attempt."""
+        for event in self._steps.get(key, ()):
+            event.set()
+
     def stop(self, command: Abort) -> None:
-        """Wake the pending heartbeats of a working client, which answer that it has to stop."""
+        """Wake the pending heartbeats and steps of a working client, which answer that it has to stop."""
         for event in self._working.get((command.key, command.client_id), ()):
             event.set()

@@ -10,7 +10,16 @@ import statistics
 from collections.abc import Iterable
 
 from fedplat.rounds import Assignment, Attempt, AttemptKey, Change
-from fedplat.rounds.states import AssignmentState
+from fedplat.rounds.states import AssignmentState, AttemptPhase
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SecureStepProgress:
+    """How many clients have done their part of a step of secure aggregation, and how many are to do it."""
+
+    phase: AttemptPhase
+    num_done: int
+    num_wanted: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,7 +27,7 @@ class ProgressSummary:
     """The progress of an attempt's clients: fractions of the work, 0 to 1, of those that train and sent a heartbeat.
 
     `median` and `minimum` are None, and `slowest_client_id` is empty, while no such client is known. Of several clients
-    with the least fraction the slowest is the one that began first.
+    with the least fraction the slowest is the one that began first. `step` is that of a secure aggregation.
     """
 
     num_training: int
@@ -27,6 +36,7 @@ class ProgressSummary:
     median: float | None = None
     minimum: float | None = None
     slowest_client_id: str = ""
+    step: SecureStepProgress | None = None
 
 
 class ProgressTracker:
@@ -56,8 +66,9 @@ class ProgressTracker:
                     self._fractions.pop((assignment.key, assignment.client_id), None)
 
     def summarize(self, attempt: Attempt) -> ProgressSummary | None:
-        """Return the progress of an attempt's clients; None if no client is working."""
-        if not attempt.num_busy:
+        """Return the progress of an attempt's clients; None if the attempt waits for none."""
+        step = find_step(attempt)
+        if not attempt.num_busy and step is None:
             return None
         training = [each for each in attempt.busy if each.state is AssignmentState.TRAINING]
         known = [
@@ -65,9 +76,41 @@ class ProgressTracker:
             for each in training
             if (fraction := self.get(each)) is not None
         ]
-        summary = ProgressSummary(len(training), attempt.num_busy - len(training), len(known))
+        num_uploading = attempt.counts.get(AssignmentState.UPLOADING, 0)
+        summary = ProgressSummary(len(training), num_uploading, len(known), step=step)
         if not known:
             return summary
         median = statistics.median(fraction for fraction, _, _ in known)
         minimum, _, slowest = min(known)
         return dataclasses.replace(summary, median=median, minimum=minimum, slowest_client_id=slowest)
+
+
+def find_step(attempt: Attempt) -> SecureStepProgress | None:
+    """Return the progress of a step of secure aggregation; None if the attempt is in no step."""
+    counts, phase = attempt.counts, attempt.phase
+    advertised, shared, uploading, reported = (
+        counts.get(state, 0)
+        for state in (
+            AssignmentState.ADVERTISED,
+            AssignmentState.SHARED,
+            AssignmentState.UPLOADING,
+            AssignmentState.REPORTED,
+        )
+    )
+    match phase:
+        case AttemptPhase.ADVERTISING:
+            return SecureStepProgress(phase, advertised, attempt.goal)
+        case AttemptPhase.SHARING:
+            return SecureStepProgress(phase, shared, advertised + shared)
+        case AttemptPhase.COLLECTING if any(each.secure is not None for each in attempt.assignments.values()):
+            return SecureStepProgress(phase, reported, shared + uploading + reported)
+        case AttemptPhase.CONFIRMING:
+            return SecureStepProgress(phase, _count_messages(attempt, "confirmation"), reported)
+        case AttemptPhase.UNMASKING:
+            return SecureStepProgress(phase, _count_messages(attempt, "answer"), reported)
+        case _:
+            return None
+
+
+def _count_messages(attempt: Attempt, kind: str) -> int:
+    return sum(each.secure is not None and bool(getattr(each.secure, kind)) for each in attempt.assignments.values())

@@ -56,6 +56,8 @@ class ObservedActor(Actor):
         for row in change.history:
             if row.entity == "attempt" and row.to_state not in OPEN_PHASES:
                 self._record_attempt(change, row, labels)
+        if any(row.entity == "attempt" and row.to_state == AttemptPhase.UNMASKING for row in change.history):
+            self._on_release()
         if change.version is not None and change.version.restored_from is None:
             self._table.note_commit(change.job.job_id)
             if change.job.spec.privacy is not None:

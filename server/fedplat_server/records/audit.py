@@ -46,6 +46,7 @@ class AuditAction(StrEnum):
     MODEL_EXPORTED = "model exported"
     CERTIFICATES_CHANGED = "certificates changed"
     REPORT_CONFLICT = "report with other content refused"
+    WRONG_SHARES = "wrong shares in a secure aggregation"
     BUDGET_SET = "privacy budget set"
     BUDGET_REMOVED = "privacy budget removed"
     WEBHOOK_ADDED = "webhook added"

@@ -27,6 +27,8 @@ FLEET = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name
 """The service for clients; all others need an operator."""
 NEWCOMERS = frozenset({"GetChallenge", "Enroll", "OpenSession"})
 """Methods of the Fleet service that are called without a credential."""
+LARGE = frozenset({"Report", "SecureStep"})
+"""Methods whose first message may be so large that it needs a share of the upload memory."""
 READS_PER_CONNECTION = 2
 """First messages that one connection without a credential may send concurrently; a client sends one."""
 MAX_WAITING_PER_CONNECTION = 16
@@ -162,10 +164,13 @@ class ReadPermit:
         read: contextlib.AbstractContextManager[float],
         share: MemoryShare | None = None,
         queue: contextlib.AbstractAsyncContextManager[None] | None = None,
+        *,
+        is_poll: bool = False,
     ) -> None:
         self._read = read
         self._share = share
         self._queue = queue
+        self._is_poll = is_poll
 
     async def first(self, requests: AsyncIterator[Any]) -> Any:
         """Receive the first message. Raises `RefusedError` if it is missing or too late."""
@@ -184,7 +189,8 @@ class ReadPermit:
         if message is None:
             raise RefusedError(Code.INVALID_REQUEST, "the call ended without a message")
         if self._share is not None:
-            self._share.shrink(len(interceptor.INCOMING.get().request))
+            # A long poll waits for other clients: if it held a share, they might have to wait for it.
+            self._share.shrink(0 if self._is_poll else len(interceptor.INCOMING.get().request))
         return message
 
 
@@ -222,13 +228,13 @@ class Admission:
             return
         else:
             read = self._reads.count_identified(await self._read_claim(method, context), method)
-        if name != "Report":
+        if name not in LARGE:
             await _signal_gateway(context)
             yield ReadPermit(read)
             return
         async with self._memory.reports.share(interceptor.max_bytes(method)) as share:
             await _signal_gateway(context)
-            yield ReadPermit(read, share)
+            yield ReadPermit(read, share, is_poll=name == "SecureStep")
 
 
 class OpenAdmission:

@@ -119,6 +119,7 @@ def plugins(versions: Iterable[PluginVersion]) -> list[admin_pb2.Plugin]:
 
 def progress(summary: ProgressSummary) -> admin_pb2.AttemptProgress:
     """Encode the progress of the clients of an attempt."""
+    step = summary.step
     return admin_pb2.AttemptProgress(
         num_training=summary.num_training,
         num_uploading=summary.num_uploading,
@@ -126,6 +127,9 @@ def progress(summary: ProgressSummary) -> admin_pb2.AttemptProgress:
         median=summary.median,
         minimum=summary.minimum,
         slowest_client_id=summary.slowest_client_id,
+        step=admin_pb2.SecureStepProgress(phase=_PHASES[step.phase], num_done=step.num_done, num_wanted=step.num_wanted)
+        if step is not None
+        else None,
     )
 
 
@@ -167,6 +171,7 @@ def round_(
         trained=attempt.funnel.num_trained,
         merged=counts[AssignmentState.MERGED],
         busy=sum(counts[state] for state in BUSY_STATES),
+        num_survivors=attempt.num_survivors,
     )
 
 

@@ -14,7 +14,7 @@ from grpc import aio
 from typing_extensions import override
 
 from fedplat import rounds, wire
-from fedplat.rounds import Assignment, AssignmentId, JobState, ModelVersion
+from fedplat.rounds import Assignment, AssignmentId, AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Assign, Refuse, RetryWindow
 from fedplat.rounds.events import AssignmentFailed, ClientCheckedIn
 from fedplat.rounds.privacy_rules import hides_sample
@@ -28,6 +28,7 @@ from fedplat_server.errors import Code, RefusedError
 from fedplat_server.rpc import convert, streams, validation
 from fedplat_server.rpc.enrollment import EnrollmentService
 from fedplat_server.rpc.report_intake import ReportIntake
+from fedplat_server.rpc.secure_steps import SecureSteps
 from fedplat_server.rpc.services import Services
 from fedplat_server.tracing import ids
 
@@ -41,6 +42,7 @@ class FleetService(EnrollmentService):
     def __init__(self, services: Services) -> None:
         super().__init__(services)
         self._intake = ReportIntake(services)
+        self._secure_steps = SecureSteps(services)
         self._report_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by client id
 
     @override
@@ -66,6 +68,7 @@ class FleetService(EnrollmentService):
             evaluators=evaluators,
             codecs=validation.names(request.codecs, "codec", self._limits),
             algorithms=validation.names(request.algorithms, "algorithm", self._limits),
+            features=validation.names(request.features, "feature", self._limits),
         )
         wait_s = validation.wait_s(request.wait_s, self._limits)
         command = await wait_for_work(self._services.runner, self._services.long_polls, event, wait_s)
@@ -157,6 +160,14 @@ class FleetService(EnrollmentService):
         )
 
     @override
+    async def SecureStep(self, request: fleet_pb2.SecureStepRequest, context: Context) -> fleet_pb2.SecureStepResponse:
+        client = await self._client(context)
+        assignment = await self._find(client, request.token)
+        if assignment is None:
+            return fleet_pb2.SecureStepResponse(refusal=convert.refusal(Reason.STALE, RETRY_SOON))
+        return await self._secure_steps.take(client, assignment, request)
+
+    @override
     async def Fail(self, request: fleet_pb2.FailRequest, context: Context) -> fleet_pb2.FailResponse:
         client = await self._client(context)
         reason = convert.reason_from_wire(request.reason)
@@ -232,7 +243,14 @@ class FleetService(EnrollmentService):
             model_bytes=model_bytes,
             delta=None if model_bytes else convert.model_delta(model, spec),
             traceparent=ids.traceparent(assignment, spec.num_wanted) if self._services.is_tracing else "",
+            secure_setup=await self._secure_setup(job, command.key),
         )
+
+    async def _secure_setup(self, job: JobState, key: AttemptKey) -> bytes:
+        """Return the setup of an attempt with secure aggregation; b"" for other jobs."""
+        if job.spec.secure_aggregation is None:
+            return b""
+        return (await self._services.secure.setup(job, key)).to_bytes()
 
     async def _note_download(self, client: ClientRecord, digest: str) -> None:
         """Record that a client has received a whole file, if it is the model of its assignment or the step to it."""

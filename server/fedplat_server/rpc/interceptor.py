@@ -20,6 +20,8 @@ from prometheus_client import Histogram
 from typing_extensions import override
 
 from fedplat import auth, wire
+from fedplat.secure_aggregation import messages
+from fedplat.secure_aggregation.options import MAX_GROUP
 from fedplat_server import logs
 from fedplat_server.errors import (
     BlobFullError,
@@ -88,6 +90,7 @@ _MAX_BYTES = {
     "Enroll": _NEWCOMER_BYTES,
     "OpenSession": _NEWCOMER_BYTES,
     "Report": wire.INLINE_BYTES + SMALL_BYTES,
+    "SecureStep": messages.max_bytes(MAX_GROUP) + SMALL_BYTES,
     "Upload": wire.MAX_REQUEST_BYTES,
     "UploadModel": wire.MAX_REQUEST_BYTES,
     "CreateJob": wire.MAX_REQUEST_BYTES,

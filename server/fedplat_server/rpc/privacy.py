@@ -123,7 +123,8 @@ def _terms(spec: JobSpec, planned: Charge, account: Account) -> admin_pb2.JobPri
         adaptive_clip=adaptive is not None,
         released=_cost(account.released, options.delta),
         planned=_cost((planned,), options.delta),
-        not_covered=descriptions.NOT_COVERED,
+        not_covered=descriptions.not_covered(mechanism),
+        trust=options.trust,
     )
 
 

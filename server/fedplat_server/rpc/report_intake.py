@@ -16,7 +16,8 @@ from fedplat.errors import PluginError, UserCodeError
 from fedplat.job import build_rule
 from fedplat.rounds import Assignment, AssignmentId, Verdict
 from fedplat.rounds.events import AggregationFailed, AssignmentFailed, UpdateRejected, UpdateReported, UploadStarted
-from fedplat.rounds.states import AttemptKind, Reason
+from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, Reason
+from fedplat.secure_aggregation import encoding
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import logs
 from fedplat_server.errors import (
@@ -32,15 +33,17 @@ from fedplat_server.rpc import memory, streams, validation
 from fedplat_server.rpc.services import Services
 from fedplat_server.storage.spool import Spool
 
-Validate = Callable[[Path], float | Verdict]
-"""A function that returns the norm of the update in a file, or its refusal."""
+Validate = Callable[[Path], float | Verdict | None]
+"""A function that returns the norm of the update in a file, or its refusal. None: it is masked, and has no norm."""
+_MASKING_STATES = frozenset({AssignmentState.SHARED, AssignmentState.UPLOADING})
+"""States in which a client of a secure aggregation has the masks for its update."""
 
 
 class ReceivedUpdate(NamedTuple):
     """An update that is complete, valid and durable."""
 
     size_bytes: int
-    norm: float
+    norm: float | None
 
 
 class ReportIntake:
@@ -58,6 +61,9 @@ class ReportIntake:
         Raises `RefusedError`.
         """
         services = self._services
+        if (refusal := self._refuse_unmasked(assignment)) is not None:
+            await self._reject(assignment, refusal)
+            raise RefusedError(Code.STALE_ASSIGNMENT, refusal.text)
         await self._check_size(assignment, header.size_bytes)
         started = await services.runner.submit(UploadStarted(*assignment.id))
         if not started.accepted:
@@ -92,6 +98,9 @@ class ReportIntake:
             request.digest,
             self._limits.metrics,
         )
+        if self._is_secure(assignment):
+            masked = report_validation.validate_secure_claims(request.num_examples, request.metrics)
+            verdict = self._refuse_unmasked(assignment) or masked
         if not verdict.accepted:
             return await self._reject(assignment, verdict)
         if assignment.kind is AttemptKind.TRAIN:
@@ -124,6 +133,9 @@ class ReportIntake:
                 )
                 if job.spec.flower is not None:
                     validate = report_validation.validate_message
+                if job.spec.secure_aggregation is not None:
+                    setup = await services.secure.setup(job, assignment.key)
+                    validate = functools.partial(report_validation.validate_masked, setup=setup)
                 # One thread call for all steps: for a small update, switching threads costs more than the work.
                 return await services.spool.run_in_thread(
                     assignment.id, receive_update, services.spool, assignment.id, digest, request.update, validate
@@ -145,10 +157,26 @@ class ReportIntake:
         current = self._services.runner.coordinator.find(*assignment.id)
         return current is not None and current.is_busy
 
+    def _is_secure(self, assignment: Assignment) -> bool:
+        job = self._services.jobs.state(assignment.key.job_id)
+        return job.spec.secure_aggregation is not None and assignment.kind is AttemptKind.TRAIN
+
+    def _refuse_unmasked(self, assignment: Assignment) -> Verdict | None:
+        """Return the refusal of an update of a client that cannot have masked it, so that it is never stored."""
+        attempt = self._services.jobs.state(assignment.key.job_id).open_attempt
+        collects = attempt is not None and attempt.phase is AttemptPhase.COLLECTING
+        if not self._is_secure(assignment) or (collects and assignment.state in _MASKING_STATES):
+            return None
+        return Verdict(
+            Reason.REJECTED_MESSAGE, "the update came before the client had its masks; call SecureStep first"
+        )
+
     async def _size_limit(self, assignment: Assignment) -> int:
         job = self._services.jobs.state(assignment.key.job_id)
         if job.spec.flower is not None:
             return job.spec.flower.max_reply_bytes(job.latest.size_bytes)
+        if job.spec.secure_aggregation is not None:
+            return encoding.file_bytes(await self._services.secure.setup(job, assignment.key))
         try:
             async with self._services.blobs.local(job.latest.digest) as (base,):
                 return report_validation.size_limit(base, job.spec.compression.uplink)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from fedplat.rounds import AssignmentId, JobState, Participation, warm_start
 from fedplat.rounds.states import ENDED_JOBS, AttemptKind, Reason
+from fedplat_server.aggregation.secure_attempts import SecureAttempts
 from fedplat_server.auth.addresses import Origins
 from fedplat_server.auth.audit_limits import BoundedAudit
 from fedplat_server.auth.authentication import Authenticator
@@ -160,6 +161,7 @@ class Services:
     chunks: Chunks
     inline_models: InlineModels
     spool: Spool
+    secure: SecureAttempts
     evaluation: EvaluationScheduler
     quotas: Quotas
     origins: Origins

@@ -22,7 +22,15 @@ from fedplat_server.tracing import ids
 
 SCOPE = "fedplat_server"
 """The name of the library that makes the spans."""
-_PHASES = {AttemptPhase.SELECTING: "select", AttemptPhase.COLLECTING: "collect", AttemptPhase.COMMITTING: "commit"}
+_PHASES = {
+    AttemptPhase.SELECTING: "select",
+    AttemptPhase.ADVERTISING: "advertise",
+    AttemptPhase.SHARING: "share",
+    AttemptPhase.COLLECTING: "collect",
+    AttemptPhase.CONFIRMING: "confirm",
+    AttemptPhase.UNMASKING: "unmask",
+    AttemptPhase.COMMITTING: "commit",
+}
 _FAILED = frozenset({AssignmentState.FAILED, AssignmentState.REJECTED, AssignmentState.LATE})
 
 
