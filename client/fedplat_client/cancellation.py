@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from types import FrameType
 
-from fedplat.wire.v1 import model_pb2
+from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client.errors import Cancelled
 
 
@@ -30,6 +30,12 @@ class Stop:
     text: str
     by_server: bool = False
     retry: model_pb2.RetryWindow | None = None
+
+
+def read_stop(refusal: fleet_pb2.Refusal) -> Stop:
+    """Return the stop that a server orders."""
+    text = refusal.text or f"the server stopped the task ({reason_name(refusal.reason)})"
+    return Stop(refusal.reason, text, by_server=True, retry=refusal.retry if refusal.HasField("retry") else None)
 
 
 class StopSignal:

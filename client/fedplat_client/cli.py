@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 import click
 
 from fedplat import texts, user_code
 from fedplat.errors import FedplatError, PluginError, TicketError
 from fedplat.loaded_plugins import parse_plugins
+from fedplat.secure_aggregation.options import MAX_GROUP, MIN_GROUP
 from fedplat.wire import process_tuning
 from fedplat_client._auth import tickets
 from fedplat_client._version import __version__
@@ -22,6 +23,7 @@ from fedplat_client.errors import DataDirectoryError
 from fedplat_client.options import ClientOptions
 from fedplat_client.task import Task
 
+_Decorator: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]
 _PARTITION_LABELS = ("partition_id", "num_partitions")
 _LEVELS = ("debug", "info", "warning", "error")
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -56,15 +58,23 @@ class _FieldFormatter(logging.Formatter):
         return "\n".join(_printable(line) for line in super().formatException(ei).split("\n"))
 
 
-class _ClientCommandOptions(TypedDict):
+class _IdentityOptions(TypedDict):
     ticket: str | None
     ticket_file: Path | None
     server: str | None
     population: str | None
+    data_dir: Path | None
+
+
+class _ClientCommandOptions(_IdentityOptions):
     plugins: tuple[str, ...]
     labels: tuple[str, ...]
-    data_dir: Path | None
     mtls: bool
+    require_secure_aggregation: bool
+    require_local_noise: bool
+    min_secure_clients: int
+    min_secure_threshold: float
+    trusted_clients: Path | None
     max_tasks: int | None
     log_level: str
 
@@ -94,7 +104,7 @@ def main() -> None:
     """Entry point of the command."""
 
 
-_OPTIONS = (
+_IDENTITY_OPTIONS = (
     click.option(
         "--ticket",
         metavar="TICKET",
@@ -120,6 +130,14 @@ _OPTIONS = (
         help="Population to use, if the data directory has identities for several.",
     ),
     click.option(
+        "--data-dir", type=click.Path(path_type=Path, file_okay=False), help="Directory for identity and models."
+    ),
+)
+"""The options of each command: which client it is."""
+
+_RUN_OPTIONS = (
+    *_IDENTITY_OPTIONS,
+    click.option(
         "--plugin",
         "plugins",
         multiple=True,
@@ -129,14 +147,46 @@ _OPTIONS = (
     ),
     click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Add a label; repeatable."),
     click.option(
-        "--data-dir", type=click.Path(path_type=Path, file_okay=False), help="Directory for identity and models."
-    ),
-    click.option(
         "--mtls",
         is_flag=True,
         envvar="FEDPLAT_MTLS",
         show_envvar=True,
         help="Authenticate with a client certificate, on the server's mTLS port, instead of signing each call.",
+    ),
+    click.option(
+        "--require-secure-aggregation",
+        is_flag=True,
+        envvar="FEDPLAT_REQUIRE_SECURE_AGGREGATION",
+        show_envvar=True,
+        help="Refuse to train without secure aggregation, so that the server never sees an update of this client.",
+    ),
+    click.option(
+        "--require-local-noise",
+        is_flag=True,
+        envvar="FEDPLAT_REQUIRE_LOCAL_NOISE",
+        show_envvar=True,
+        help='Refuse to train unless the client adds noise to its update itself: [privacy] trust = "none".',
+    ),
+    click.option(
+        "--min-secure-clients",
+        type=click.IntRange(MIN_GROUP, MAX_GROUP),
+        default=MIN_GROUP,
+        show_default=True,
+        help="Smallest number of clients in a sum of secure aggregation.",
+    ),
+    click.option(
+        "--min-secure-threshold",
+        type=click.FloatRange(0.5, 1.0),
+        default=0.5,
+        show_default=True,
+        help="Smallest threshold of secure aggregation: the part of the clients that have to collude with the server "
+        "to read an update.",
+    ),
+    click.option(
+        "--trusted-clients",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="File with the public keys of the clients that may take part in a secure aggregation with this one, one "
+        "in each line as the command identity shows it; default: any client.",
     ),
     click.option("--max-tasks", type=click.IntRange(min=0), help="Stop after this many tasks."),
     click.option("--log-level", type=click.Choice(_LEVELS), default="info", show_default=True),
@@ -144,10 +194,13 @@ _OPTIONS = (
 """The options of each command that runs a client."""
 
 
-def _add_options(command: Callable[..., None]) -> Callable[..., None]:
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+def _add_options(options: Sequence[_Decorator]) -> _Decorator:
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 @main.command(help="Run a client until stopped. A module may be given as a file: /path/to/file.py:function.")
@@ -157,7 +210,7 @@ def _add_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option(
     "--evaluator", "evaluators", multiple=True, metavar="[NAME=]MODULE:FUNCTION", help="Add an evaluator; repeatable."
 )
-@_add_options
+@_add_options(_RUN_OPTIONS)
 def run(**options: Unpack[_RunOptions]) -> None:
     """Run a client."""
     _run(options, lambda: _create_client(options))
@@ -181,10 +234,33 @@ def run(**options: Unpack[_RunOptions]) -> None:
     metavar="KEY=VALUE",
     help="Change a value of [tool.flwr.app.config]; repeatable.",
 )
-@_add_options
+@_add_options(_RUN_OPTIONS)
 def flower(**options: Unpack[_FlowerOptions]) -> None:
     """Run a ClientApp."""
     _run(options, lambda: _create_flower_client(options))
+
+
+@main.command(
+    help="Show the public key that identifies the client, for the file of --trusted-clients of other clients. Before "
+    "the first start, create the key."
+)
+@_add_options(_IDENTITY_OPTIONS)
+def identity(**options: Unpack[_IdentityOptions]) -> None:
+    """Show a public key, as a line of the file of trusted clients."""
+    arguments: _ClientArguments = {
+        "labels": {},
+        "data_dir": options["data_dir"],
+        "options": ClientOptions(),
+        "plugins": {},
+    }
+    try:
+        client = _open_client(options, arguments)
+        key = client.load_public_key()
+    except (ValueError, TicketError) as exc:
+        raise _UsageError(str(exc)) from exc
+    except DataDirectoryError as exc:
+        raise click.ClickException(_printable(str(exc))) from exc
+    click.echo(key)
 
 
 def _run(options: _ClientCommandOptions, create: Callable[[], Client]) -> None:
@@ -212,7 +288,7 @@ def _create_client(options: _RunOptions) -> Client:
     if not (options["trainers"] or options["evaluators"]):
         raise _UsageError("there is nothing to do; give at least one --trainer or --evaluator")
     try:
-        client = _open_client(options, dict(_parse_label(text) for text in options["labels"]))
+        client = _open_client(options, _read_arguments(options))
         for spec in options["trainers"]:
             client.add_trainer(*_load("--trainer", spec))
         for spec in options["evaluators"]:
@@ -240,7 +316,7 @@ def _create_flower_client(options: _FlowerOptions) -> Client:
         data_dir = options["data_dir"]
         place = f"{platform.node()}:{data_dir.resolve() if data_dir is not None else ''}"
         trainer = FlowerTrainer(app=app, node_config=node_config, node_id=node_id(place))  # the same after a restart
-        client = _open_client(options, labels)
+        client = _open_client(options, _read_arguments(options))
         client.add_trainer(options["name"] or app.name, trainer)
         client.add_evaluator(options["name"] or app.name, trainer.evaluate)
     except PluginError as exc:
@@ -250,15 +326,25 @@ def _create_flower_client(options: _FlowerOptions) -> Client:
     return client
 
 
-def _open_client(options: _ClientCommandOptions, labels: dict[str, str]) -> Client:
-    """Open the client named by the ticket or the options; without either, the one enrolled in the data directory."""
-    server, population = options["server"], options["population"]
-    given: _ClientArguments = {
-        "labels": labels,
+def _read_arguments(options: _ClientCommandOptions) -> _ClientArguments:
+    return {
+        "labels": dict(_parse_label(text) for text in options["labels"]),
         "data_dir": options["data_dir"],
-        "options": ClientOptions(mtls=options["mtls"]),
+        "options": ClientOptions(
+            mtls=options["mtls"],
+            require_secure_aggregation=options["require_secure_aggregation"],
+            require_local_noise=options["require_local_noise"],
+            min_secure_clients=options["min_secure_clients"],
+            min_secure_threshold=options["min_secure_threshold"],
+            trusted_clients=options["trusted_clients"],
+        ),
         "plugins": parse_plugins(options["plugins"]),
     }
+
+
+def _open_client(options: _IdentityOptions, given: _ClientArguments) -> Client:
+    """Open the client named by the ticket or the options; without either, the one enrolled in the data directory."""
+    server, population = options["server"], options["population"]
     ticket = tickets.find(options["ticket"], options["ticket_file"])
     if ticket is not None:
         if (server or ticket.server, population or ticket.population) != (ticket.server, ticket.population):

@@ -140,6 +140,13 @@ class Client:
         """Register an evaluator and return it. Raises `ValueError` if the name is taken."""
         return _register(self._evaluators, "evaluator", name, function)
 
+    def load_public_key(self) -> str:
+        """Return the public key that identifies this client, hexadecimal, for `trusted_clients` of other clients.
+
+        Before the client's first start, create the key. Raises `DataDirectoryError`.
+        """
+        return self._directory.load_public_key(self._ticket).hex()
+
     def stop(self) -> None:
         """Make `run` return soon; a stopped client cannot run again. Callable from any thread at any time.
 
@@ -224,6 +231,7 @@ class Client:
                 evaluators=self._evaluators,
                 options=self._options,
                 stop=self._stop,
+                key=key,
                 plugins=self._plugins.table,
             )
             endpoints = Endpoints(signed, connection)

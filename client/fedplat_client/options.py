@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from fedplat import wire
+from fedplat.secure_aggregation.messages import KEY_BYTES
+from fedplat.secure_aggregation.options import MAX_GROUP, MIN_GROUP
+from fedplat.secure_aggregation.participant import ParticipantLimits
 from fedplat_client.cancellation import StopSignal
 
 
@@ -16,12 +21,15 @@ from fedplat_client.cancellation import StopSignal
 class ClientOptions:
     """Times in seconds, sizes in bytes.
 
+    The options of secure aggregation are the limits of the client's owner: the client refuses assignments beyond them
+    before it trains (`UNSAFE_AGGREGATION`), whatever the server and the job say.
+
     `rng`, `wait` and `clock` are the client's randomness and time; tests replace them. `wait(signal, seconds)` waits
     until the signal is set, at most `seconds`, and returns whether it is set.
     """
 
     check_in_wait_s: float = 60.0
-    """How long a check-in waits at the server for an assignment."""
+    """How long a check-in waits at the server for an assignment, and a step of secure aggregation for the next one."""
     call_timeout_s: float = 30.0
     """How long the server may take to answer."""
     first_backoff_s: float = wire.FIRST_BACKOFF_S
@@ -37,9 +45,23 @@ class ClientOptions:
     """Largest model that is downloaded; a larger one fails the assignment (`TRANSFER_FAILED`)."""
     mtls: bool = False
     """Authenticate with a short-lived certificate instead of signing each call."""
+    require_secure_aggregation: bool = False
+    """Refuse to train without secure aggregation, so that the server never receives an update that it can read."""
+    require_local_noise: bool = False
+    """Refuse to train unless the client itself adds noise to its update: `[privacy] trust = "none"`."""
+    min_secure_clients: int = MIN_GROUP
+    """Smallest number of updates in a sum of secure aggregation, 3 to 1,000."""
+    min_secure_threshold: float = 0.5
+    """Smallest `threshold` of `[secure_aggregation]`, 0.5 to 1: the part of the clients with shares of this client's
+    secrets that have to collude with the server to read its update."""
+    trusted_clients: Collection[str] | os.PathLike[str] | None = None
+    """Public keys of the clients that may take part in a secure aggregation with this one, as `fedplat-client identity`
+    shows them, or a file with one in each line; otherwise the server could add clients of its own. None: any client."""
     rng: random.Random = field(default_factory=random.SystemRandom)
     wait: Callable[[StopSignal, float], bool] = StopSignal.wait
     clock: Callable[[], float] = time.monotonic
+
+    _trusted_keys: frozenset[bytes] | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         for name in ("check_in_wait_s", "call_timeout_s", "first_backoff_s", "max_backoff_s"):
@@ -54,3 +76,55 @@ class ClientOptions:
             number: int = getattr(self, name)
             if number < least:
                 raise ValueError(f"{name} is {number}; expected at least {least}")
+        if not MIN_GROUP <= self.min_secure_clients <= MAX_GROUP:
+            raise ValueError(
+                f"min_secure_clients is {self.min_secure_clients}; expected at least {MIN_GROUP} and "
+                f"at most {MAX_GROUP}"
+            )
+        if not 0.5 <= self.min_secure_threshold <= 1.0:
+            raise ValueError(
+                f"min_secure_threshold is {self.min_secure_threshold}; expected at least 0.5 and at most 1"
+            )
+        if self.trusted_clients is not None:
+            keys = _parse_keys(_read_lines(self.trusted_clients))
+            if len(keys) + 1 < self.min_secure_clients:
+                raise ValueError(
+                    f"trusted_clients has {len(keys)} public keys; expected at least "
+                    f"{self.min_secure_clients - 1} besides the client's own, because of min_secure_clients"
+                )
+            object.__setattr__(self, "_trusted_keys", keys)
+
+    def secure_limits(self, own_key: bytes) -> ParticipantLimits:
+        """Return the owner's limits for secure aggregations; `own_key` is the client's public key."""
+        trusted = None if self._trusted_keys is None else self._trusted_keys | {own_key}
+        return ParticipantLimits(self.min_secure_clients, self.min_secure_threshold, trusted)
+
+
+def _read_lines(trusted: Collection[str] | os.PathLike[str]) -> Iterable[str]:
+    if isinstance(trusted, str):
+        raise ValueError("trusted_clients is text; expected a set of public keys, or a Path of a file with them")
+    if not isinstance(trusted, os.PathLike):
+        return trusted
+    try:
+        return Path(trusted).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ValueError(f"trusted_clients: {os.fspath(trusted)} cannot be read: {exc}") from exc
+
+
+def _parse_keys(lines: Iterable[str]) -> frozenset[bytes]:
+    """Parse public keys, one in each line; a comment begins with #."""
+    keys: set[bytes] = set()
+    for line in lines:
+        text = line.partition("#")[0].strip()
+        try:
+            key = bytes.fromhex(text)
+        except ValueError:
+            key = b""
+        if text and len(key) != KEY_BYTES:
+            raise ValueError(
+                f"trusted_clients has {text[:100]!r}; expected a public key of {2 * KEY_BYTES} hexadecimal digits, "
+                "as fedplat-client identity shows it"
+            )
+        if key:
+            keys.add(key)
+    return frozenset(keys)

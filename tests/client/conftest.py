@@ -15,6 +15,8 @@ from fedplat.wire.v1 import model_pb2
 from fedplat_client import Client, ClientOptions
 from fedplat_client.cancellation import StopSignal
 from support.fake_fleet import FakeFleet, serving
+from support.secure_cohort import Cohort, MakeCohort, make_setup
+from support.secure_fleet import SecureFleet
 
 MakeClient = Callable[..., Client]
 
@@ -74,5 +76,15 @@ def make_client(fleet: FakeFleet, tmp_path: Path, delays: list[float]) -> MakeCl
         given = ClientOptions(**({"rng": random.Random(0), "wait": wait, "inline_limit_bytes": 0} | options))  # type: ignore[arg-type]
         text, labels = fleet.ticket.to_text(), {"region": "eu"}
         return Client.from_ticket(text, labels=labels, data_dir=data_dir, options=given, plugins=plugins)
+
+    return make
+
+
+@pytest.fixture
+def make_cohort(base: Parameters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeCohort:
+    def make(size: int = 4, model: Parameters = base, **options: object) -> Cohort:
+        cohort = Cohort(SecureFleet(make_setup(model, **options), size), model, tmp_path, monkeypatch)  # type: ignore[arg-type]
+        cohort.assign()
+        return cohort
 
     return make

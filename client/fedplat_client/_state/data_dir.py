@@ -143,6 +143,13 @@ class DataDirectory:
                 f"or delete {self._identity} to enroll as a new client"
             ) from exc
 
+    def load_public_key(self, ticket: Ticket | None = None) -> bytes:
+        """Return the client's public key, also while the client runs; before its first start, create its identity."""
+        if self._identity.exists() and self._key.exists():
+            return self.load_signing_key(_read(self._identity)).public
+        with self.lock():
+            return self.load_signing_key(self.load_identity(ticket)).public
+
     def load_tls_key(self) -> bytes:
         """Return the private key for TLS, PEM; create and store it if necessary.
 

@@ -19,13 +19,17 @@ from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import spans
 from fedplat_client._auth.calls import Connection
 from fedplat_client._state.client_state import ClientStateStore
+from fedplat_client._state.keys import SigningKey
 from fedplat_client._state.model_cache import ModelCache
 from fedplat_client._state.privacy_ledger import PrivacyLedger
 from fedplat_client._state.residuals import Residuals
 from fedplat_client._state.two_phase import SentReport, WasMerged
-from fedplat_client._work import encoding, transfer
+from fedplat_client._work import encoding, secure, transfer
+from fedplat_client._work.failures import AssignmentFailedError
 from fedplat_client._work.heartbeat import Heartbeat
+from fedplat_client._work.merge_check import make_merge_check
 from fedplat_client._work.model_download import DownloadedModel, Downloader
+from fedplat_client._work.secure import SecureExchange
 from fedplat_client._work.transfer import Content
 from fedplat_client.backoff import retry
 from fedplat_client.cancellation import Stop, StopSignal, reason_name
@@ -33,7 +37,6 @@ from fedplat_client.errors import (
     CallError,
     CallRefusedError,
     Cancelled,
-    ClientError,
     IdentityError,
     ServerUnavailableError,
     TransferError,
@@ -43,7 +46,6 @@ from fedplat_client.task import Control, EvaluateFunction, EvaluateResult, Scala
 
 _TEXT_LIMIT = 500
 _FAIL_ATTEMPTS = 3
-_MERGE_CHECK_ATTEMPTS = 3
 _FAIL_TIMEOUT_S = 5.0
 _DEADLINES = frozenset({model_pb2.REASON_TRAIN_TIMEOUT, model_pb2.REASON_UPLOAD_TIMEOUT})
 # The answer to a report when a crash of the server has lost the end of the upload.
@@ -63,14 +65,6 @@ class CheckInResult:
     retry: model_pb2.RetryWindow | None = None
 
 
-class _AssignmentFailedError(ClientError):
-    """The client gives up the assignment; `reason` is reported to the server."""
-
-    def __init__(self, reason: model_pb2.Reason.ValueType, text: str) -> None:
-        super().__init__(text)
-        self.reason = reason
-
-
 @dataclass(frozen=True, kw_only=True)
 class AssignmentWorker:
     """Runs one assignment after the other; `stop` is the client's own signal."""
@@ -84,6 +78,7 @@ class AssignmentWorker:
     evaluators: Mapping[str, EvaluateFunction]
     options: ClientOptions
     stop: StopSignal
+    key: SigningKey
     plugins: Plugins = BUILTIN
 
     def run(self, assignment: fleet_pb2.Assignment) -> CheckInResult:
@@ -93,12 +88,18 @@ class AssignmentWorker:
         span = functools.partial(spans.start, assignment.traceparent)
         _logger.info("The task started.", extra=fields)
         try:
-            request, content = self._produce(assignment, control, span)
+            exchange = secure.open_exchange(assignment, self.key, self.connection, control)
+            request, content = self._produce(assignment, exchange, control, span)
             with span("report"):
-                return self._report(request, content, control, fields)
+                outcome = self._report(request, content, control, fields)
+            if exchange is not None and not outcome.failed:
+                del request, content  # the update is at the server; the other clients may take long
+                with span("unmask"), self._stoppable(control):
+                    exchange.unmask()
+            return outcome
         except Cancelled:
             stop = control.signal.stop
-        except _AssignmentFailedError as exc:
+        except AssignmentFailedError as exc:
             stop = control.signal.stop or Stop(exc.reason, str(exc)[:_TEXT_LIMIT])
         except (KeyboardInterrupt, SystemExit):
             self.stop.set(client_stopped())
@@ -108,31 +109,23 @@ class AssignmentWorker:
         fields["reason"] = reason_name(stop.reason)
         if stop.by_server:
             _logger.info("The server stopped the task: %s", stop.text, extra=fields)
-            return CheckInResult(failed=False, retry=stop.retry)
+            return CheckInResult(failed=stop.reason == model_pb2.REASON_REJECTED_MESSAGE, retry=stop.retry)
         _logger.warning("The task failed: %s", stop.text, extra=fields)
         if stop.reason not in _DEADLINES:  # the server's deadline has passed already
             self._fail(assignment.token, stop)
         return CheckInResult(failed=True)
 
     def _produce(
-        self, assignment: fleet_pb2.Assignment, control: Control, span: spans.Start
+        self, assignment: fleet_pb2.Assignment, exchange: SecureExchange | None, control: Control, span: spans.Start
     ) -> tuple[fleet_pb2.ReportRequest, Content | None]:
         """Do everything up to the report, with heartbeats."""
-        run = self._function(assignment)
-        self._codec(assignment)  # fail before the training if the codec is unknown
         heartbeat = Heartbeat(self.connection, assignment.token, assignment.heartbeat_s, control)
         with self._stoppable(control), heartbeat:
-            with span("download"):
-                base, working = self._model(assignment, control)
-            merged = _make_merge_check(self.connection, self.options, control)
-            training = assignment.task != fleet_pb2.TASK_EVALUATE
-            client_state = self.client_states.open(assignment.job_id, merged, training=training)
-            with span("train" if training else "evaluate"):
-                result = run(self._task(assignment, working, client_state, control))
-            request = fleet_pb2.ReportRequest(
-                token=assignment.token, num_examples=result.num_examples, metrics=result.metrics
-            )
-            content = self._content(assignment, result, base, merged) if isinstance(result, TrainResult) else None
+            request, content, client_state = self._compute(assignment, exchange, control, span)
+            if exchange is not None:
+                control.trained = True
+                with span("share"):
+                    content = exchange.mask()
             if content is not None:
                 control.trained = True
                 self._stage_client_state(assignment, content, client_state)
@@ -140,6 +133,35 @@ class AssignmentWorker:
                     self._attach_update(request, content, control)
         control.signal.check()
         return request, content
+
+    def _compute(
+        self, assignment: fleet_pb2.Assignment, exchange: SecureExchange | None, control: Control, span: spans.Start
+    ) -> tuple[fleet_pb2.ReportRequest, Content | None, ClientState]:
+        """Run the trainer or the evaluator.
+
+        With an `exchange`, it has the update afterwards, and the copies of the model are freed when this returns.
+        """
+        run = self._function(assignment)
+        self._codec(assignment)  # fail before the training if the codec is unknown
+        with span("download"):
+            base, working = self._model(assignment, control)
+        if exchange is not None:
+            exchange.check_model(base)
+        merged = make_merge_check(self.connection, self.options, control)
+        training = assignment.task != fleet_pb2.TASK_EVALUATE
+        client_state = self.client_states.open(assignment.job_id, merged, training=training)
+        with span("train" if training else "evaluate"):
+            result = run(self._task(assignment, working, client_state, control))
+        request = fleet_pb2.ReportRequest(
+            token=assignment.token, num_examples=result.num_examples, metrics=result.metrics
+        )
+        if not isinstance(result, TrainResult):
+            return request, None, client_state
+        if exchange is None:
+            return request, self._content(assignment, result, base, merged), client_state
+        exchange.encode(_fit_model(lambda: result.to_update(base)), result)
+        # The number of examples and the metrics are part of the masked vector.
+        return fleet_pb2.ReportRequest(token=assignment.token, num_examples=1), None, client_state
 
     def _stoppable(self, control: Control) -> contextlib.AbstractContextManager[None]:
         """Stop the task if the client is stopped within the block."""
@@ -177,7 +199,7 @@ class AssignmentWorker:
             )
         except (TransferError, ModelError, OSError) as exc:
             control.signal.check()
-            raise _AssignmentFailedError(
+            raise AssignmentFailedError(
                 model_pb2.REASON_TRANSFER_FAILED, f"the model could not be loaded: {exc}"
             ) from exc
 
@@ -193,7 +215,7 @@ class AssignmentWorker:
         try:
             return encoding.encode(assignment, update, Format(codec, base.schema), seed, self.residuals, merged)
         except (CodecError, PluginError, UserCodeError) as exc:
-            raise _AssignmentFailedError(
+            raise AssignmentFailedError(
                 model_pb2.REASON_TRAINER_ERROR, f"the trainer's result cannot be encoded: {exc}"
             ) from exc
 
@@ -202,7 +224,7 @@ class AssignmentWorker:
         try:
             return options_from_text(assignment.uplink, self.plugins) if assignment.uplink else None
         except CodecError as exc:
-            raise _AssignmentFailedError(model_pb2.REASON_UNKNOWN_CODEC, str(exc)) from exc
+            raise AssignmentFailedError(model_pb2.REASON_UNKNOWN_CODEC, str(exc)) from exc
 
     def _stage_client_state(
         self, assignment: fleet_pb2.Assignment, content: Content, client_state: ClientState
@@ -215,7 +237,7 @@ class AssignmentWorker:
                 return
         except (OSError, ModelError) as exc:
             problem = str(exc)
-        raise _AssignmentFailedError(
+        raise AssignmentFailedError(
             model_pb2.REASON_TRAINER_ERROR, f"the client state of the job cannot be stored: {problem}"
         )
 
@@ -232,7 +254,7 @@ class AssignmentWorker:
             transfer.upload(self.connection, token, content, control)
         except TransferError as exc:
             control.signal.check()
-            raise _AssignmentFailedError(model_pb2.REASON_TRANSFER_FAILED, str(exc)) from exc
+            raise AssignmentFailedError(model_pb2.REASON_TRANSFER_FAILED, str(exc)) from exc
 
     def _report(
         self,
@@ -285,7 +307,7 @@ def _fit_model(convert: Callable[[], Update]) -> Update:
     try:
         return convert()
     except ModelError as exc:
-        raise _AssignmentFailedError(
+        raise AssignmentFailedError(
             model_pb2.REASON_TRAINER_ERROR, f"the trainer's result does not fit the model: {exc}"
         ) from exc
 
@@ -293,7 +315,7 @@ def _fit_model(convert: Callable[[], Update]) -> Update:
 def _find_trainer(functions: Mapping[str, Function], kind: str, name: str) -> Function:
     if name not in functions:
         available = ", ".join(sorted(functions)) or "none"
-        raise _AssignmentFailedError(
+        raise AssignmentFailedError(
             model_pb2.REASON_UNKNOWN_TRAINER, f"the client has no {kind} {name!r}; available: {available}"
         )
     return functions[name]
@@ -316,7 +338,7 @@ def _call(function: Callable[[Task], Result], task: Task, expected: type[Result]
             _logger.exception("The trainer %r raised an error.", task.name)
         limited = isinstance(exc, PrivacyLimitError)
         reason = model_pb2.REASON_PRIVACY_LIMIT if limited else model_pb2.REASON_TRAINER_ERROR
-        raise _AssignmentFailedError(reason, str(exc) if limited else f"{type(exc).__name__}: {exc}") from exc
+        raise AssignmentFailedError(reason, str(exc) if limited else f"{type(exc).__name__}: {exc}") from exc
     task.control.signal.check()
     return result
 
@@ -337,20 +359,3 @@ def _fields(assignment: fleet_pb2.Assignment) -> dict[str, object]:
     }
     trace_id = spans.read_trace_id(assignment.traceparent)
     return fields | {"trace_id": trace_id} if trace_id else fields
-
-
-def _make_merge_check(connection: Connection, options: ClientOptions, control: Control) -> WasMerged:
-    """Return a function that queries the server, once per report, whether it was merged. It raises `Cancelled`."""
-
-    @functools.cache
-    def was_merged(sent: SentReport) -> bool:
-        """Report again: after the end of an attempt, only merged updates get a receipt."""
-        request = fleet_pb2.ReportRequest(token=sent.token, digest=sent.digest)
-        try:
-            answer = retry(lambda: connection.report(request), options, control.signal, attempts=_MERGE_CHECK_ATTEMPTS)
-        except (CallRefusedError, ServerUnavailableError):
-            control.signal.check()
-            return False
-        return answer.HasField("receipt")
-
-    return was_merged

@@ -9,7 +9,7 @@ from types import TracebackType
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._auth.calls import Connection
 from fedplat_client.backoff import Backoff
-from fedplat_client.cancellation import Stop, StopSignal, reason_name
+from fedplat_client.cancellation import Stop, StopSignal, read_stop
 from fedplat_client.errors import CallError, Cancelled, IdentityError
 from fedplat_client.task import Control
 
@@ -77,10 +77,7 @@ class Heartbeat:
         request = fleet_pb2.HeartbeatRequest(token=self._token, progress=self._control.fraction, wait_s=wait_s)
         response = self._connection.heartbeat(request, self._ended)
         if response.HasField("stop"):
-            refusal = response.stop
-            retry = refusal.retry if refusal.HasField("retry") else None
-            text = refusal.text or f"the server stopped the task ({reason_name(refusal.reason)})"
-            self._control.signal.set(Stop(refusal.reason, text, by_server=True, retry=retry))
+            self._control.signal.set(read_stop(response.stop))
         elif response.HasField("proceed"):
             proceed = response.proceed
             self._control.adjust(proceed.remaining_s, uploading=proceed.uploading)

@@ -1,0 +1,216 @@
+"""A client's part in a secure aggregation: the steps of the protocol as calls to the server.
+
+`fedplat.secure_aggregation.participant` has the protocol and its checks, and `encoding` turns the update into integers.
+All secrets are in the memory of this process only: a client that is restarted in between drops out of the attempt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Generator
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fedplat.errors import SecureAggregationError
+from fedplat.model import Parameters
+from fedplat.secure_aggregation import encoding
+from fedplat.secure_aggregation.participant import Participant
+from fedplat.secure_aggregation.setup import Setup
+from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client._auth.calls import Connection
+from fedplat_client._state.keys import SigningKey
+from fedplat_client._work.failures import AssignmentFailedError
+from fedplat_client._work.transfer import Content
+from fedplat_client.backoff import retry
+from fedplat_client.cancellation import read_stop
+from fedplat_client.errors import CallRefusedError, ServerUnavailableError
+from fedplat_client.options import ClientOptions
+from fedplat_client.task import Control, TrainResult
+
+_MAX_SETUP_BYTES = 65_536
+# A server that answers long polls at once would make a busy loop.
+_MIN_POLL_S = 0.1
+
+Vector: TypeAlias = npt.NDArray[np.uint32]
+
+
+class SecureExchange:
+    """The secure aggregation of one attempt: `encode` and `mask` before the report, `unmask` after it.
+
+    Methods raise `AssignmentFailedError` if a message of the server must not be accepted, and `Cancelled`.
+    """
+
+    def __init__(
+        self, setup: Setup, participant: Participant, connection: Connection, token: str, control: Control
+    ) -> None:
+        self._setup = setup
+        self._participant = participant
+        self._connection = connection
+        self._token = token
+        self._control = control
+        self._vector: Vector | None = None
+
+    def check_model(self, model: Parameters) -> None:
+        """Check that the setup is for a model of this size, before the training."""
+        size, expected = self._setup.encoding.size, model.schema.num_floating
+        if size != expected:
+            raise AssignmentFailedError(
+                model_pb2.REASON_UNSAFE_AGGREGATION,
+                f"the secure aggregation is for {size} entries; the model has {expected} floating-point entries",
+            )
+
+    def encode(self, update: Parameters, result: TrainResult) -> None:
+        """Encode an update with its weight and metrics; only this vector is kept of it, and only until it is masked."""
+        try:
+            self._vector = encoding.encode(
+                self._setup.encoding, update.to_vector(), result.num_examples, result.metrics, os.urandom
+            )
+        except SecureAggregationError as exc:
+            raise AssignmentFailedError(
+                model_pb2.REASON_TRAINER_ERROR, f"the trainer's result cannot be encoded: {exc}"
+            ) from exc
+
+    def mask(self) -> Content:
+        """Exchange keys and shares with the other clients, and return the file with the masked vector."""
+        vector, self._vector = self._vector, None
+        assert vector is not None
+        with _unsafe_messages():
+            _, roster = self._send({"roster"}, keys=self._participant.advertise())
+            _, held = self._send({"shares"}, shares=self._participant.share(roster))
+            self._participant.mask(held, vector)
+        return Content(tuple(memoryview(part) for part in encoding.write_file(self._setup, vector)))
+
+    def unmask(self) -> None:
+        """Wait for the survivors, and send the shares that remove the masks from their sum."""
+        # The deadline so far was that of the upload; the other clients have the time until then, and that of the step.
+        remaining_s = max(self._control.remaining_s, 0.0)
+        self._control.adjust(remaining_s + self._setup.options.step_s, uploading=False)
+        with _unsafe_messages():
+            kind, content = self._send({"survivors", "unmask", "done"})
+            if kind == "survivors":
+                kind, content = self._send({"unmask", "done"}, confirmation=self._participant.confirm(content))
+            if kind == "unmask":  # else the answers of other clients were enough
+                self._send({"done"}, answer=self._participant.answer(content))
+
+    def _send(self, expected: Collection[str], **message: bytes) -> tuple[str, bytes]:
+        """Send the message of a step until the server has the input of the next one; return its kind and content."""
+        control, options = self._control, self._control.options
+        request = fleet_pb2.SecureStepRequest(token=self._token, wait_s=options.check_in_wait_s, **message)  # type: ignore[arg-type]
+        while True:
+            began = options.clock()
+            response = self._call(request)
+            kind = response.WhichOneof("outcome")
+            if kind == "waiting":
+                # The upload time that is added is the time for a server that restarts at the end of the step.
+                control.adjust(response.waiting.remaining_s, uploading=False)
+                if (early_s := began + _MIN_POLL_S - options.clock()) > 0:
+                    control.wait(early_s)
+            elif kind == "refusal":
+                control.signal.set(read_stop(response.refusal))
+                control.signal.check()
+            elif kind is not None and kind in expected:
+                return kind, b"" if kind == "done" else getattr(response, kind)
+            else:
+                raise SecureAggregationError(
+                    f"the server answered a step of the secure aggregation with {kind or 'nothing'}; "
+                    f"expected {' or '.join(sorted(expected))}"
+                )
+
+    def _call(self, request: fleet_pb2.SecureStepRequest) -> fleet_pb2.SecureStepResponse:
+        """Make one call until the server answers or the deadline passes; the same bytes again change nothing."""
+        control = self._control
+
+        def check_deadline(exc: ServerUnavailableError) -> None:
+            if control.remaining_s <= 0:
+                control.expire()
+            control.signal.check()
+
+        try:
+            return retry(
+                lambda: self._connection.secure_step(request, control.signal),
+                control.options,
+                control.signal,
+                recover=check_deadline,
+            )
+        except ServerUnavailableError:
+            control.signal.check()  # without a limit of attempts, only the signal ends the retries
+            raise
+        except CallRefusedError as exc:
+            raise AssignmentFailedError(
+                model_pb2.REASON_TRANSFER_FAILED, f"the server refuses a step of the secure aggregation: {exc}"
+            ) from exc
+
+
+def open_exchange(
+    assignment: fleet_pb2.Assignment, key: SigningKey, connection: Connection, control: Control
+) -> SecureExchange | None:
+    """Return the client's part in the secure aggregation of a training; None if the assignment has none.
+
+    Raises `AssignmentFailedError` if the client's owner does not allow the assignment.
+    """
+    options = control.options
+    if assignment.task == fleet_pb2.TASK_EVALUATE:
+        return None
+    with _unsafe_messages():
+        if not assignment.secure_setup:
+            if options.require_secure_aggregation or options.require_local_noise:
+                raise SecureAggregationError(
+                    "the owner of this client allows training only with secure aggregation; the job has none"
+                )
+            return None
+        setup = _read_setup(assignment, options)
+        limits = options.secure_limits(key.public)
+        participant = Participant(setup, key.public, key.sign, limits)
+        return SecureExchange(setup, participant, connection, assignment.token, control)
+
+
+def _read_setup(assignment: fleet_pb2.Assignment, options: ClientOptions) -> Setup:
+    """Decode the setup of an assignment, and check it against the assignment and the owner's limits."""
+    if len(assignment.secure_setup) > _MAX_SETUP_BYTES:
+        raise SecureAggregationError(
+            f"the setup of the secure aggregation has {len(assignment.secure_setup)} bytes; "
+            f"expected at most {_MAX_SETUP_BYTES}"
+        )
+    setup = Setup.from_bytes(assignment.secure_setup)
+    for name, value, expected in (
+        ("job", setup.job_id, assignment.job_id),
+        ("round", setup.round, assignment.round),
+        ("attempt", setup.attempt, assignment.attempt),
+        ("model digest", setup.model_digest, assignment.model.digest),
+    ):
+        if value != expected:
+            raise SecureAggregationError(
+                f"the secure aggregation is for the {name} {value!r}; the assignment is for {expected!r}"
+            )
+    _check_encoding(setup)
+    if setup.minimum < options.min_secure_clients:
+        raise SecureAggregationError(
+            f"the job unmasks sums of {setup.minimum} clients; the owner of this client requires at least "
+            f"{options.min_secure_clients}: raise minimum_fraction or the goal in [selection]"
+        )
+    if options.require_local_noise and setup.encoding.noise is None:
+        raise SecureAggregationError(
+            "the owner of this client allows only updates to which the client adds noise; "
+            'the job needs [privacy] trust = "none"'
+        )
+    return setup
+
+
+def _check_encoding(setup: Setup) -> None:
+    """Check that the client encodes its update as the job's options say."""
+    options, encoding_ = setup.options, setup.encoding
+    metrics = tuple((name, *options.metrics[name]) for name in sorted(options.metrics))
+    if (encoding_.bits, encoding_.modulus, encoding_.metrics) != (options.bits, options.modulus, metrics):
+        raise SecureAggregationError("the encoding of the secure aggregation does not have the job's options")
+
+
+@contextlib.contextmanager
+def _unsafe_messages() -> Generator[None]:
+    """Translate the refusal of a server's message into the failure of the assignment."""
+    try:
+        yield
+    except SecureAggregationError as exc:
+        raise AssignmentFailedError(model_pb2.REASON_UNSAFE_AGGREGATION, str(exc)) from exc
