@@ -16,11 +16,11 @@ import numpy as np
 
 import fedplat
 from fedplat.errors import JobFileError
-from fedplat.job import JobSpec, find_mechanism
+from fedplat.job import JobSpec, charges, find_mechanism
 from fedplat.learner import ArrayLearner
 from fedplat.model import Parameters
 from fedplat.plugins import digests
-from fedplat.privacy.cost import Cost, cost_of
+from fedplat.privacy.cost import Cost, cost_of, cost_of_charges
 from fedplat.simulation.data import Dataset, Federation
 from fedplat.simulation.engines.registry import AutoOptions
 from fedplat.simulation.recording import folder as folders
@@ -28,6 +28,7 @@ from fedplat.simulation.recording.result import AttemptResult, Result
 from fedplat.simulation.report import frames, page, plots
 from fedplat.simulation.report.comparison import Comparison, compare_results
 from fedplat.simulation.report.progress import ProgressEstimate, ShowProgress, show_bar
+from fedplat.simulation.report.secure import SecureSummary, summarize_costs
 from fedplat.simulation.report.statistics import CONFIDENCE
 from fedplat.simulation.report.summary import Series, Summary, series, summarize
 from fedplat.simulation.run import run as play
@@ -35,7 +36,7 @@ from fedplat.simulation.run_folder import Observer, RunFolderOptions, open_run_f
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import SimulationFile
 from fedplat.simulation.scenario.options import SimulationOptions
-from fedplat.simulation.setup import Setup, prepare
+from fedplat.simulation.setup import RunSetup, prepare
 from fedplat.toml_text import format_toml
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
     from fedplat.pytorch.training import Learner
 
-PlotName = Literal["accuracy", "time", "participation", "staleness", "data"]
+PlotName = Literal["accuracy", "time", "participation", "staleness", "secure", "data"]
 FORMAT = 1
 """The version of the format of `results.json`; it changes when a program that reads the file would break."""
 
@@ -68,7 +69,8 @@ class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
 class Run:
     """A finished simulation: all numbers (`result`), the most important ones (`summary`), and the data.
 
-    `privacy` is the privacy cost that the releases of a private job would have in production.
+    `privacy` is the privacy cost that the releases of a private job would have in production, and `secure` what clients
+    and server pay for a secure aggregation.
     """
 
     file: SimulationFile
@@ -77,6 +79,7 @@ class Run:
     computed: SimulatedRun
     federation: Federation | None = None
     privacy: Cost | None = None
+    secure: SecureSummary | None = None
 
     @property
     def model(self) -> Parameters | None:
@@ -97,6 +100,7 @@ class Run:
             "computed": msgspec.to_builtins(self.computed),
             **({"classes": list(self.federation.classes)} if self.federation and self.federation.classes else {}),
             **({"privacy": msgspec.to_builtins(self.privacy)} if self.privacy is not None else {}),
+            **({"secure_aggregation": msgspec.to_builtins(self.secure)} if self.secure is not None else {}),
         }
         return folders.finite(numbers)
 
@@ -246,7 +250,7 @@ def compare(
 
 def execute(
     file: SimulationFile,
-    setup: Setup,
+    setup: RunSetup,
     observe: Observer,
     run_folder: RunFolderOptions | None = None,
     on_replayed: Callable[[], object] = lambda: None,
@@ -277,7 +281,8 @@ def execute(
         summary=summary,
         computed=computed,
         federation=setup.federation,
-        privacy=find_cost(len(result.rounds)) if find_cost is not None else None,
+        privacy=_cost_of(setup, result),
+        secure=summarize_costs(result, runs_protocol=setup.simulation.runs_protocol),
     )
     if run_folder is not None:
         run.save(run_folder.folder)
@@ -285,7 +290,18 @@ def execute(
     return run
 
 
-def _cost_function(setup: Setup) -> Callable[[int], Cost] | None:
+def _cost_of(setup: RunSetup, result: Result) -> Cost | None:
+    """Return the cost of a run's releases; None if the job is not private."""
+    spec, find_cost = setup.simulation.spec, _cost_function(setup)
+    mechanism = find_mechanism(spec)
+    if spec.privacy is None or mechanism is None or find_cost is None:
+        return None
+    if spec.privacy.trust == "none":
+        return cost_of_charges(spec.privacy, mechanism, charges(spec, result.unmasked))
+    return find_cost(len(result.rounds))
+
+
+def _cost_function(setup: RunSetup) -> Callable[[int], Cost] | None:
     """Return the function of the cost of a number of releases; None if the job is not private."""
     privacy, mechanism = setup.simulation.spec.privacy, find_mechanism(setup.simulation.spec)
     if privacy is None or mechanism is None:

@@ -12,34 +12,60 @@ their assignment, stop at an abort, and check in again at once, or after a back-
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from fedplat.job import JobSpec
+from fedplat.job.secure import num_groups
 from fedplat.rounds import AttemptKey, Change, Context, Coordinator, JobState, Proposal, Verdict
-from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, Restart, RunWarmStart
+from fedplat.rounds.commands import (
+    Abandon,
+    Abort,
+    Assign,
+    Command,
+    Commit,
+    Fold,
+    NextStep,
+    Refuse,
+    Restart,
+    RunWarmStart,
+)
 from fedplat.rounds.events import (
     AssignmentFailed,
     Event,
     JobAction,
+    KeysAdvertised,
+    MasksAnswered,
     OperatorCommand,
+    SharesSent,
+    SurvivorsConfirmed,
     TimerFired,
     UpdateRejected,
     UpdateReported,
     UploadStarted,
 )
-from fedplat.rounds.states import AssignmentState, JobStatus, Reason
+from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.device import DeviceAssignment, Load, Planner
 from fedplat.simulation.clients.event_queue import EventQueue
 from fedplat.simulation.clients.idle import IdleClients
 from fedplat.simulation.federated.interface import TrainingModel
 from fedplat.simulation.recording.statistics import RunStatistics
+from fedplat.simulation.secure.costs import KEYS_BYTES
+from fedplat.simulation.secure.steps import SecureStep, StepPlanner
 
 Trace = Callable[[Sequence[Event], float, Proposal], None]
-_PLANS, _COORDINATOR, _CLIENTS = range(1, 4)
+_PLANS, _COORDINATOR, _CLIENTS, _DROP_OUTS = range(1, 5)
+_STEP_EVENTS: Mapping[AttemptPhase, Callable[[AttemptKey, str, bytes], Event]] = {
+    AttemptPhase.ADVERTISING: KeysAdvertised,
+    AttemptPhase.SHARING: SharesSent,
+    AttemptPhase.CONFIRMING: SurvivorsConfirmed,
+    AttemptPhase.UNMASKING: MasksAnswered,
+}
+_AFTER_REPORT = (AttemptPhase.CONFIRMING, AttemptPhase.UNMASKING)
+_TIMEOUTS = (Reason.TRAIN_TIMEOUT, Reason.STEP_TIMEOUT, Reason.UPLOAD_TIMEOUT)
 
 
 class Tokens:
@@ -74,6 +100,12 @@ class Driver:
         self._idle = IdleClients(fleet, spec, _rng(seed, _CLIENTS))
         load = Load(float(spec.config.get("epochs", 1)), spec.config.get("partial_work") is True)
         self._planner = Planner(fleet, load, int(_rng(seed, _PLANS).integers(2**63)))
+        self._steps: StepPlanner | None = None
+        if spec.secure_aggregation is not None:
+            drop_outs = int(_rng(seed, _DROP_OUTS).integers(2**63))
+            self._steps = StepPlanner(spec, fleet, training.num_entries, drop_outs)
+        self._under_way: dict[int, SecureStep] = {}
+        self._away_s = fleet.options.away_s
         self._queue: EventQueue[tuple[Callable[[Any], Event | None], Any]] = EventQueue()
         self._tasks: dict[int, DeviceAssignment] = {}
         self._settled: AttemptKey | None = None
@@ -143,22 +175,85 @@ class Driver:
         """Take a client offline without a report; when it is back, it reclaims its assignment if that is still open."""
         if not task.is_over:
             self._statistics.lost += 1
+            self._count_dropped(task)
             self._end(task)
             self._idle.schedule_check_ins(np.array([task.client]), np.array([task.returns_at]))
 
     def _record(self, event: Event) -> Event:
         return event
 
+    def _take_step(self, step: SecureStep) -> Event | None:
+        task = step.task
+        if task.is_over or self._under_way.get(task.client) is not step:  # a later phase has begun meanwhile
+            return None
+        return _STEP_EVENTS[step.phase](task.key, task.client_id, self._training.take_step(task))
+
+    def _begin_step(self, command: NextStep) -> None:
+        """Plan the steps of clients in the phase of a secure aggregation that has begun."""
+        attempt, steps = self.job.attempt, self._steps
+        assert attempt is not None
+        assert steps is not None
+        if (attempt.key, attempt.phase) != (command.key, command.phase):
+            return  # another event of the batch has ended the attempt
+        self._training.begin_step(attempt)
+        if attempt.phase is AttemptPhase.UNMASKING:
+            self._statistics.on_unmasking(num_groups(self._spec), steps.server_s(attempt))
+        for step in steps.plan(attempt, self._tasks, self.now):
+            task = step.task
+            task.phase, self._under_way[task.client] = step.phase, step
+            if step.gone_at < np.inf:
+                task.returns_at = min(task.returns_at, step.gone_at + self._away_s)
+                self._queue.put(step.gone_at, (self._go_offline, task))
+            if step.phase is not AttemptPhase.COLLECTING:
+                self._queue.put(step.at, (self._take_step, step))
+                continue
+            task.report_at = step.at
+            uploads = step.uploads_at < np.inf
+            self._queue.put(min(step.uploads_at, step.at), (self._upload if uploads else self._report, task))
+
+    def _count_dropped(self, task: DeviceAssignment) -> None:
+        if self._steps is not None and task.kind is AttemptKind.TRAIN:
+            self._statistics.on_dropped(task)
+
     def _deliver_verdicts(self, events: Sequence[Event], verdicts: Sequence[Verdict]) -> None:
-        """Answer reports and failures; their clients are idle again."""
+        """Answer messages, reports and failures. A client is idle again after its last one, or if it was refused."""
         for event, verdict in zip(events, verdicts, strict=True):
             if isinstance(event, UpdateReported | UpdateRejected | AssignmentFailed):
-                task = self._tasks.pop(int(event.client_id))
+                task = self._tasks[int(event.client_id)]
                 accepted = isinstance(event, UpdateReported) and verdict.accepted
-                task.is_over = True
+                if accepted and (step := self._under_way.get(task.client)) is not None:
+                    task.client_task = None  # the update is with the server, while the client still has to answer
+                    self._complete_step(step)
+                    continue
                 if not accepted:
+                    self._count_dropped(task)
                     self._training.drop(task)
-                self._idle.on_finished(task.client, self.now, failed=not accepted)
+                self._finish(task, failed=not accepted)
+            elif isinstance(event, KeysAdvertised | SharesSent | SurvivorsConfirmed | MasksAnswered):
+                step = self._under_way[int(event.client_id)]
+                if verdict.accepted:
+                    self._complete_step(step)
+                elif step.phase is not AttemptPhase.CONFIRMING:  # else it still has to answer
+                    self._training.drop(step.task)
+                    self._finish(step.task, failed=False)
+
+    def _complete_step(self, step: SecureStep) -> None:
+        assert self._steps is not None
+        self._statistics.on_step(step)
+        del self._under_way[step.task.client]
+        if step.phase is AttemptPhase.UNMASKING:
+            self._finish(step.task, failed=False)
+        else:
+            step.task.phase = self._steps.phase_after(step.phase)
+
+    def _finish(self, task: DeviceAssignment, *, failed: bool) -> None:
+        self._forget(task)
+        self._idle.on_finished(task.client, self.now, failed=failed)
+
+    def _forget(self, task: DeviceAssignment) -> None:
+        task.is_over = True
+        del self._tasks[task.client]
+        self._under_way.pop(task.client, None)
 
     def _apply_changes(self, changes: Sequence[Change]) -> None:
         """Count stored changes; a committed version becomes the one to train on."""
@@ -171,8 +266,16 @@ class Driver:
             if attempt is None or attempt.is_open or attempt.key == self._settled:
                 continue
             self._settled = attempt.key
+            self._release_survivors(attempt.key)
             version = change.job.latest.version if change.version is not None else None
             self._statistics.on_attempt_ended(change.job, attempt, self._training.settle(attempt.key, version))
+
+    def _release_survivors(self, key: AttemptKey) -> None:
+        """Release the clients that still wait to be asked for their shares, or whose answer was not needed."""
+        if self._steps is not None:
+            for task in [task for task in self._tasks.values() if task.key == key and task.phase in _AFTER_REPORT]:
+                self._training.drop(task)
+                self._finish(task, failed=False)
 
     def _apply_commands(self, commands: Sequence[Command]) -> None:
         assigns: list[Assign] = []
@@ -190,16 +293,15 @@ class Driver:
         if assigns:
             self._assign(assigns)
 
-    def _carry_out(self, command: Abort | Fold | Restart | Commit | RunWarmStart | Abandon) -> None:
+    def _carry_out(self, command: Abort | Fold | NextStep | Restart | Commit | RunWarmStart | Abandon) -> None:
         match command:
             case Abort():
-                task = self._tasks.get(int(command.client_id))
-                if task is not None and task.key == command.key:  # else the client is offline
-                    self._end(task)
-                    self._idle.on_finished(task.client, self.now, failed=False)
+                self._abort(command)
             case Fold():
                 if (failed := self._training.fold(command)) is not None:
                     self._queue.put(self.now, (self._record, failed))
+            case NextStep():
+                self._begin_step(command)
             case Restart():
                 self._training.restart(command)
             case Commit():
@@ -210,14 +312,25 @@ class Driver:
             case Abandon():
                 pass  # `settle` has discarded the updates of the attempt
 
+    def _abort(self, command: Abort) -> None:
+        task = self._tasks.get(int(command.client_id))
+        if task is None or task.key != command.key:
+            return  # the client is offline
+        if command.reason in _TIMEOUTS:
+            self._count_dropped(task)
+        self._end(task)
+        self._idle.on_finished(task.client, self.now, failed=False)
+
     def _end(self, task: DeviceAssignment) -> None:
-        task.is_over = True
-        del self._tasks[task.client]
+        self._forget(task)
         self._training.drop(task)
 
     def _assign(self, assigns: Sequence[Assign]) -> None:
         until = self._idle.on_assigned(np.array([int(command.client_id) for command in assigns]))
-        tasks, bytes_down = self._planner.plan(assigns, self.now, until, self._training.sizes)
+        sizes = self._training.sizes
+        if self._steps is not None:  # the first message of a client has its keys
+            sizes = sizes._replace(update=float(KEYS_BYTES))
+        tasks, bytes_down = self._planner.plan(assigns, self.now, until, sizes)
         for task, size in zip(tasks, bytes_down.tolist(), strict=True):
             self._statistics.on_assigned(task.key, self.now, size)
             self._tasks[task.client] = task
@@ -226,7 +339,10 @@ class Driver:
                 continue
             if task.gone_at < np.inf:
                 self._queue.put(task.gone_at, (self._go_offline, task))
-            if task.begins_upload_at < np.inf:
+            if self._steps is not None and task.kind is AttemptKind.TRAIN:
+                step = self._under_way[task.client] = self._steps.plan_first(task)
+                self._queue.put(step.at, (self._take_step, step))
+            elif task.begins_upload_at < np.inf:
                 self._queue.put(task.begins_upload_at, (self._upload, task))
             else:
                 self._queue.put(task.report_at, (self._report, task))

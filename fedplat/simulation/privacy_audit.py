@@ -25,7 +25,7 @@ from fedplat.privacy.cost import Cost
 from fedplat.simulation import api
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
 from fedplat.simulation.run_folder import Observer
-from fedplat.simulation.setup import Setup
+from fedplat.simulation.setup import RunSetup
 
 MIN_CANARIES = 20
 """The smallest number of canaries: guesses about fewer prove nothing."""
@@ -168,7 +168,7 @@ def add_canaries(spec: JobSpec, engine: Engine, num_canaries: int, seed: int) ->
 
 def run_audit(
     file: api.SimulationFile,
-    setup: Setup,
+    setup: RunSetup,
     *,
     num_canaries: int = 0,
     confidence: float = 0.95,

@@ -14,16 +14,23 @@ import numpy as np
 from fedplat.errors import ModelError, ReplayError
 from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters
+from fedplat.rounds import AttemptKey
+from fedplat.secure_aggregation import encoding
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.driver import Driver, Trace
 from fedplat.simulation.engines.interface import Engine
-from fedplat.simulation.federated.interface import NoTraining, TrainingModel
+from fedplat.simulation.federated.interface import NoTraining, TrainingModel, count_entries
 from fedplat.simulation.federated.training import RealTraining
 from fedplat.simulation.recording.replay_log import ReplayLog
 from fedplat.simulation.recording.result import Result
 from fedplat.simulation.recording.statistics import Observer, RunStatistics, count_staleness, measure_groups
 from fedplat.simulation.scenario import unsupported
-from fedplat.simulation.scenario.options import YEAR_S
+from fedplat.simulation.scenario.options import YEAR_S, SecureMode
+from fedplat.simulation.secure.protocol import ModelledProtocol, SecureProtocol
+from fedplat.simulation.secure.sums import setup_of
+
+MAX_REAL = 1000
+"""The largest cohort whose secure aggregation is computed with its cryptography, unless the simulation has `"real"`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,7 +40,7 @@ class Simulation:
     With an `engine` clients really train: the job begins with the model `initial`, extended by the entries that the
     job's rule stores in the model. The clients of the engine are those of the fleet, and its numbers of examples
     replace the fleet's. Without an engine only the schedule is simulated, for a model of `model_bytes`. The run ends
-    with the job, or after `until_s` virtual seconds.
+    with the job, or after `until_s` virtual seconds. `secure_aggregation` is that of `SimulationOptions`.
     """
 
     spec: JobSpec
@@ -43,6 +50,14 @@ class Simulation:
     seed: int = 0
     model_bytes: float = 1e6
     until_s: float = YEAR_S
+    secure_aggregation: SecureMode = "auto"
+
+    @property
+    def runs_protocol(self) -> bool:
+        """True if the cryptography of a secure aggregation is computed."""
+        if self.spec.secure_aggregation is None or self.engine is None or self.secure_aggregation == "model":
+            return False
+        return self.secure_aggregation == "real" or self.spec.selection.target <= MAX_REAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +89,14 @@ def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
         training: TrainingModel
         learning: RealTraining | None = None
         if engine is None:
-            training = NoTraining(_model_bytes(simulation))
+            training = NoTraining(_model_bytes(simulation), _masked_bytes(simulation))
         else:
             if simulation.initial is None:
                 raise ValueError("a simulation with an engine needs an initial model")
             fleet = fleet.with_examples([engine.num_examples(client) for client in range(engine.num_clients)])
-            training = learning = RealTraining(spec, engine, _extend_initial(spec, simulation.initial), simulation.seed)
+            first = _extend_initial(spec, simulation.initial)
+            protocol = _build_protocol(simulation)
+            training = learning = RealTraining(spec, engine, first, simulation.seed, protocol)
             if hooks.journal is not None:
                 journal = ReplayLog(
                     learning,
@@ -110,6 +127,7 @@ def drive(simulation: Simulation, fleet: Fleet, training: TrainingModel, hooks: 
         staleness=count_staleness(statistics.attempts),
         groups=measure_groups(fleet, participation),
         participation=participation,
+        unmasked=driver.job.unmasked,
     )
 
 
@@ -143,6 +161,22 @@ def _extend_initial(spec: JobSpec, initial: Parameters) -> Parameters:
         return build_rule(spec).requirements.extend(initial)
     except ModelError as exc:
         raise ValueError(f"the initial model does not fit the job's rule: {exc}") from exc
+
+
+def _build_protocol(simulation: Simulation) -> SecureProtocol:
+    if not simulation.runs_protocol:
+        return ModelledProtocol()
+    from fedplat.simulation.secure.real import RealProtocol
+
+    return RealProtocol(simulation.seed)
+
+
+def _masked_bytes(simulation: Simulation) -> int | None:
+    """Return the size of a masked update; None without secure aggregation."""
+    if simulation.spec.secure_aggregation is None:
+        return None
+    setup = setup_of(simulation.spec, AttemptKey("", 1, 1), 0, count_entries(_model_bytes(simulation)))
+    return encoding.file_bytes(setup)
 
 
 def _model_bytes(simulation: Simulation) -> float:

@@ -33,7 +33,7 @@ OnProgress = Callable[[str], object]
 
 
 @dataclasses.dataclass(frozen=True)
-class Setup:
+class RunSetup:
     """A simulation that is ready to run; `federation` is None without data, `engine` is the engine's name or "none".
 
     `algorithm` are the options of the clients' local algorithm; None without training.
@@ -58,7 +58,7 @@ def prepare(
     data: Federation | Dataset | None = None,
     learner: Learner | ArrayLearner | None = None,
     on_progress: OnProgress = lambda text: None,
-) -> Generator[Setup]:
+) -> Generator[RunSetup]:
     """Build all parts; the engine's processes end with the block.
 
     `on_progress` gets a text before a slow step, and for each key of `[config]` that no training reads.
@@ -81,10 +81,16 @@ def prepare(
     if clients_data is not None:
         clients_data = _hold_out(file, clients_data)
         fleet = fleet.with_examples(clients_data.sizes(), clients_data.sizes_held_out())
-    simulation = Simulation(spec=calibrate(file.job), fleet=fleet, seed=options.seed, until_s=options.until_s)
+    simulation = Simulation(
+        spec=calibrate(file.job),
+        fleet=fleet,
+        seed=options.seed,
+        until_s=options.until_s,
+        secure_aggregation=options.secure_aggregation,
+    )
     if not options.training:
         size = options.model_bytes or initial.of_job(file.job, file.folder).schema.file_size_bytes
-        yield Setup(dataclasses.replace(simulation, model_bytes=float(size)), clients_data, "none", 0)
+        yield RunSetup(dataclasses.replace(simulation, model_bytes=float(size)), clients_data, "none", 0)
         return
     if clients_data is None:
         raise JobFileError(
@@ -100,7 +106,7 @@ def prepare(
     workers = getattr(engine, "num_workers", 0) or options.workers or len(os.sched_getaffinity(0))
     simulation = dataclasses.replace(simulation, engine=engine, initial=initial_model)
     with contextlib.closing(engine):
-        yield Setup(simulation, clients_data, name_of(options.engine), workers, algorithm)
+        yield RunSetup(simulation, clients_data, name_of(options.engine), workers, algorithm)
 
 
 def load_data(file: SimulationFile, on_progress: OnProgress = lambda text: None) -> Federation | None:

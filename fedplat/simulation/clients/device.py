@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.rounds.commands import Assign
-from fedplat.rounds.states import AttemptKind
+from fedplat.rounds.states import AttemptKind, AttemptPhase
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.availability import Clients
 from fedplat.simulation.clients.distributions import Floats, hash_uniform, hashed_normal
@@ -38,7 +38,8 @@ class DeviceAssignment:
 
     It reports at `report_at`, unless it fails at `fails_at` or goes offline at `gone_at` (both infinite: never).
     `begins_upload_at` is infinite if the update is part of the report. `in_time`: the report meets its deadlines.
-    `client_task` is the engine's task, once it has begun.
+    `client_task` is the engine's task, once it has begun. With secure aggregation, the first message of a client has
+    its keys, not its update; `phase` is that of the next message.
     """
 
     client_id: str
@@ -57,6 +58,7 @@ class DeviceAssignment:
     fraction: float
     client_task: ClientTask | None = None
     is_over: bool = False
+    phase: AttemptPhase = AttemptPhase.ADVERTISING
 
     @property
     def id(self) -> AssignmentId:

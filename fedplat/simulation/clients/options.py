@@ -23,9 +23,10 @@ class FleetOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
     Of all assignments the share `fails` ends with an error that the client reports, the share `vanishes` with a client
     that goes offline silently for `away_s`, and the share `stragglers` has time for a uniformly drawn part of its local
-    steps only. `trace`: a CSV or JSON-lines file, relative to the simulation file, with one device a line; its columns
-    replace the distributions. `availability_trace`: such a file with spells of availability, repeated every `repeat_s`
-    (0: never).
+    steps only. In each step of secure aggregation after the training, the share `drops_out` of its clients goes offline
+    in the same way. `trace`: a CSV or JSON-lines file, relative to the simulation file, with one device a line; its
+    columns replace the distributions. `availability_trace`: such a file with spells of availability, repeated every
+    `repeat_s` (0: never).
 
     A check-in waits `wait_s` for an assignment. Check-ins reach the coordinator in batches, `batch_s` after the first
     of each, or when something else happens (0: each at its own moment). All clients check in for the first time within
@@ -45,6 +46,7 @@ class FleetOptions(Struct, frozen=True, forbid_unknown_fields=True):
     vanishes: Share = 0.0
     away_s: Seconds = 600.0
     stragglers: Share = 0.0
+    drops_out: Share = 0.0
     trace: str = ""
     availability_trace: str = ""
     repeat_s: Seconds = 0.0

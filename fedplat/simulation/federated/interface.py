@@ -7,7 +7,7 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from fedplat.rounds import AttemptKey, JobState, ModelVersion
+from fedplat.rounds import Attempt, AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold, Restart, RunWarmStart
 from fedplat.rounds.events import (
     AggregationFailed,
@@ -18,6 +18,7 @@ from fedplat.rounds.events import (
 )
 from fedplat.rounds.states import AttemptKind
 from fedplat.simulation.clients.device import DeviceAssignment, Sizes
+from fedplat.simulation.secure.protocol import stand_in
 
 Report = UpdateReported | UpdateRejected
 
@@ -65,6 +66,19 @@ class TrainingModel(Protocol):
         """Compute the version of an attempt."""
         ...
 
+    @property
+    def num_entries(self) -> int:
+        """The number of floating-point entries of the model, of a job with secure aggregation."""
+        raise AssertionError
+
+    def begin_step(self, attempt: Attempt) -> None:
+        """Give clients what they need for the phase of a secure aggregation that an attempt has begun."""
+        raise AssertionError(attempt)
+
+    def take_step(self, task: DeviceAssignment) -> bytes:
+        """Return the message that a client sends in its phase of a secure aggregation; a report is another call."""
+        raise AssertionError(task)
+
     def warm_start(self, command: RunWarmStart) -> AttemptAggregated:
         """Compute version 1 without clients. Only Flower apps do: `unsupported.check` refuses other such jobs."""
         raise AssertionError(command)
@@ -79,13 +93,22 @@ def make_version_zero(sizes: Sizes) -> ModelVersion:
     return ModelVersion(version=0, round=0, attempt=0, digest="version-0", size_bytes=int(sizes.model))
 
 
+def count_entries(model_bytes: float) -> int:
+    """Return the number of float32 entries of a model of this size."""
+    return max(1, int(model_bytes) // 4)
+
+
 class NoTraining(TrainingModel):
-    """No training: clients report the fleet's numbers of examples, and versions have no model."""
+    """No training: clients report the fleet's numbers of examples, and versions have no model.
+
+    With secure aggregation, a masked update has `masked_bytes`.
+    """
 
     one_at_a_time = False
 
-    def __init__(self, model_bytes: float) -> None:
-        self._sizes = Sizes(model_bytes, model_bytes)
+    def __init__(self, model_bytes: float, masked_bytes: int | None = None) -> None:
+        self._sizes = Sizes(model_bytes, model_bytes if masked_bytes is None else masked_bytes)
+        self._is_secure = masked_bytes is not None
 
     @property
     @override
@@ -103,7 +126,21 @@ class NoTraining(TrainingModel):
     @override
     def report(self, task: DeviceAssignment) -> Report:
         update_bytes = int(self.sizes.update) if task.kind is AttemptKind.TRAIN else 0
-        return UpdateReported(task.key, task.client_id, "update", task.examples, update_bytes=update_bytes)
+        num_examples = 1.0 if self._is_secure and task.kind is AttemptKind.TRAIN else task.examples
+        return UpdateReported(task.key, task.client_id, "update", num_examples, update_bytes=update_bytes)
+
+    @property
+    @override
+    def num_entries(self) -> int:
+        return count_entries(self._sizes.model)
+
+    @override
+    def begin_step(self, attempt: Attempt) -> None:
+        pass
+
+    @override
+    def take_step(self, task: DeviceAssignment) -> bytes:
+        return stand_in(task.client, task.phase)
 
     @override
     def drop(self, task: DeviceAssignment) -> None:

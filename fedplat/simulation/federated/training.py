@@ -17,14 +17,18 @@ from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters, Values, Vector
 from fedplat.plugins import name_of
 from fedplat.privacy import KEY_BYTES, Noise
-from fedplat.rounds import AssignmentId, AttemptKey, JobState, ModelVersion, Verdict, influence
+from fedplat.rounds import AssignmentId, Attempt, AttemptKey, JobState, ModelVersion, Verdict, influence
 from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated, UpdateRejected, UpdateReported
 from fedplat.rounds.states import AttemptKind
+from fedplat.secure_aggregation.encoding import Decoded
 from fedplat.simulation.clients.device import DeviceAssignment, Sizes
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
 from fedplat.simulation.federated.interface import Report, TrainingModel, make_version_zero
 from fedplat.simulation.federated.retention import UpdateRetention
+from fedplat.simulation.federated.snapshot import Snapshot
+from fedplat.simulation.secure.protocol import SecureProtocol
+from fedplat.simulation.secure.sums import MaskedUpdates
 
 _TRAINING, _CODEC, _NOISE = 1, 2, 3
 MAX_FAILURES = 20
@@ -55,31 +59,20 @@ class _OpenAttempt:
     result: tuple[Parameters, State] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
-    """The state of a job after a commit, while no update is received or folded: a stopped run resumes from it.
-
-    `models` are the latest version and those that clients in training began with; `step` is the size of the latest
-    version's encoded step, if there is one. `state`, `scalars` and `memory` belong to the rule, `residuals` to the
-    clients' codecs, and `client_states` are the client states.
-    """
-
-    version: int
-    models: Mapping[int, Parameters]
-    state: State
-    scalars: Mapping[str, float]
-    memory: bytes
-    residuals: Mapping[int, Vector]
-    client_states: Mapping[int, Mapping[str, Parameters]]
-    step: float | None
-
-
 class RealTraining(TrainingModel):
     """The models of a job and the updates of its clients, which `engine` trains."""
 
     one_at_a_time = True
 
-    def __init__(self, spec: JobSpec, engine: Engine, initial: Parameters, seed: int) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        engine: Engine,
+        initial: Parameters,
+        seed: int,
+        protocol: SecureProtocol | None = None,
+    ) -> None:
+        """Begin a job. A job with secure aggregation needs a `protocol`."""
         self.model = initial
         self._spec, self._engine, self._seed = spec, engine, seed
         self._claims_rule = build_rule(spec)
@@ -93,8 +86,11 @@ class RealTraining(TrainingModel):
         self._models: dict[int, Parameters] = {}
         self._version = 0
         self._failures: set[AttemptKey] = set()
-        size = float(initial.schema.file_size_bytes)
-        self._sizes = Sizes(size, float(self._format.max_bytes) if self._format is not None else size)
+        self._masked: MaskedUpdates | None = None
+        if spec.secure_aggregation is not None:
+            assert protocol is not None
+            self._masked = MaskedUpdates(spec, initial.schema.num_floating, seed, protocol)
+        self._sizes = self._first_sizes(initial)
         rule, _ = self._build_rule(AttemptKey(spec.name, 0, 0))
         self._state: State = rule.init(initial.schema.num_floating)
         self._scalars: Mapping[str, float] = {}
@@ -104,6 +100,21 @@ class RealTraining(TrainingModel):
     @override
     def sizes(self) -> Sizes:
         return self._sizes
+
+    @property
+    @override
+    def num_entries(self) -> int:
+        return self.model.schema.num_floating
+
+    @override
+    def begin_step(self, attempt: Attempt) -> None:
+        assert self._masked is not None
+        self._masked.begin_step(attempt)
+
+    @override
+    def take_step(self, task: DeviceAssignment) -> bytes:
+        assert self._masked is not None
+        return self._masked.take_step(task)
 
     @override
     def first_version(self) -> ModelVersion:
@@ -136,6 +147,9 @@ class RealTraining(TrainingModel):
             verdict = report_validation.validate_schema(trained.update.schema, self.model.schema)
         if not verdict.accepted:
             return _reject(task, verdict)
+        if self._masked is not None:
+            self._received[task.id] = _Update(_NOTHING, task.client_task, None)
+            return self._masked.report(task, trained)
         values, residual, size = self._encode(task, trained.update)
         norm = report_validation.measure_norm(values.to_blocks())
         if isinstance(norm, Verdict):
@@ -146,6 +160,8 @@ class RealTraining(TrainingModel):
 
     @override
     def drop(self, task: DeviceAssignment) -> None:
+        if self._masked is not None:
+            self._masked.forget(task.id)
         if task.client_task is not None:
             self._received.pop(task.id, None)
             self._drop(task.client_task)
@@ -172,6 +188,10 @@ class RealTraining(TrainingModel):
         update = self._received.pop(command.assignment, None)
         if update is None:  # dropped when the attempt closed, in the same batch
             return None
+        if self._masked is not None:
+            self._masked.fold(command.key, command.assignment)
+            attempt.folded[command.assignment] = update
+            return None
         values, base_version = update.values, update.task.version
         if attempt.rule.from_latest and base_version != self._version:
             values = rebase(values, self._models[base_version], self.model)
@@ -187,7 +207,10 @@ class RealTraining(TrainingModel):
     @override
     def commit(self, command: Commit, job: JobState) -> AttemptAggregated | AggregationFailed:
         attempt = self._open(command.key)
+        decoded: Decoded | None = None
         try:
+            if self._masked is not None:
+                decoded = self._masked.fold_mean(attempt.accumulator, job, self.model)
             reduced = attempt.accumulator.reduce_updates(
                 columns_of(self._state, self.model.schema.num_floating), self.model
             )
@@ -203,10 +226,11 @@ class RealTraining(TrainingModel):
             digest=f"version-{number}",
             size_bytes=int(self._sizes.model),
             delta_size_bytes=len(attempt.payloads[-1]) if attempt.payloads else 0,
-            num_updates=attempt.accumulator.num_updates,
-            total_weight=attempt.accumulator.total_weight,
+            num_updates=attempt.accumulator.num_updates if decoded is None else decoded.num_survivors,
+            total_weight=attempt.accumulator.total_weight if decoded is None else decoded.weight,
         )
-        return AttemptAggregated(command.key, version, attempt.accumulator.published)
+        published = attempt.accumulator.published if decoded is None else decoded.metrics
+        return AttemptAggregated(command.key, version, published)
 
     def _fail(self, key: AttemptKey, exc: Exception) -> AggregationFailed:
         """Return the failure of an attempt, or raise it if the next attempts would fail as well."""
@@ -224,6 +248,8 @@ class RealTraining(TrainingModel):
     @override
     def settle(self, key: AttemptKey, version: int | None) -> Mapping[str, float]:
         attempt = self._attempts.pop(key, None)
+        if self._masked is not None:
+            self._masked.settle(key, attempt.folded if attempt is not None else ())
         if attempt is None:
             return {}
         if version is None or attempt.result is None:
@@ -287,6 +313,12 @@ class RealTraining(TrainingModel):
         if not verdict.accepted:
             return _reject(task, verdict)
         return UpdateReported(task.key, task.client_id, "", trained.num_examples, trained.metrics)
+
+    def _first_sizes(self, initial: Parameters) -> Sizes:
+        size = float(initial.schema.file_size_bytes)
+        if self._masked is not None:
+            return Sizes(size, float(self._masked.file_bytes))
+        return Sizes(size, float(self._format.max_bytes) if self._format is not None else size)
 
     def _free(self, update: _Update) -> None:
         if self._retention is not None:

@@ -21,7 +21,7 @@ from fedplat import durable
 from fedplat.aggregate import memory_from_bytes, state_from_bytes, state_to_bytes
 from fedplat.errors import ModelError, ReplayError
 from fedplat.model import Parameters
-from fedplat.simulation.federated.training import Snapshot
+from fedplat.simulation.federated.snapshot import Snapshot
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _RECORD, _STATE, _RESIDUALS, _MEMORIES = "checkpoint.json", "state.bin", "residuals.safetensors", "memories.safetensors"

@@ -38,8 +38,8 @@ RUN, ROUNDS, RESULTS, MODEL, PARTICIPATION, EVENTS, MLFLOW, JOURNAL = (
     "journal",
 )
 
-CHANGEABLE_KEYS = re.compile(r"simulation\.(engine|workers)(\.|$)")
-"""Keys that may change when a run is resumed: they determine only where training is computed."""
+CHANGEABLE_KEYS = re.compile(r"simulation\.(engine|workers|secure_aggregation)(\.|$)")
+"""Keys that may change when a run is resumed: they determine only where training is computed, and which secrets are."""
 
 
 def write(path: Path, content: bytes) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from typing_extensions import override
 
 from fedplat.errors import ReplayError
-from fedplat.rounds import AttemptKey, JobState, ModelVersion
+from fedplat.rounds import Attempt, AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated, UpdateRejected, UpdateReported
 from fedplat.rounds.states import Reason
@@ -26,6 +26,7 @@ from fedplat.simulation.clients.device import DeviceAssignment, Sizes
 from fedplat.simulation.federated.interface import Report, TrainingModel
 from fedplat.simulation.federated.training import RealTraining
 from fedplat.simulation.recording import checkpoint
+from fedplat.simulation.secure.protocol import stand_in
 
 RecordedResult = dict[str, Any]
 ANSWERS = "answers.jsonl"
@@ -102,6 +103,21 @@ class ReplayLog(TrainingModel):
             return report
         self._expected.pop((task.client, task.number), None)
         return _to_report(task, self._take("client", task.client))
+
+    @property
+    @override
+    def num_entries(self) -> int:
+        return self._learning.num_entries
+
+    @override
+    def begin_step(self, attempt: Attempt) -> None:
+        if not self.is_replaying:
+            self._learning.begin_step(attempt)
+
+    @override
+    def take_step(self, task: DeviceAssignment) -> bytes:
+        # A checkpoint is of a moment without open attempts, so the messages before it are not read any more.
+        return stand_in(task.client, task.phase) if self.is_replaying else self._learning.take_step(task)
 
     @override
     def drop(self, task: DeviceAssignment) -> None:

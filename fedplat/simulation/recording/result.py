@@ -18,6 +18,24 @@ from fedplat.model import Parameters
 Counts = npt.NDArray[np.int64]
 
 
+class SecureCosts(Struct, frozen=True, kw_only=True):
+    """The cost of the secure aggregation of an attempt.
+
+    `groups` is the number of groups, `steps` the number of clients that took each step, by its phase, and `dropped` the
+    number of those that were lost before it or in it. `bytes_down` and `bytes_up` are those of an average client whose
+    update was added, without the model: keys, shares and the masked update. `client_s` and `server_s` are seconds of a
+    core, of such a client and of the server, by the formula of `simulation.secure.costs`.
+    """
+
+    groups: int = 0
+    steps: dict[str, int] = {}
+    dropped: dict[str, int] = {}
+    bytes_down: float = 0.0
+    bytes_up: float = 0.0
+    client_s: float = 0.0
+    server_s: float = 0.0
+
+
 class AttemptResult(Struct, frozen=True, kw_only=True):
     """One attempt that has ended: a round's, or a federated evaluation's.
 
@@ -25,7 +43,8 @@ class AttemptResult(Struct, frozen=True, kw_only=True):
     attempt. `counts` are the assignments by state (MERGED, LATE, FAILED, REJECTED, SURPLUS, DROPPED). `metrics` are the
     weighted means of the clients' metrics; `evaluation` is the score of the committed version on the central test data,
     empty if the version was not evaluated. `staleness` counts the merged updates by the number of versions committed
-    since their base version. `bytes_down` and `bytes_up` are the clients' downloads and uploads.
+    since their base version. `bytes_down` and `bytes_up` are the clients' downloads and uploads. `secure` is None
+    without secure aggregation.
     """
 
     round: int
@@ -45,6 +64,7 @@ class AttemptResult(Struct, frozen=True, kw_only=True):
     total_weight: float = 0.0
     bytes_down: float = 0.0
     bytes_up: float = 0.0
+    secure: SecureCosts | None = None
 
     @property
     def committed(self) -> bool:
@@ -109,7 +129,10 @@ class ParticipationCounts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """The result of a run. `status` is the final status of the job (RUNNING if the virtual time ended before it)."""
+    """The result of a run. `status` is the final status of the job (RUNNING if the virtual time ended before it).
+
+    `unmasked` are the survivors of attempts that are releases, if clients add the noise (`JobState.unmasked`).
+    """
 
     job: str
     seed: int
@@ -122,6 +145,7 @@ class Result:
     groups: tuple[Group, ...]
     participation: ParticipationCounts
     model: Parameters | None = None
+    unmasked: tuple[int, ...] = ()
 
     @property
     def rounds(self) -> tuple[AttemptResult, ...]:

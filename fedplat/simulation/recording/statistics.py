@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,11 +14,45 @@ from fedplat.rounds import Attempt, AttemptKey, Change, JobState
 from fedplat.rounds.states import BUSY_STATES, AssignmentState
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.availability import Clients
-from fedplat.simulation.recording.result import AttemptResult, Group, ParticipationCounts, Totals
+from fedplat.simulation.clients.device import DeviceAssignment
+from fedplat.simulation.recording.result import AttemptResult, Group, ParticipationCounts, SecureCosts, Totals
+from fedplat.simulation.secure.costs import StepCost
+from fedplat.simulation.secure.steps import SecureStep
 
 Observer = Callable[[AttemptResult], None]
 _COUNTED = (AssignmentState.MERGED, AssignmentState.LATE, AssignmentState.FAILED)
 _DECILES = 10
+
+
+class SecureStatistics:
+    """The steps of an attempt with secure aggregation."""
+
+    def __init__(self) -> None:
+        self.dropped: Counter[str] = Counter()
+        self.num_groups, self.server_s = 0, 0.0
+        self._steps: Counter[str] = Counter()
+        self._paid: dict[str, StepCost] = {}
+
+    def on_step(self, step: SecureStep) -> None:
+        """Count a step."""
+        self._steps[step.phase.value] += 1
+        client_id = step.task.client_id
+        self._paid[client_id] = self._paid.get(client_id, StepCost()).plus(step.cost)
+
+    def costs_of(self, attempt: Attempt) -> SecureCosts:
+        """Return the costs of an attempt that has ended."""
+        merged = [each.client_id for each in attempt.assignments.values() if each.state is AssignmentState.MERGED]
+        total = functools.reduce(StepCost.plus, (self._paid[each] for each in merged), StepCost())
+        bytes_down, bytes_up, client_s = (value / max(len(merged), 1) for value in total)
+        return SecureCosts(
+            groups=self.num_groups,
+            steps=dict(self._steps),
+            dropped=dict(self.dropped),
+            bytes_down=bytes_down,
+            bytes_up=bytes_up,
+            client_s=client_s,
+            server_s=self.server_s,
+        )
 
 
 class RunStatistics:
@@ -31,6 +66,7 @@ class RunStatistics:
         self._staleness: Counter[int] = Counter()
         self._collecting_at: dict[AttemptKey, float] = {}
         self._bytes = (0.0, 0.0)
+        self._secure: SecureStatistics | None = None
         self.attempts: list[AttemptResult] = []
         self.lost = self.check_ins = self.refused = self.events = self.batches = 0
         self.bytes_down = self.bytes_up = 0.0
@@ -40,6 +76,26 @@ class RunStatistics:
         self._collecting_at.setdefault(key, now)
         self.bytes_down += bytes_down
 
+    def on_step(self, step: SecureStep) -> None:
+        """Count a step of secure aggregation that a client has taken."""
+        self.bytes_down += step.cost.bytes_down
+        self.bytes_up += step.cost.bytes_up
+        self._of_secure().on_step(step)
+
+    def on_dropped(self, task: DeviceAssignment) -> None:
+        """Count a client that was lost in a secure aggregation."""
+        self._of_secure().dropped[task.phase.value] += 1
+
+    def on_unmasking(self, num_groups: int, server_s: float) -> None:
+        """Count the server's part of a secure aggregation, whose survivors are known."""
+        secure = self._of_secure()
+        secure.num_groups, secure.server_s = num_groups, server_s
+
+    def _of_secure(self) -> SecureStatistics:
+        if self._secure is None:
+            self._secure = SecureStatistics()
+        return self._secure
+
     def on_changed(self, change: Change) -> None:
         """Count the assignments that have ended, and the bytes of reports."""
         for assignment in change.assignments:
@@ -47,7 +103,8 @@ class RunStatistics:
             if state in BUSY_STATES:
                 continue
             if state is AssignmentState.REPORTED:
-                self.bytes_up += assignment.update_bytes
+                if assignment.secure is None:  # else it is part of the costs of a step
+                    self.bytes_up += assignment.update_bytes
                 continue
             self._counts[state.value] += 1
             self._assigned[int(assignment.client_id)] += 1
@@ -77,7 +134,9 @@ class RunStatistics:
             total_weight=job.latest.total_weight if committed else 0.0,
             bytes_down=self.bytes_down - self._bytes[0],
             bytes_up=self.bytes_up - self._bytes[1],
+            secure=None if self._secure is None else self._secure.costs_of(attempt),
         )
+        self._secure = None
         self._counts, self._staleness, self._bytes = Counter(), Counter(), (self.bytes_down, self.bytes_up)
         self.attempts.append(record)
         if self._observe is not None:

@@ -1,4 +1,4 @@
-"""Plots of a run (extra "plots"): accuracy, time, participation, staleness, and the distribution of data.
+"""Plots of a run (extra "plots"): accuracy, time, participation, staleness, secure aggregation, and the data.
 
 Each function draws one figure. Nothing is shown on a screen, and pyplot's global state is not changed.
 """
@@ -30,6 +30,7 @@ COLORS = (MAIN, SECOND, BAD, "#3f8f5b", "#7b5ea7", "#8a6d3b", "#4aa5a8", QUIET)
 MAX_ROWS = 200
 """The most clients in the plot of labels; of a larger fleet, this many evenly spaced clients are shown."""
 _MAX_GROUPS = 24
+_PHASES = ("ADVERTISING", "SHARING", "COLLECTING", "CONFIRMING", "UNMASKING")
 
 
 def draw(result: Result, summary: Summary, folder: Path, federation: Federation | None = None) -> list[Path]:
@@ -48,6 +49,8 @@ def pictures(result: Result, summary: Summary, federation: Federation | None) ->
         found["participation"] = lambda figure: draw_participation(figure, result)
     if any(result.staleness):
         found["staleness"] = lambda figure: draw_staleness(figure, result)
+    if any(record.secure is not None for record in result.attempts):
+        found["secure"] = lambda figure: draw_secure(figure, result)
     if federation is not None:
         found["data"] = lambda figure: draw_data(figure, federation)
     return found
@@ -237,6 +240,31 @@ def draw_staleness(figure: Figure, result: Result) -> None:
     axis.legend()
     axis.set_axisbelow(True)
     axis.grid(alpha=0.3, axis="y")
+
+
+def draw_secure(figure: Figure, result: Result) -> None:
+    """Plot what secure aggregation costs in each attempt: a client's bytes, seconds of a core, and drop-outs."""
+    costs = [record.secure for record in result.attempts if record.secure is not None]
+    numbers = np.arange(1, len(costs) + 1)
+    figure.set_size_inches(10, 6)
+    top, middle, bottom = figure.subplots(3, 1, sharex=True)
+    top.plot(numbers, [each.bytes_up / 1e6 for each in costs], color=MAIN, label="up")
+    top.plot(numbers, [each.bytes_down / 1e6 for each in costs], color=SECOND, label="down")
+    top.set_ylabel("MB of a client")
+    middle.plot(numbers, [each.client_s for each in costs], color=MAIN, label="of a client")
+    middle.plot(numbers, [each.server_s for each in costs], color=SECOND, label="of the server")
+    middle.set_ylabel("seconds of a core")
+    lost = {phase: np.array([each.dropped.get(phase, 0) for each in costs]) for phase in _PHASES}
+    labels = [phase.lower() for phase in _PHASES]
+    bottom.stackplot(numbers, *lost.values(), labels=labels, colors=COLORS[: len(lost)], step="mid")
+    bottom.set_ylabel("drop-outs")
+    bottom.set_xlabel("attempt")
+    for axis, num_columns in ((top, 2), (middle, 2), (bottom, len(lost))):
+        _legend_above(axis, num_columns)
+        axis.set_ylim(bottom=0.0)
+        axis.grid(alpha=0.3)
+    _whole_numbers(bottom)
+    figure.suptitle(f"{result.job}: secure aggregation")
 
 
 def draw_data(figure: Figure, federation: Federation) -> None:

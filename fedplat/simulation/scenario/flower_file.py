@@ -14,7 +14,7 @@ import numpy as np
 
 from fedplat.errors import JobFileError
 from fedplat.flower.app import FlowerApp
-from fedplat.job.spec import NO_PRIVACY
+from fedplat.job.checks import NO_PRIVACY
 from fedplat.model import Parameters
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import TABLE, SimulationFile

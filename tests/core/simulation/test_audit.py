@@ -18,7 +18,7 @@ from fedplat.simulation.engines.interface import ClientTask, LocalUpdate
 from fedplat.simulation.privacy_audit import Audit, add_canaries, choose_canaries, run_audit
 from fedplat.simulation.run import Simulation
 from fedplat.simulation.scenario import file as files
-from fedplat.simulation.setup import Setup
+from fedplat.simulation.setup import RunSetup
 from support.simulation.runs import DIGITS
 
 NUM_CLIENTS = 200
@@ -107,7 +107,7 @@ def run(text: str, num_canaries: int = NUM_CLIENTS) -> Audit:
     seed = file.simulation.seed
     fleet = build_fleet(FleetOptions(num_clients=NUM_CLIENTS), seed)
     simulation = Simulation(spec=calibrate(file.job), fleet=fleet, engine=engine, initial=engine.initial, seed=seed)
-    return run_audit(file, Setup(simulation, None, "loop", 1), num_canaries=num_canaries)
+    return run_audit(file, RunSetup(simulation, None, "loop", 1), num_canaries=num_canaries)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from fedplat.simulation.recording.result import AttemptResult, Result
 from fedplat.simulation.run import Hooks, Simulation, run
 from support.simulation.cases import BAD, job, make_fleet
 from support.simulation.least_squares import LeastSquares, initial
+from support.simulation.secure import UPDATES
 
 JOBS: list[dict[str, Any]] = [
     {},
@@ -26,6 +27,7 @@ JOBS: list[dict[str, Any]] = [
         "aggregation": {"rule": "fedadam"},
         "updates": {"clip_norm": 0.5},
     },
+    {"secure_aggregation": {"confirm": True}, "updates": UPDATES},
 ]
 
 

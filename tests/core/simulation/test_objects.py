@@ -325,7 +325,7 @@ def mistake(function: Any) -> str:
 def test_mistakes_are_named_by_their_keys() -> None:
     goal = Selection(goal=1)
     assert mistake(lambda: make_job("x", rounds=0, selection=Selection(goal=-1), config={}, agregation=FedAdam())) == (
-        "agregation = {…}: there is no such key; did you mean aggregation or retention?\n"
+        "agregation = {…}: there is no such key; did you mean aggregation or secure_aggregation?\n"
         "rounds = 0: expected a whole number >= 1\n"
         "model.initial = 'x': expected a path that ends in .safetensors, or module:function\n"
         "selection.goal = -1: expected a whole number >= 1"

@@ -14,12 +14,14 @@ from support.rounds import driver as rounds
 from support.simulation.cases import BAD, job, make_fleet
 from support.simulation.least_squares import LeastSquares, initial
 from support.simulation.recordings import record
+from support.simulation.secure import UPDATES
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "adaptive": {"deadlines": {"training_s": 20.0, "adaptive": {"after": 5}}, "selection": {"min_fraction": 0.9}},
     "evaluated": {"evaluation": {"every": 2, "clients": {"evaluator": "digits-eval", "goal": 3, "timeout_s": 10.0}}},
     "buffered": {"rounds": 12, "mode": {"kind": "buffered", "concurrency": 20, "max_staleness": 3}},
+    "secure": {"secure_aggregation": {"confirm": True, "threshold": 0.6}, "updates": UPDATES},
     "hopeless": {"selection": {"over_selection": 1.0, "min_fraction": 1.0}, "retry": {"max_attempts": 4}},
 }
 
