@@ -10,7 +10,15 @@ from fedplat.wire.v1 import admin_pb2
 
 FIRST_OF_COHORT = 2
 """The position of "selected": before it, clients are chosen; after it, they are lost."""
-_ENDED = (admin_pb2.ATTEMPT_PHASE_COMMITTED, admin_pb2.ATTEMPT_PHASE_ABANDONED)
+ENDED = frozenset({admin_pb2.ATTEMPT_PHASE_COMMITTED, admin_pb2.ATTEMPT_PHASE_ABANDONED})
+"""Phases of an attempt that has ended."""
+_STEPS = {
+    admin_pb2.ATTEMPT_PHASE_ADVERTISING: "have trained and sent their keys",
+    admin_pb2.ATTEMPT_PHASE_SHARING: "have sent the shares of their secrets",
+    admin_pb2.ATTEMPT_PHASE_COLLECTING: "have sent their masked update",
+    admin_pb2.ATTEMPT_PHASE_CONFIRMING: "have confirmed whose updates are in the sum",
+    admin_pb2.ATTEMPT_PHASE_UNMASKING: "have sent the shares that remove the masks",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +73,7 @@ def steps(attempt: admin_pb2.Round) -> Sequence[FunnelStep]:
 
 def largest_loss(attempt: admin_pb2.Round) -> str:
     """Return a sentence that names the step at which an attempt lost the most clients; empty if it lost none."""
-    if attempt.phase not in _ENDED:
+    if attempt.phase not in ENDED:
         return _open(attempt)
     if attempt.assigned < attempt.target and (attempt.eligible or not attempt.assigned):
         rest = f" of the {attempt.checked_in:,} that had checked in" if attempt.checked_in else ""
@@ -84,12 +92,22 @@ def largest_loss(attempt: admin_pb2.Round) -> str:
     return f"the largest loss: {count:,} of {format_count(base, 'client')} {loss}" if count else ""
 
 
+def describe_step(progress: admin_pb2.AttemptProgress) -> str:
+    """Return how far a step of secure aggregation is: `8 of 10 clients have sent ...`; empty without one."""
+    step = progress.step
+    if step.phase not in _STEPS:
+        return ""
+    return f"{step.num_done:,} of {format_count(step.num_wanted, 'client')} {_STEPS[step.phase]}"
+
+
 def _open(attempt: admin_pb2.Round) -> str:
     """Summarize an open attempt."""
     lost = attempt.late + attempt.failed + attempt.rejected + attempt.dropped
     if not attempt.assigned:
         return f"it waits for {format_count(attempt.target, 'eligible client')}" if attempt.target else ""
     text = f"{attempt.reported:,} of {attempt.goal:,} reports are there"
+    if step := describe_step(attempt.progress):
+        text = step
     if attempt.busy:
         text += f", {attempt.busy:,} of {format_count(attempt.assigned, 'client')} are at work"
     return text + (f", {lost:,} were lost" if lost else "")

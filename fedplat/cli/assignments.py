@@ -18,6 +18,8 @@ class AssignmentStateChoice(enum.StrEnum):
     """A state of an assignment, as `AssignmentDetails.state` names it."""
 
     TRAINING = "TRAINING"
+    ADVERTISED = "ADVERTISED"
+    SHARED = "SHARED"
     UPLOADING = "UPLOADING"
     REPORTED = "REPORTED"
     MERGED = "MERGED"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from fedplat.admin import funnel
 from fedplat.wire.v1 import admin_pb2
 
-_OPEN = frozenset(
-    {admin_pb2.ATTEMPT_PHASE_SELECTING, admin_pb2.ATTEMPT_PHASE_COLLECTING, admin_pb2.ATTEMPT_PHASE_COMMITTING}
-)
+_WITHOUT_PROGRESS = frozenset({admin_pb2.ATTEMPT_PHASE_SELECTING, admin_pb2.ATTEMPT_PHASE_COMMITTING, *funnel.ENDED})
+"""Phases in which no client works for an attempt."""
 _ENDED_JOB = frozenset({"COMPLETED", "FAILED", "CANCELLED"})
 _COUNTED = {
     "late": ("LATE",),
@@ -92,7 +92,7 @@ class AttemptTable:
             setattr(attempt, field, max(0, sum(states[name] for name in names)))
         if event.to_state == "MERGED":
             self._merged.append(event)
-        if attempt.phase in _OPEN:
+        if attempt.phase not in funnel.ENDED:
             attempt.reported = max(0, states["REPORTED"] + states["MERGED"])
             attempt.update_bytes += event.update_bytes if event.to_state == "REPORTED" else 0
             attempt.seconds = event.unix_s - attempt.opened_unix_s
@@ -101,8 +101,8 @@ class AttemptTable:
         attempt = self.attempts[self._position(event)]
         phase = admin_pb2.AttemptPhase.DESCRIPTOR.values_by_name.get(f"ATTEMPT_PHASE_{event.to_state}")
         attempt.phase = admin_pb2.AttemptPhase.ValueType(phase.number if phase is not None else 0)
-        if attempt.phase != admin_pb2.ATTEMPT_PHASE_COLLECTING:
-            attempt.ClearField("progress")  # no client works for it
+        if attempt.phase in _WITHOUT_PROGRESS:
+            attempt.ClearField("progress")
         attempt.reason = event.reason
         attempt.seconds = event.unix_s - attempt.opened_unix_s
         attempt.kind = event.kind or attempt.kind
@@ -111,7 +111,7 @@ class AttemptTable:
             attempt.reported = len(self._merged)
             attempt.update_bytes = sum(merged.update_bytes for merged in self._merged)
             self._merged.clear()
-        return None if attempt.phase in _OPEN else attempt
+        return attempt if attempt.phase in funnel.ENDED else None
 
     def _add_version(self, event: admin_pb2.JobEvent) -> admin_pb2.Round | None:
         self.committed_rounds = max(self.committed_rounds, event.round)

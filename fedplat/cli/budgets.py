@@ -73,11 +73,12 @@ def _show_one(output: Output, found: admin_pb2.ShowPrivacyResponse) -> None:
     output.fields(
         {
             "job": f"{job.job_id} ({job.name}), {formats.job_status(job.status)}",
-            "released": _of_cost(job.released),
-            "planned": _of_cost(job.planned),
+            "released": _of_cost(job.released, job.trust),
+            "planned": _of_cost(job.planned, job.trust),
             "delta": f"{job.delta:g}",
             "adjacency": f"{job.adjacency}: {ADJACENCY.get(job.adjacency, '')}",
             "participation": f"{job.participation}: {job.sampling}",
+            **({"noise": _NOISE_OF_CLIENTS} if job.trust == "none" else {}),
             "noise multiplier": _noise(job),
             "clip norm": clip,
             "budget of the job": f"epsilon {job.epsilon:g}" if job.HasField("epsilon") else "none except its rounds",
@@ -88,6 +89,7 @@ def _show_one(output: Output, found: admin_pb2.ShowPrivacyResponse) -> None:
     )
 
 
+_NOISE_OF_CLIENTS = "each client adds its part; each attempt with unmasked sums is a release, committed or not"
 LAYOUT = ListLayout[admin_pb2.JobPrivacy](
     lambda job: job.job_id,
     (
@@ -117,8 +119,10 @@ def _noise(job: admin_pb2.JobPrivacy) -> str:
     return f"{job.noise_multiplier:g} per round ({job.model_noise_multiplier:g} for the model, the rest for metrics)"
 
 
-def _of_cost(cost: admin_pb2.PrivacyCost) -> str:
+def _of_cost(cost: admin_pb2.PrivacyCost, trust: str) -> str:
     releases = f"{cost.releases} release" + ("" if cost.releases == 1 else "s")
+    if trust == "none":
+        return f"epsilon {_number(cost.epsilon)} by RDP, {releases}"
     return f"epsilon {_number(cost.epsilon)} by PLD ({_number(cost.epsilon_rdp)} by RDP), {releases}"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 
 from fedplat import texts
-from fedplat.admin import enum_names
+from fedplat.admin import enum_names, funnel
 from fedplat.loaded_plugins import PluginVersion
 from fedplat.wire.v1 import admin_pb2
 
@@ -53,12 +53,17 @@ def rounds(number: int, job: admin_pb2.Job) -> str:
 
 
 def progress(progress: admin_pb2.AttemptProgress) -> str:
-    """Format progress: `12 at work (median 40%, slowest 10%: c-0123456789abcdef), 2 uploading`; empty if all is 0."""
+    """Format progress: `12 at work (median 40%, slowest 10%: c-0123456789abcdef), 2 uploading`; empty if all is 0.
+
+    That of a secure aggregation continues with its step: `8 of 10 clients have sent the shares of their secrets`.
+    """
     parts: list[str] = []
     if progress.num_training:
         parts.append(f"{progress.num_training} at work ({_fractions(progress)})")
     if progress.num_uploading:
         parts.append(f"{progress.num_uploading} uploading")
+    if step := funnel.describe_step(progress):
+        parts.append(step)
     return ", ".join(parts)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from fedplat.admin import AdminClient
+from fedplat.admin import AdminClient, funnel
 from fedplat.cli import assignments, formats, job_lists, round_description
 from fedplat.cli.output import Output, to_record
 from fedplat.cli.session import FormatOption, JobArgument, JsonOption, ServerOption, session
@@ -115,10 +115,13 @@ def _explain_running(found: JobReport, spec: JobSpec | None) -> str:
     job = found.job
     attempt = found.details.round if found.details is not None else job.current
     place = f"round {formats.rounds(attempt.round, job)}" if attempt.round else "its first round"
+    at_work = f", {format_count(attempt.busy, 'client')} at work" if attempt.busy else ""
+    if step := funnel.describe_step(attempt.progress):
+        return f"{place} aggregates securely: {step}{at_work}{_because(job)}"
     match attempt.phase:
         case admin_pb2.ATTEMPT_PHASE_COLLECTING:
             text = f"{place} collects reports: {attempt.reported} of {attempt.goal} are there"
-            return text + (f", {format_count(attempt.busy, 'client')} at work" if attempt.busy else "") + _because(job)
+            return text + at_work + _because(job)
         case admin_pb2.ATTEMPT_PHASE_COMMITTING:
             return f"{place} is being committed{_because(job)}"
         case _:

@@ -101,6 +101,8 @@ def _print(
     }
     if attempt.HasField("progress"):
         fields["progress"] = formats.progress(attempt.progress)
+    if attempt.num_survivors:
+        fields["unmasked"] = f"sums of at least {attempt.num_survivors} updates"
     output.fields(fields)
     print_funnel(output, attempt)
     print_reasons(output, found)

@@ -198,6 +198,8 @@ def _print(out: Output, run: Run, folder: Path) -> None:
             f"epsilon {cost.epsilon:.4g} at delta {cost.delta:g} for {cost.releases} releases, noise multiplier "
             f"{cost.noise_multiplier:g}"
         )
+    if run.secure is not None:
+        fields["secure sums"] = run.secure.describe()
     if groups := [group for group in result.groups if abs(group.over - 1.0) > 0.05]:
         groups.sort(key=lambda group: -abs(group.over - 1.0))
         shown = (f"{group.name} has {group.over:.2f} times its share" for group in groups[:NUM_GROUPS])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from fedplat.admin import funnel
 from fedplat.dashboard import formats
 from fedplat.dashboard.pages import job_charts
 from fedplat.dashboard.pages.overview import STATUSES
@@ -16,9 +17,6 @@ NUM_SAMPLES = 400
 MAX_RECENT = 20
 MAX_VERSIONS = 12
 ENDED = frozenset({admin_pb2.JOB_STATUS_COMPLETED, admin_pb2.JOB_STATUS_FAILED, admin_pb2.JOB_STATUS_CANCELLED})
-_OPEN = frozenset(
-    {admin_pb2.ATTEMPT_PHASE_SELECTING, admin_pb2.ATTEMPT_PHASE_COLLECTING, admin_pb2.ATTEMPT_PHASE_COMMITTING}
-)
 _ACTIONS = {
     admin_pb2.JOB_STATUS_DRAFT: ("start",),
     admin_pb2.JOB_STATUS_RUNNING: ("pause",),
@@ -78,7 +76,8 @@ def show_job(visit: Visit) -> Page:
     data = {
         "job": job,
         "status": formats.job_status(job.status),
-        "current": job.current if job.HasField("current") and job.current.phase in _OPEN else None,
+        "current": job.current if job.HasField("current") and job.current.phase not in funnel.ENDED else None,
+        "step": funnel.describe_step(job.current.progress),
         "axis": axis,
         "charts": job_charts.make_charts(sample.rounds, axis, is_virtual=visit.source.is_simulation),
         "num_committed": sample.total,

@@ -13,7 +13,10 @@ from fedplat.dashboard.visit import Visit, parse_number
 from fedplat.wire.v1 import admin_pb2
 
 NUM_ASSIGNMENTS = 40
-STATES = ("TRAINING", "UPLOADING", "REPORTED", "MERGED", "LATE", "FAILED", "REJECTED", "SURPLUS", "DROPPED")
+STATES = (
+    *("TRAINING", "ADVERTISED", "SHARED", "UPLOADING", "REPORTED", "MERGED"),
+    *("LATE", "FAILED", "REJECTED", "SURPLUS", "DROPPED"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +76,7 @@ def show_round(visit: Visit) -> Page:
         "is_private": is_private,
         "steps": draw_funnel(each),
         "largest_loss": funnel.largest_loss(each),
+        "step": funnel.describe_step(each.progress),
         "outcomes": outcome_counts(each),
         "phase": formats.attempt_phase(each.phase),
         "assignments": assignments,

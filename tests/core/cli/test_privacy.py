@@ -42,6 +42,14 @@ def population(**more: float) -> admin_pb2.PopulationPrivacy:
     return admin_pb2.PopulationPrivacy(population="phones", num_private=1, num_others=2, committed=cost, **more)
 
 
+def test_the_noise_of_clients_as_people_read_it(run: Run, state: State):
+    """There is no PLD of it, and a release need not be a version."""
+    state.privacy = admin_pb2.ShowPrivacyResponse(jobs=[job(trust="none")], populations=[population()])
+    shown = run("privacy", "show", "digits").stdout
+    assert "released           epsilon 0.4124 by RDP, 1 release\n" in shown
+    assert "noise              each client adds its part; each attempt with unmasked sums is a release" in shown
+
+
 def test_a_job_as_people_read_it(run: Run, state: State):
     state.privacy = admin_pb2.ShowPrivacyResponse(jobs=[job()], populations=[population(epsilon=3.0, delta=1e-6)])
     result = run("privacy", "show", "digits")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fedplat.admin import AdminClient
+from fedplat.admin import AdminClient, funnel
 from fedplat.cli import watch
 from fedplat.cli.board import AttemptTable
 from fedplat.cli.output import Output
@@ -36,11 +36,35 @@ def test_job_show_and_rounds_have_the_progress_of_clients(run: Run, state: State
         "median": 0.4,
         "minimum": 0.1,
         "slowest_client_id": "c-7",
+        "step": None,
     }
     job.current.progress.num_known = 12
     state.rounds = [job.current]
     row = run("job", "rounds", "digits").stdout.splitlines()[-1]
     assert row.endswith("12 at work (median 40%, slowest 10%: c-7), 2 uploading")
+
+
+@pytest.mark.parametrize(
+    ("phase", "done"),
+    [
+        ("ADVERTISING", "have trained and sent their keys"),
+        ("SHARING", "have sent the shares of their secrets"),
+        ("COLLECTING", "have sent their masked update"),
+        ("CONFIRMING", "have confirmed whose updates are in the sum"),
+        ("UNMASKING", "have sent the shares that remove the masks"),
+    ],
+)
+def test_each_step_of_a_secure_aggregation_has_a_sentence(run: Run, state: State, phase: str, done: str):
+    job = state.add_job()
+    value = admin_pb2.AttemptPhase.Value(f"ATTEMPT_PHASE_{phase}")
+    step = admin_pb2.SecureStepProgress(phase=value, num_done=8, num_wanted=10)
+    job.current.CopyFrom(admin_pb2.Round(round=2, attempt=1, phase=value, assigned=12, busy=3))
+    job.current.progress.CopyFrom(admin_pb2.AttemptProgress(step=step))
+    sentence = f"8 of 10 clients {done}"
+    assert f"progress    {sentence}\n" in run("job", "show", "digits").stdout
+    state.rounds = [job.current]
+    assert run("job", "rounds", "digits").stdout.splitlines()[-1].endswith(sentence)
+    assert funnel.largest_loss(job.current) == f"{sentence}, 3 of 12 clients are at work"
 
 
 def test_client_list_has_the_progress_of_each_client(run: Run, state: State):
