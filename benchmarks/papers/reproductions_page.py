@@ -26,7 +26,7 @@ PAGES = {
         "sharpness_aware",
         "not_true_distillation",
     ),
-    _DOCS / "privacy.md": ("private_utility",),
+    _DOCS / "privacy.md": ("private_utility", "distributed_noise"),
 }
 PAPERS = tuple(paper for papers in PAGES.values() for paper in papers)
 _PLACE = re.compile(r"(<!-- paper: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -27,7 +27,7 @@ from fedplat.simulation.data import sources
 from fedplat.simulation.data.sources import SourcePaths, data_folder
 from fedplat.simulation.run import Simulation
 from fedplat.simulation.scenario.file import SimulationFile
-from fedplat.simulation.setup import Setup
+from fedplat.simulation.setup import RunSetup
 
 NUM_GOOD, NUM_BAD = 20, 5
 RULES = {
@@ -90,7 +90,7 @@ def play(file: SimulationFile, observe: Observe, run_folder: RunFolderOptions) -
     engine = Workers(data, NUM_GOOD, NUM_BAD, str(spec.config["attack"]), 0.9, seed)
     fleet = build_fleet(file.simulation.fleet, seed, engine.num_clients)
     simulation = Simulation(spec=spec, fleet=fleet, engine=engine, initial=engine.initial, seed=seed)
-    execute(file, Setup(simulation, None, "workers", 1), observe, run_folder)
+    execute(file, RunSetup(simulation, None, "workers", 1), observe, run_folder)
 
 
 def rows(logs: Sequence[Log]) -> list[tuple[Value, ...]]:

@@ -77,6 +77,10 @@ class Processes:
         self._running[name].kill()
         self._running[name].wait()
 
+    def send(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to a process."""
+        self._running[name].send_signal(number)
+
     def stop(self, name: str) -> None:
         """Send SIGTERM to a process, and wait until it has ended. Raises `DemoError` after a minute."""
         self._running[name].terminate()
@@ -368,10 +372,9 @@ def report(summary: dict[str, Any], num_rounds: int, console: Console) -> int:
     failures = list_failures(summary, num_rounds)
     for failure in failures:
         console.print(f"missing: {failure}")
-    rounds: list[dict[str, Any]] = summary["rounds"]
-    accuracy, late = summary["final_accuracy"], sum(entry["late"] for entry in rounds)
+    accuracy, late = summary["final_accuracy"], sum(entry["late"] for entry in summary["rounds"])
     shown = "none" if accuracy is None else f"{accuracy:.4f}"
-    words = f"accuracy={shown} rounds={len(rounds)} late={late} seconds={summary['training_seconds']}"
+    words = f"accuracy={shown} rounds={len(summary['rounds'])} late={late} seconds={summary['training_seconds']}"
     print(f"DEMO {'FAILED' if failures else 'OK'} {words}", flush=True)
     return 1 if failures else 0
 

@@ -10,7 +10,6 @@ from functools import cache
 
 import numpy as np
 import numpy.typing as npt
-from sklearn.datasets import load_digits
 
 from fedplat.model import Parameters
 
@@ -28,10 +27,10 @@ def initial() -> Parameters:
     )
 
 
-def client_data(client: int) -> tuple[Images, Labels]:
-    """Return the data of client 0 to 59."""
+def client_data(client: int, num_clients: int = NUM_CLIENTS) -> tuple[Images, Labels]:
+    """Return the data of a client, from 0 on."""
     images, labels, num_held_out = _data()
-    part = slice(num_held_out + client, None, NUM_CLIENTS)
+    part = slice(num_held_out + client, None, num_clients)
     return images[part], labels[part]
 
 
@@ -66,6 +65,8 @@ def _probabilities(parameters: Parameters, images: Images) -> Images:
 @cache
 def _data() -> tuple[Images, Labels, int]:
     """Return all images and labels in random order, and the number of held-out ones."""
+    from sklearn.datasets import load_digits  # not at the top: clients with their own files do not need it
+
     pixels, targets = load_digits(return_X_y=True)
     images, labels = (np.asarray(pixels) / 16.0).astype(np.float32), np.asarray(targets, np.int64)
     order = np.random.default_rng(SEED).permutation(len(labels))
