@@ -48,6 +48,7 @@ ALLOWED = {
         "fedplat/privacy/losses.py": "dp-accounting's modules, whose names stand there",
         "fedplat/aggregate/flower.py": "modules of fedplat, whose names stand there",
         "benchmarks/update_codecs.py": "a module of the examples, whose name stands there",
+        "benchmarks/peers/flower_secagg.py": "a peer's modules, whose names stand there",
         "benchmarks/papers/reproduction.py": "a program of its own folder, by the name that it gave its worker",
         "benchmarks/papers/reproductions_page.py": "the programs of its own folder, whose names stand there",
     },
@@ -72,8 +73,16 @@ ALLOWED = {
         "fedplat/flower/grid.py": "the messages of a strategy that are on their way, in the same file",
     },
     "torch.save": {"examples/flower/digits/digits/server_app.py": "writes the model of a Flower app, and reads none"},
-    "np.load": {"fedplat/simulation/data/sources/paths.py": "arrays of the researcher's own file, without pickle"},
-    "np.savez": {"benchmarks/peers/nvflare_app/noop_nvflare.py": "writes what a peer would write, and never reads it"},
+    "np.load": {
+        "fedplat/simulation/data/sources/paths.py": "arrays of the researcher's own file, without pickle",
+        "examples/secure/client.py": "the data that the demo gave this client, without pickle",
+        "examples/secure/run.py": "what the demo's own clients have computed, without pickle",
+    },
+    "np.save": {"examples/secure/client.py": "what a client has computed, for the comparison at the end of the demo"},
+    "np.savez": {
+        "examples/secure/run.py": "the data of the demo's clients",
+        "benchmarks/peers/nvflare_app/noop_nvflare.py": "writes what a peer would write, and never reads it",
+    },
 }
 """Calls that run code or unpickle on purpose: where they are, and why no foreign input reaches them."""
 

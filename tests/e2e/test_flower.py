@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from support import processes
 pytest.importorskip("flwr")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 APP = processes.ROOT / "examples" / "flower" / "digits"
-NUM_CLIENTS = 4
+NUM_CLIENTS = 3
 
 
 def copy_app(folder: Path) -> Path:
@@ -38,6 +39,7 @@ class Deployment:
     def __init__(self, folder: Path, app: Path, server: processes.Server) -> None:
         self.folder, self.app, self.server = folder, app, server
         self.clients: list[subprocess.Popen[bytes]] = []
+        self.job_id = ""
 
     def run(self, *arguments: str, status: int = 0) -> str:
         """What a command of the operator says."""
@@ -48,11 +50,14 @@ class Deployment:
 
     def submit(self, *options: str, status: int = 0) -> str:
         arguments = ["flower", "run", str(self.app), "--server", self.server.address, "--population", "few"]
-        return self.run(*arguments, "--no-watch", *options, status=status)
+        said = self.run(*arguments, "--no-watch", *options, status=status)
+        if status == 0:
+            self.job_id = re.findall(r"job digits \((j-\w+)", said)[0]
+        return said
 
     def job(self) -> admin_pb2.Job:
         with self.server.admin() as admin:
-            return admin.show_job("digits")
+            return admin.show_job(self.job_id)
 
     def num_waiting(self) -> int:
         with self.server.admin() as admin:
@@ -80,20 +85,24 @@ class Deployment:
     def model(self) -> bytes:
         """A digest of the arrays of the last version."""
         file = self.folder / "exported.safetensors"
-        self.run("model", "export", "digits", "--output", str(file))
+        self.run("model", "export", self.job_id, "--output", str(file))
         model = Parameters.open(file)
         arrays = [name.encode() + model[name].tobytes() for name in sorted(model) if not name.startswith("__")]
         return hashlib.sha256(b"".join(arrays)).digest()
 
 
 @contextmanager
-def deployed(folder: Path) -> Generator[Deployment]:
+def deployed(
+    folder: Path, num_clients: int = NUM_CLIENTS, change: Callable[[Path], None] = lambda app: None
+) -> Generator[Deployment]:
+    """A deployment of the app as `change` has left it."""
     folder.mkdir()
     app = copy_app(folder)
+    change(app)
     with processes.server(folder / "server", "--flower-app", f"digits={app}") as server:
         deployment = Deployment(folder, app, server)
         try:
-            for number in range(NUM_CLIENTS):  # one after the other: the order of enrollment is that of the nodes
+            for number in range(num_clients):  # one after the other: the order of enrollment is that of the nodes
                 deployment.start_client(number)
                 processes.until(lambda count=number: deployment.num_waiting() > count, "a client")
             yield deployment
@@ -104,21 +113,17 @@ def deployed(folder: Path) -> Generator[Deployment]:
                 client.wait(processes.PATIENCE_S)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    with deployed(tmp_path_factory.mktemp("undisturbed") / "run") as deployment:
-        said = deployment.submit("--run-config", "num-server-rounds=2")
-        assert "job digits" in said
-        job = deployment.until_ended()
-        assert job.status == admin_pb2.JOB_STATUS_COMPLETED, job.reason
-        assert job.round == 4  # two rounds of training, two of evaluation
-        metrics = job.current.client_metrics
-        assert metrics["server-round"] == 2.0
-        assert metrics["accuracy"] > 0.5
-        assert "nothing is broken" in verify(deployment)
-        status = deployment.run("status")
-        assert "flower-apps.digits" in status
-        return deployment.model()
+def train_undisturbed(deployment: Deployment) -> bytes:
+    """Train two rounds; the model."""
+    deployment.submit("--run-config", "num-server-rounds=2")
+    job = deployment.until_ended()
+    assert job.status == admin_pb2.JOB_STATUS_COMPLETED, job.reason
+    assert job.round == 4  # two rounds of training, two of evaluation
+    metrics = job.current.client_metrics
+    assert metrics["server-round"] == 2.0
+    assert metrics["accuracy"] > 0.5
+    assert "flower-apps.digits" in deployment.run("status")
+    return deployment.model()
 
 
 def verify(deployment: Deployment) -> str:
@@ -131,48 +136,51 @@ def is_collecting_after(num_exchanges: int, job: admin_pb2.Job) -> bool:
     return job.round >= num_exchanges and job.current.phase >= admin_pb2.ATTEMPT_PHASE_COLLECTING
 
 
-def test_an_app_trains(undisturbed: bytes) -> None:
-    assert undisturbed
-
-
-def test_a_server_and_a_client_that_are_killed_after_each_exchange_change_nothing(
-    tmp_path: Path, undisturbed: bytes
-) -> None:
+def test_a_server_and_a_client_that_are_killed_change_nothing_and_a_changed_app_pauses_its_job(tmp_path: Path) -> None:
+    """One test, because each part takes the same server and clients, which take longest to start."""
     with deployed(tmp_path / "run") as deployment:
-        deployment.submit("--run-config", "num-server-rounds=2")
-        for num_exchanges in (1, 2, 3):
-            deployment.until(functools.partial(is_collecting_after, num_exchanges), "an exchange")
-            deployment.clients[1].send_signal(signal.SIGKILL)
-            deployment.server.kill()
-            deployment.server.start()
-            deployment.start_client(1)
-        job = deployment.until_ended()
-        assert job.status == admin_pb2.JOB_STATUS_COMPLETED, job.reason
+        undisturbed = train_undisturbed(deployment)
+        kill_after_each_exchange(deployment)
         assert deployment.model() == undisturbed
         assert "nothing is broken" in verify(deployment)
+        change_the_app(deployment)
 
 
-def test_a_changed_app_pauses_the_job(tmp_path: Path) -> None:
-    with deployed(tmp_path / "run") as deployment:
-        deployment.submit("--run-config", "num-server-rounds=200")
-        deployment.until(lambda job: job.round >= 1, "an exchange")
+def kill_after_each_exchange(deployment: Deployment) -> None:
+    deployment.submit("--run-config", "num-server-rounds=2")
+    for num_exchanges in (1, 2, 3):
+        deployment.until(functools.partial(is_collecting_after, num_exchanges), "an exchange")
+        deployment.clients[1].send_signal(signal.SIGKILL)
         deployment.server.kill()
-        with (deployment.app / "digits" / "task.py").open("a") as file:
-            file.write("\n# changed\n")
         deployment.server.start()
-        job = deployment.until(lambda job: job.status == admin_pb2.JOB_STATUS_PAUSED, "the pause")
-        assert "flower-apps.digits" in job.reason
-        deployment.run("job", "resume", "digits")
-        round_ = job.round
-        deployment.until(lambda job: job.round > round_ + 1, "another exchange")
-        deployment.run("job", "cancel", "digits")
+        deployment.start_client(1)
+    job = deployment.until_ended()
+    assert job.status == admin_pb2.JOB_STATUS_COMPLETED, job.reason
+
+
+def change_the_app(deployment: Deployment) -> None:
+    deployment.submit("--run-config", "num-server-rounds=200")
+    deployment.until(lambda job: job.round >= 1, "an exchange")
+    deployment.server.kill()
+    with (deployment.app / "digits" / "task.py").open("a") as file:
+        file.write("\n# changed\n")
+    deployment.server.start()
+    job = deployment.until(lambda job: job.status == admin_pb2.JOB_STATUS_PAUSED, "the pause")
+    assert "flower-apps.digits" in job.reason
+    deployment.run("job", "resume", deployment.job_id)
+    round_ = job.round
+    deployment.until(lambda job: job.round > round_ + 1, "another exchange")
+    deployment.run("job", "cancel", deployment.job_id)
+
+
+def break_the_server(app: Path) -> None:
+    file = app / "digits" / "server_app.py"
+    file.write_text(file.read_text().replace("    net = Net()\n", '    raise ValueError("no such city")\n'))
+    (app / "fedplat.toml").write_text("[retry]\nbase_s = 0.1\nmax_attempts = 2\n")
 
 
 def test_an_app_that_fails_ends_the_job_with_its_own_words(tmp_path: Path) -> None:
-    with deployed(tmp_path / "run") as deployment:
-        file = deployment.app / "digits" / "server_app.py"
-        file.write_text(file.read_text().replace("    net = Net()\n", '    raise ValueError("no such city")\n'))
-        (deployment.app / "fedplat.toml").write_text("[retry]\nbase_s = 0.1\nmax_attempts = 2\n")
+    with deployed(tmp_path / "run", num_clients=0, change=break_the_server) as deployment:
         deployment.submit()
         job = deployment.until_ended()
         assert job.status == admin_pb2.JOB_STATUS_FAILED
@@ -190,17 +198,17 @@ class Reporting(FedAvg):
 """
 
 
+def break_a_client(app: Path) -> None:
+    file = app / "digits" / "server_app.py"
+    text = file.read_text().replace("app = ServerApp()\n", f"app = ServerApp()\n{REPORTING}", 1)
+    file.write_text(text.replace("strategy = FedAvg(", f"strategy = Reporting(min_train_nodes={NUM_CLIENTS}, "))
+    client = app / "digits" / "client_app.py"
+    failing = '    if context.node_config["partition-id"] == 1:\n        raise ValueError("no pictures")\n'
+    client.write_text(client.read_text().replace("    net = Net()\n", f"{failing}    net = Net()\n", 1))
+
+
 def test_a_failed_client_is_an_error_reply(tmp_path: Path) -> None:
-    with deployed(tmp_path / "run") as deployment:
-        file = deployment.app / "digits" / "server_app.py"
-        text = file.read_text().replace("app = ServerApp()\n", f"app = ServerApp()\n{REPORTING}", 1)
-        file.write_text(text.replace("strategy = FedAvg(", "strategy = Reporting(min_train_nodes=4, "))
-        client = deployment.app / "digits" / "client_app.py"
-        failing = '    if context.node_config["partition-id"] == 2:\n        raise ValueError("no pictures")\n'
-        client.write_text(client.read_text().replace("    net = Net()\n", f"{failing}    net = Net()\n", 1))
-        deployment.clients[2].terminate()
-        deployment.clients[2].wait(processes.PATIENCE_S)
-        deployment.start_client(2)
+    with deployed(tmp_path / "run", change=break_a_client) as deployment:
         deployment.submit("--run-config", "num-server-rounds=1")
         job = deployment.until_ended()
         assert job.status == admin_pb2.JOB_STATUS_COMPLETED, job.reason

@@ -224,6 +224,9 @@ def _declared(rng: random.Random, method: Method) -> bytes:
         fleet_pb2.DownloadRequest(digest=digest, offset=huge).SerializeToString,
         fleet_pb2.ReportRequest(token="x", digest=digest, num_examples=number, update=bad_file(rng)).SerializeToString,
         fleet_pb2.HeartbeatRequest(token="x" * rng.randint(0, 5000), wait_s=number).SerializeToString,
+        fleet_pb2.SecureStepRequest(
+            token="x", wait_s=number, shares=bytes(rng.choice([0, 1, 600_000]))
+        ).SerializeToString,
         fleet_pb2.CheckInRequest(protocol_version=1, trainers=["t"] * 5000, wait_s=number).SerializeToString,
         fleet_pb2.CheckInRequest(protocol_version=1, labels={f"l{n}": "x" for n in range(5000)}).SerializeToString,
         admin_pb2.UploadModelRequest(data=bad_file(rng)).SerializeToString,

@@ -181,6 +181,9 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
             return self.receipts.pop(0)
         return fleet_pb2.ReportResponse(receipt=fleet_pb2.Receipt(digest=request.digest))
 
+    def SecureStep(self, request: fleet_pb2.SecureStepRequest, context: Any) -> fleet_pb2.SecureStepResponse:
+        raise NotImplementedError
+
     def Fail(self, request: fleet_pb2.FailRequest, context: Any) -> fleet_pb2.FailResponse:
         self._enter("Fail", request, context)
         return fleet_pb2.FailResponse()

@@ -141,6 +141,7 @@ class RawClient(Signing):
         evaluators: tuple[str, ...] = (),
         codecs: tuple[str, ...] = (),
         algorithms: tuple[str, ...] = (),
+        features: tuple[str, ...] = (),
         version: int = wire.PROTOCOL_VERSION,
     ) -> aio.UnaryUnaryCall[Any, fleet_pb2.CheckInResponse]:
         request = fleet_pb2.CheckInRequest(
@@ -150,6 +151,7 @@ class RawClient(Signing):
             evaluators=evaluators,
             codecs=codecs,
             algorithms=algorithms,
+            features=features,
             wait_s=wait_s,
         )
         return self._begin(lambda: self.stub.CheckIn(request, metadata=self.signed("CheckIn", request)))
@@ -243,6 +245,15 @@ class RawClient(Signing):
         response = await self.heartbeat(token, wait_s)
         assert response.HasField("stop"), response
         return reason_name(response.stop.reason)
+
+    async def secure_step(
+        self, token: str, wait_s: float = PATIENCE_S, **message: bytes
+    ) -> fleet_pb2.SecureStepResponse:
+        """Takes a step of secure aggregation with this message, if any."""
+        request = fleet_pb2.SecureStepRequest(token=token, wait_s=wait_s)
+        for name, content in message.items():
+            setattr(request, name, content)
+        return await again(lambda: self.stub.SecureStep(request, metadata=self.signed("SecureStep", request)))
 
     async def fail(self, token: str, reason: model_pb2.Reason.ValueType, text: str = "") -> None:
         request = fleet_pb2.FailRequest(token=token, reason=reason, text=text)

@@ -63,6 +63,14 @@ def start(tmp_path: Path) -> Generator[Start]:
         process.communicate()
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the sweep of `GRID` with `HALVING`, in one process and without an interruption."""
+    folder = tmp_path_factory.mktemp("whole")
+    sweep.run(write_sweep(folder, GRID + HALVING), folder / "whole", jobs=1)
+    return folder / "whole"
+
+
 def finish(process: subprocess.Popen[str], status: int) -> str:
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == status, errors
@@ -174,7 +182,9 @@ def test_a_search_needs_optuna(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_sweep_continues_after_it_was_killed_and_ends_as_one_that_was_not(tmp_path: Path, start: Start) -> None:
+def test_a_sweep_continues_after_it_was_killed_and_ends_as_one_that_was_not(
+    tmp_path: Path, start: Start, whole: Path
+) -> None:
     write_sweep(tmp_path, GRID + HALVING)
     runs = tmp_path / "killed/runs"
     arguments = ("--jobs", "2", "--checkpoint-s", "0")
@@ -185,13 +195,12 @@ def test_a_sweep_continues_after_it_was_killed_and_ends_as_one_that_was_not(tmp_
     kill_at(second, lambda: any(set(runs.glob("*/journal/checkpoint-*")) - begun))
     assert not (tmp_path / "killed/results.json").exists()
     sweep.run(tmp_path / "sweep.toml", tmp_path / "killed", jobs=2)
-    sweep.run(tmp_path / "sweep.toml", tmp_path / "whole", jobs=1)
-    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
-    rows = json.loads((tmp_path / "whole/results.json").read_text())["rows"]
+    assert contents(tmp_path / "killed") == contents(whole)
+    rows = json.loads((whole / "results.json").read_text())["rows"]
     assert [row["stopped_after"] for row in rows] == [0, 4, 2, 2]
     assert rows[0]["values"]["config.learning_rate"] == 1.0
     assert [len(row["curve"]["rounds"]) for row in rows] == [6, 4, 2, 2]
-    best = simulate(tmp_path / "whole/best.toml", {"simulation.engine": "loop", "simulation.seed": 1})
+    best = simulate(whole / "best.toml", {"simulation.engine": "loop", "simulation.seed": 1})
     assert best.summary.last is not None
     assert best.summary.last.value == rows[0]["scores"]["1"]
 
@@ -247,8 +256,7 @@ def test_a_lost_worker_ends_the_sweep_in_words_and_it_continues(tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @RAY
-def test_a_sweep_on_ray_has_the_same_results(tmp_path: Path) -> None:
+def test_a_sweep_on_ray_has_the_same_results(tmp_path: Path, whole: Path) -> None:
     path = write_sweep(tmp_path, GRID + HALVING)
     sweep.run(path, tmp_path / "ray", jobs=2, ray=True)
-    sweep.run(path, tmp_path / "processes", jobs=2)
-    assert contents(tmp_path / "ray") == contents(tmp_path / "processes")
+    assert contents(tmp_path / "ray") == contents(whole)
