@@ -245,18 +245,21 @@ def draw_staleness(figure: Figure, result: Result) -> None:
 def draw_secure(figure: Figure, result: Result) -> None:
     """Plot what secure aggregation costs in each attempt: a client's bytes, seconds of a core, and drop-outs."""
     costs = [record.secure for record in result.attempts if record.secure is not None]
-    numbers = np.arange(1, len(costs) + 1)
+    numbers, marker = np.arange(1, len(costs) + 1), "o" if len(costs) <= 40 else None
     figure.set_size_inches(10, 6)
     top, middle, bottom = figure.subplots(3, 1, sharex=True)
-    top.plot(numbers, [each.bytes_up / 1e6 for each in costs], color=MAIN, label="up")
-    top.plot(numbers, [each.bytes_down / 1e6 for each in costs], color=SECOND, label="down")
+    top.plot(numbers, [each.bytes_up / 1e6 for each in costs], color=MAIN, marker=marker, label="up")
+    top.plot(numbers, [each.bytes_down / 1e6 for each in costs], color=SECOND, marker=marker, label="down")
     top.set_ylabel("MB of a client")
-    middle.plot(numbers, [each.client_s for each in costs], color=MAIN, label="of a client")
-    middle.plot(numbers, [each.server_s for each in costs], color=SECOND, label="of the server")
+    middle.plot(numbers, [each.client_s for each in costs], color=MAIN, marker=marker, label="of a client")
+    middle.plot(numbers, [each.server_s for each in costs], color=SECOND, marker=marker, label="of the server")
     middle.set_ylabel("seconds of a core")
     lost = {phase: np.array([each.dropped.get(phase, 0) for each in costs]) for phase in _PHASES}
-    labels = [phase.lower() for phase in _PHASES]
-    bottom.stackplot(numbers, *lost.values(), labels=labels, colors=COLORS[: len(lost)], step="mid")
+    below = np.zeros(len(costs))
+    for (phase, counts), color in zip(lost.items(), COLORS, strict=False):
+        bottom.bar(numbers, counts, width=0.8, bottom=below, color=color, label=phase.lower())
+        below += counts
+    bottom.set_xlim(0.4, len(costs) + 0.6)
     bottom.set_ylabel("drop-outs")
     bottom.set_xlabel("attempt")
     for axis, num_columns in ((top, 2), (middle, 2), (bottom, len(lost))):
