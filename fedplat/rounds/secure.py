@@ -298,7 +298,7 @@ def _describe_lack(job: JobState, attempt: Attempt, did: str, state: AssignmentS
 
 
 def _count_awaited(attempt: Attempt) -> int:
-    """Return how many survivors have not sent the message of the step."""
+    """Count the survivors whose message of the step is missing."""
     field = "confirmation" if attempt.phase is AttemptPhase.CONFIRMING else "answer"
     groups = list_groups(attempt)
     return sum(len(find_survivors(members).survivors) - len(_senders(members, field)) for members in groups)

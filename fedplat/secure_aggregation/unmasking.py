@@ -216,7 +216,7 @@ class _Recovery:
         return None
 
     def _can_search(self, num_shares: int) -> bool:
-        """Return whether a search is short, and worth it: the attempt has not failed yet."""
+        """Return whether to search: it takes little time, and no other secret is lost already."""
         threshold = self.graph.threshold
         is_short = num_shares >= threshold and math.comb(num_shares, threshold) * threshold**2 <= _MAX_SEARCH
         return is_short and not self._lost
