@@ -28,12 +28,12 @@ def attempt_kind(name: str) -> AttemptKind:
 
 
 def attempt_phase(name: str, *, has_ended: bool) -> AttemptPhase:
-    """Return the phase of an attempt. An unknown one of an open attempt becomes COLLECTING, which can be abandoned."""
+    """Return the phase of an attempt. An unknown one that is open becomes COLLECTING, which can be abandoned."""
     return _find(AttemptPhase, name, AttemptPhase.ABANDONED if has_ended else AttemptPhase.COLLECTING)
 
 
 def assignment_state(name: str, *, has_ended: bool) -> AssignmentState:
-    """Return the state of an assignment. An unknown one of an open assignment becomes TRAINING, which can be dropped."""
+    """Return the state of an assignment. An unknown one that is open becomes TRAINING, which can be dropped."""
     return _find(AssignmentState, name, AssignmentState.DROPPED if has_ended else AssignmentState.TRAINING)
 
 
