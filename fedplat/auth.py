@@ -15,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from fedplat.decoding import prepare_type
 from fedplat.errors import TicketError
 
 METADATA_SIGNATURE: Final = "fedplat-signature-bin"
@@ -76,7 +77,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 def _decode_body(body: str) -> Ticket | None:
     try:
         content = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
-        return msgspec.msgpack.decode(content, type=Ticket)
+        return msgspec.msgpack.decode(content, type=prepare_type(Ticket))
     except (binascii.Error, ValueError, msgspec.MsgspecError):
         return None
 

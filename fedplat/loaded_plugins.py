@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fedplat import user_code
+from fedplat.decoding import prepare_type
 from fedplat.errors import FedplatError, PluginError
 from fedplat.plugins import BUILTIN, ENTRY_POINTS, Kind, Plugins, find_file, find_records, kinds
 from fedplat.texts import NAME_PATTERN
@@ -183,8 +184,8 @@ def decode_with_plugins(content: bytes, record: type[Request]) -> Request:
 
     Raises `PluginError` or `UserCodeError` if one of them cannot be used.
     """
-    plugins = load_references(msgspec.msgpack.decode(content, type=_WithPlugins).plugins)
-    return msgspec.msgpack.decode(content, type=record, dec_hook=plugins.table.decode)
+    plugins = load_references(msgspec.msgpack.decode(content, type=prepare_type(_WithPlugins)).plugins)
+    return msgspec.msgpack.decode(content, type=prepare_type(record), dec_hook=plugins.table.decode)
 
 
 class _WithPlugins(Struct, frozen=True):

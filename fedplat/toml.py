@@ -20,6 +20,7 @@ from msgspec import Struct
 from msgspec.structs import FieldInfo
 from msgspec.structs import fields as struct_fields
 
+from fedplat.decoding import prepare_type
 from fedplat.errors import JobFileError, PluginError, UserCodeError
 from fedplat.plugin_objects import adopt_fields, plugins_in
 from fedplat.plugins import BUILTIN, AbsentPlugin, Kind, Plugins, find_kind
@@ -180,7 +181,7 @@ class _Checker:
                 yield from self._of_value(item, items, f"{path}[{number}]")
         else:
             try:
-                msgspec.convert(value, annotation, dec_hook=self.plugins.decode)
+                msgspec.convert(value, prepare_type(annotation), dec_hook=self.plugins.decode)
             except msgspec.ValidationError as exc:
                 yield f"{path} = {format_value(value)}: {_expectation(str(exc), value, annotation)}"
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from fedplat import durable
+from fedplat.decoding import prepare_type
 from fedplat.errors import ProfileError
 
 DEFAULT_SERVER = "127.0.0.1:7443"
@@ -47,7 +48,7 @@ def default_path() -> Path:
 def load(path: Path) -> Profile:
     """Read a profile. Raises `ProfileError`."""
     try:
-        return msgspec.toml.decode(path.read_bytes(), type=Profile)
+        return msgspec.toml.decode(path.read_bytes(), type=prepare_type(Profile))
     except OSError as exc:
         raise ProfileError(f"the profile {path} cannot be read: {exc.strerror}") from exc
     except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as exc:

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import msgspec
 
+from fedplat.decoding import prepare_type
+
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
 """A step size: finite in float32, so never infinite or NaN."""
 Coefficient = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
@@ -28,6 +30,6 @@ def check(options: msgspec.Struct) -> None:
     for field in msgspec.structs.fields(type(options)):
         value = getattr(options, field.name)
         try:
-            msgspec.convert(value, field.type)
+            msgspec.convert(value, prepare_type(field.type))
         except msgspec.ValidationError as exc:
             raise ValueError(f"{field.name} is {value!r}: {exc}") from exc

@@ -30,6 +30,7 @@ import numpy.typing as npt
 from fedplat import codecs
 from fedplat.codecs import with_error_feedback
 from fedplat.codecs.guard import guard
+from fedplat.decoding import prepare_type
 from fedplat.errors import CodecError, ModelError
 from fedplat.model import DTYPES, FLOATING, Blocks, ModelFile, Schema, Segment, Values, Vector, blocks, part_of
 from fedplat.plugins import BUILTIN, Plugins, build_checked, name_of
@@ -46,7 +47,7 @@ def options_to_text(options: codecs.CodecOptions) -> str:
 def options_from_text(text: str, plugins: Plugins = BUILTIN) -> codecs.CodecOptions:
     """Parse the text of `options_to_text`. Raises `CodecError` if this version does not support the codec or option."""
     try:
-        return msgspec.json.decode(text, type=codecs.CodecOptions, dec_hook=plugins.decode)
+        return msgspec.json.decode(text, type=prepare_type(codecs.CodecOptions), dec_hook=plugins.decode)
     except (msgspec.DecodeError, ValueError) as exc:
         names = ", ".join(plugins.names(codecs.KIND))
         raise CodecError(f"the codec {text[:200]!r} is not supported ({exc}); supported codecs: {names}") from exc

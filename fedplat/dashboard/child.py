@@ -22,6 +22,7 @@ from fedplat.dashboard.app import Dashboard
 from fedplat.dashboard.logins import TokenLogin
 from fedplat.dashboard.server_source import AdminSource
 from fedplat.dashboard.serving import bind, make_server, split_address
+from fedplat.decoding import prepare_type
 from fedplat.errors import FedplatError
 
 CERTIFICATE_CHECK_S = 30.0
@@ -95,7 +96,7 @@ async def _run() -> None:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    options = msgspec.json.decode(await reader.readline(), type=ChildOptions)
+    options = msgspec.json.decode(await reader.readline(), type=prepare_type(ChildOptions))
     await serve(options, reader)
 
 

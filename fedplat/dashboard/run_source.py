@@ -18,6 +18,7 @@ import msgspec
 
 from fedplat.dashboard.charts import spread
 from fedplat.dashboard.visit import NotFoundError
+from fedplat.decoding import prepare_type
 from fedplat.errors import DataError, JobFileError
 from fedplat.simulation.recording import folder as folders
 from fedplat.simulation.recording.result import AttemptResult
@@ -224,7 +225,7 @@ class _RoundsReader:
         complete = content[: content.rfind(b"\n") + 1]
         try:
             lines = map(_without_nulls, complete.splitlines())
-            self._records += [msgspec.json.decode(line, type=AttemptResult) for line in lines]
+            self._records += [msgspec.json.decode(line, type=prepare_type(AttemptResult)) for line in lines]
         except (msgspec.ValidationError, msgspec.DecodeError) as exc:
             raise DataError(f"{self._path} is not the file of a run: {exc}") from exc
         self._identity = (status.st_ino, offset + len(complete))

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from msgspec import Meta
 
+from fedplat.decoding import prepare_type
 from fedplat.errors import FlowerError, ModelError
 from fedplat.model import Parameters, Schema, blocks
 from fedplat.model.schema import DTYPES, FLOATING, MAX_NAME_BYTES, METADATA_KEY
@@ -227,7 +228,7 @@ def _read_index(file: Parameters) -> _Index:
     if found is None or found.dtype != np.uint8 or found.ndim != 1 or found.nbytes > MAX_INDEX_BYTES:
         raise FlowerError(f"the file is not that of a message; expected a tensor {INDEX} of bytes")
     try:
-        return msgspec.msgpack.decode(found.data, type=_Index)
+        return msgspec.msgpack.decode(found.data, type=prepare_type(_Index))
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as exc:
         raise FlowerError(f"the tensor {INDEX} of the message cannot be read") from exc
 

@@ -29,6 +29,7 @@ from flwr.serverapp.strategy import Strategy
 from fedplat import user_code
 from fedplat.aggregate import Contribution, Partial
 from fedplat.aggregate.flower import FlowerStrategy
+from fedplat.decoding import prepare_type
 from fedplat.errors import FedplatError, FlowerError, PluginError
 from fedplat.flower import attributes, envelopes, identity, randomness
 from fedplat.flower.messages import NUM_EXAMPLES
@@ -77,7 +78,7 @@ def aggregate(options: FlowerStrategy, arguments: Mapping[str, Any], partial: Pa
     assert partial.base is not None, "the caller passes the base version"
     _check_updates(partial)
     base = _read(partial.base)
-    memory = msgspec.msgpack.decode(partial.memory, type=_Memory) if partial.memory else _Memory()
+    memory = msgspec.msgpack.decode(partial.memory, type=prepare_type(_Memory)) if partial.memory else _Memory()
     number = memory.round + 1
     seed = int.from_bytes(sha256(b"%d" % number + sha256(base.buffer.data).digest()).digest()[:8], "little")
     with _lock, randomness.seed_within(seed):

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import msgspec
 
+from fedplat.decoding import prepare_type
 from fedplat.errors import ModelError
 from fedplat.model.schema import CARRY_KEY, MAX_TENSORS, METADATA_KEY, Carry, Schema, TensorSpec, check_spec
 from fedplat.texts import format_number, quote
@@ -108,7 +109,7 @@ def _entry(name: str, text: msgspec.Raw) -> _Entry:
     if (size := memoryview(text).nbytes) > MAX_ENTRY_BYTES:
         raise ModelError(f"the entry of tensor {quote(name)} has {size} bytes; at most {MAX_ENTRY_BYTES} are accepted")
     try:
-        return msgspec.json.decode(text, type=_Entry)
+        return msgspec.json.decode(text, type=prepare_type(_Entry))
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
         raise ModelError(
             f"the entry of tensor {quote(name)} cannot be read; expected exactly a dtype, a shape and two data_offsets"

@@ -11,6 +11,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from fedplat.decoding import prepare_type
 from fedplat.errors import SecureAggregationError
 from fedplat.secure_aggregation.options import MAX_GROUP
 
@@ -48,7 +49,7 @@ class Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
                 f"a message of {len(content)} bytes is not a {cls.__name__}; expected at most {max_bytes(MAX_GROUP)}"
             )
         try:
-            return msgspec.msgpack.decode(content, type=cls)
+            return msgspec.msgpack.decode(content, type=prepare_type(cls))
         except msgspec.MsgspecError as exc:
             raise SecureAggregationError(f"the bytes are not a {cls.__name__}: {exc}") from exc
 

@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from fedplat.decoding import prepare_type
 from fedplat.errors import SecureAggregationError
 from fedplat.privacy import skellam
 from fedplat.secure_aggregation.messages import KEY_BYTES, Member, Survivors
@@ -132,7 +133,7 @@ class Setup(Struct, frozen=True, forbid_unknown_fields=True):
     def from_bytes(cls, content: bytes) -> Setup:
         """Decode a setup. Raises `SecureAggregationError` also for another version of the protocol."""
         try:
-            setup = msgspec.msgpack.decode(content, type=cls)
+            setup = msgspec.msgpack.decode(content, type=prepare_type(cls))
         except (msgspec.MsgspecError, ValueError) as exc:
             raise SecureAggregationError(f"the setup of the secure aggregation cannot be read: {exc}") from exc
         if setup.version != VERSION:

@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import msgspec
 
+from fedplat.decoding import prepare_type
 from fedplat.errors import DataError
 from fedplat.plugins import digests
 from fedplat.simulation.api import versions
@@ -53,7 +54,7 @@ class SweepFolder:
         if known is None or not known.covers(until):
             path = self.runs / key.folder / OUTCOME
             try:
-                known = msgspec.json.decode(path.read_bytes(), type=Outcome)
+                known = msgspec.json.decode(path.read_bytes(), type=prepare_type(Outcome))
             except FileNotFoundError:
                 return None
             except (OSError, msgspec.MsgspecError) as exc:

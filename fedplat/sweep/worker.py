@@ -15,6 +15,7 @@ from typing import cast
 
 import msgspec
 
+from fedplat.decoding import prepare_type
 from fedplat.errors import DataError, FedplatError, JobFileError, PausedError, PluginError, UserCodeError
 from fedplat.plugins import name_of
 from fedplat.simulation.api import execute, prepare
@@ -145,7 +146,8 @@ def read_attempts(folder: Path) -> tuple[list[AttemptResult], str]:
     for record in content["attempts"]:
         for scores in (record["metrics"], record["evaluation"]):
             scores |= {name: math.nan for name, value in scores.items() if value is None}
-    return msgspec.convert(content["attempts"], list[AttemptResult], str_keys=True, strict=False), content["status"]
+    attempts = msgspec.convert(content["attempts"], prepare_type(list[AttemptResult]), str_keys=True, strict=False)
+    return attempts, content["status"]
 
 
 @contextlib.contextmanager

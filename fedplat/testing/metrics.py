@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import torch
 
+from fedplat.decoding import prepare_type
 from fedplat.errors import PluginError, UserCodeError
 from fedplat.metrics import Metric
 from fedplat.plugins import adopt
@@ -83,7 +84,7 @@ def check_processes_give_the_value_of_the_whole(tested: MetricUnderTest) -> Iter
     """Require that processes can measure a part of the examples each."""
     batches = tested.indices(10)
     parts = [msgspec.msgpack.encode(tested.measure(*batches[rank::3]).sums()) for rank in range(3)]
-    means = Sums.total(msgspec.msgpack.decode(part, type=Sums) for part in parts).means((tested.metric,))
+    means = Sums.total(msgspec.msgpack.decode(part, type=prepare_type(Sums)) for part in parts).means((tested.metric,))
     if difference := _difference(means, tested.compute(*batches)):
         yield f"the sums of three processes change {difference}"
 

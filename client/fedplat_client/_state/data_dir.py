@@ -28,6 +28,7 @@ import platformdirs
 
 from fedplat import durable
 from fedplat.auth import Ticket
+from fedplat.decoding import prepare_type
 from fedplat_client._state.keys import SigningKey, new_signing_key, new_tls_key
 from fedplat_client.errors import DataDirectoryError
 
@@ -189,7 +190,7 @@ def _read(path: Path) -> Identity:
     except OSError as exc:
         raise DataDirectoryError(f"{path} cannot be read: {exc}; make it readable") from exc
     try:
-        identity = msgspec.json.decode(content, type=Identity)
+        identity = msgspec.json.decode(content, type=prepare_type(Identity))
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise DataDirectoryError(
             f"{path} is damaged ({exc}); expected the JSON that fedplat-client writes. "

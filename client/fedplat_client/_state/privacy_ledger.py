@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from fedplat import durable
+from fedplat.decoding import prepare_type
 from fedplat.privacy import steps
 from fedplat.privacy.steps import StepCharge
 from fedplat_client.errors import DataDirectoryError
@@ -143,7 +144,7 @@ class PrivacyLedger:
         if self._path is None:
             return self._memory
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=_Content)
+            return msgspec.json.decode(self._path.read_bytes(), type=prepare_type(_Content))
         except FileNotFoundError:
             return _Content([])
         except OSError as exc:

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from fedplat import durable
+from fedplat.decoding import prepare_type
 from fedplat_client._state import lru
 
 _logger = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class TwoPhaseFiles:
     def _read(self, path: Path, format: str) -> tuple[_Head, bytes] | None:
         """Return header and payload; None if there is no file, or it has another format or is damaged."""
         with contextlib.suppress(FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError), path.open("rb") as file:
-            head = msgspec.json.decode(file.readline(2000), type=_Head)
+            head = msgspec.json.decode(file.readline(2000), type=prepare_type(_Head))
             data = file.read()
             if head.format == format and hashlib.sha256(data).hexdigest() == head.sha256:
                 return head, data

@@ -21,6 +21,7 @@ from torch import distributed
 from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
 from fedplat.client_state import ClientState
+from fedplat.decoding import prepare_type
 from fedplat.errors import FedplatError
 from fedplat.model import Parameters
 from fedplat.plugins import Plugins
@@ -96,7 +97,7 @@ class TorchrunGroup:
     def follow(self, trainers: Mapping[str, TrainFunction], plugins: Plugins) -> None:
         """Join the trainings that rank 0 announces, until it ends. Raises `ClientError` if rank 0 is gone."""
         while (message := self._receive_from_leader()) != _END:
-            announcement = msgspec.msgpack.decode(message, type=_Announcement)
+            announcement = msgspec.msgpack.decode(message, type=prepare_type(_Announcement))
             fields = {"job": announcement.job_id, "round": announcement.round, "job_name": announcement.job_name}
             _logger.info("A training with rank 0 started.", extra=fields)
             try:
@@ -220,7 +221,7 @@ class MultiProcess:
 
 def _receive_task(announcement: _Announcement, ranks: Ranks, plugins: Plugins) -> Task:
     """Receive the task of rank 0 on another rank."""
-    sizes = msgspec.msgpack.decode(ranks.broadcast(), type=_Sizes)
+    sizes = msgspec.msgpack.decode(ranks.broadcast(), type=prepare_type(_Sizes))
     return Task(
         name=announcement.name,
         parameters=_receive_parameters(sizes.model),

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from fedplat.decoding import prepare_type
 from fedplat.model import BLOCK, WINDOW, Vector
 from fedplat.pytorch.distributed.group import Ranks
 from fedplat.pytorch.distributed.layout import VectorLayout
@@ -112,7 +113,7 @@ def share(ranks: Ranks, layout: VectorLayout) -> SharedMemoryVectors | None:
         descriptor = _create(4 * PAGE_ENTRIES * layout.slots(ranks.rank) * _num_pages(layout.size))
     try:
         offered = [
-            msgspec.msgpack.decode(each, type=SharedFile)
+            msgspec.msgpack.decode(each, type=prepare_type(SharedFile))
             for each in ranks.all_gather(msgspec.msgpack.encode(_describe(descriptor)))
         ]
         files = _map_all(offered, ranks.rank, descriptor)

@@ -23,6 +23,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from fedplat.decoding import prepare_type
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.training import (
     Examples,
@@ -140,7 +141,7 @@ class DataParallelGradients(GradientComputation):
 def sum_scores(ranks: Ranks, scores: Scores) -> Sums:
     """Return the sum of the scores over all ranks, on all of them."""
     parts = ranks.all_gather(msgspec.msgpack.encode(scores.sums()))
-    return Sums.total(msgspec.msgpack.decode(each, type=Sums) for each in parts)
+    return Sums.total(msgspec.msgpack.decode(each, type=prepare_type(Sums)) for each in parts)
 
 
 @dataclass

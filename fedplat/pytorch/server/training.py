@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from fedplat.client_state import ClientState
+from fedplat.decoding import prepare_type
 from fedplat.job.pool import ServerStep, WarmStart
 from fedplat.model import Parameters
 from fedplat.pytorch.distributed import Ranks
@@ -189,7 +190,9 @@ class _Curve:
     def close(self) -> None:
         """Write the losses of all steps so far."""
         mine = msgspec.msgpack.encode([scores.sums() for scores in self._open])
-        rank_sums = [msgspec.msgpack.decode(each, type=list[Sums]) for each in self._ranks.all_gather(mine)]
+        rank_sums = [
+            msgspec.msgpack.decode(each, type=prepare_type(list[Sums])) for each in self._ranks.all_gather(mine)
+        ]
         first = self._progress.done - len(self._open)
         for step, parts in enumerate(zip(*rank_sums, strict=True), first):
             self._progress.losses[step] = Sums.total(parts).means()["loss"]

@@ -21,6 +21,7 @@ from typing import Protocol
 import msgspec
 from typing_extensions import override
 
+from fedplat.decoding import prepare_type
 from fedplat.errors import EngineError, FedplatError
 from fedplat.flower import identity, randomness
 from fedplat.flower.client import EMPTY_STATE, ClientAppRunner
@@ -237,7 +238,7 @@ class _Worker:
     def receive(self) -> list[AppAnswer]:
         """Return the answers to the tasks. Raises `EngineError` if the process has ended."""
         try:
-            answers = msgspec.msgpack.decode(self.connection.recv_bytes(), type=list[AppAnswer])
+            answers = msgspec.msgpack.decode(self.connection.recv_bytes(), type=prepare_type(list[AppAnswer]))
         except (EOFError, OSError) as exc:
             raise self._describe_end() from exc
         self.tasks = []
@@ -266,5 +267,5 @@ def _serve(responder: _Responder, connection: Connection, parent: Connection) ->
         while True:
             if content := connection.recv_bytes():
                 responder.message = Parameters.from_bytes(content)
-            tasks = msgspec.msgpack.decode(connection.recv_bytes(), type=list[AppTask])
+            tasks = msgspec.msgpack.decode(connection.recv_bytes(), type=prepare_type(list[AppTask]))
             connection.send_bytes(msgspec.msgpack.encode([responder.answer(task) for task in tasks]))

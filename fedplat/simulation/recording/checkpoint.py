@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from fedplat import durable
 from fedplat.aggregate import memory_from_bytes, state_from_bytes, state_to_bytes
+from fedplat.decoding import prepare_type
 from fedplat.errors import ModelError, ReplayError
 from fedplat.model import Parameters
 from fedplat.simulation.federated.snapshot import Snapshot
@@ -111,7 +112,7 @@ def _model_name(version: int) -> str:
 
 def _record(folder: Path) -> _Record:
     try:
-        return msgspec.json.decode((folder / _RECORD).read_bytes(), type=_Record)
+        return msgspec.json.decode((folder / _RECORD).read_bytes(), type=prepare_type(_Record))
     except (OSError, msgspec.MsgspecError) as exc:
         raise ReplayError(f"{folder} cannot be used: {exc}; remove it to start again") from exc
 

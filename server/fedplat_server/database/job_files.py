@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import sqlalchemy
 
+from fedplat.decoding import prepare_type
 from fedplat.errors import FedplatError, JobFileError, PluginError, UserCodeError
 from fedplat.job import JobSpec, parse_job, read_newer
 from fedplat.loaded_plugins import PluginVersion
@@ -70,7 +71,7 @@ def _without_plugins(job_file: str, plugins: Iterable[PluginVersion]) -> JobSpec
 
 def job_plugins(row: Row | JobRow) -> tuple[PluginVersion, ...]:
     """Return the versions of a job's plugins. Raises `msgspec.ValidationError`."""
-    return msgspec.convert(row.plugins or (), tuple[PluginVersion, ...])
+    return msgspec.convert(row.plugins or (), prepare_type(tuple[PluginVersion, ...]))
 
 
 def with_calibrated(spec: JobSpec, privacy: object) -> JobSpec:
@@ -82,4 +83,4 @@ def with_calibrated(spec: JobSpec, privacy: object) -> JobSpec:
         raise JobFileError("privacy: the job file and the stored [privacy] do not agree")
     if privacy is None:
         return spec
-    return msgspec.structs.replace(spec, privacy=msgspec.convert(privacy, Privacy))
+    return msgspec.structs.replace(spec, privacy=msgspec.convert(privacy, prepare_type(Privacy)))

@@ -6,6 +6,7 @@ import dataclasses
 
 import msgspec
 
+from fedplat.decoding import prepare_type
 from fedplat.privacy import Charge, Mechanism
 from fedplat.rounds.states import ENDED_JOBS, JobStatus
 
@@ -88,4 +89,4 @@ def encode_mechanism(mechanism: Mechanism) -> str:
 
 def decode_mechanism(text: str) -> Mechanism:
     """Return a mechanism of the ledger. Raises `msgspec.ValidationError` if the text is not one."""
-    return msgspec.json.decode(text, type=Mechanism)
+    return msgspec.json.decode(text, type=prepare_type(Mechanism))

@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from fedplat.decoding import prepare_type
 from fedplat.errors import FedplatError
 from fedplat.flower.app import read_app
 from fedplat.flower.grid import NodeReply
@@ -71,7 +72,8 @@ class AppProcess:
             raise
 
     def _start(self, request: StartRun) -> ServerAppRun:
-        state = msgspec.msgpack.decode(Path(request.state).read_bytes(), type=RunState) if request.state else None
+        stored = Path(request.state).read_bytes() if request.state else None
+        state = None if stored is None else msgspec.msgpack.decode(stored, type=prepare_type(RunState))
         app = read_app(Path(request.folder))
         checkpoint = None
         if state is not None and state.app:

@@ -13,6 +13,8 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
+from fedplat.decoding import prepare_type
+
 MAX_FRAME_BYTES = 256 * 2**20
 _LENGTH = struct.Struct(">I")
 _Frame = TypeVar("_Frame")
@@ -97,7 +99,7 @@ def read_frame(file: BinaryIO) -> Request | None:
     prefix = file.read(_LENGTH.size)
     if len(prefix) < _LENGTH.size:
         return None
-    return msgspec.msgpack.decode(file.read(_LENGTH.unpack(prefix)[0]), type=Request)
+    return msgspec.msgpack.decode(file.read(_LENGTH.unpack(prefix)[0]), type=prepare_type(Request))
 
 
 async def send_frame(writer: asyncio.StreamWriter, frame: msgspec.Struct) -> None:
@@ -112,4 +114,4 @@ async def receive_frame(reader: asyncio.StreamReader) -> Answer:
     prefix = await reader.readexactly(_LENGTH.size)
     if (size := _LENGTH.unpack(prefix)[0]) > MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {size} bytes")
-    return msgspec.msgpack.decode(await reader.readexactly(size), type=Answer)
+    return msgspec.msgpack.decode(await reader.readexactly(size), type=prepare_type(Answer))

@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from msgspec import structs
 
+from fedplat.decoding import prepare_type
 from fedplat.errors import FedplatError
 from fedplat.job import JobSpec, PoolOptions
 from fedplat.loaded_plugins import PluginReference, PluginVersion, select_references
@@ -277,7 +278,7 @@ class _ProgressLog:
 
     def note(self, content: bytes) -> None:
         """Handle a progress message of the ranks."""
-        progress = msgspec.msgpack.decode(content, type=TrainProgress)
+        progress = msgspec.msgpack.decode(content, type=prepare_type(TrainProgress))
         self._on_progress(progress)
         if self._now() - self._logged_at >= LOG_EVERY_S:
             self._logged_at = self._now()

@@ -18,6 +18,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from fedplat.decoding import prepare_type
 from fedplat.pytorch.distributed import Backend, Ranks
 from fedplat_server.workers import protocol
 from fedplat_server.workers.encryption import GroupCipher
@@ -82,7 +83,7 @@ class Broadcast:
                     self._cipher = GroupCipher(key, address.group)
                     self._connections = self._accept_all(listener, ranks.size)
             else:
-                address = msgspec.msgpack.decode(ranks.broadcast(), type=_Address)
+                address = msgspec.msgpack.decode(ranks.broadcast(), type=prepare_type(_Address))
                 self._cipher = GroupCipher(key, address.group)
                 self._connections = [_connect(folder, address.port)]
                 self._send(_Greeting(ranks.rank), 0)
@@ -145,7 +146,7 @@ class Broadcast:
             return None
         for rank in range(1, size):
             try:
-                greeting = msgspec.msgpack.decode(self._cipher.decrypt(content, rank, 0), type=_Greeting)
+                greeting = msgspec.msgpack.decode(self._cipher.decrypt(content, rank, 0), type=prepare_type(_Greeting))
             except PermissionError:
                 continue
             return rank if greeting.rank == rank else None
@@ -164,7 +165,7 @@ class Broadcast:
             content = connection.recv_bytes(protocol.MAX_MESSAGE_BYTES)
         except (OSError, EOFError) as exc:
             raise LostRankError(f"rank {sender} is gone: {exc or 'the connection has ended'}") from exc
-        return msgspec.msgpack.decode(self._cipher.decrypt(content, sender, number), type=kind)
+        return msgspec.msgpack.decode(self._cipher.decrypt(content, sender, number), type=prepare_type(kind))
 
 
 def _listen(folder: Path | None) -> socket.socket:

@@ -12,6 +12,7 @@ from typing import Literal, TypeVar
 import grpc
 import msgspec
 
+from fedplat.decoding import prepare_type
 from fedplat_server.errors import PoolBrokenError, PoolError, PoolMemoryError, PoolUnavailableError, PoolWorkError
 from fedplat_server.workers import protocol
 
@@ -53,7 +54,7 @@ class RunningTask:
         with contextlib.suppress(*_CALL_ERRORS):  # the ranks may have ended; `_reply` has their last response
             await self._call.done_writing()
         try:
-            return msgspec.msgpack.decode(await self._reply, type=kind)
+            return msgspec.msgpack.decode(await self._reply, type=prepare_type(kind))
         except msgspec.DecodeError as exc:
             raise PoolWorkError(f"the pool returned a result that cannot be decoded: {exc}") from exc
 
@@ -147,7 +148,9 @@ class WorkerPool:
     async def _describe(self, channel: grpc.aio.Channel) -> protocol.WorkerInfo:
         describe = channel.unary_unary(f"/{protocol.SERVICE}/Describe")
         try:
-            info = msgspec.msgpack.decode(await describe(b"", timeout=_DESCRIBE_S), type=protocol.WorkerInfo)
+            info = msgspec.msgpack.decode(
+                await describe(b"", timeout=_DESCRIBE_S), type=prepare_type(protocol.WorkerInfo)
+            )
         except grpc.aio.AioRpcError as exc:
             reason = exc.details() or exc.code().name
             raise self._unavailable(reason.rpartition("error: ")[2]) from exc  # the text of the system error, if any

@@ -14,6 +14,7 @@ from queue import SimpleQueue
 import grpc
 import msgspec
 
+from fedplat.decoding import prepare_type
 from fedplat_server.workers import protocol
 from fedplat_server.workers.broadcast import TaskEvent
 
@@ -67,7 +68,7 @@ class Rank0Listener:
         return self._info
 
     def _run(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[protocol.Response]:
-        start = msgspec.msgpack.decode(next(requests), type=protocol.StartTask)
+        start = msgspec.msgpack.decode(next(requests), type=prepare_type(protocol.StartTask))
         task = next(self._task_ids)
         responses = self._responses[task] = SimpleQueue[protocol.Response | None]()
         self.events.put(TaskEvent(task, "start", start.request, start.name, start.backend))

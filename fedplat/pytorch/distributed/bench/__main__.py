@@ -14,6 +14,7 @@ from typing import cast
 import msgspec
 import torch
 
+from fedplat.decoding import prepare_type
 from fedplat.pytorch.distributed import Backend, join_group, make_file_store
 from fedplat.pytorch.distributed.bench.measure import MakeTrials, make_library_trials, measure
 from fedplat.pytorch.distributed.bench.records import BenchFailed, BenchFinished, BenchPlan, Step
@@ -22,7 +23,7 @@ from fedplat.pytorch.distributed.bench.records import BenchFailed, BenchFinished
 def main(make_trials: MakeTrials = make_library_trials) -> int:
     """Measure, and return the exit status."""
     address, backend, text = sys.argv[1:]
-    plan = msgspec.json.decode(text, type=BenchPlan)
+    plan = msgspec.json.decode(text, type=prepare_type(BenchPlan))
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     with socket.socket(socket.AF_UNIX) as connection:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from fedplat.decoding import prepare_type
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Array, Dataset
 from fedplat.simulation.data.sources import text
@@ -73,7 +74,7 @@ def _users(folder: Path) -> dict[str, tuple[Array, Array, Row]]:
     users: dict[str, tuple[Array, Array, Row]] = {}
     for path in paths:
         try:
-            file = msgspec.json.decode(path.read_bytes(), type=_File)
+            file = msgspec.json.decode(path.read_bytes(), type=prepare_type(_File))
         except (OSError, msgspec.MsgspecError) as exc:
             raise DataError(f"{path} is not a LEAF file: {exc}") from exc
         for name in file.users:

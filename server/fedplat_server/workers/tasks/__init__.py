@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from fedplat.decoding import prepare_type
 from fedplat.pytorch.distributed import Ranks
 from fedplat_server.workers.tasks import train
 from fedplat_server.workers.tasks.aggregate import aggregate
@@ -31,7 +32,7 @@ class Echo(msgspec.Struct, frozen=True):
 
 def echo(ranks: Ranks, request: bytes, messages: Iterator[bytes], note: Note) -> bytes:
     """Return the request and the messages after checking that every rank got the same bytes (a health check)."""
-    received = [msgspec.msgpack.decode(message, type=Echo) for message in (request, *messages)]
+    received = [msgspec.msgpack.decode(message, type=prepare_type(Echo)) for message in (request, *messages)]
     reply = msgspec.msgpack.encode(Echo([text for echo in received for text in echo.texts]))
     replies = ranks.all_gather(reply)
     note(b"all ranks have answered")

@@ -31,6 +31,7 @@ from fedplat.aggregate import (
     scalars_to_bytes,
     state_schema,
 )
+from fedplat.decoding import prepare_type
 from fedplat.errors import FedplatError
 from fedplat.loaded_plugins import decode_with_plugins
 from fedplat.model import ModelFile, Values, Vector
@@ -130,7 +131,7 @@ class _Attempt:
         except (FedplatError, ValueError) as exc:
             problem = AttemptAggregate("refused", str(exc))
         for content in self._ranks.all_gather(msgspec.msgpack.encode(problem or reply)):
-            if (outcome := msgspec.msgpack.decode(content, type=AttemptAggregate)).kind != "done":
+            if (outcome := msgspec.msgpack.decode(content, type=prepare_type(AttemptAggregate))).kind != "done":
                 return outcome
         return reply
 
@@ -195,7 +196,7 @@ class _ReportSums:
         own = {logical: accumulator.summary for logical, accumulator in self._own.items()}
         summaries: dict[int, PartialSummary] = {}
         for content in self._ranks.all_gather(msgspec.msgpack.encode(own)):
-            summaries |= msgspec.msgpack.decode(content, type=dict[int, PartialSummary])
+            summaries |= msgspec.msgpack.decode(content, type=prepare_type(dict[int, PartialSummary]))
         total = self._terms.reduce_scatter().cpu().numpy()
         return self._merge([summaries[logical] for logical in sorted(summaries)], total)
 
