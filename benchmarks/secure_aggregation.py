@@ -10,7 +10,8 @@ the group has at most `MAX_CHECKED` clients; in larger ones only the vector of t
 time of the server depends on the others.
 
 Whole rounds are those of a real server and of SDK clients, many in a process, with `--clients` clients and no
-drop-outs. The clients share the machine, so the round takes the time of their masks, too: the table has their CPU time.
+drop-outs. The clients share the machine, so the round takes the time of all their masks, too. A second run has clients
+that wait for as long as their masks take, as if each had a processor of its own.
 The JSON object has the key `rounds`, its second table.
 """
 
@@ -98,7 +99,7 @@ def main(
     )
     whole: report.Report | None = None
     if rounds:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             whole = secure_rounds.compare(Path(folder), clients, parameters, rounds)
     report.finish(finished, as_json, save, parts={"rounds": whole} if whole else {})
 
