@@ -13,8 +13,6 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
-from fedplat.decoding import prepare_type
-
 MAX_FRAME_BYTES = 256 * 2**20
 _LENGTH = struct.Struct(">I")
 _Frame = TypeVar("_Frame")
@@ -85,6 +83,8 @@ class RunFailed(msgspec.Struct, tag="failed", frozen=True):
 
 Request = StartRun | AdvanceRun | ListedClients
 Answer = RunStarted | NextExchange | RunEnded | RunFailed | ListClients
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def write_frame(file: BinaryIO, frame: msgspec.Struct) -> None:
@@ -99,7 +99,7 @@ def read_frame(file: BinaryIO) -> Request | None:
     prefix = file.read(_LENGTH.size)
     if len(prefix) < _LENGTH.size:
         return None
-    return msgspec.msgpack.decode(file.read(_LENGTH.unpack(prefix)[0]), type=prepare_type(Request))
+    return _requests.decode(file.read(_LENGTH.unpack(prefix)[0]))
 
 
 async def send_frame(writer: asyncio.StreamWriter, frame: msgspec.Struct) -> None:
@@ -114,4 +114,4 @@ async def receive_frame(reader: asyncio.StreamReader) -> Answer:
     prefix = await reader.readexactly(_LENGTH.size)
     if (size := _LENGTH.unpack(prefix)[0]) > MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {size} bytes")
-    return msgspec.msgpack.decode(await reader.readexactly(size), type=prepare_type(Answer))
+    return _answers.decode(await reader.readexactly(size))
