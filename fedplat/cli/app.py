@@ -13,6 +13,7 @@ import fedplat
 from fedplat.cli import (
     clients,
     dashboard,
+    data,
     enrollments,
     events,
     flower,
@@ -54,6 +55,7 @@ app.add_typer(flower.app, name="flower")
 app.add_typer(clients.app, name="client")
 app.add_typer(enrollments.app, name="enrollment")
 app.add_typer(models.app, name="model")
+app.add_typer(data.app, name="data")
 app.add_typer(operators.app, name="operator")
 app.add_typer(privacy.app, name="privacy")
 app.add_typer(webhooks.app, name="webhook")

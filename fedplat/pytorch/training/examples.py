@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
-from typing import Any, Protocol, TypeAlias, cast
+import contextlib
+from collections.abc import Generator, Iterable, Iterator, Sized
+from typing import Any, Protocol, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 from typing_extensions import override
 
+from fedplat.pytorch.packed import find_batch_reader
+from fedplat.pytorch.training.prefetch import BATCHES_AHEAD, Batch, PrefetchDataset, read_ahead
 from fedplat.pytorch.training.schedule import Indices
-
-Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class Examples(Protocol):
@@ -42,10 +43,16 @@ class TensorExamples(Examples):
 
 
 class DatasetExamples(Examples):
-    """Examples of any map-style dataset, read on demand."""
+    """Examples of any map-style dataset, read on demand: batch by batch if it is packed, otherwise one by one.
 
-    def __init__(self, dataset: Dataset[Any], device: torch.device) -> None:
-        self._dataset, self._device = dataset, device
+    Up to `ahead` batches are read before they are needed, by a thread; with 0, there is no thread.
+    """
+
+    def __init__(self, dataset: Dataset[Any], device: torch.device, ahead: int = 0) -> None:
+        self._dataset, self._device, self._ahead = dataset, device, ahead
+        self._read_packed = find_batch_reader(dataset)
+        # A copy from pinned memory does not wait, so the device computes meanwhile.
+        self._pins = device.type == "cuda"
 
     @override
     def __len__(self) -> int:
@@ -53,10 +60,30 @@ class DatasetExamples(Examples):
 
     @override
     def batches(self, order: Iterable[Indices]) -> Iterator[Batch]:
-        # A loader without its own generator draws from the global one, which the model's dropout also uses.
-        loader = DataLoader(self._dataset, batch_sampler=_Lists(order), generator=torch.Generator())
-        for inputs, targets in loader:
-            yield inputs.to(self._device), targets.to(self._device)
+        # Closed at the end of this generator, also when that is abandoned in the middle.
+        with contextlib.closing(self._read_all(order)) as batches:
+            for inputs, targets in batches:
+                yield self._move(inputs), self._move(targets)
+
+    def _read_all(self, order: Iterable[Indices]) -> Generator[Batch]:
+        if self._ahead:
+            yield from read_ahead(order, self._read, self._ahead, self._device)
+        else:
+            yield from map(self._read, order)
+
+    def _read(self, indices: Indices) -> Batch:
+        """Return a batch in the host's memory. Draws no random numbers, unlike a DataLoader."""
+        chosen = indices.tolist()
+        if self._read_packed is not None:
+            inputs, targets = self._read_packed(chosen)
+        elif (read := getattr(self._dataset, "__getitems__", None)) is not None:
+            inputs, targets = default_collate(read(chosen))
+        else:
+            inputs, targets = default_collate([self._dataset[index] for index in chosen])
+        return (inputs.pin_memory(), targets.pin_memory()) if self._pins else (inputs, targets)
+
+    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device, non_blocking=self._pins)
 
 
 def make_examples(dataset: Dataset[Any], device: torch.device) -> Examples:
@@ -64,7 +91,9 @@ def make_examples(dataset: Dataset[Any], device: torch.device) -> Examples:
     if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
         inputs, targets = (tensor.to(device) for tensor in dataset.tensors)
         return TensorExamples(inputs, targets)
-    return DatasetExamples(dataset, device)
+    if type(dataset) is PrefetchDataset:
+        return DatasetExamples(dataset.dataset, device, dataset.batches)
+    return DatasetExamples(dataset, device, BATCHES_AHEAD if find_batch_reader(dataset) else 0)
 
 
 def check_examples(dataset: Dataset[Any], device: torch.device) -> Examples:
@@ -74,13 +103,3 @@ def check_examples(dataset: Dataset[Any], device: torch.device) -> Examples:
     if not len(dataset):
         raise ValueError("the dataset is empty; expected at least one example to train or evaluate on")
     return make_examples(dataset, device)
-
-
-class _Lists:
-    """Indices as lists, as DataLoader requires."""
-
-    def __init__(self, order: Iterable[Indices]) -> None:
-        self._order = order
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (indices.tolist() for indices in self._order)

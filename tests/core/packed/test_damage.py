@@ -1,0 +1,198 @@
+"""Missing, damaged and hostile files: an error names the file."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import ipc
+
+from fedplat.errors import DataError
+from fedplat.packed import PackedReader
+from support.packed import edit_index, examples, write_packed
+
+SHARD = "shard-00001.arrow"
+
+
+def test_a_missing_shard(packed: Path) -> None:
+    data = PackedReader(packed)
+    (packed / SHARD).unlink()
+    data.read([0])
+    with pytest.raises(DataError, match=f"{packed / SHARD} is missing; expected every file that the index names"):
+        data.read([0, 150])
+
+
+def test_a_truncated_shard(packed: Path) -> None:
+    content = (packed / SHARD).read_bytes()
+    (packed / SHARD).write_bytes(content[:-100])
+    with pytest.raises(DataError, match=rf"{SHARD} has [\d,]+ bytes; expected [\d,]+, as in the index: .* truncated"):
+        PackedReader(packed).read([150])
+
+
+def test_a_folder_in_place_of_a_shard(packed: Path) -> None:
+    (packed / SHARD).unlink()
+    (packed / SHARD).mkdir()
+    with pytest.raises(DataError, match=SHARD):
+        PackedReader(packed).read([150])
+
+
+def test_a_changed_number_is_found_by_its_digest(packed: Path) -> None:
+    content = bytearray((packed / SHARD).read_bytes())
+    content[len(content) // 2] ^= 1
+    (packed / SHARD).write_bytes(content)
+    data = PackedReader(packed)
+    data.read([150])
+    with pytest.raises(DataError, match=f"{packed / SHARD} is damaged: its SHA-256 is not that of the index"):
+        data.verify()
+
+
+def test_a_shard_of_another_dataset(packed: Path, tmp_path: Path) -> None:
+    other = write_packed(tmp_path / "other", 300, rows=100, seed=1)
+    shutil.copy(other / SHARD, packed / SHARD)
+    with pytest.raises(DataError, match=f"{packed / SHARD} is not a shard of this dataset: it is shard 1 of "):
+        PackedReader(packed).read([150])
+
+
+def test_swapped_shards(packed: Path) -> None:
+    (packed / SHARD).rename(packed / "old")
+    shutil.copy(packed / "shard-00000.arrow", packed / SHARD)
+    with pytest.raises(DataError, match=f"{SHARD} is not a shard of this dataset: it is shard 0 of "):
+        PackedReader(packed).read([150])
+
+
+def test_not_a_packed_dataset(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"{tmp_path} is not a packed dataset: it has no file index.json"):
+        PackedReader(tmp_path)
+    (tmp_path / "index.json").mkdir()
+    with pytest.raises(DataError, match=r"index\.json cannot be read"):
+        PackedReader(tmp_path)
+
+
+Edit: TypeAlias = Callable[[dict[str, Any]], object]
+
+
+def shard(**changes: Any) -> Edit:
+    return lambda index: index["shards"][1].update(changes)
+
+
+EDITS: list[tuple[Edit, str]] = [
+    (shard(file="../../secret.arrow"), "matching regex"),
+    (shard(file="/etc/passwd"), "matching regex"),
+    (shard(file="shard-00000.arrow"), "names a shard twice"),
+    (shard(rows=10**9), "has 1,000,000,000 examples of 56 bytes in"),
+    (shard(rows=0), "shards"),
+    (shard(rows=-5), "shards"),
+    (shard(sha256="x"), "sha256"),
+    (shard(note="?"), "unknown field"),
+    (lambda index: index.update(version=2), "version"),
+    (lambda index: index.update(format="other"), "format"),
+    (lambda index: index.update(dataset="x"), "dataset"),
+    (lambda index: index.update(shards=[]), "shards"),
+    (lambda index: index["inputs"].update(dtype="object"), "dtype"),
+    (lambda index: index["inputs"].update(shape=[0]), "shape"),
+    (lambda index: index["inputs"].update(shape=[2**30, 2**30]), "expected at most 1,073,741,824 bytes"),
+    (lambda index: index["inputs"].update(shape=[1] * 17), "shape"),
+    (lambda index: index.pop("targets"), "targets"),
+]
+
+
+@pytest.mark.parametrize(("edit", "message"), EDITS)
+def test_a_hostile_index(packed: Path, edit: Edit, message: str) -> None:
+    edit_index(packed, edit)
+    with pytest.raises(DataError, match=message) as found:
+        PackedReader(packed)
+    assert str(packed / "index.json") in str(found.value)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[" * 100_000, b"\xff\xfe", b"null"])
+def test_an_index_that_is_no_json(packed: Path, text: bytes) -> None:
+    (packed / "index.json").write_bytes(text)
+    with pytest.raises(DataError, match=r"index\.json is not the index of a packed dataset: .*; pack the data again"):
+        PackedReader(packed)
+
+
+INPUTS, TARGETS = examples(100)
+TENSOR = pa.fixed_shape_tensor(pa.float32(), (3, 4))
+
+
+def tensors(values: Any, rows: int = 100) -> Any:
+    return pa.ExtensionArray.from_storage(TENSOR, pa.FixedSizeListArray.from_arrays(values, 12))
+
+
+def nested_missing() -> Any:
+    flat = INPUTS.reshape(-1).tolist()
+    return tensors(pa.array([None, *flat[1:]], pa.float32()))
+
+
+def columns(inputs: Any = None, targets: Any = None) -> dict[str, Any]:
+    return {
+        "inputs": tensors(pa.array(INPUTS.reshape(-1))) if inputs is None else inputs,
+        "targets": pa.array(TARGETS) if targets is None else targets,
+    }
+
+
+@pytest.mark.parametrize(
+    ("arrays", "options", "batches", "message"),
+    [
+        (columns(), {}, 1, ""),
+        (
+            columns(targets=pa.array(TARGETS.astype(np.int32))),
+            {},
+            1,
+            "has the columns inputs: .*; expected inputs",
+        ),
+        (columns(inputs=pa.array(["x" * 48] * 100)), {}, 1, "has the columns inputs: string"),
+        ({"targets": columns()["targets"], "inputs": columns()["inputs"]}, {}, 1, "has the columns targets: int64"),
+        ({**columns(), "more": pa.array(TARGETS)}, {}, 1, "has the columns"),
+        (columns(targets=pa.array([None, *TARGETS[1:].tolist()])), {}, 1, "has 1 missing values; expected none"),
+        (columns(inputs=nested_missing()), {}, 1, "has 1 missing values; expected none"),
+        (columns(), {"compression": "zstd"}, 1, "is compressed; expected a shard as fedplat data pack writes it"),
+        (columns(), {}, 2, "has 2 record batches; expected one"),
+    ],
+)
+def test_a_hostile_shard(
+    packed: Path, arrays: dict[str, Any], options: dict[str, Any], batches: int, message: str
+) -> None:
+    """Of the right size and with the right names, but with other contents."""
+    metadata = ipc.open_file(str(packed / SHARD)).schema.metadata
+    fields = [pa.field(name, array.type, nullable=False) for name, array in arrays.items()]
+    batch = pa.RecordBatch.from_arrays(list(arrays.values()), schema=pa.schema(fields, metadata=metadata))
+    with ipc.new_file(str(packed / SHARD), batch.schema, options=ipc.IpcWriteOptions(**options)) as writer:
+        for part in range(batches):
+            writer.write_batch(batch.slice(part * 100 // batches, 100 // batches))
+    edit_index(packed, shard(size_bytes=(packed / SHARD).stat().st_size))
+    if not message:
+        np.testing.assert_array_equal(PackedReader(packed).read([105])[0][0], INPUTS[5])
+        return
+    with pytest.raises(DataError, match=message) as found:
+        PackedReader(packed).read([150])
+    assert str(packed / SHARD) in str(found.value)
+
+
+def test_more_rows_than_the_index_says(packed: Path) -> None:
+    edit_index(packed, shard(rows=90))
+    with pytest.raises(DataError, match=f"{SHARD} has 100 examples; expected 90, as in the index"):
+        PackedReader(packed).read([120])
+
+
+def test_any_damage_is_an_error_or_wrong_numbers_and_never_a_crash(packed: Path, rng: np.random.Generator) -> None:
+    original = (packed / SHARD).read_bytes()
+    errors = list[str]()
+    for _ in range(300):
+        content = bytearray(original)
+        start = int(rng.choice([rng.integers(0, 1200), len(content) - rng.integers(1, 900)]))
+        content[start : start + 4] = rng.bytes(len(content[start : start + 4]))
+        (packed / SHARD).write_bytes(content)
+        try:
+            inputs, targets = PackedReader(packed).read(np.arange(100, 200))
+            assert inputs.shape == (100, 3, 4)
+            assert targets.shape == (100,)
+        except DataError as exc:
+            errors.append(str(exc))
+    assert len(errors) > 50
+    assert all(str(packed / SHARD) in error for error in errors)
