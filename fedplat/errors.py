@@ -9,7 +9,7 @@ FedplatError
 ├── PluginError       an object that cannot be used as a plugin of its kind
 ├── FlowerError       a Flower app that cannot be used, or that failed
 ├── LabelError        an invalid expression over client labels
-├── DataError         data for a simulation that is missing or unsuitable
+├── DataError         data for a simulation or a training that is missing or unsuitable
 ├── ReplayError       a simulation that cannot resume from its run folder
 ├── PausedError       a simulation that was paused after a round, as requested, and can be resumed
 ├── EngineError       local training in a simulation failed, or an engine does not support the request
@@ -65,7 +65,7 @@ class LabelError(FedplatError):
 
 
 class DataError(FedplatError):
-    """Data for a simulation that is missing or unsuitable."""
+    """Data for a simulation or a training that is missing or unsuitable."""
 
 
 class ReplayError(FedplatError):

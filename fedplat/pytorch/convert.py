@@ -25,7 +25,7 @@ except ImportError as exc:
 def to_torch(parameters: Parameters) -> dict[str, torch.Tensor]:
     """Return named tensors that share the buffer of `parameters`; a read-only buffer is copied first."""
     source = parameters if parameters.buffer.flags.writeable else parameters.copy()
-    return {name: _as_tensor(source[name]) for name in source}
+    return {name: as_tensor(source[name]) for name in source}
 
 
 def from_state_dict(state: Mapping[str, torch.Tensor], carry: Carry = "keep") -> Parameters:
@@ -58,7 +58,8 @@ def to_arrays(state: Mapping[str, object]) -> dict[str, npt.NDArray[Any]]:
     return arrays
 
 
-def _as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
+def as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
+    """Return a tensor that shares the memory of an array."""
     if array.dtype.name == "bfloat16":  # torch.from_numpy does not support ml_dtypes
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)

@@ -1,8 +1,9 @@
-"""Groups of processes (extra "torch"): a `torch.distributed` group, started by torchrun.
+"""Groups of processes (extra "torch"): a `torch.distributed` group, started by torchrun, mpirun or srun.
 
-`group.py` is the group's interface to the rest of fedplat. NCCL carries tensors on GPUs, Gloo those on CPUs and all
-small messages; the code is the same. `exchange.py` adds up vectors of many ranks: `layout.py` assigns vectors and
-columns to processes, `shared_memory.py` reads the other processes' vectors on one host, `p2p.py` sends them.
+`launchers.py` reads what the launcher has set, and `group.py` is the group's interface to the rest of fedplat. NCCL
+carries tensors on GPUs, Gloo those on CPUs and all small messages; the code is the same. `exchange.py` adds up vectors
+of many ranks: `layout.py` assigns vectors and columns to processes, `shared_memory.py` reads the other processes'
+vectors on one host, `p2p.py` sends them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from fedplat.errors import MissingExtraError
 
 try:
     from fedplat.pytorch.distributed.exchange import Transport, make_vectors
-    from fedplat.pytorch.distributed.group import COLLECTIVE_S, Backend, Ranks, join_group, make_file_store
+    from fedplat.pytorch.distributed.group import COLLECTIVE_S, Backend, Ranks, check_mpi, join_group, make_file_store
+    from fedplat.pytorch.distributed.launchers import LaunchedRank, find_rank, open_store
     from fedplat.pytorch.distributed.layout import VectorLayout
     from fedplat.pytorch.distributed.vectors import Vectors
 except ImportError as exc:
@@ -23,11 +25,15 @@ except ImportError as exc:
 __all__ = [
     "COLLECTIVE_S",
     "Backend",
+    "LaunchedRank",
     "Ranks",
     "Transport",
     "VectorLayout",
     "Vectors",
+    "check_mpi",
+    "find_rank",
     "join_group",
     "make_file_store",
     "make_vectors",
+    "open_store",
 ]

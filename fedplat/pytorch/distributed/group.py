@@ -19,8 +19,11 @@ import numpy.typing as npt
 import torch
 from torch import distributed
 
-Backend: TypeAlias = Literal["auto", "gloo", "nccl"]
-"""The library that carries tensors: Gloo on CPUs, NCCL on GPUs, or the one that fits the machine."""
+from fedplat.pytorch.distributed import launchers
+
+Backend: TypeAlias = Literal["auto", "gloo", "nccl", "mpi"]
+"""The library that carries tensors: Gloo on CPUs, NCCL on GPUs, the one of both that fits the machine, or MPI, if
+PyTorch was built with it."""
 
 COLLECTIVE_S = 600.0
 """The timeout of one collective."""
@@ -120,11 +123,16 @@ class Ranks:
         if count not in self._subgroups:
             timeout = datetime.timedelta(seconds=self.timeout_s)  # not inherited
             group: Any = distributed.new_group(list(range(count)), timeout=timeout)
-            subgroup = Ranks(self.device, group, self.timeout_s) if self.rank < count else None
-            if subgroup is not None and self._key:
-                prove_key(subgroup, self._key)
+            subgroup = Ranks(self.device, group, self.timeout_s, self._key) if self.rank < count else None
+            if subgroup is not None:
+                self.prove(group)
             self._subgroups[count] = subgroup
         return self._subgroups[count]
+
+    def prove(self, group: distributed.ProcessGroup) -> None:
+        """Have the ranks of a new group of processes prove their key to each other, if these ranks have one."""
+        if self._key:
+            prove_key(Ranks(self.device, group, self.timeout_s), self._key)
 
 
 @contextmanager
@@ -134,30 +142,31 @@ def join_group(
     store: distributed.Store | None = None,  # pyright: ignore[reportPrivateImportUsage]
     key: bytes = b"",
 ) -> Generator[Ranks]:
-    """Form a group with the ranks that torchrun started together with this one, or alone; yield it, then leave it.
+    """Form a group with the ranks that a launcher started together with this one, or alone; yield it, then leave it.
 
     "auto" is NCCL if there is a GPU for each rank of this host. If all ranks are on one host, and GLOO_SOCKET_IFNAME is
-    its loopback, no other host can reach them. A process that joins several times, one after the other, needs a new
-    `store` each time. With a shared `key`, each rank proves to the others that it has the key. Raises `ValueError` for
-    "nccl" without GPUs, and `PermissionError` if another process has connected in place of a rank.
+    its loopback, no other host can reach them; under mpirun and srun that is the default. A process that joins several
+    times, one after the other, needs a new `store` each time. With a shared `key`, each rank proves to the others that
+    it has the key. Raises `ValueError` for a library that cannot be used, and `PermissionError` if another process has
+    connected in place of a rank.
     """
-    gpus = 0 if backend == "gloo" else torch.cuda.device_count()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    place = launchers.find_rank()
+    gpus = 0 if backend in ("gloo", "mpi") else torch.cuda.device_count()
+    local = 1 if place is None else place.local_size
+    check_mpi(backend)
     if backend == "nccl" and gpus < local:
         raise ValueError(f'backend = "nccl": expected a GPU for each of {local} ranks, found {gpus}; use "gloo"')
     on_gpu = gpus >= local
     device = torch.device("cpu")
     if on_gpu:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", 0 if place is None else place.local_rank)
         torch.cuda.set_device(device)
     options: dict[str, Any] = {"timeout": datetime.timedelta(seconds=timeout_s)}
-    if "RANK" not in os.environ:
-        store = distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        options |= {"store": store, "rank": 0, "world_size": 1}
-    elif store is not None:
-        options |= {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    if backend != "mpi":  # MPI numbers the ranks itself
+        options |= _meet(place, store, timeout_s)
     # Gloo is also needed with GPUs, for small messages in the host's memory.
-    distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", **options)
+    libraries = "mpi" if backend == "mpi" else "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    distributed.init_process_group(libraries, **options)
     try:
         ranks = Ranks(device, timeout_s=timeout_s, key=key)
         if key:
@@ -173,6 +182,27 @@ def join_group(
     distributed.destroy_process_group()
 
 
+def check_mpi(backend: Backend) -> None:
+    """Raise `ValueError` for "mpi" with a PyTorch that was built without it."""
+    if backend == "mpi" and not distributed.is_mpi_available():
+        raise ValueError(
+            'backend = "mpi": this PyTorch was built without MPI; use "auto", which also works under mpirun, or build '
+            "PyTorch from source where an MPI library is installed"
+        )
+
+
+def _meet(place: launchers.LaunchedRank | None, store: Any, timeout_s: float) -> dict[str, Any]:
+    """Return how this rank meets the others: the arguments of `init_process_group`."""
+    if place is None:
+        return {"store": distributed.HashStore(), "rank": 0, "world_size": 1}  # pyright: ignore[reportPrivateImportUsage]
+    if place.launcher != "torchrun":
+        if place.is_on_one_host:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if store is None:
+            store = launchers.open_store(place, timeout_s)
+    return {} if store is None else {"store": store, "rank": place.rank, "world_size": place.size}
+
+
 def make_file_store(folder: Path) -> distributed.Store:  # pyright: ignore[reportPrivateImportUsage]
     """Return a store for ranks of one host: a file for each group, in a folder that only their user may open.
 
@@ -180,7 +210,9 @@ def make_file_store(folder: Path) -> distributed.Store:  # pyright: ignore[repor
     addresses of the ranks.
     """
     path = folder / f"group-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return distributed.FileStore(str(path), int(os.environ["WORLD_SIZE"]))  # pyright: ignore[reportPrivateImportUsage]
+    place = launchers.find_rank()
+    size = 1 if place is None else place.size
+    return distributed.FileStore(str(path), size)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def prove_key(ranks: Ranks, key: bytes) -> None:

@@ -6,6 +6,7 @@ process that has mapped it ends, even by a crash, and does not depend on the siz
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Sequence
@@ -112,10 +113,7 @@ def share(ranks: Ranks, layout: VectorLayout) -> SharedMemoryVectors | None:
     if ranks.device.type == "cpu" and hasattr(os, "memfd_create"):
         descriptor = _create(4 * PAGE_ENTRIES * layout.slots(ranks.rank) * _num_pages(layout.size))
     try:
-        offered = [
-            msgspec.msgpack.decode(each, type=prepare_type(SharedFile))
-            for each in ranks.all_gather(msgspec.msgpack.encode(_describe(descriptor)))
-        ]
+        offered = _offer(ranks, descriptor)
         files = _map_all(offered, ranks.rank, descriptor)
         # Also a barrier: afterwards all have mapped the file, and the descriptor is no longer needed.
         has_mapped = ranks.all_gather(b"" if files is None else b"\1")
@@ -123,6 +121,30 @@ def share(ranks: Ranks, layout: VectorLayout) -> SharedMemoryVectors | None:
         if descriptor is not None:
             os.close(descriptor)
     return SharedMemoryVectors(ranks, layout, files) if files is not None and all(has_mapped) else None
+
+
+def share_vector(ranks: Ranks, size: int) -> torch.Tensor | None:
+    """Return one float32 vector of zeros that all processes read and write, without locks.
+
+    None, in every process, if one of them cannot map it. All processes have to call it.
+    """
+    descriptor = None
+    if ranks.device.type == "cpu" and hasattr(os, "memfd_create"):
+        # The other processes' files only show that they are on the same host.
+        descriptor = _create(4 * PAGE_ENTRIES * (_num_pages(size) if ranks.is_first else 1))
+    try:
+        offered = _offer(ranks, descriptor)
+        file = None
+        if descriptor is not None and _are_on_one_host(offered):
+            with contextlib.suppress(OSError):  # such as that of another user's process
+                file = mmap.mmap(descriptor, 0) if ranks.is_first else _map(offered[0], writable=True)
+        has_mapped = ranks.all_gather(b"" if file is None else b"\1")
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+    if file is None or not all(has_mapped):
+        return None
+    return torch.from_numpy(np.frombuffer(file, np.float32)[:size])
 
 
 def _add_many(terms: Sequence[Vector], total: Vector, columns: slice) -> None:
@@ -162,9 +184,19 @@ def _describe(descriptor: int | None) -> SharedFile:
     return SharedFile(f"{boot} {namespace}", os.getpid(), descriptor, status.st_dev, status.st_ino)
 
 
+def _offer(ranks: Ranks, descriptor: int | None) -> list[SharedFile]:
+    """Return the files of all processes, in the order of ranks."""
+    contents = ranks.all_gather(msgspec.msgpack.encode(_describe(descriptor)))
+    return [msgspec.msgpack.decode(each, type=prepare_type(SharedFile)) for each in contents]
+
+
+def _are_on_one_host(offered: Sequence[SharedFile]) -> bool:
+    return all(offer.host and offer.host == offered[0].host for offer in offered)
+
+
 def _map_all(offered: Sequence[SharedFile], rank: int, descriptor: int | None) -> list[mmap.mmap] | None:
     """Map the files of all processes; return None if one of them cannot be opened here."""
-    if descriptor is None or any(not offer.host or offer.host != offered[rank].host for offer in offered):
+    if descriptor is None or not _are_on_one_host(offered):
         return None
     try:
         return [
@@ -175,15 +207,15 @@ def _map_all(offered: Sequence[SharedFile], rank: int, descriptor: int | None) -
         return None
 
 
-def _map(offer: SharedFile) -> mmap.mmap:
-    """Map another process's file, read-only."""
+def _map(offer: SharedFile, *, writable: bool = False) -> mmap.mmap:
+    """Map another process's file."""
     path = f"/proc/{offer.pid}/fd/{offer.descriptor}"
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
         if (status.st_dev, status.st_ino) != (offer.device, offer.inode):
             raise FileNotFoundError(f"{path} is not the file that was offered")
-        return mmap.mmap(descriptor, status.st_size, prot=mmap.PROT_READ)
+        return mmap.mmap(descriptor, status.st_size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
     finally:
         os.close(descriptor)
 

@@ -13,6 +13,7 @@ from fedplat.pytorch.training.gradients import GradientComputation, SingleProces
 from fedplat.pytorch.training.learner import BATCH_NORM, Learner, Loss, Trainee, use_seed
 from fedplat.pytorch.training.losses import forward_features, read_targets
 from fedplat.pytorch.training.metrics import Scores, Sums
+from fedplat.pytorch.training.prefetch import PrefetchDataset
 from fedplat.pytorch.training.schedule import Indices, StepSchedule, iterate_batches
 from fedplat.pytorch.training.sgd import Sgd
 from fedplat.pytorch.training.stepper import MakeOptimizer
@@ -30,6 +31,7 @@ __all__ = [
     "LocalTraining",
     "Loss",
     "MakeOptimizer",
+    "PrefetchDataset",
     "Scores",
     "Sgd",
     "SingleProcessGradients",

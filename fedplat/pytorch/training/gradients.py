@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import torch
+from torch import nn
 from typing_extensions import override
 
 from fedplat.pytorch.training.examples import Examples
@@ -32,6 +33,10 @@ class GradientComputation(Protocol):
     def sum_scores(self, scores: Scores) -> Sums:
         """Return the sum of the scores over all processes."""
         ...
+
+    def clip_gradients(self, parameters: Iterable[nn.Parameter], max_norm: float) -> object:
+        """Scale the gradients of a step so that their total L2 norm is at most `max_norm`."""
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
 class SingleProcessGradients(GradientComputation):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -12,13 +12,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedplat.aggregate.local import CONTROL
+from fedplat.aggregate.local import CONTROL, LocalAlgorithm
 from fedplat.client_state import ClientState
 from fedplat.errors import ModelError
+from fedplat.local_options import LocalOptions
 from fedplat.metrics import Metric
 from fedplat.model import Parameters
 from fedplat.plugins import adopt
 from fedplat.pytorch import convert as backend
+from fedplat.pytorch.training.examples import Examples
+from fedplat.pytorch.training.metrics import Scores, Sums
+from fedplat.pytorch.training.schedule import Indices, iterate_batches
 
 Loss: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -67,7 +71,7 @@ class Trainee:
         self.learner = learner
         self.device = torch.device(device)
         self.module = learner.make(device, seed)
-        self.has_batch_norm = any(isinstance(part, _BATCH_NORMS) for part in self.module.modules())
+        self.has_batch_norm = has_batch_norm(self.module)
         self.personal = frozenset(_personal_names(self.module, learner.personal))
         state = self.module.state_dict()
         self._first = {name: state[name].clone() for name in state if name in self.personal}
@@ -108,6 +112,46 @@ class Trainee:
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that are trained, by name."""
         return {name: value for name, value in self.module.named_parameters() if value.requires_grad}
+
+    def start_weights(self, parameters: Parameters) -> dict[str, torch.Tensor]:
+        """Return the initial values of the trained parameters that are not personal, after `load`."""
+        model = backend.to_torch(parameters)
+        return {name: model[name].to(self.device) for name in self.parameters() if name not in self.personal}
+
+    def step_options(self, options: LocalOptions) -> LocalOptions:
+        """Return the options of steps, without those that the module itself carries out."""
+        return options
+
+    def check_algorithm(self, options: LocalOptions, algorithm: LocalAlgorithm) -> None:
+        """Raise `ValueError` if the module cannot be trained by a local algorithm."""
+
+    def evaluate(
+        self, examples: Examples, batch_size: int, after_batch: Callable[[int], object] = lambda done: None
+    ) -> Sums:
+        """Return the scores of the module, as it is, on all examples; see `evaluate_batches`."""
+        return self.evaluate_batches(examples, iterate_batches(len(examples), batch_size), after_batch).sums()
+
+    def evaluate_batches(
+        self, examples: Examples, order: Iterable[Indices], after_batch: Callable[[int], object] = lambda done: None
+    ) -> Scores:
+        """Return the scores of the module, as it is, on some batches, without training.
+
+        `after_batch` is called with the number of examples done.
+        """
+        self.module.eval()
+        scores, done = Scores(self.learner.metrics), 0
+        with torch.no_grad():
+            for inputs, targets in examples.batches(order):
+                outputs = self.module(inputs)
+                scores.add(self.learner.loss(outputs, targets), outputs, targets)
+                done += len(targets)
+                after_batch(done)
+        return scores
+
+
+def has_batch_norm(module: nn.Module) -> bool:
+    """Return whether a module has BatchNorm layers."""
+    return any(isinstance(part, _BATCH_NORMS) for part in module.modules())
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from fedplat.local_options import LocalOptions
 from fedplat.pytorch.training.sgd import Sgd
 
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+ClipGradients: TypeAlias = Callable[[Iterable[nn.Parameter], float], object]
+"""Scales the gradients of parameters so that their total L2 norm is at most a number."""
 
 
 class _Optimizer(Protocol):
@@ -60,10 +62,11 @@ class Stepper:
         learning_rate: float,
         algorithm: StepAlgorithm,
         make_optimizer: MakeOptimizer | None = None,
+        clip: ClipGradients = nn.utils.clip_grad_norm_,
     ) -> None:
         device = next(iter(parameters.values())).device
         self._parameters, self._max_norm = parameters, options.max_grad_norm
-        self._algorithm = algorithm
+        self._algorithm, self._clip = algorithm, clip
         self._dtype = _dtype(options, device)
         self._device_type = device.type
         self._scaler = torch.amp.GradScaler(device.type) if self._dtype == torch.float16 else None
@@ -78,11 +81,15 @@ class Stepper:
         """True if a step uses the gradients at other weights."""
         return self._algorithm.perturb is not None
 
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context of forward passes in the job's precision."""
+        return nullcontext() if self._dtype is None else torch.autocast(self._device_type, self._dtype)
+
     def forward(
         self, module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss of a batch and the module's outputs, in the job's precision."""
-        with self._autocast():
+        with self.autocast():
             return self._algorithm.loss(module, inputs, targets)
 
     @contextmanager
@@ -108,9 +115,13 @@ class Stepper:
 
     def backward(self, loss: torch.Tensor, share: float) -> None:
         """Add the gradient of a batch, weighted by its share of the step's examples."""
+        self.weigh(loss, share).backward()
+
+    def weigh(self, loss: torch.Tensor, share: float) -> torch.Tensor:
+        """Return the loss whose gradient `backward` adds."""
         if share != 1.0:
             loss = loss * share
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+        return loss if self._scaler is None else self._scaler.scale(loss)
 
     def set_gradients(self, gradients: Iterable[torch.Tensor]) -> None:
         """Set the parameters' gradients of a step, computed elsewhere, in the order of the parameters."""
@@ -134,12 +145,9 @@ class Stepper:
             parameter.grad = None
         return done
 
-    def _autocast(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._dtype is None else torch.autocast(self._device_type, self._dtype)
-
     def _correct(self) -> None:
         if self._max_norm:
-            nn.utils.clip_grad_norm_(self._parameters.values(), self._max_norm)
+            self._clip(self._parameters.values(), self._max_norm)
         pull, drift = self._algorithm.correction.pull, self._algorithm.correction.drift
         if not pull and not drift:
             return

@@ -16,7 +16,7 @@ from fedplat.pytorch.training.examples import Examples
 from fedplat.pytorch.training.learner import Trainee, use_seed
 from fedplat.pytorch.training.losses import make_own_loss
 from fedplat.pytorch.training.metrics import Scores
-from fedplat.pytorch.training.schedule import Indices, StepSchedule, iterate_batches
+from fedplat.pytorch.training.schedule import Indices, StepSchedule
 from fedplat.pytorch.training.stepper import StepAlgorithm, Stepper
 from fedplat.pytorch.training.work import LocalTraining
 
@@ -62,8 +62,8 @@ def evaluate(
     `after_batch` is called with the completed fraction.
     """
     trainee.load(parameters, client_state or ClientState())
-    order = iterate_batches(len(examples), batch_size)
-    return evaluate_batches(trainee, examples, order, lambda done: after_batch(done / len(examples))).means()
+    sums = trainee.evaluate(examples, batch_size, lambda done: after_batch(done / len(examples)))
+    return sums.means(trainee.learner.metrics)
 
 
 def evaluate_batches(
@@ -76,15 +76,7 @@ def evaluate_batches(
 
     `after_batch` is called with the number of examples done.
     """
-    trainee.module.eval()
-    scores, done = Scores(trainee.learner.metrics), 0
-    with torch.no_grad():
-        for inputs, targets in examples.batches(order):
-            outputs = trainee.module(inputs)
-            scores.add(trainee.learner.loss(outputs, targets), outputs, targets)
-            done += len(targets)
-            after_batch(done)
-    return scores
+    return trainee.evaluate_batches(examples, order, after_batch)
 
 
 class _Start:
@@ -94,9 +86,9 @@ class _Start:
         self._work = work
         self._note = work.options.state_name
         self._half = build_guarded_algorithm(work.options)
-        model = {name: tensor.to(trainee.device) for name, tensor in backend.to_torch(parameters).items()}
-        self.weights = {name: model[name] for name in trainee.parameters() if name not in trainee.personal}
-        control = _control_variates(model, self.weights, work) if self._half.needs_control else {}
+        trainee.check_algorithm(work.options, self._half)
+        self.weights = trainee.start_weights(parameters)
+        control = _control_variates(trainee, parameters, self.weights, work) if self._half.needs_control else {}
         note = work.client_state.get(self._note)
         self._state = {} if note is None else _move_to(trainee.device, note)
         self.correction: Correction = self._half.begin(control, self._state)
@@ -138,7 +130,14 @@ class _Start:
 
 def _run(trainee: Trainee, start: _Start, work: LocalTraining) -> tuple[Mapping[str, float], int]:
     """Run all steps; return the metrics, and the number of steps that changed the weights."""
-    stepper = Stepper(trainee.parameters(), work.options, work.learning_rate, start.steps(), work.make_optimizer)
+    stepper = Stepper(
+        trainee.parameters(),
+        trainee.step_options(work.options),
+        work.learning_rate,
+        start.steps(),
+        work.make_optimizer,
+        work.gradients.clip_gradients,
+    )
     if work.options.is_private:
         from fedplat.pytorch.training import dp_sgd
 
@@ -168,18 +167,19 @@ def _steps(trainee: Trainee, stepper: Stepper, work: LocalTraining) -> tuple[Sco
 
 
 def _control_variates(
-    model: Mapping[str, torch.Tensor], names: Iterable[str], work: LocalTraining
+    trainee: Trainee, parameters: Parameters, names: Iterable[str], work: LocalTraining
 ) -> dict[str, torch.Tensor]:
     """Return the model's control variates. Raises `ModelError` if the model has none, `ValueError` without SGD."""
     algorithm = work.options.algorithm_name
     if work.make_optimizer is not None:
         raise ValueError(f'the algorithm "{algorithm}" requires SGD; expected a trainer without its own optimizer')
+    model = backend.to_torch(parameters)
     if missing := [name for name in names if CONTROL + name not in model]:
         raise ModelError(
             f'the model has no tensor {CONTROL + missing[0]!r}, which the algorithm "{algorithm}" needs; expected a '
             "job whose aggregation rule adds it"
         )
-    return {name: model[CONTROL + name] for name in names}
+    return {name: model[CONTROL + name].to(trainee.device) for name in names}
 
 
 def _move_to(device: torch.device, note: Parameters) -> dict[str, torch.Tensor]:

@@ -69,6 +69,7 @@ def test_a_process_without_others_is_a_group_of_one() -> None:
 
 
 def test_nccl_wants_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "99")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "99", "LOCAL_WORLD_SIZE": "99"}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=r'"nccl": expected a GPU for each of 99 ranks, found \d+'), join_group("nccl"):
         pass

@@ -172,6 +172,8 @@ def do_half(ranks: Ranks, folder: str) -> None:
 
     def end(done: int, total: int) -> None:
         if done == KILLED_AT:
+            while not (Path(folder) / "saved" / "step-000000000006").exists():  # it is written meanwhile
+                os.sched_yield()
             os.kill(os.getpid(), signal.SIGKILL)
 
     torch.set_num_threads(1)

@@ -1,0 +1,111 @@
+"""Applies a layout to a stage of a module, in place: tensor parallelism, recomputation, then sharding."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
+
+from fedplat.parallel import Parallel
+from fedplat.pytorch.parallel.mesh import DATA, SHARD, TENSOR, Layout
+from fedplat.pytorch.parallel.plan import ParallelPlan, list_blocks
+from fedplat.pytorch.parallel.tensor import check_tensor_plan, divide_operations
+from fedplat.pytorch.parallel.ties import check_ties
+
+Precision: TypeAlias = Literal["fp32", "fp16", "bf16"]
+
+
+def check_plan(module: nn.Module, plan: ParallelPlan, parallel: Parallel) -> None:
+    """Raise `ValueError` if a layout cannot divide the whole module as its plan says, with the name of a part."""
+    if parallel.tensor > 1:
+        check_tensor_plan(module, plan, parallel.tensor, sequence=parallel.sequence)
+    if parallel.num_parts > 1 or parallel.offload == "cpu":
+        check_ties(module, list_blocks(module, plan))
+    if parallel.recompute == "blocks" and not list_blocks(module, plan):
+        raise ValueError(
+            f'recompute = "blocks": the plan of {type(module).__name__} has no blocks; expected some, such as '
+            'ParallelPlan(blocks=("layers.*",)), or recompute = "none"'
+        )
+
+
+def parallelize(module: nn.Module, plan: ParallelPlan, layout: Layout, precision: Precision = "fp32") -> None:
+    """Divide a stage, whose parameters may be on the meta device, among the ranks that have it.
+
+    The plan has to be one that `check_plan` accepts.
+    """
+    mesh, parallel = layout.mesh, layout.parallel
+    assert mesh is not None
+    blocks = list_blocks(module, plan)
+    if parallel.tensor > 1:
+        divide_operations(module, plan, mesh[TENSOR], sequence=parallel.sequence)
+    if parallel.recompute == "blocks":
+        for name in blocks:
+            _recompute(module.get_submodule(name))
+    if parallel.num_parts > 1 or parallel.offload == "cpu" or precision == "bf16":
+        _shard(module, blocks, layout, precision)
+
+
+def sharded_modules(module: nn.Module) -> list[FSDPModule]:
+    """Return the units that are sharded, with the module itself."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def _recompute(block: nn.Module) -> None:
+    """Keep only the inputs of a block; its backward pass computes the rest again. Its parts keep their names."""
+    forward = block.forward
+
+    def recompute(*inputs: Any, **options: Any) -> Any:
+        return checkpoint(forward, *inputs, use_reentrant=False, **options)
+
+    block.forward = recompute
+
+
+def _shard(module: nn.Module, blocks: list[str], layout: Layout, precision: Precision) -> None:
+    parallel, mesh = layout.parallel, layout.mesh
+    assert mesh is not None
+    policy = last = MixedPrecisionPolicy()
+    if precision == "bf16":  # gradients are added up in float32, and so is the loss
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        last = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+    offload = OffloadPolicy()
+    if parallel.offload == "cpu":
+        offload = CPUOffloadPolicy(pin_memory=layout.ranks.device.type == "cuda")
+    options: dict[str, Any] = {
+        "mesh": mesh[DATA, SHARD] if parallel.data > 1 else mesh[SHARD],
+        # None: all but the outermost unit, whose backward pass is the first. A pipeline would gather again and again.
+        "reshard_after_forward": None if parallel.reshard and parallel.pipeline == 1 else False,
+        "offload_policy": offload,
+    }
+    for unit in (*(module.get_submodule(name) for name in blocks), module):
+        unit.register_forward_hook(_return_no_view)
+        fully_shard(unit, mp_policy=last if unit is module else policy, **options)
+    for unit in sharded_modules(module):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def _return_no_view(_: nn.Module, inputs: object, output: Any) -> Any:
+    """Return outputs that are not views, without copies: `fully_shard` has hooks on them and warns about views."""
+    if isinstance(output, torch.Tensor) and output._base is not None and output.requires_grad:
+        return _Alias.apply(output)
+    if type(output) is tuple:
+        return tuple(_return_no_view(_, inputs, each) for each in output)
+    return output
+
+
+class _Alias(torch.autograd.Function):
+    """The same values, for which autograd has no base."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        return values.detach()
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> torch.Tensor:
+        return grad_outputs[0]

@@ -1,0 +1,232 @@
+"""Tensor parallelism of a stage: the layers of its plan, the activations between them, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from fedplat.pytorch.parallel.plan import ParallelPlan, Style, list_blocks, match_names
+from fedplat.pytorch.parallel.ties import find_ties, restore_ties
+
+_SEQUENCE = 1
+"""The dimension of the sequence in activations: [batch, sequence, ...]."""
+_WITH_WHOLE_OUTPUTS = ("colwise_rep", "colwise_gather_output")
+_ROWS = ("rowwise", "embedding_rowwise")
+_REPLICATED = ("sequence_parallel", "replicated_with_grad_allreduce")
+
+
+def divide_operations(module: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, *, sequence: bool) -> None:
+    """Divide the layers of a plan among tensor ranks.
+
+    With `sequence`, activations are divided along the sequence from the first to the last block of the stage, except
+    between columns and rows. The plan has to be one that `check_tensor_plan` accepts.
+    """
+    layers = _find_layers(module, plan)
+    region = _Region(mesh)
+    inside = _divide_sequence(module, plan, region) if sequence else frozenset[str]()
+    ties = find_ties(module)
+    trained = {name: each.requires_grad for name, each in module.named_parameters(remove_duplicate=False)}
+    for name, style in layers.items():
+        layer = module.get_submodule(name)
+        if (rule := _make_style(layer, style, sequence=name in inside)) is not None:
+            parallelize_module(layer, mesh, rule)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        parameter.requires_grad_(trained[name])  # SequenceParallel forgets it
+    restore_ties(module, ties)
+    _share_inputs(module, layers, region, inside)
+
+
+def check_tensor_plan(module: nn.Module, plan: ParallelPlan, size: int, *, sequence: bool) -> None:
+    """Raise `ValueError` if `size` tensor ranks cannot divide the whole module as its plan says, with a part's name."""
+    if not plan.tensor:
+        raise ValueError(
+            f"the plan of {type(module).__name__} has no tensor styles; expected some, such as "
+            'ParallelPlan(tensor={"layers.*.wq": "colwise", "layers.*.wo": "rowwise"}), or tensor = 1'
+        )
+    layers = _find_layers(module, plan)
+    for name, style in layers.items():
+        _check_layer(name, module.get_submodule(name), style, size)
+    if not sequence:
+        return
+    inside = _inside_blocks(module, plan)
+    if not inside:
+        raise ValueError(
+            f"sequence = true divides the activations of blocks; expected blocks in the plan of {type(module).__name__}"
+        )
+    for name in inside:
+        part = module.get_submodule(name)
+        if name not in layers and next(part.parameters(recurse=False), None) is not None:
+            raise ValueError(
+                f"{name} is a {type(part).__name__} without a style, whose inputs sequence = true divides; expected "
+                'one in the plan, such as "sequence_parallel"'
+            )
+
+
+def reduce_partial_gradients(module: nn.Module) -> None:
+    """Add up, over tensor ranks, the gradients of parameters that all of them have, as soon as they are computed.
+
+    `fully_shard` does it for its own parameters.
+    """
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor) and parameter.requires_grad:
+            parameter.register_hook(_Reduce(parameter.placements))
+
+
+class _Reduce:
+    """Gives a gradient the placements of its parameter."""
+
+    def __init__(self, placements: tuple[Placement, ...]) -> None:
+        self._placements = placements
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        if isinstance(gradient, DTensor) and gradient.placements != self._placements:
+            return gradient.redistribute(placements=self._placements)
+        return gradient
+
+
+class _Region:
+    """The blocks of a stage whose activations are divided along the sequence; `length` is that of a rank's part."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh, self.length = mesh, 0
+
+    def enter(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a sequence. Raises `ValueError` if its length cannot be divided."""
+        length, size = values.shape[_SEQUENCE], self.mesh.size()
+        if length % size:
+            raise ValueError(
+                f"the input of {name} has a sequence of {length}; sequence = true needs a multiple of the {size} "
+                "tensor ranks"
+            )
+        self.length = length // size
+        return _place(values, self.mesh, Replicate(), Shard(_SEQUENCE)).to_local()
+
+    def leave(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the whole sequence."""
+        return _place(values, self.mesh, Shard(_SEQUENCE), Replicate()).to_local()
+
+
+def _place(values: torch.Tensor, mesh: DeviceMesh, before: Placement, after: Placement) -> DTensor:
+    return DTensor.from_local(values, mesh, [before], run_check=False).redistribute(placements=[after])
+
+
+def _find_layers(module: nn.Module, plan: ParallelPlan) -> dict[str, str]:
+    """Return the style of each layer by its name."""
+    return {name: style for pattern, style in plan.tensor.items() for name in match_names(module, pattern)}
+
+
+def _inside_blocks(module: nn.Module, plan: ParallelPlan) -> frozenset[str]:
+    """Return the names of the blocks and of all their parts."""
+    return frozenset(
+        f"{block}.{own}" if own else block
+        for block in list_blocks(module, plan)
+        for own, _ in module.get_submodule(block).named_modules()
+    )
+
+
+def _check_layer(name: str, layer: nn.Module, style: str, size: int) -> None:
+    if style not in get_args(Style):
+        raise ValueError(f"{name} has the style {style!r} in the plan; expected {', '.join(get_args(Style))}")
+    if style in _REPLICATED:
+        return
+    if not isinstance(layer, nn.Linear | nn.Embedding) or (
+        style == "embedding_rowwise" and not isinstance(layer, nn.Embedding)
+    ):
+        expected = "Embedding" if style == "embedding_rowwise" else "Linear or Embedding"
+        raise ValueError(f"{name} is a {type(layer).__name__}, which {style!r} cannot divide; expected {expected}")
+    rows, columns = layer.weight.shape
+    divided = columns if (style in _ROWS) == isinstance(layer, nn.Linear) else rows
+    if divided % size:
+        side = "inputs" if style in _ROWS else "outputs"
+        raise ValueError(f"{name} has {divided} {side}; {size} tensor ranks need a multiple of {size}")
+
+
+def _make_style(layer: nn.Module, style: str, *, sequence: bool) -> ParallelStyle | None:
+    whole = Shard(_SEQUENCE) if sequence else Replicate()
+    match style:
+        case "rowwise" | "embedding_rowwise":
+            given = Replicate() if isinstance(layer, nn.Embedding) else Shard(-1)
+            return RowwiseParallel(input_layouts=given, output_layouts=whole)
+        case "sequence_parallel":
+            return SequenceParallel(sequence_dim=_SEQUENCE, use_local_output=True) if sequence else None
+        case "replicated_with_grad_allreduce":
+            # Each rank has the values of its own heads. That they are parts of a whole matters, not of which dimension.
+            return SequenceParallel(sequence_dim=0, use_local_output=True)
+        case _:
+            is_whole = style in _WITH_WHOLE_OUTPUTS or isinstance(layer, nn.Embedding)
+            return ColwiseParallel(output_layouts=whole if is_whole else Shard(-1))
+
+
+def _divide_sequence(module: nn.Module, plan: ParallelPlan, region: _Region) -> frozenset[str]:
+    """Divide activations from the first block to the last; return the names of the blocks and of all their parts."""
+    blocks = list_blocks(module, plan)
+    if not blocks:  # a stage without blocks
+        return frozenset()
+
+    def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not inputs or not isinstance(inputs[0], torch.Tensor):
+            raise ValueError(f"sequence = true expects that the first argument of {blocks[0]} is its activations")
+        return (region.enter(blocks[0], inputs[0]), *inputs[1:])
+
+    def leave(_: nn.Module, inputs: object, output: Any) -> Any:
+        return (region.leave(output[0]), *output[1:]) if isinstance(output, tuple) else region.leave(output)
+
+    module.get_submodule(blocks[0]).register_forward_pre_hook(enter)
+    module.get_submodule(blocks[-1]).register_forward_hook(leave)
+    return _inside_blocks(module, plan)
+
+
+def _share_inputs(module: nn.Module, layers: Mapping[str, str], region: _Region, inside: frozenset[str]) -> None:
+    """Make the common input of several layers one distributed tensor, so that its gradient is reduced once."""
+    shared = dict[str, _SharedInput]()
+    for name, style in layers.items():
+        layer, parent = module.get_submodule(name), name.rpartition(".")[0]
+        if style in _ROWS or style in _REPLICATED or isinstance(layer, nn.Embedding):
+            continue
+        if parent not in shared:
+            shared[parent] = _SharedInput(region, sequence=name in inside)
+            module.get_submodule(parent).register_forward_hook(shared[parent].forget, always_call=True)
+        layer.register_forward_pre_hook(shared[parent].distribute, prepend=True)
+
+
+class _SharedInput:
+    """The last input of the layers of one parent, and the distributed tensor that was made of it."""
+
+    def __init__(self, region: _Region, *, sequence: bool) -> None:
+        self._region, self._sequence = region, sequence
+        self._last: tuple[torch.Tensor, int, DTensor] | None = None
+
+    def distribute(self, layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Replace the input of a layer by a distributed tensor, the same one for the same input."""
+        first, *others = inputs
+        if isinstance(first, DTensor):
+            return inputs
+        if self._last is None or self._last[0] is not first or self._last[1] != first._version:
+            self._last = (first, first._version, self._make(first))
+        return (self._last[2], *others)
+
+    def forget(self, parent: nn.Module, inputs: object, output: object) -> None:
+        """Release the input at the end of the parent's forward pass."""
+        self._last = None
+
+    def _make(self, values: torch.Tensor) -> DTensor:
+        if not self._sequence:
+            return DTensor.from_local(values, self._region.mesh, [Replicate()], run_check=False)
+        if values.shape[_SEQUENCE] != self._region.length:
+            raise ValueError(
+                f"an input has a sequence of {values.shape[_SEQUENCE]}, other activations {self._region.length} of "
+                "each rank; sequence = true cannot divide a model with several sequences"
+            )
+        return _place(values, self._region.mesh, Shard(_SEQUENCE), Replicate())

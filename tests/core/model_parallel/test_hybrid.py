@@ -1,0 +1,90 @@
+"""Products of layouts against one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.model_parallel import piped
+from support.model_parallel.piped import Case, Found
+from support.ranks.group import Zygote
+
+EQUAL = {
+    "shard": Case(layout="pipeline=2,shard=2,micro_batches=4", max_norm=0.3),
+    "data": Case(layout="pipeline=2,data=2,schedule=gpipe,micro_batches=2", batch_size=25),  # the last part is empty
+    "accumulate": Case(layout="pipeline=2,shard=2,micro_batches=2", batch_size=5, accumulate=3),
+    "interleaved": Case(
+        layout="pipeline=2,shard=2,schedule=interleaved-1f1b,micro_batches=4", batch_size=10, accumulate=2
+    ),
+    "zero-bubble": Case(layout="pipeline=2,shard=2,schedule=zero-bubble,micro_batches=4"),
+    "dropout": Case(layout="pipeline=2,shard=2,micro_batches=4,recompute=blocks", model="dropout"),
+    "sequential": Case(layout="pipeline=2,shard=2,micro_batches=4", model="sequential"),
+    "offload": Case(layout="pipeline=2,shard=2,micro_batches=4,offload=cpu"),
+}
+CLOSE = {
+    "tensor": Case(layout="pipeline=2,tensor=2,micro_batches=4", epochs=1, max_norm=0.3),
+    "tensor, interleaved": Case(layout="pipeline=2,tensor=2,schedule=interleaved-1f1b,micro_batches=4", epochs=1),
+    "sequence": Case(layout="pipeline=2,tensor=2,sequence=true,micro_batches=4", epochs=1, max_norm=0.3),
+}
+OF_EIGHT = {
+    "all": Case(layout="pipeline=2,shard=2,tensor=2,micro_batches=4", epochs=1, max_norm=0.3),
+    "all, accumulate": Case(layout="pipeline=2,data=2,tensor=2,micro_batches=2", epochs=1, batch_size=6, accumulate=2),
+}
+
+
+@pytest.fixture(scope="module")
+def equal(zygote: Zygote) -> dict[str, list[Found]]:
+    """What four ranks have found in two parts."""
+    with zygote.group(4) as group:
+        return dict(zip(EQUAL, piped.call(group, EQUAL.values()), strict=True))
+
+
+@pytest.fixture(scope="module")
+def close(zygote: Zygote) -> dict[str, list[Found]]:
+    """What four ranks have found, two of which divide operations."""
+    with zygote.group(4) as group:
+        return dict(zip(CLOSE, piped.call(group, CLOSE.values()), strict=True))
+
+
+@pytest.fixture(scope="module")
+def of_eight(zygote: Zygote) -> dict[str, list[Found]]:
+    """What eight ranks have found."""
+    with zygote.group(8) as group:
+        return dict(zip(OF_EIGHT, piped.call(group, OF_EIGHT.values()), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EQUAL)
+def test_two_parts_have_the_bits_of_ranks_in_turn(equal: dict[str, list[Found]], name: str) -> None:
+    [expected] = piped.in_turn(EQUAL[name])
+    found = equal[name][0]
+    assert found.digest == expected.digest
+    assert found.losses == expected.losses
+    assert found.norms == pytest.approx(expected.norms)
+    assert found.evaluation == pytest.approx(expected.evaluation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in EQUAL if name != "dropout"])
+def test_sharded_pipelines_compute_the_same_as_one_process(equal: dict[str, list[Found]], name: str) -> None:
+    compare(equal[name], EQUAL[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CLOSE)
+def test_tensor_pipelines_compute_the_same_as_one_process(close: dict[str, list[Found]], name: str) -> None:
+    compare(close[name], CLOSE[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_EIGHT)
+def test_products_of_three_compute_the_same_as_one_process(of_eight: dict[str, list[Found]], name: str) -> None:
+    compare(of_eight[name], OF_EIGHT[name])
+
+
+def compare(ranks: list[Found], case: Case) -> None:
+    """Compare what all ranks have found with one process without a layout."""
+    expected = piped.by_hand(case)
+    for found in ranks:
+        assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert found.norms == pytest.approx(expected.norms, rel=1e-5)
+        assert found.evaluation == pytest.approx(expected.evaluation, rel=1e-5)

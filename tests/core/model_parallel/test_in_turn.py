@@ -1,0 +1,76 @@
+"""Layouts that fewer processes compute than they have ranks."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from fedplat.parallel import Parallel
+from fedplat.pytorch.parallel import Layout, make_gradients
+from support.model_parallel import piped
+from support.model_parallel.piped import Case, Found
+from support.ranks.group import Zygote
+
+SHARDED = {
+    "shard": Case(layout="shard=2", model="dropout"),
+    "accumulate": Case(layout="shard=2", batch_size=5, accumulate=3),
+    "data": Case(layout="data=2"),
+}
+IN_TURN = {
+    "pipeline": Case(layout="pipeline=2,shard=2,micro_batches=4", model="dropout", max_norm=0.3, in_turn=True),
+    "short": Case(layout="pipeline=2,data=2,micro_batches=2", batch_size=25, in_turn=True),
+    "tensor": Case(layout="shard=2,tensor=2", in_turn=True),
+}
+REFUSED = Case(layout="pipeline=4,schedule=gpipe", in_turn=True)
+
+
+@pytest.fixture(scope="module")
+def of_two(zygote: Zygote) -> dict[str, list[Found]]:
+    """What two ranks have found."""
+    cases = SHARDED | IN_TURN | {"refused": REFUSED}
+    with zygote.group(2) as group:
+        return dict(zip(cases, piped.call(group, cases.values()), strict=True))
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_shards_in_turn_have_the_bits_of_two_ranks(of_two: dict[str, list[Found]], name: str) -> None:
+    [expected] = piped.in_turn(SHARDED[name])
+    found = of_two[name][0]
+    assert found.digest == expected.digest
+    assert found.losses == expected.losses
+    assert found.evaluation == pytest.approx(expected.evaluation, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", IN_TURN)
+def test_two_processes_compute_the_same_as_one(of_two: dict[str, list[Found]], name: str) -> None:
+    [expected] = piped.in_turn(IN_TURN[name])
+    found = of_two[name][0]
+    assert found.digest == expected.digest
+    assert found.losses == expected.losses
+    assert found.norms == pytest.approx(expected.norms)
+    assert found.evaluation == pytest.approx(expected.evaluation)
+
+
+@pytest.mark.parametrize("name", ["short", "tensor"])
+def test_one_process_computes_the_gradient_of_the_whole_batch(name: str) -> None:
+    case = msgspec.structs.replace(IN_TURN[name], max_norm=0.3)
+    [found] = piped.in_turn(case)
+    expected = piped.by_hand(case)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert found.norms == pytest.approx(expected.norms, rel=1e-5)
+    assert found.evaluation == pytest.approx(expected.evaluation, rel=1e-5)
+
+
+def test_more_processes_than_parts_are_refused(of_two: dict[str, list[Found]]) -> None:
+    for found in of_two["refused"]:
+        assert found.error.startswith("2 processes for a layout of 4 ranks with 1 parts; expected one for each rank")
+
+
+def test_later_steps_can_be_computed_alone() -> None:
+    with piped.alone() as ranks:
+        layout = Layout(Parallel(shard=2, pipeline=2), ranks, None)
+        steps = make_gradients(layout, 7), make_gradients(layout, 7, begin=2)
+        plan = piped.schedule_of(Case(layout=""), 26)
+        whole, later = (list(each.parts(plan)) for each in steps)  # type: ignore[attr-defined]
+    assert [[part.seed for part in step] for step in whole[2:]] == [[part.seed for part in step] for step in later]
+    assert len(whole[0]) == 2

@@ -1,0 +1,184 @@
+"""Pipelines against one process that adds up the gradients of the same micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+from fedplat.parallel import Parallel
+from fedplat.pytorch.parallel import ParallelPlan
+from fedplat.pytorch.parallel.stages import split_stages
+from fedplat.pytorch.parallel.trainee import make_empty
+from fedplat.pytorch.training.learner import Learner
+from support.model_parallel import llama, piped
+from support.model_parallel.piped import Case, Found
+from support.ranks.group import RankError, Zygote
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
+CASES = {
+    **{
+        schedule: Case(layout=f"pipeline=2,schedule={schedule},micro_batches=4", batch_size=10)
+        for schedule in SCHEDULES
+    },
+    "accumulate": Case(layout="pipeline=2,micro_batches=2", batch_size=5, accumulate=3),
+    "few rows": Case(layout="pipeline=2,micro_batches=8", batch_size=5),
+    "frozen": Case(layout="pipeline=2,micro_batches=4", model="frozen"),
+    "sequential": Case(layout="pipeline=2,micro_batches=4", model="sequential"),
+    "clipped": Case(layout="pipeline=2,schedule=gpipe,micro_batches=3", max_norm=0.3),
+    "recompute": Case(layout="pipeline=2,micro_batches=4,recompute=blocks", batch_size=10),
+    "dropout": Case(layout="pipeline=2,micro_batches=4", model="dropout"),
+    "dropout, gpipe": Case(layout="pipeline=2,schedule=gpipe,micro_batches=4", model="dropout"),
+    "dropout, recompute": Case(layout="pipeline=2,micro_batches=4,recompute=blocks", model="dropout"),
+    "stubborn": Case(layout="pipeline=2,micro_batches=4", model="stubborn"),
+}
+
+
+@pytest.fixture(scope="module")
+def of_two(zygote: Zygote) -> dict[str, list[Found]]:
+    """What two ranks have found in all cases."""
+    with zygote.group(2) as group:
+        return dict(zip(CASES, piped.call(group, CASES.values()), strict=True))
+
+
+@pytest.fixture(scope="module")
+def of_four(zygote: Zygote) -> dict[tuple[str, int], list[Found]]:
+    """What pipelines of four ranks have found, by schedule and number of micro-batches."""
+    keys = [(schedule, count) for schedule in SCHEDULES for count in (8, 16)]
+    cases = [
+        Case(layout=f"pipeline=4,schedule={schedule},micro_batches={count}", model="sequential", epochs=1)
+        for schedule, count in keys
+    ]
+    with zygote.group(4) as group:
+        return dict(zip(keys, piped.call(group, cases), strict=True))
+
+
+@pytest.fixture
+def one_thread() -> Any:
+    """Sums in the order of a rank, which has one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "accumulate", "few rows", "frozen", "sequential", "recompute"])
+@pytest.mark.usefixtures("one_thread")
+def test_the_gradients_have_the_bits_of_one_process(of_two: dict[str, list[Found]], name: str) -> None:
+    expected, found = piped.by_hand(CASES[name]), of_two[name]
+    assert found[0].gradients.keys().isdisjoint(found[1].gradients)
+    assert found[0].gradients | found[1].gradients == expected.gradients
+    for each in found:
+        assert each.losses == pytest.approx(expected.losses, rel=1e-6)
+        assert each.evaluation == pytest.approx(expected.evaluation, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "zero-bubble", "clipped"])
+@pytest.mark.usefixtures("one_thread")
+def test_other_orders_of_the_sums_are_close(of_two: dict[str, list[Found]], name: str) -> None:
+    expected, found = piped.by_hand(CASES[name]), of_two[name]
+    for each in found:
+        assert each.losses == pytest.approx(expected.losses, rel=1e-6)
+        assert each.norms == pytest.approx(expected.norms, rel=1e-5)
+        assert each.evaluation == pytest.approx(expected.evaluation, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "stubborn"])
+def test_stages_in_turn_have_the_same_bits(of_two: dict[str, list[Found]], name: str) -> None:
+    [expected] = piped.in_turn(CASES[name])
+    assert of_two[name][0].digest == expected.digest
+    assert of_two[name][0].losses == expected.losses
+
+
+def test_dropout_is_another_one_in_each_micro_batch_and_step(of_two: dict[str, list[Found]]) -> None:
+    [without] = piped.in_turn(msgspec.structs.replace(CASES["dropout"], model="llama"))
+    assert of_two["dropout"][0].losses[0] != pytest.approx(without.losses[0], rel=1e-4)
+    assert of_two["dropout"][0].digest == of_two["dropout, gpipe"][0].digest
+    assert of_two["dropout"][0].digest == of_two["dropout, recompute"][0].digest
+
+
+def test_a_forward_that_needs_removed_parts_is_refused_on_all_ranks(of_two: dict[str, list[Found]]) -> None:
+    for found in of_two["stubborn"]:
+        assert found.error.startswith("stage 0 of 2 cannot compute by itself: Stubborn raises TypeError")
+        assert "forward has to skip attributes that are None" in found.error
+
+
+@pytest.mark.parametrize("count", [8, 16])
+def test_the_bubble_is_that_of_the_formula(of_four: dict[tuple[str, int], list[Found]], count: int) -> None:
+    def bubble(schedule: str) -> float:
+        stages = Parallel(pipeline=4, schedule=schedule, micro_batches=count).num_stages  # type: ignore[arg-type]
+        return piped.measure_bubble([found.operations for found in of_four[schedule, count]], stages)
+
+    assert bubble("gpipe") == pytest.approx(3 / (count + 3))
+    assert bubble("1f1b") == pytest.approx(3 / (count + 3))
+    assert bubble("interleaved-1f1b") == pytest.approx(3 / (2 * count + 3))
+    # three operations of the same time for each of two stages, and only the forward passes wait at the beginning
+    assert bubble("zero-bubble") == pytest.approx(3 / (6 * count + 3))
+
+
+@pytest.mark.parametrize("count", [8, 16])
+def test_few_micro_batches_are_in_flight(of_four: dict[tuple[str, int], list[Found]], count: int) -> None:
+    for stage, found in enumerate(of_four["gpipe", count]):
+        assert piped.highest_in_flight(found.operations) == {stage: count}
+    for stage, found in enumerate(of_four["1f1b", count]):
+        assert piped.highest_in_flight(found.operations) == {stage: 4 - stage}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_an_error_in_one_stage_ends_all_ranks(zygote: Zygote, schedule: str) -> None:
+    with zygote.group(4) as group:
+        group.begin("support.model_parallel.piped:end_with_a_failure", layout=f"pipeline=4,schedule={schedule}")
+        for rank in range(4):
+            with pytest.raises(RankError, match="gone"):
+                group.result(rank)
+
+
+def test_few_micro_batches_are_refused_in_words() -> None:
+    with pytest.raises(
+        ValueError, match='micro_batches = 3: schedule = "1f1b" needs at least one for each of 4 stages'
+    ):
+        Parallel(pipeline=4, micro_batches=3)
+    assert Parallel(pipeline=4, micro_batches=3, schedule="gpipe").num_micro_batches == 3
+
+
+class Tied(llama.Llama):
+    """The output has the weights of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output.weight = self.embedding.weight  # type: ignore[union-attr]
+
+
+class WithScale(llama.Llama):
+    """Has a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "stages", "message"),
+    [
+        (llama.Llama, ("embedding", "layers"), "the plan of Llama has 2 parts in its stages; 4 stages need"),
+        (
+            llama.Llama,
+            ("embedding", "layers.*", "norm"),
+            "the values 'output.weight' of Llama are in none of the plan's",
+        ),
+        (
+            llama.Llama,
+            (*llama.PLAN.stages, "layers.*.ffn"),
+            "are in layers.0 and layers.0.ffn; expected each in exactly",
+        ),
+        (Tied, llama.PLAN.stages, "the parts 'embedding' and 'output' of Tied share a parameter"),
+        (WithScale, llama.PLAN.stages, "the values 'scale' of WithScale are in none of the plan's stages"),
+    ],
+)
+def test_a_plan_that_cannot_work_is_refused(model: Any, stages: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_stages(make_empty(Learner(model=model)), ParallelPlan(stages=stages), 4, [0])

@@ -1,0 +1,168 @@
+"""Plans and layouts that cannot work, refused with a name; and Hugging Face's spelling of plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import pytest
+from torch import nn
+
+from fedplat.aggregate.local import LocalAlgorithm
+from fedplat.local_options import LocalOptions
+from fedplat.parallel import Parallel
+from fedplat.pytorch.parallel import ParallelPlan
+from fedplat.pytorch.parallel.algorithms import refuse_algorithm
+from fedplat.pytorch.parallel.apply import check_plan
+from fedplat.pytorch.parallel.plan import Style, find_plan, list_blocks
+from support.model_parallel.divided import Tied
+from support.model_parallel.llama import PLAN, Llama
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("shard", "'shard': expected NAME=VALUE"),
+        ("", "'': expected NAME=VALUE"),
+        ("shard=", "'shard=': expected NAME=VALUE"),
+        ("shard=2,shard=4", "'shard=4': expected NAME=VALUE, each name once"),
+        ("shards=2", "unknown field `shards`"),
+        ("shard=0", "`int` >= 1"),
+        ("shard=-2", "Expected `int`, got `str`"),
+        ("shard=two", "Expected `int`, got `str`"),
+        ("tensor=2,sequence=yes", "Expected `bool`, got `str`"),
+        ("pipeline=2,schedule=fast", "Invalid enum value 'fast'"),
+        ("shard=2,offload=disk", "Invalid enum value 'disk'"),
+        ("sequence=true", "sequence = true divides activations among tensor ranks; expected tensor = 2 or more"),
+        ("micro_batches=4", "micro_batches are for a pipeline"),
+        ("pipeline=4,micro_batches=2", "needs at least one for each of 4 stages"),
+        ("pipeline=2,schedule=interleaved-1f1b,micro_batches=5", "computes them in 2 rounds"),
+        ("pipeline=2,tensor=2,schedule=zero-bubble", "an order that tensor ranks do not share"),
+        ("pipeline=2,shard=2,schedule=pipedream", "for a pipeline alone"),
+        ("pipeline=2,schedule=pipedream,offload=cpu", "remove offload and recompute"),
+    ],
+)
+def test_mistakes_in_a_layout(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match="(?s)" + "".join(f"[{c}]" if c in "[]()*+?.|" else c for c in message)):
+        Parallel.from_text(text)
+
+
+def test_layouts_as_text() -> None:
+    assert Parallel.from_text("shard=2, tensor = 2,sequence=true") == Parallel(shard=2, tensor=2, sequence=True)
+    assert Parallel.from_text("shard=2,reshard=false,offload=cpu") == Parallel(shard=2, reshard=False, offload="cpu")
+
+
+def test_other_numbers_of_ranks() -> None:
+    with pytest.raises(ValueError, match="1 data × 2 shard × 2 tensor × 1 pipeline = 4 ranks; there are 3"):
+        Parallel(shard=2, tensor=2).check_ranks(3)
+
+
+def test_a_pattern_without_a_match() -> None:
+    with pytest.raises(ValueError, match=r"'layers.\*.wq' matches no part of Llama; its parts are embedding, layers"):
+        find_plan(Llama(), ParallelPlan(tensor={"layers.*.wq": "colwise"}))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "size", "message"),
+    [
+        ({}, 2, "the plan of Llama has no tensor styles"),
+        (
+            {"layers.*.attention.wq": "columns"},
+            2,
+            "layers.0.attention.wq has the style 'columns' in the plan; expected",
+        ),
+        ({"layers.*.attention": "colwise"}, 2, "layers.0.attention is a Attention, which 'colwise' cannot divide"),
+        ({"output": "embedding_rowwise"}, 2, "output is a Linear, which 'embedding_rowwise' cannot divide"),
+        ({"layers.*.attention.wq": "colwise"}, 3, "layers.0.attention.wq has 32 outputs; 3 tensor ranks need"),
+        ({"layers.*.ffn.down": "rowwise"}, 5, "layers.0.ffn.down has 96 inputs; 5 tensor ranks need"),
+    ],
+)
+def test_layers_that_cannot_be_divided(tensor: dict[str, Any], size: int, message: str) -> None:
+    module = Llama()
+    with pytest.raises(ValueError, match=message):
+        check_plan(module, find_plan(module, ParallelPlan(tensor=tensor)), Parallel(tensor=size))
+
+
+def test_sequences_need_a_style_for_each_layer_of_a_block() -> None:
+    tensor: Mapping[str, Style] = {name: style for name, style in PLAN.tensor.items() if "ffn_norm" not in name}
+    parallel = Parallel(tensor=2, sequence=True)
+    with pytest.raises(ValueError, match=r"layers.\d.ffn_norm is a RMSNorm without a style"):
+        check_plan(Llama(), ParallelPlan(tensor=tensor, blocks=("layers.*",)), parallel)
+    with pytest.raises(ValueError, match="expected blocks in the plan of Llama"):
+        check_plan(Llama(), ParallelPlan(tensor=tensor), parallel)
+
+
+def test_recomputation_needs_blocks() -> None:
+    with pytest.raises(ValueError, match="the plan of Llama has no blocks"):
+        check_plan(Llama(), ParallelPlan(), Parallel(recompute="blocks"))
+
+
+def test_blocks_do_not_share_parameters_with_other_parts() -> None:
+    check_plan(Tied(), ParallelPlan(blocks=("layers.*",)), Parallel(shard=2))
+    with pytest.raises(ValueError, match=r"embedding.weight and output.weight are the same parameter"):
+        check_plan(Tied(), ParallelPlan(blocks=("output",)), Parallel(shard=2))
+
+
+class HuggingFaceModel(nn.Module):
+    """A model with the attributes of those of `transformers`, around a base model."""
+
+    base_model_prefix = "model"
+    _no_split_modules = ("Block",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Llama()
+        self.lm_head = nn.Linear(8, 8)
+        self._tp_plan = {f"model.{name}": style for name, style in PLAN.tensor.items()} | {
+            "lm_head": "colwise_rep",
+            "model.layers.*.experts": "moe_tp_experts",  # of a variant
+        }
+        self._pp_plan: Any = {"lm_head": None, "model.embedding": None, "model.layers": None, "model.norm": None}
+
+
+def test_the_plan_of_a_model_of_transformers() -> None:
+    module = HuggingFaceModel()
+    plan = find_plan(module, None)
+    assert plan.stages == ("model.embedding", "model.layers.*", "model.norm", "lm_head")
+    assert list_blocks(module, plan) == [f"model.layers.{number}" for number in range(4)]
+    assert plan.tensor == {**{f"model.{name}": style for name, style in PLAN.tensor.items()}, "lm_head": "colwise_rep"}
+    check_plan(module, plan, Parallel(shard=2, tensor=2))
+
+
+def test_the_plan_of_the_configuration_of_a_model_of_transformers() -> None:
+    module = HuggingFaceModel()
+    module._tp_plan = {}  # pyright: ignore[reportPrivateUsage]
+    config = type("Config", (), {"base_model_tp_plan": dict(PLAN.tensor)})()
+    cast(Any, module).config = config
+    assert find_plan(module, None).tensor == {f"model.{name}": style for name, style in PLAN.tensor.items()}
+
+
+def options(algorithm: str) -> LocalOptions:
+    extra = {"alpha": 0.1} if algorithm == "feddyn" else {}
+    return LocalOptions.from_config(
+        {"epochs": 1, "batch_size": 4, "learning_rate": 0.1, "algorithm": algorithm} | extra
+    )
+
+
+@pytest.mark.parametrize(("name", "reason"), [("scaffold", "has control variates"), ("feddyn", "has client state")])
+def test_algorithms_that_need_whole_tensors(name: str, reason: str) -> None:
+    table = options(name)
+    with pytest.raises(ValueError, match=f'algorithm = "{name}": it {reason}.*not possible with a model that several'):
+        refuse_algorithm(table, table.build_algorithm())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "reason"),
+    [
+        (LocalAlgorithm(make_loss=lambda context: cast(Any, None)), "has its own loss"),
+        (LocalAlgorithm(perturb=lambda gradients: gradients), "uses gradients at other weights"),
+    ],
+)
+def test_plugins_that_need_whole_tensors(algorithm: LocalAlgorithm, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        refuse_algorithm(options("sgd"), algorithm)
+
+
+@pytest.mark.parametrize("name", ["sgd", "fedprox"])
+def test_algorithms_that_work_in_a_layout(name: str) -> None:
+    refuse_algorithm(options(name), options(name).build_algorithm())

@@ -1,0 +1,212 @@
+"""Real ranks that divide a model, on Gloo: tensor and sharded ranks, and their products, against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from fedplat.pytorch.distributed import join_group
+from support.model_parallel import divided
+from support.model_parallel.divided import Case, Found
+from support.model_parallel.llama import LAYERS, WIDTH, Llama
+from support.ranks.group import Zygote
+
+UNITS = LAYERS + 1
+OF_TWO = {
+    "tensor": Case(layout="tensor=2", measure=True),
+    "sequence": Case(layout="tensor=2,sequence=true"),
+    "sequence, clipped": Case(layout="tensor=2,sequence=true", max_norm=0.3, epochs=3),
+    "tensor, recomputed": Case(layout="tensor=2,sequence=true,recompute=blocks", epochs=3),
+    "tensor, tied": Case(layout="tensor=2", model="tied", epochs=3),
+    "tensor, frozen": Case(layout="tensor=2,sequence=true", model="frozen", epochs=3),
+    "tensor, bf16": Case(layout="tensor=2", precision="bf16", epochs=2),
+    "shard": Case(layout="shard=2"),
+    "data": Case(layout="data=2", epochs=3),
+    "clipped": Case(layout="shard=2", max_norm=0.3, epochs=3),
+    "dropout": Case(layout="shard=2", model="dropout", epochs=3),
+    "uneven": Case(layout="shard=2", num_examples=21, epochs=3),
+    "tied": Case(layout="shard=2", model="tied", epochs=3),
+    "frozen": Case(layout="shard=2", model="frozen", epochs=3),
+    "adam": Case(layout="shard=2", optimizer="adam", epochs=3),
+    "measured": Case(layout="shard=2", optimizer="adam", epochs=3, measure=True),
+    "gathered once": Case(layout="shard=2,reshard=false", optimizer="adam", epochs=3, measure=True),
+    "offloaded": Case(layout="shard=2,offload=cpu", optimizer="adam", epochs=3),
+    "recomputed": Case(layout="shard=2,recompute=blocks", optimizer="adam", epochs=3, measure=True),
+    "recomputed dropout": Case(layout="shard=2,recompute=blocks", model="dropout", epochs=3),
+    "bf16": Case(layout="shard=2", precision="bf16", epochs=2),
+}
+OF_FOUR = {
+    "shard": Case(layout="shard=4", optimizer="adam", epochs=3),
+    "hybrid": Case(layout="shard=2,tensor=2", max_norm=0.3, epochs=3),
+    "hybrid, sequence": Case(layout="shard=2,tensor=2,sequence=true,recompute=blocks", max_norm=0.3, epochs=3),
+    "replicas": Case(layout="data=2,shard=2", max_norm=0.3, epochs=3),
+    "replicas, tensor": Case(layout="data=2,tensor=2,sequence=true", max_norm=0.3, epochs=3),
+}
+
+
+def measure(zygote: Zygote, count: int, cases: dict[str, Case], **environment: str) -> dict[str, list[Found]]:
+    """Return what each rank of a group has found in each case."""
+    with zygote.group(count, **environment) as group:
+        ranks = group.call("support.model_parallel.divided:run", cases=msgspec.to_builtins(list(cases.values())))
+    found = [msgspec.convert(rank, list[Found]) for rank in ranks]
+    return {name: [rank[number] for rank in found] for number, name in enumerate(cases)}
+
+
+@pytest.fixture(scope="module")
+def of_two(zygote: Zygote) -> dict[str, list[Found]]:
+    """What two ranks have found."""
+    return measure(zygote, 2, OF_TWO)
+
+
+@pytest.fixture(scope="module")
+def of_four(zygote: Zygote) -> dict[str, list[Found]]:
+    """What four ranks have found."""
+    return measure(zygote, 4, OF_FOUR)
+
+
+def reference(case: Case, logical_ranks: int = 0) -> Found:
+    """Return what one process finds, with one thread as the ranks have."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with join_group("gloo") as ranks:
+            return divided.run_one(ranks, msgspec.structs.replace(case, layout="", measure=False), logical_ranks)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, case in OF_TWO.items() if case.model != "dropout"])
+def test_two_ranks_have_the_losses_of_one_process(of_two: dict[str, list[Found]], name: str) -> None:
+    case = OF_TWO[name]
+    expected = reference(msgspec.structs.replace(case, precision="fp32"))
+    bound = 5e-3 if case.precision == "bf16" else 1e-5
+    for found in of_two[name]:
+        assert found.losses == pytest.approx(expected.losses, abs=bound)
+        assert case.precision == "fp32" or found.losses != expected.losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_FOUR)
+def test_four_ranks_have_the_losses_of_one_process(of_four: dict[str, list[Found]], name: str) -> None:
+    expected = reference(OF_FOUR[name])
+    for found in of_four[name]:
+        assert found.losses == pytest.approx(expected.losses, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["shard", "dropout", "uneven", "adam"])
+def test_two_sharded_ranks_have_the_bits_of_two_parts_on_one_process(of_two: dict[str, list[Found]], name: str) -> None:
+    expected = reference(OF_TWO[name], logical_ranks=2)
+    assert of_two[name][0].losses == expected.losses
+    assert of_two[name][0].digest == expected.digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("gathered once", "measured"),
+        ("offloaded", "adam"),
+        ("recomputed", "measured"),
+        ("recomputed dropout", "dropout"),
+    ],
+)
+def test_how_parameters_are_kept_changes_no_bits(of_two: dict[str, list[Found]], name: str, other: str) -> None:
+    assert of_two[name][0].digest == of_two[other][0].digest
+
+
+@pytest.mark.slow
+def test_offloaded_state_is_on_the_host(of_two: dict[str, list[Found]]) -> None:
+    assert [found.devices for found in of_two["offloaded"]] == [["cpu"], ["cpu"]]
+
+
+@pytest.mark.slow
+def test_recomputation_keeps_fewer_bytes_for_the_backward_pass(of_two: dict[str, list[Found]]) -> None:
+    for more, fewer in zip(of_two["measured"], of_two["recomputed"], strict=True):
+        assert fewer.saved_bytes < more.saved_bytes / LAYERS  # what is left is the inputs of the blocks
+
+
+@pytest.mark.slow
+def test_sharded_ranks_have_their_parts_of_parameters_gradients_and_moments(
+    of_two: dict[str, list[Found]], of_four: dict[str, list[Found]]
+) -> None:
+    tensors = [each.numel() for each in Llama().parameters()]
+    sizes = [each.shape[0] for each in Llama().parameters()]
+    for count, ranks in ((2, of_two["adam"]), (4, of_four["shard"])):
+        # The first dimension of each tensor is padded to a multiple of the ranks.
+        padded = sum(n + n // rows * (-rows % count) for n, rows in zip(tensors, sizes, strict=True))
+        for found in ranks:
+            assert found.weights <= padded / count
+            assert found.gradients == found.weights
+            assert found.moments == 2 * found.weights
+            assert found.num_bytes == 16 * found.weights
+        assert sum(found.weights for found in ranks) == sum(tensors)
+    alone = reference(Case(optimizer="adam", epochs=1))
+    assert alone.num_bytes == 16 * sum(tensors)
+
+
+@pytest.mark.slow
+def test_tensor_ranks_have_their_parts_of_the_layers_of_the_plan(of_two: dict[str, list[Found]]) -> None:
+    whole = {name: each.numel() for name, each in Llama().named_parameters()}
+    cut = sum(n for name, n in whole.items() if ".attention." in name or ".ffn." in name)
+    assert cut == LAYERS * (4 + 3 * 3) * WIDTH**2
+    for found in of_two["tensor"]:
+        assert found.weights == sum(whole.values()) - cut + cut // 2
+
+
+@pytest.mark.slow
+def test_tensor_ranks_reduce_twice_in_each_pass_of_a_layer(of_two: dict[str, list[Found]]) -> None:
+    assert [found.collectives for found in of_two["tensor"]] == 2 * [{"all_reduce": (2 + 2) * LAYERS}]
+
+
+@pytest.mark.slow
+def test_collectives_of_sharded_units(of_two: dict[str, list[Found]]) -> None:
+    """The outermost unit is gathered once: its backward pass begins when its forward pass ends."""
+    for name, gathers in (("measured", 2 * UNITS - 1), ("gathered once", UNITS)):
+        for found in of_two[name]:
+            assert found.collectives == {"_allgather_base_": gathers, "_reduce_scatter_base_": UNITS}
+
+
+@pytest.mark.slow
+def test_local_training_with_a_pull_and_a_bound_of_the_gradient(zygote: Zygote) -> None:
+    layouts = ["shard=2", "tensor=2,sequence=true", "data=2,offload=cpu"]
+    with zygote.group(2) as group:
+        of_ranks = group.call("support.model_parallel.divided:train_all", layouts=layouts)
+    with join_group("gloo") as ranks:
+        expected = divided.train_with_algorithm(ranks, "", {"algorithm": "fedprox", "mu": 0.1})
+    for found in of_ranks:
+        for result in found:
+            assert result["metrics"] == pytest.approx(expected["metrics"], abs=1e-5)
+    for result in of_ranks[0]:
+        assert result["total"] == pytest.approx(expected["total"], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["shard=2", "tensor=2"])
+def test_no_rank_needs_the_whole_model(zygote: Zygote, tmp_path: Path, layout: str) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(divided.Learner(model=Llama).initial(3).to_bytes())
+    with zygote.group(2) as group:
+        found = group.call("support.model_parallel.divided:load_and_save", path=str(path), layout=layout)
+    for rank in found:
+        # A tensor is gathered at a time; no more than the largest one exists at once.
+        assert rank["largest"] <= max(each.numel() for each in Llama().parameters())
+        assert rank["same"]
+        assert rank["error"] == found[0]["error"]
+        assert "'layers.0.attention.wq.weight' has the shape no such tensor in the model and" in rank["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_have_the_losses_of_one_process(zygote: Zygote) -> None:
+    cases = {name: OF_TWO[name] for name in ("tensor", "sequence", "adam", "offloaded", "recomputed", "bf16")}
+    for name, ranks in measure(zygote, 2, cases, BACKEND="nccl").items():
+        case = cases[name]
+        expected = reference(msgspec.structs.replace(case, precision="fp32"))
+        for found in ranks:
+            assert found.losses == pytest.approx(expected.losses, abs=5e-3 if case.precision == "bf16" else 1e-4)

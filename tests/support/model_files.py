@@ -1,0 +1,55 @@
+"""What ranks do with the file of a model: on one host, or on what looks like several."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedplat.model import Parameters
+from fedplat.pytorch.distributed import Ranks
+from fedplat_client.trainers import model_file
+
+SIZE = 3_000_000
+"""Entries: several chunks."""
+
+
+def make_model() -> Parameters:
+    values = np.arange(SIZE, dtype=np.float32)
+    return Parameters.from_arrays({"weight": values, "count": np.array([3]), "half": values[:7].astype(np.float16)})
+
+
+def share(ranks: Ranks, folder: str, hosts: list[int]) -> dict[str, Any]:
+    """Share a model; `hosts` are the numbers of the ranks' hosts. Rank 0 changes its mapping."""
+    os.environ["TMPDIR"] = folder
+    model_file.tempfile.tempdir = None
+    own = model_file.describe_host()
+    real, modes = model_file.shutil.rmtree, list[str]()
+
+    def remember(path: Path, **options: Any) -> None:
+        modes.extend(oct(stat.S_IMODE(os.stat(each).st_mode)) for each in (path, path / "model.safetensors"))
+        real(path, **options)
+
+    model_file.describe_host = lambda: own + bytes([hosts[ranks.rank]])
+    model_file.shutil.rmtree = remember  # type: ignore[assignment]
+    try:
+        model = make_model() if ranks.is_first else None
+        with model_file.share_model(ranks, model) as parameters:
+            same = parameters == make_model()
+            left = os.listdir(folder)
+            ranks.barrier()
+            if ranks.is_first:
+                parameters["weight"] *= 2
+            ranks.barrier()
+        seen = float(parameters["weight"][5])
+        update = None
+        if model is not None:
+            expected = parameters.minus(model)
+            update = model_file.subtract(parameters, model) == expected
+        return {"same": same, "left": left, "seen": seen, "modes": modes, "update": update}
+    finally:
+        model_file.describe_host = lambda: own
+        model_file.shutil.rmtree = real
