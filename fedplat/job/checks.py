@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from fedplat import aggregate, codecs, modes
 from fedplat.job import privacy_checks, secure_checks
-from fedplat.job.pool import ServerStep
+from fedplat.job.pool import PoolOptions, ServerLearning, ServerStep
 from fedplat.job.sections import Compression, Evaluation, Updates
 from fedplat.job.secure_checks import RULES_ON_MEAN
 from fedplat.job.tables import JobTables
+from fedplat.parallel import Parallel
 from fedplat.plugins import build_checked, has_absent, name_of
 from fedplat.sampling import Uniform
 
@@ -41,6 +42,8 @@ def check(spec: JobTables) -> None:
         raise ValueError('pool: its ranks read the updates from the spool; expected durability = "spool"')
     if spec.server_step is not None:
         _check_server_step(spec, spec.server_step)
+    if spec.pool is not None:
+        _check_pool(spec, spec.pool)
 
 
 def _check_rule(spec: JobTables, rule: aggregate.Rule) -> None:
@@ -111,6 +114,11 @@ def _check_server_step(spec: JobTables, step: ServerStep) -> None:
         )
     if step.method == "train":
         return
+    if spec.parallel is not None:
+        raise ValueError(
+            'server_step.method = "distill": each rank computes the outputs of the clients\' whole models; expected '
+            '"train", or no table [pool.parallel]'
+        )
     contrary = {
         'durability = "memory"': spec.durability == "memory",
         "privacy": spec.privacy is not None,
@@ -122,6 +130,31 @@ def _check_server_step(spec: JobTables, step: ServerStep) -> None:
             f'server_step.method = "distill": it uses the model of each client of a round, which {found[0]} '
             'excludes; expected "train"'
         )
+
+
+def _check_pool(spec: JobTables, pool: PoolOptions) -> None:
+    if spec.warm_start is not None and spec.warm_start.method == "hogwild":
+        if pool.parallel is not None:
+            raise ValueError(
+                'warm_start.method = "hogwild": each rank trains the whole model; expected "sgd", or no table '
+                "[pool.parallel]"
+            )
+        if pool.backend == "nccl":
+            raise ValueError(
+                'warm_start.method = "hogwild": the ranks share the memory of the host, not that of GPUs; expected '
+                'pool.backend = "gloo", or method = "sgd"'
+            )
+    if pool.parallel is not None:
+        for name, table in (("warm_start", spec.warm_start), ("server_step", spec.server_step)):
+            if table is not None:
+                _check_steps(name, table, pool.parallel)
+
+
+def _check_steps(name: str, table: ServerLearning, parallel: Parallel) -> None:
+    try:
+        parallel.check_steps(max_grad_norm=table.max_grad_norm, accumulate=table.accumulate, precision=table.precision)
+    except ValueError as exc:
+        raise ValueError(f"{name}.{exc}") from exc
 
 
 def _check_robust(spec: JobTables, robust: aggregate.Robust) -> None:

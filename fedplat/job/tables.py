@@ -24,6 +24,7 @@ from fedplat.job.sections import (
     Selection,
     Updates,
 )
+from fedplat.parallel import Parallel
 from fedplat.secure_aggregation.options import SecureAggregation
 
 OUTLIER_FACTOR = 1000.0
@@ -91,6 +92,11 @@ class JobTables(Struct, frozen=True, forbid_unknown_fields=True):
     def num_ranks(self) -> int:
         """The number of ranks that the server's own training is divided into."""
         return self.pool.ranks if self.pool is not None else 1
+
+    @property
+    def parallel(self) -> Parallel | None:
+        """The layout of the ranks that train the model; None: each has the whole model."""
+        return self.pool.parallel if self.pool is not None else None
 
     @property
     def buffered(self) -> modes.Buffered | None:

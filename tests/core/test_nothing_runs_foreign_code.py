@@ -47,6 +47,7 @@ ALLOWED = {
         "fedplat/user_code.py": "functions that a user's own file, an operator or a client's owner names",
         "fedplat/privacy/losses.py": "dp-accounting's modules, whose names stand there",
         "fedplat/aggregate/flower.py": "modules of fedplat, whose names stand there",
+        "benchmarks/packed_data.py": "the packages of other formats, whose names stand there",
         "benchmarks/update_codecs.py": "a module of the examples, whose name stands there",
         "benchmarks/peers/flower_secagg.py": "a peer's modules, whose names stand there",
         "benchmarks/papers/reproduction.py": "a program of its own folder, by the name that it gave its worker",
@@ -58,6 +59,7 @@ ALLOWED = {
         "fedplat/simulation/engines/worker_pool.py": "forks its workers; msgpack over sockets without names",
         "fedplat/simulation/engines/client_apps.py": "forks its workers; msgpack over pipes without names",
         "benchmarks/aggregation.py": "pickles between the benchmark and its own child",
+        "benchmarks/packed_data.py": "pickles between the benchmark and its own child",
         "benchmarks/pool_aggregation.py": "pickles between the benchmark and its own child",
         "benchmarks/robust_aggregation.py": "pickles between the benchmark and its own child",
         "benchmarks/papers/reproduction.py": "pickles between the program and its own workers",
@@ -74,11 +76,16 @@ ALLOWED = {
     },
     "torch.save": {"examples/flower/digits/digits/server_app.py": "writes the model of a Flower app, and reads none"},
     "np.load": {
+        "benchmarks/packed_data.py": "the small files that the benchmark has written, without pickle",
+        "fedplat/cli/data.py": "arrays of files that the command names, without pickle",
         "fedplat/simulation/data/sources/paths.py": "arrays of the researcher's own file, without pickle",
         "examples/secure/client.py": "the data that the demo gave this client, without pickle",
         "examples/secure/run.py": "what the demo's own clients have computed, without pickle",
     },
-    "np.save": {"examples/secure/client.py": "what a client has computed, for the comparison at the end of the demo"},
+    "np.save": {
+        "benchmarks/packed_data.py": "small files, for the comparison",
+        "examples/secure/client.py": "what a client has computed, for the comparison at the end of the demo",
+    },
     "np.savez": {
         "examples/secure/run.py": "the data of the demo's clients",
         "benchmarks/peers/nvflare_app/noop_nvflare.py": "writes what a peer would write, and never reads it",

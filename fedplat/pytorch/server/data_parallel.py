@@ -14,21 +14,20 @@ import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from fedplat.decoding import prepare_type
 from fedplat.pytorch.distributed import Ranks
+from fedplat.pytorch.parallel.parts import RankBatch, divide
+from fedplat.pytorch.parallel.scores import sum_scores
 from fedplat.pytorch.training import (
     Examples,
     GradientComputation,
-    Indices,
     Scores,
     StepSchedule,
     Sums,
@@ -43,16 +42,6 @@ _NO_BUFFERS: Any = {
     if _SYNC_BUFFERS in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers": False
 }
-
-
-class RankBatch(NamedTuple):
-    """One logical rank's part of one batch of a step."""
-
-    rank: int
-    seed: int
-    indices: Indices
-    share: float
-    """Share of the step's examples; 0 if there are fewer examples than ranks, and `indices` repeats another rank's."""
 
 
 class DataParallelGradients(GradientComputation):
@@ -87,13 +76,7 @@ class DataParallelGradients(GradientComputation):
 
     def parts(self, plan: StepSchedule) -> Iterator[list[RankBatch]]:
         """Yield the parts of each step that this process computes."""
-        for number, step in enumerate(itertools.islice(plan.steps(), self._begin, None), self._begin):
-            batches = [np.array_split(batch, self._num_ranks) for batch in plan.batches_of(step)]
-            yield [
-                self._part(number, rank, place, batch[rank], step)
-                for rank in self._own
-                for place, batch in enumerate(batches)
-            ]
+        return divide(plan, self._num_ranks, self._own, self._seed, self._begin)
 
     @override
     def compute_steps(
@@ -132,16 +115,6 @@ class DataParallelGradients(GradientComputation):
     @override
     def sum_scores(self, scores: Scores) -> Sums:
         return sum_scores(self._ranks, scores)
-
-    def _part(self, number: int, rank: int, place: int, indices: Indices, step: Indices) -> RankBatch:
-        seed = int(np.random.SeedSequence([self._seed, number, rank, place]).generate_state(1)[0])
-        return RankBatch(rank, seed, indices if len(indices) else step[:1], len(indices) / len(step))
-
-
-def sum_scores(ranks: Ranks, scores: Scores) -> Sums:
-    """Return the sum of the scores over all ranks, on all of them."""
-    parts = ranks.all_gather(msgspec.msgpack.encode(scores.sums()))
-    return Sums.total(msgspec.msgpack.decode(each, type=prepare_type(Sums)) for each in parts)
 
 
 @dataclass

@@ -16,6 +16,7 @@ from fedplat.job.pool import ServerLearning
 from fedplat.metrics import Metric
 from fedplat.pytorch import training
 from fedplat.pytorch.distributed import Ranks
+from fedplat.pytorch.parallel import ParallelPlan
 
 Data: TypeAlias = Dataset[Any] | Callable[[], Dataset[Any]]
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter], ServerLearning], torch.optim.Optimizer]
@@ -43,9 +44,13 @@ class ServerTrainer:
     evaluation: Data | None = None
     """Held-out examples, for `evaluate`."""
     optimizer: MakeOptimizer | None = None
-    """Creates an optimizer to replace SGD, from the parameters and the job's table; its learning rates are scaled."""
+    """Creates an optimizer to replace SGD, from the parameters and the job's table; its learning rates are scaled. In a
+    layout the parameters are this rank's own, mostly `DTensor`s, and its state has to have their shapes."""
     metrics: tuple[Metric, ...] = ()
     """Metrics of evaluations, such as `fedplat.metrics.F1()`, besides `loss` and `accuracy`."""
+    plan: ParallelPlan | None = None
+    """The parts of the module that ranks divide, for jobs with `[pool.parallel]`; by default that of the module itself,
+    if it is one of Hugging Face's."""
 
     @property
     def learner(self) -> training.Learner:

@@ -17,13 +17,17 @@ from fedplat.client_state import ClientState
 from fedplat.decoding import prepare_type
 from fedplat.job.pool import ServerStep, WarmStart
 from fedplat.model import Parameters
+from fedplat.parallel import Parallel
 from fedplat.pytorch.distributed import Ranks
-from fedplat.pytorch.server import profiling
+from fedplat.pytorch.parallel import Layout, ParallelTrainee, make_gradients
+from fedplat.pytorch.parallel.profiling import TracedExamples
+from fedplat.pytorch.server import hogwild, profiling
 from fedplat.pytorch.server.checkpoints import Checkpoints, TrainingState
 from fedplat.pytorch.server.data_parallel import DataParallelGradients, RankBatch
+from fedplat.pytorch.server.layouts import find_layout
 from fedplat.pytorch.server.lr_schedule import LearningRates, factor
 from fedplat.pytorch.server.trainer import ServerTrainer, load_examples, make_on_all_ranks
-from fedplat.pytorch.training import Examples, LocalOptions, Scores, StepSchedule, Sums, Trainee
+from fedplat.pytorch.training import Examples, GradientComputation, LocalOptions, Scores, StepSchedule, Sums, Trainee
 from fedplat.pytorch.training.losses import make_loss
 from fedplat.pytorch.training.stepper import StepAlgorithm, Stepper
 
@@ -37,21 +41,35 @@ _MAX_OPEN_STEPS = 256
 class TrainingRun:
     """One training on the server's data, as configured in a job's table.
 
-    The options, `num_ranks` and `round_number` determine the result; the number of processes does not. With
-    `checkpoints`, a folder of this training alone, a `WarmStart` is saved there every `options.checkpoint_every` steps
-    and at its end, and continues from a checkpoint in it. With `options.profile`, each process writes one trace into
-    `traces`. `note(done, total)` is called on each process after each step; an exception from it ends the training
-    there.
+    The options, `num_ranks` and `round_number` determine the result; the number of processes does not, except with
+    `method = "hogwild"`. With `checkpoints`, a folder of this training alone, a `WarmStart` is saved there every
+    `options.checkpoint_every` steps and at its end, and continues from a checkpoint in it. With `options.profile`, each
+    process writes one trace into `traces`. `note(done, total)` is called on each process after each step; an exception
+    from it ends the training there.
     """
 
     options: WarmStart | ServerStep
     num_ranks: int
     """The number of logical ranks, `pool.ranks` of the job."""
+    parallel: Parallel | None = None
+    """How `num_ranks` ranks divide the model; None: each has the whole model."""
     round_number: int = 0
     """0 for a warm start; each round draws its examples anew."""
     checkpoints: Path | None = None
     traces: Path | None = None
     note: Callable[[int, int], object] = lambda done, total: None
+
+    @property
+    def num_parts(self) -> int:
+        """The number of parts of every batch."""
+        return self.num_ranks if self.parallel is None else self.parallel.num_parts
+
+    def find_group(self, ranks: Ranks) -> Ranks | None:
+        """Return the ranks that train; None in a process that does not. All processes call it."""
+        if self.parallel is None:
+            return ranks.subgroup(self.num_ranks)
+        layout = find_layout(ranks, self.parallel)
+        return None if layout is None else layout.ranks
 
     @property
     def seed(self) -> int:
@@ -63,7 +81,7 @@ class TrainingRun:
         table = self.options
         options = LocalOptions(
             epochs=table.epochs if isinstance(table, WarmStart) else 1,
-            batch_size=self.num_ranks * table.batch_size,
+            batch_size=self.num_parts * table.batch_size,
             accumulate=table.accumulate,
             learning_rate=table.learning_rate,
             max_grad_norm=table.max_grad_norm,
@@ -89,45 +107,55 @@ class TrainingCurve:
 def train(ranks: Ranks, trainer: ServerTrainer, parameters: Parameters, work: TrainingRun) -> TrainingCurve | None:
     """Train the model in place on the trainer's data, by SGD or the trainer's optimizer.
 
-    Every worker calls it with the same arguments and `parameters` of the same values. The first
-    `work.num_ranks` of them train and end with the same model; the others do nothing and return None. An epoch is a
-    permutation of the data, cut into steps of `num_ranks * batch_size * accumulate` examples. Its last step has the
-    remaining examples, divided among the ranks as evenly as possible, and is a mean over its examples like any other;
-    with BatchNorm, a last batch of fewer than two examples per rank is dropped. If the trainer is unusable (its
-    functions raise, the model does not fit), all ranks raise `TrainingError`. An error within a step is raised only on
-    its rank, and that process should end, since the others wait for it.
+    Every worker calls it with the same arguments and `parameters` of the same values. The first `work.num_ranks` of
+    them train and end with the same model; the others do nothing and return None. With `work.parallel`, a rank reads
+    only its parts of `parameters`, and only those of rank 0 are written: others may be a file that is mapped read-only.
+
+    An epoch is a permutation of the data, cut into steps of `work.num_parts * batch_size * accumulate` examples. Its
+    last step has the remaining examples, divided among the ranks as evenly as possible, and is a mean over its examples
+    like any other; with BatchNorm, a last batch of fewer than two examples per rank is dropped. If the trainer is
+    unusable (its functions raise, the model does not fit), all ranks raise `TrainingError`. An error within a step is
+    raised only on its rank, and that process should end, since the others wait for it.
     """
-    group = ranks.subgroup(work.num_ranks)
-    return None if group is None else TrainingLoop(group, trainer, work).run(parameters)
+    group = work.find_group(ranks)
+    if group is None:
+        return None
+    layout = None if work.parallel is None else find_layout(ranks, work.parallel)
+    return TrainingLoop(group, trainer, work, layout).run(parameters)
 
 
 class TrainingLoop:
-    """One training on this process, which is one of `ranks`."""
+    """One training on this process, which is one of `ranks`; with a layout, they divide the model."""
 
-    def __init__(self, ranks: Ranks, trainer: ServerTrainer, work: TrainingRun) -> None:
+    def __init__(self, ranks: Ranks, trainer: ServerTrainer, work: TrainingRun, layout: Layout | None = None) -> None:
         """Raise `TrainingError` on all ranks alike."""
-        self.ranks, self._trainer, self._work = ranks, trainer, work
+        self.ranks, self._trainer, self._work, self._layout = ranks, trainer, work, layout
         self.trainee, self.examples = make_on_all_ranks(ranks, self._build_trainee)
         self.plan = work.plan(len(self.examples), self._gradients(0).smallest_batch(self.trainee))
 
     def parts(self) -> Iterator[list[RankBatch]]:
         """Yield the parts of each step that this process computes."""
-        return self._gradients(0).parts(self.plan)
+        return self._data_parallel(0).parts(self.plan)
 
     def run(self, parameters: Parameters) -> TrainingCurve:
         """Train the model in place. Raises `TrainingError` if it does not fit."""
         optimizer = make_on_all_ranks(self.ranks, lambda: self._reset(parameters))
-        progress = TrainingState(self.trainee.module, optimizer, self.plan.num_steps)
+        if hogwild.is_wanted(self._work.options):
+            hogwild.share_parameters(self.ranks, self.trainee.parameters().values())
+        progress = TrainingState(self.trainee, optimizer, self.plan.num_steps)
         checkpoints = self._checkpoints()
         if checkpoints is not None:
             newest = checkpoints.newest()
             make_on_all_ranks(self.ranks, lambda: checkpoints.restore(newest, progress))
         rates, curve = LearningRates(optimizer), _Curve(self.ranks, progress)
         algorithm = StepAlgorithm(loss=make_loss(self.trainee.learner))
-        trained = self.trainee.parameters()
-        stepper = Stepper(trained, self.plan.options, 1.0, algorithm, make_optimizer=lambda _: optimizer)
-        steps = self._gradients(progress.done).compute_steps(self.trainee, stepper, self.plan, self.examples)
+        trained, options = self.trainee.parameters(), self.trainee.step_options(self.plan.options)
+        gradients = self._gradients(progress.done)
+        clip = gradients.clip_gradients
+        stepper = Stepper(trained, options, 1.0, algorithm, make_optimizer=lambda _: optimizer, clip=clip)
         traces = self._work.traces if self._work.options.profile else None
+        examples = self.examples if traces is None else TracedExamples(self.examples)
+        steps = gradients.compute_steps(self.trainee, stepper, self.plan, examples)
         with profiling.trace_steps(traces, self.ranks, self.plan.num_steps - progress.done) as trace:
             self._set(rates, progress)
             for scores in steps:
@@ -140,13 +168,22 @@ class TrainingLoop:
                 trace()
                 self._work.note(progress.done, self.plan.num_steps)
         curve.close()
+        if checkpoints is not None:
+            checkpoints.close()
         self.trainee.save(parameters, ClientState())
         return TrainingCurve(losses=progress.losses, num_examples=len(self.examples))
 
     def _build_trainee(self) -> tuple[Trainee, Examples]:
-        trainee = Trainee(self._trainer.learner, self.ranks.device, self._work.seed)
+        learner, seed = self._trainer.learner, self._work.seed
+        if self._layout is not None:
+            precision = self._work.options.precision if self._layout.mesh is not None else "fp32"
+            trainee = ParallelTrainee(learner, self._layout, self._trainer.plan, precision, seed)
+            return trainee, load_examples(self._trainer.data, self.ranks.device)
+        trainee = Trainee(learner, self.ranks.device, seed)
         examples = load_examples(self._trainer.data, self.ranks.device)
-        self._gradients(0).check(trainee, len(examples))
+        self._data_parallel(0).check(trainee, len(examples))
+        if hogwild.is_wanted(self._work.options):
+            hogwild.check_trainer(self._trainer, trainee)
         return trainee, examples
 
     def _reset(self, parameters: Parameters) -> torch.optim.Optimizer:
@@ -155,12 +192,23 @@ class TrainingLoop:
         table, trained = self._work.options, self.trainee.parameters().values()
         if self._trainer.optimizer is not None:
             return self._trainer.optimizer(trained, table)
+        if hogwild.is_wanted(table):
+            return hogwild.make_optimizer(trained, table)
         return torch.optim.SGD(
             trained, lr=table.learning_rate, momentum=table.momentum, weight_decay=table.weight_decay
         )
 
-    def _gradients(self, begin: int) -> DataParallelGradients:
-        return DataParallelGradients(self.ranks, self._work.num_ranks, self._work.seed, begin)
+    def _gradients(self, begin: int) -> GradientComputation:
+        table, work = self._work.options, self._work
+        every = table.checkpoint_every if isinstance(table, WarmStart) else 0
+        if hogwild.is_wanted(table):
+            return hogwild.HogwildGradients(self.ranks, work.num_ranks, work.seed, begin, every)
+        if self._layout is None:
+            return self._data_parallel(begin)
+        return make_gradients(self._layout, work.seed, begin, drain_every=every)
+
+    def _data_parallel(self, begin: int) -> DataParallelGradients:
+        return DataParallelGradients(self.ranks, self._work.num_parts, self._work.seed, begin)
 
     def _checkpoints(self) -> Checkpoints | None:
         table, folder = self._work.options, self._work.checkpoints
@@ -170,7 +218,7 @@ class TrainingLoop:
 
     def _set(self, rates: LearningRates, progress: TrainingState) -> None:
         table = self._work.options
-        rates.multiply(factor(table.scaling, self._work.num_ranks, table.warmup_steps, progress.done))
+        rates.multiply(factor(table.scaling, self._work.num_parts, table.warmup_steps, progress.done))
 
 
 class _Curve:

@@ -148,6 +148,7 @@ class ServerTraining:
             trainer=self._trainer(table.trainer),
             rule=job.spec.aggregation,
             num_ranks=job.spec.num_ranks,
+            parallel=job.spec.parallel,
             model=str(self._blobs.path(job.latest.digest)),
             result="",
             warm_start=table,
@@ -183,6 +184,7 @@ class ServerTraining:
             trainer=self._trainer(table.trainer),
             rule=job.spec.aggregation,
             num_ranks=job.spec.num_ranks,
+            parallel=job.spec.parallel,
             model=str(model),
             result="",
             server_step=table,
@@ -204,7 +206,8 @@ class ServerTraining:
         """Evaluate a version of a job on a trainer's held-out examples. Errors are in the reply."""
         wanted = PluginVersion("rules", name_of(spec.aggregation))
         plugins = select_references(self._plugins, [wanted])
-        request = EvaluateRequest(trainer=self._trainer(name), rule=spec.aggregation, model=str(model), plugins=plugins)
+        trainer, rule = self._trainer(name), spec.aggregation
+        request = EvaluateRequest(trainer=trainer, rule=rule, model=str(model), parallel=spec.parallel, plugins=plugins)
         try:
             return await self._run_task(_TaskRequest("evaluate", request, spec.pool), EvaluateReply)
         except FedplatError as exc:
@@ -256,7 +259,10 @@ class ServerTraining:
             pool = self._pool.with_backend(task.pool.backend)
             self._had_pool = await pool.is_ready(PATIENCE_S if is_retry and self._had_pool else 0.0)
             ranks = pool if self._had_pool else self._own
-        async with ranks.start_task(task.name, task.request, task.on_note) as session:
+        # Ranks of an older release would ignore the layout, but refuse a task that they do not have.
+        in_layout = task.pool is not None and task.pool.parallel is not None
+        name = f"{task.name} in a layout" if in_layout else task.name
+        async with ranks.start_task(name, task.request, task.on_note) as session:
             yield session
 
     def _trainer(self, name: str) -> TrainerReference:

@@ -7,6 +7,7 @@ import msgspec
 from fedplat import aggregate, codecs
 from fedplat.job.pool import ServerStep, WarmStart
 from fedplat.loaded_plugins import PluginReference
+from fedplat.parallel import Parallel
 
 
 class TrainerReference(msgspec.Struct, frozen=True):
@@ -29,6 +30,7 @@ class TrainRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     The model is in the file `model`; the ranks write the trained one to the new file `result`. Entries that belong to
     the job's rule keep their values. Paths are absolute, and the same for all ranks. `plugins` are the job's plugins.
+    With `parallel`, `num_ranks` ranks divide the model.
     """
 
     trainer: TrainerReference
@@ -39,6 +41,7 @@ class TrainRequest(msgspec.Struct, frozen=True, kw_only=True):
     warm_start: WarmStart | None = None
     server_step: ServerStep | None = None
     round_number: int = 0
+    parallel: Parallel | None = None
     checkpoints: str = ""
     traces: str = ""
     teachers: TeacherModels | None = None
@@ -66,11 +69,12 @@ class TrainReply(msgspec.Struct, frozen=True):
 
 
 class EvaluateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """An evaluation of the model file `model` on a trainer's held-out examples."""
+    """An evaluation of the model file `model` on a trainer's held-out examples; `parallel` as in `TrainRequest`."""
 
     trainer: TrainerReference
     rule: aggregate.RuleOptions
     model: str
+    parallel: Parallel | None = None
     plugins: tuple[PluginReference, ...] = ()
 
 

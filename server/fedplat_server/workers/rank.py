@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch import distributed
 
-from fedplat.pytorch.distributed import Backend, Ranks, join_group, make_file_store
+from fedplat.pytorch.distributed import Backend, Ranks, find_rank, join_group, make_file_store
 from fedplat_server import logs
 from fedplat_server.workers import encryption, protocol
 from fedplat_server.workers.broadcast import Broadcast, LostRankError, TaskEvent
@@ -111,7 +111,8 @@ class _RankLoop:
 def run(socket: Path, backend: Backend, folder: Path | None = None) -> None:
     """Join the other ranks and run tasks forever. `folder` is the rendezvous folder of ranks of one host."""
     threading.Thread(target=_end_with, args=(os.getppid(),), name="end with the parent", daemon=True).start()
-    has_others = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    place = find_rank()
+    has_others = place is not None and place.size > 1
     key = encryption.read_key(socket.parent) if has_others else b""
     store = make_file_store(folder) if has_others and folder is not None else None
     with join_group(backend, store=store, key=key) as ranks:

@@ -124,7 +124,7 @@ def test_what_one_rank_cannot_do_all_of_them_refuse(of_one: Found, of_two: Found
 
 def test_each_rank_leaves_a_trace(of_two: Found, folder_of_two: Path) -> None:
     assert len(of_two("traced")["losses"]) == 7
-    files = sorted((folder_of_two / "traces").iterdir())
+    files = sorted((folder_of_two / "traces").glob("*.pt.trace.json"))
     assert [file.name.partition(".")[0] for file in files] == ["rank0", "rank1"]
     for file in files:
         events = json.loads(file.read_text("utf-8"))["traceEvents"]
@@ -139,7 +139,7 @@ def test_a_killed_training_resumes_from_its_checkpoint_with_the_same_bits(
 ) -> None:
     whole = scenarios.learned(alone, *scenarios.checkpointed(tmp_path))
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step-000000000012"]
-    assert [path.name for path in (folder_of_two / "saved").iterdir() if not path.suffix] == ["step-000000000006"]
+    assert max(path.name for path in (folder_of_two / "saved").glob("step-*")) == "step-000000000006"
     done: list[int] = []
 
     def note(step: int, total: int) -> None:

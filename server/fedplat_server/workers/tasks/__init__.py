@@ -46,5 +46,7 @@ TASKS: Mapping[str, TaskFunction] = {
     "aggregate": aggregate,
     "train": train.train,
     "evaluate": train.evaluate,
+    "train in a layout": train.train,
+    "evaluate in a layout": train.evaluate,
 }
-"""The tasks by name."""
+"""The tasks by name. Those in a layout have names of their own: ranks of an older release would ignore the layout."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import time
@@ -14,6 +15,7 @@ import numpy as np
 
 from fedplat import durable, user_code
 from fedplat.aggregate import ClientRequirements
+from fedplat.aggregate.scaffold import without_control
 from fedplat.codecs import container
 from fedplat.errors import FedplatError, TrainingError
 from fedplat.loaded_plugins import decode_with_plugins
@@ -54,7 +56,9 @@ def evaluate(ranks: Ranks, request: bytes, messages: Iterator[bytes], note: Note
     try:
         trainer = make_on_all_ranks(ranks, lambda: _load(decoded.trainer))
         model = decoded.rule.build().requirements.reduce(Parameters.open(decoded.model))
-        metrics = server.evaluate(ranks, trainer, model.copy())
+        if decoded.parallel is None:
+            model = model.copy()
+        metrics = server.evaluate(ranks, trainer, model, parallel=decoded.parallel)
         if bad := [name for name, value in metrics.items() if not math.isfinite(value)]:
             raise TrainingError(f"the metric {bad[0]!r} is {metrics[bad[0]]}; expected a finite number")
         reply = EvaluateReply(metrics=metrics)
@@ -92,37 +96,73 @@ class _ProgressReporter:
 
 
 def _train(ranks: Ranks, request: TrainRequest, note: Note) -> TrainReply:
-    group = ranks.subgroup(request.num_ranks)
     trainer = make_on_all_ranks(ranks, lambda: _load(request.trainer))
     options = request.warm_start or request.server_step
     assert options is not None
     run = server.TrainingRun(
         options=options,
         num_ranks=request.num_ranks,
+        parallel=request.parallel,
         round_number=request.round_number,
         checkpoints=Path(request.checkpoints) if request.checkpoints else None,
         traces=Path(request.traces) if request.traces else None,
-        note=_ProgressReporter(group or ranks, note).step,
     )
-    requirements = request.rule.build().requirements
-    whole = Parameters.open(request.model)
-    model = requirements.reduce(whole).copy()
-    if request.teachers is None:
-        trained = server.train(ranks, trainer, model, run)
+    group = run.find_group(ranks)
+    run = dataclasses.replace(run, note=_ProgressReporter(group or ranks, note).step)
+    whole, requirements = Parameters.open(request.model), request.rule.build().requirements
+    if request.parallel is not None and _only_hides_control(requirements, whole):
+        trained = _train_in_file(ranks, trainer, whole, Path(request.result), run)
     else:
-        trained = server.distill(ranks, trainer, model, _load_teachers(request.teachers, requirements), run)
+        model = requirements.reduce(whole).copy()
+        if request.teachers is None:
+            trained = server.train(ranks, trainer, model, run)
+        else:
+            trained = server.distill(ranks, trainer, model, _load_teachers(request.teachers, requirements), run)
+        if trained is not None:
+            assert group is not None
+            _check_finite(group, model)
+        if trained is not None and ranks.is_first:
+            _write(Path(request.result), _merge(whole, model))
     if trained is None:  # the job needs fewer ranks, and not this one
         return TrainReply()
-    if not model.is_finite():
-        raise TrainingError(
-            "the trained model holds NaN or infinite values; lower learning_rate, or set max_grad_norm or warmup_steps"
-        )
-    if ranks.is_first:
-        _write(Path(request.result), _merge(whole, model))
     losses = trained.losses
     tenth = max(1, len(losses) // 10)
     first, last = (float(np.mean(part)) for part in (losses[:tenth], losses[-tenth:]))
     return TrainReply(num_steps=len(losses), num_examples=trained.num_examples, first_loss=first, last_loss=last)
+
+
+def _train_in_file(
+    ranks: Ranks, trainer: server.ServerTrainer, whole: Parameters, path: Path, run: server.TrainingRun
+) -> server.TrainingCurve | None:
+    """Train a model that is divided among ranks, none of which has a copy of all of it in memory.
+
+    They read their parts from the mapped file `whole`; rank 0 writes the result, tensor by tensor, to a file.
+    """
+    model = whole
+    if ranks.is_first:
+        _write(path, whole)
+        model = _map(path, whole)
+    trained = server.train(ranks, trainer, model, run)
+    if trained is not None:
+        group = run.find_group(ranks)
+        assert group is not None
+        _check_finite(group, model)
+    if ranks.is_first:
+        durable.sync(path)
+    return trained
+
+
+def _only_hides_control(requirements: ClientRequirements, whole: Parameters) -> bool:
+    """Return whether a rule leaves a model's tensors as they are in the file, except for control variates."""
+    return requirements.reduce is without_control or requirements.reduce(whole) is whole
+
+
+def _check_finite(group: Ranks, model: Parameters) -> None:
+    """Raise `TrainingError`, on all ranks alike, if rank 0 has a model with NaN or infinite values."""
+    if group.broadcast(b"" if group.is_first and not model.is_finite() else b"finite") != b"finite":
+        raise TrainingError(
+            "the trained model holds NaN or infinite values; lower learning_rate, or set max_grad_norm or warmup_steps"
+        )
 
 
 def _load(trainer: TrainerReference) -> server.ServerTrainer:
@@ -153,6 +193,12 @@ def _merge(whole: Parameters, model: Parameters) -> Parameters:
     for name, values in model.items():
         result[name][...] = values
     return result
+
+
+def _map(path: Path, model: Parameters) -> Parameters:
+    """Map the file of a model into memory, so that it changes with its values."""
+    content = np.memmap(path, np.uint8, mode="r+", offset=len(model.schema.header))
+    return Parameters(model.schema, np.asarray(content))
 
 
 def _write(path: Path, model: Parameters) -> None:
