@@ -6,13 +6,14 @@ import logging
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict, Unpack
 
 import click
 
 from fedplat import texts, user_code
-from fedplat.errors import FedplatError, PluginError, TicketError
+from fedplat.errors import FedplatError, MissingExtraError, PluginError, TicketError
 from fedplat.loaded_plugins import parse_plugins
 from fedplat.secure_aggregation.options import MAX_GROUP, MIN_GROUP
 from fedplat.wire import process_tuning
@@ -80,6 +81,7 @@ class _ClientCommandOptions(_IdentityOptions):
 
 
 class _RunOptions(_ClientCommandOptions):
+    parallel: str | None
     trainers: tuple[str, ...]
     evaluators: tuple[str, ...]
 
@@ -210,6 +212,12 @@ def _add_options(options: Sequence[_Decorator]) -> _Decorator:
 @click.option(
     "--evaluator", "evaluators", multiple=True, metavar="[NAME=]MODULE:FUNCTION", help="Add an evaluator; repeatable."
 )
+@click.option(
+    "--parallel",
+    metavar="none|data|NAME=N,...",
+    help="How the processes that torchrun, mpirun or srun started train together, instead of the trainer's own "
+    "setting: data, or a layout such as shard=2,tensor=2. For trainers that are a TorchTrainer.",
+)
 @_add_options(_RUN_OPTIONS)
 def run(**options: Unpack[_RunOptions]) -> None:
     """Run a client."""
@@ -289,17 +297,39 @@ def _create_client(options: _RunOptions) -> Client:
         raise _UsageError("there is nothing to do; give at least one --trainer or --evaluator")
     try:
         client = _open_client(options, _read_arguments(options))
-        for spec in options["trainers"]:
-            client.add_trainer(*_load("--trainer", spec))
-        for spec in options["evaluators"]:
-            name, function = _load("--evaluator", spec)
+        with _replace_parallel(options["parallel"]):
+            trainers = [(spec, *_load("--trainer", spec)) for spec in options["trainers"]]
+            evaluators = [_load("--evaluator", spec) for spec in options["evaluators"]]
+        for spec, name, function in trainers:
+            if options["parallel"] is not None and not hasattr(function, "parallel"):
+                raise _UsageError(
+                    f"--parallel is for trainers that are a TorchTrainer; --trainer {spec!r} is a "
+                    f"{type(function).__name__}; remove --parallel"
+                )
+            client.add_trainer(name, function)
+        for name, function in evaluators:
             # A trainer object such as TorchTrainer has its evaluator as a method.
             client.add_evaluator(name, getattr(function, "evaluate", function))
     except PluginError as exc:
         raise _UsageError(f"--plugin {exc}") from exc
-    except (ValueError, TicketError, DataDirectoryError) as exc:
+    except (ValueError, TicketError, DataDirectoryError, MissingExtraError) as exc:
         raise _UsageError(str(exc)) from exc
     return client
+
+
+def _replace_parallel(text: str | None) -> AbstractContextManager[None]:
+    """Create trainers within the block with the given setting, instead of their own one."""
+    if text is None:
+        return nullcontext()
+    from fedplat.parallel import Parallel
+    from fedplat_client.trainers.torch import replace_parallel
+
+    if text == "none" or text == "data":
+        return replace_parallel(text)
+    try:
+        return replace_parallel(Parallel.from_text(text))
+    except ValueError as exc:
+        raise _UsageError(f"--parallel {exc}; or use none or data") from exc
 
 
 def _create_flower_client(options: _FlowerOptions) -> Client:

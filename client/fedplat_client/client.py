@@ -157,16 +157,16 @@ class Client:
     def run(self, max_tasks: int | None = None) -> None:
         """Run assignments until `stop`, SIGINT or SIGTERM, or until `max_tasks` of them have ended or failed.
 
-        In a torchrun process other than rank 0 (`TorchTrainer(parallel="data")`), join the trainings of rank 0 until it
-        ends. Retry an unreachable server without a time limit. Errors that retrying cannot fix are raised:
-        `IncompatibleServerError`, `EnrollmentError`, `IdentityError` (the client was revoked, or its identity is in use
-        elsewhere) and `DataDirectoryError`.
+        In a process other than rank 0 of several (`TorchTrainer(parallel=...)` under torchrun, mpirun or srun), join
+        the trainings of rank 0 until it ends. Retry an unreachable server without a time limit. Errors that retrying
+        cannot fix are raised: `IncompatibleServerError`, `EnrollmentError`, `IdentityError` (the client was revoked, or
+        its identity is in use elsewhere) and `DataDirectoryError`.
         """
         if not (self._trainers or self._evaluators):
             raise ValueError("the client has no trainer and no evaluator; add one with @client.trainer(name)")
         if max_tasks is not None and max_tasks < 0:
             raise ValueError(f"max_tasks is {max_tasks}; expected 0 or more, or None for no limit")
-        if process_group.run_follower(self._trainers, self._plugins.table):
+        if process_group.run_follower(self._trainers, self._evaluators, self._plugins.table):
             return
         with process_group.lead(), self._open_session() as (session, run_assignment):
             backoff = Backoff(self._options)

@@ -155,3 +155,48 @@ def test_a_signal_ends_the_process_cleanly(
     assert "Traceback" not in output
     assert "The task started. job=job-1 round=1" in output
     assert [fail.reason for fail in fleet.requests["Fail"]] == [model_pb2.REASON_CLIENT_STOPPED]
+
+
+TORCH = """
+from torch import nn, ones
+from torch.utils.data import TensorDataset
+from fedplat.parallel import Parallel
+from fedplat_client.trainers.torch import TorchTrainer
+
+own = TorchTrainer(model=lambda: nn.Linear(2, 2), data=TensorDataset(ones(4, 2), ones(4)), parallel=Parallel(shard=4))
+
+def function(task): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("trainer", "given", "message"),
+    [
+        ("own", None, "= 4 ranks; there are 1. Start one process for each rank, such as: torchrun --standalone"),
+        ("own", "shard=2,tensor=2", "1 data × 2 shard × 2 tensor × 1 pipeline = 4 ranks; there are 1"),
+        ("own", "shard", "--parallel 'shard': expected NAME=VALUE, each name once, such as shard=2,tensor=2; or use"),
+        ("own", "shards=2", "unknown field `shards`; the names are data, shard, tensor, pipeline"),
+        ("own", "pipeline=2,schedule=fast", "Invalid enum value 'fast'"),
+        (
+            "function",
+            "data",
+            "--parallel is for trainers that are a TorchTrainer; --trainer 'TORCH:function' is a func",
+        ),
+    ],
+)
+def test_a_wrong_layout_gives_one_clear_line(
+    fleet: FakeFleet, module: str, trainer: str, given: str | None, message: str
+) -> None:
+    Path(f"{module}.py").write_text(TORCH)
+    more = [] if given is None else ["--parallel", given]
+    result = CliRunner().invoke(main, arguments(fleet, "--trainer", f"{module}:{trainer}", *more))
+    assert result.exit_code == 2
+    assert message.replace("TORCH", module) in result.output
+    assert result.output.count("\n") == 1
+
+
+def test_the_layout_of_the_command_line_replaces_that_of_the_trainer(fleet: FakeFleet, module: str) -> None:
+    Path(f"{module}.py").write_text(TORCH)
+    given = ("--trainer", f"{module}:own", "--parallel", "none", "--max-tasks", "0")
+    result = CliRunner().invoke(main, arguments(fleet, *given))
+    assert (result.exit_code, result.output) == (0, "stopped\n")

@@ -17,6 +17,7 @@ from fedplat.aggregate import LocalAlgorithm, LossContext
 from fedplat.errors import JobFileError
 from fedplat.metrics import F1
 from fedplat.model import Parameters
+from fedplat.parallel import Parallel
 from fedplat.plugins import BUILTIN, Plugins
 from fedplat.pytorch import convert as backend
 from fedplat_client import Cancelled, ClientOptions, Task, TrainResult
@@ -277,3 +278,42 @@ def test_several_processes_do_not_train_what_they_cannot(monkeypatch: pytest.Mon
         trainer(make_task(initial(mlp()), own, algorithm="coupled"))
     with pytest.raises(ValueError, match='device = "cuda:1": expected "auto" or "cpu" with parallel = "data"'):
         TorchTrainer(model=mlp, data=digits(50), parallel="data", device="cuda:1")
+
+
+def test_a_layout_is_refused_at_the_start_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "_groups", [])
+
+    def trainer(**options: Any) -> TorchTrainer:
+        return TorchTrainer(model=mlp, data=digits(50), **options)
+
+    with pytest.raises(
+        ValueError, match=r"= 2 ranks; there are 1\. Start one process for each rank, such as: torchrun"
+    ):
+        trainer(parallel=Parallel(shard=2))
+    with pytest.raises(ValueError, match='a layout is for two ranks or more; expected "none"'):
+        trainer(parallel=Parallel())
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"2 data × 2 shard × 1 tensor × 1 pipeline = 4 ranks; there are 2"):
+        trainer(parallel=Parallel(data=2, shard=2))
+    with pytest.raises(ValueError, match='"pipedream" is for the server\'s pool'):
+        trainer(parallel=Parallel(pipeline=2, schedule="pipedream"))
+    with pytest.raises(ValueError, match="a layout cannot train personal tensors"):
+        trainer(parallel=Parallel(shard=2), personal=("2.*",))
+    with pytest.raises(ValueError, match='device = "cuda:1": expected "auto" or "cpu" with parallel = Parallel'):
+        trainer(parallel=Parallel(shard=2), device="cuda:1")
+    with pytest.raises(ValueError, match='backend = "mpi": this PyTorch was built without MPI; use "auto"'):
+        trainer(parallel=Parallel(shard=2), backend="mpi")
+    sharded = trainer(parallel=Parallel(shard=2))
+    protected: dict[str, Any] = {"dp": "flat", "dp_noise_multiplier": 1.0, "dp_max_grad_norm": 1.0, "dp_delta": 1e-5}
+    with pytest.raises(ValueError, match=r'config\.dp = "flat": training in several processes cannot protect'):
+        sharded(make_task(initial(mlp()), **protected))
+    own = Plugins({("algorithms", "ascent"): Ascent, ("algorithms", "coupled"): Coupled})
+    for name, options, reason in (
+        ("scaffold", {}, "has control variates"),
+        ("feddyn", {"alpha": 0.1}, "has client state, or adds to the update"),
+        ("coupled", {}, "has its own loss"),
+        ("ascent", {}, "uses gradients at other weights"),
+    ):
+        with pytest.raises(ValueError, match=f'algorithm = "{name}": it {reason}, which is not possible with a model'):
+            sharded(make_task(initial(mlp()), own, algorithm=name, **options))

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from fedplat.plugins import Plugins
 from fedplat_client import cancellation
-from fedplat_client.task import TrainFunction
+from fedplat_client.task import EvaluateFunction, TrainFunction
 
 
 class ProcessGroup(Protocol):
@@ -19,8 +19,13 @@ class ProcessGroup(Protocol):
         """True if this process is the client; the others follow it."""
         ...
 
-    def follow(self, trainers: Mapping[str, TrainFunction], plugins: Plugins) -> None:
-        """Join the trainings of the leading process until it ends."""
+    def follow(
+        self,
+        trainers: Mapping[str, TrainFunction],
+        evaluators: Mapping[str, EvaluateFunction],
+        plugins: Plugins,
+    ) -> None:
+        """Join the trainings and evaluations of the leading process until it ends."""
         ...
 
     def release(self) -> None:
@@ -41,14 +46,16 @@ def current() -> ProcessGroup | None:
     return _groups[0] if _groups else None
 
 
-def run_follower(trainers: Mapping[str, TrainFunction], plugins: Plugins) -> bool:
+def run_follower(
+    trainers: Mapping[str, TrainFunction], evaluators: Mapping[str, EvaluateFunction], plugins: Plugins
+) -> bool:
     """Follow the leader until it ends, unless this process leads or has no group; return whether it followed."""
     group = current()
     if group is None or group.leads:
         return False
     # A signal to all processes also reaches the leader, which ends its task and releases the followers.
     with cancellation.on_signals(lambda: None):
-        group.follow(trainers, plugins)
+        group.follow(trainers, evaluators, plugins)
     return True
 
 

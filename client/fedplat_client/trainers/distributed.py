@@ -1,15 +1,14 @@
-"""The processes that torchrun started, as one client: rank 0 talks to the server, the others train with it.
+"""The processes that a launcher started, as one client: rank 0 talks to the server, the others compute with it.
 
-For each training rank 0 announces the task in torchrun's store, and all ranks form a process group for its duration. A
-rank that fails leaves the group, which fails the waiting ranks, so none is blocked, and the next training uses a new
-group. Messages are msgpack; values are sent as tensors.
+For each training rank 0 announces the task in the launcher's store, and all ranks form a process group for its
+duration. A rank that fails leaves the group, which fails the waiting ranks, so none is blocked, and the next training
+uses a new group. Messages are msgpack; values are sent as tensors, or as a file for each host (`layout.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
@@ -26,22 +25,37 @@ from fedplat.errors import FedplatError
 from fedplat.model import Parameters
 from fedplat.plugins import Plugins
 from fedplat.pytorch import training
-from fedplat.pytorch.distributed import COLLECTIVE_S, Backend, Ranks, join_group
+from fedplat.pytorch.distributed import (
+    COLLECTIVE_S,
+    Backend,
+    LaunchedRank,
+    Ranks,
+    check_mpi,
+    find_rank,
+    join_group,
+    open_store,
+)
 from fedplat.pytorch.server import DataParallelGradients, make_on_all_ranks
 from fedplat_client._work import process_group
 from fedplat_client.errors import Cancelled, ClientError
-from fedplat_client.task import Scalar, Task, TrainFunction
-from fedplat_client.trainers.strategy import AfterStep, Made
+from fedplat_client.task import EvaluateFunction, EvaluateResult, Scalar, Task, TrainFunction, TrainResult
+from fedplat_client.trainers.model_file import share_model
+from fedplat_client.trainers.strategy import AfterStep, Made, Precision, TrainingStrategy
 
 _POLL_S = 0.05
+_MEET_S = 300.0
+"""The timeout for all ranks to have started, where rank 0 has opened the store."""
 _CONTINUE, _END, _CANCELLED = b"on", b"end", b"cancelled"
 _logger = logging.getLogger(__name__)
 
 
 class _Announcement(Struct, frozen=True):
-    """The task of a training that starts."""
+    """The task of a training or an evaluation that starts."""
 
     name: str
+    evaluates: bool
+    shares_file: bool
+    """True if the model is a file for each host instead of a message."""
     config: dict[str, Scalar]
     job_id: str
     job_name: str
@@ -58,11 +72,13 @@ class _Sizes(Struct, frozen=True):
     notes: dict[str, int]
 
 
-class TorchrunGroup:
-    """This process's membership in torchrun's group: a `fedplat_client._work.process_group.ProcessGroup`."""
+class LaunchedGroup:
+    """This process's membership in the launcher's group: a `fedplat_client._work.process_group.ProcessGroup`."""
 
-    def __init__(self) -> None:
-        self.leads = os.environ["RANK"] == "0"
+    def __init__(self, place: LaunchedRank) -> None:
+        self.leads = place.rank == 0
+        self.size = place.size
+        self._place = place
         self._store: Any = None
         self._number = 0
         self._ranks: Ranks | None = None
@@ -70,13 +86,43 @@ class TorchrunGroup:
     @contextlib.contextmanager
     def train_together(self, task: Task, backend: Backend) -> Generator[MultiProcess]:
         """Join the ranks of one training and send them the task's model and client state; leave them at its end."""
+        with self._join_ranks(task, backend) as ranks:
+            if self.leads:
+                notes = task.client_state.contents
+                sizes = {name: values.schema.file_size_bytes for name, values in notes.items()}
+                ranks.broadcast(msgspec.msgpack.encode(_Sizes(task.parameters.schema.file_size_bytes, sizes)))
+                for values in (task.parameters, *notes.values()):
+                    _send(values)
+            yield MultiProcess(ranks, task)
+
+    @contextlib.contextmanager
+    def compute_in_layout(
+        self, task: Task, backend: Backend, *, evaluates: bool = False
+    ) -> Generator[tuple[Ranks, Parameters]]:
+        """Join the ranks of one training or evaluation; yield them, with the model mapped from a file of this host.
+
+        On rank 0 the parameters may be changed; that changes the file.
+        """
+        with self._join_ranks(task, backend, evaluates=evaluates, shares_file=True) as ranks:
+            if not self.leads:
+                yield ranks, task.parameters
+                return
+            with share_model(ranks, task.parameters) as parameters:
+                yield ranks, parameters
+
+    @contextlib.contextmanager
+    def _join_ranks(
+        self, task: Task, backend: Backend, *, evaluates: bool = False, shares_file: bool = False
+    ) -> Generator[Ranks]:
         if not self.leads:
             assert self._ranks is not None
-            yield MultiProcess(self._ranks)
+            yield self._ranks
             return
         timeout_s = min(COLLECTIVE_S, max(1.0, task.remaining_s))
         announcement = _Announcement(
             name=task.name,
+            evaluates=evaluates,
+            shares_file=shares_file,
             config=dict(task.config),
             job_id=task.job_id,
             job_name=task.job_name,
@@ -87,37 +133,47 @@ class TorchrunGroup:
         )
         self._publish(msgspec.msgpack.encode(announcement))
         with join_group(backend, timeout_s, self._group_store()) as ranks, self._name_failed_rank():
-            notes = task.client_state.contents
-            sizes = {name: values.schema.file_size_bytes for name, values in notes.items()}
-            ranks.broadcast(msgspec.msgpack.encode(_Sizes(task.parameters.schema.file_size_bytes, sizes)))
-            for values in (task.parameters, *notes.values()):
-                _send(values)
-            yield MultiProcess(ranks)
+            yield ranks
 
-    def follow(self, trainers: Mapping[str, TrainFunction], plugins: Plugins) -> None:
-        """Join the trainings that rank 0 announces, until it ends. Raises `ClientError` if rank 0 is gone."""
+    def follow(
+        self,
+        trainers: Mapping[str, TrainFunction],
+        evaluators: Mapping[str, EvaluateFunction],
+        plugins: Plugins,
+    ) -> None:
+        """Join what rank 0 announces, until it ends. Raises `ClientError` if rank 0 is gone."""
         while (message := self._receive_from_leader()) != _END:
             announcement = msgspec.msgpack.decode(message, type=prepare_type(_Announcement))
             fields = {"job": announcement.job_id, "round": announcement.round, "job_name": announcement.job_name}
-            _logger.info("A training with rank 0 started.", extra=fields)
+            what = "evaluation" if announcement.evaluates else "training"
+            functions = evaluators if announcement.evaluates else trainers
+            _logger.info(
+                "%s with rank 0 started.", "An evaluation" if announcement.evaluates else "A training", extra=fields
+            )
             try:
-                self._join(announcement, trainers, plugins)
+                self._join(announcement, functions[announcement.name], plugins)
             except Cancelled:
-                _logger.info("Rank 0 stopped the training.", extra=fields)
+                _logger.info("Rank 0 stopped the %s.", what, extra=fields)
             except FedplatError as exc:
-                _logger.warning("The training with rank 0 failed: %s", exc, extra=fields)
+                _logger.warning("The %s with rank 0 failed: %s", what, exc, extra=fields)
             except Exception:  # the task's boundary: the trainer is code of the client's owner
-                _logger.exception("The training with rank 0 failed.", extra=fields)
+                _logger.exception("The %s with rank 0 failed.", what, extra=fields)
 
     def release(self) -> None:
         """Let the following processes end."""
-        with contextlib.suppress(RuntimeError):  # torchrun is gone, and has ended them
+        with contextlib.suppress(RuntimeError):  # the launcher is gone, and has ended them
             self._publish(_END)
 
-    def _join(self, announcement: _Announcement, trainers: Mapping[str, TrainFunction], plugins: Plugins) -> None:
+    def _join(
+        self,
+        announcement: _Announcement,
+        function: Callable[[Task], TrainResult | EvaluateResult],
+        plugins: Plugins,
+    ) -> None:
         with join_group(announcement.backend, announcement.timeout_s, self._group_store()) as self._ranks:
             try:
-                trainers[announcement.name](_receive_task(announcement, self._ranks, plugins))
+                with _receive_task(announcement, self._ranks, plugins) as task:
+                    function(task)
             except Exception as exc:
                 # Publish the error before leaving the group, since leaving fails the other ranks.
                 message = f"rank {self._ranks.rank}: {type(exc).__name__}: {exc}"
@@ -153,7 +209,7 @@ class TorchrunGroup:
                 pause.wait(_POLL_S)
             return self._open_store().get(key)
         except RuntimeError as exc:
-            raise ClientError(f"rank 0 or torchrun has ended, so this process ends too: {exc}") from exc
+            raise ClientError(f"rank 0 or its launcher has ended, so this process ends too: {exc}") from exc
 
     def _group_store(self) -> Any:
         """Return the store of the process group for the training announced last."""
@@ -161,28 +217,45 @@ class TorchrunGroup:
 
     def _open_store(self) -> Any:
         if self._store is None:
-            store, _, _ = next(rendezvous("env://"))
+            if self._place.launcher == "torchrun":
+                store, _, _ = next(rendezvous("env://"))
+            else:
+                store = open_store(self._place, _MEET_S)
             self._store = PrefixStore("fedplat", store)
         return self._store
 
 
-def find_group() -> TorchrunGroup | None:
-    """Return torchrun's group of this process and others, created at the first call; None for a single process."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
+def find_group(backend: Backend = "auto") -> LaunchedGroup | None:
+    """Return the launcher's group of this process and others, created at the first call; None for a single process.
+
+    Raises `ValueError` for a backend that this PyTorch does not have.
+    """
+    place = find_rank()
+    if place is None or place.size < 2:
         return None
+    check_mpi(backend)
     group = process_group.current()
-    if not isinstance(group, TorchrunGroup):
-        group = TorchrunGroup()
+    if not isinstance(group, LaunchedGroup):
+        group = LaunchedGroup(place)
         process_group.form(group)
     return group
 
 
-class MultiProcess:
-    """Training by all ranks together: a `TrainingStrategy`."""
+class MultiProcess(TrainingStrategy):
+    """Data-parallel training by all ranks together."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, task: Task) -> None:
         self._ranks = ranks
         self.device = ranks.device
+        self.parameters = task.parameters
+
+    def make_trainee(self, learner: training.Learner, seed: int, precision: Precision) -> training.Trainee:
+        """Make the whole module."""
+        return training.Trainee(learner, self.device, seed)
+
+    def make_result(self, num_examples: int, metrics: Mapping[str, float]) -> TrainResult:
+        """Return the trained model."""
+        return TrainResult(parameters=self.parameters, num_examples=num_examples, metrics=metrics)
 
     def make_on_all(self, make: Callable[[], Made]) -> Made:
         """Return the result of `make` if it succeeds in all processes; otherwise all of them raise `TrainingError`."""
@@ -198,41 +271,54 @@ class MultiProcess:
 
     def after_step(self, after_step: AfterStep) -> AfterStep:
         """Return a callback that makes all ranks continue, end, or raise `Cancelled`, as rank 0 does."""
-
-        def step(done: int, total: int) -> bool:
-            if not self._ranks.is_first:
-                decision = self._ranks.broadcast()
-                if decision == _CANCELLED:
-                    raise Cancelled("CLIENT_STOPPED", "rank 0 was stopped")
-                return decision == _CONTINUE
-            decision = _CANCELLED
-            try:
-                continues = after_step(done, total)
-                decision = _CONTINUE if continues else _END
-                return continues
-            finally:
-                self._ranks.broadcast(decision)
-
-        return step
+        return follow_first(self._ranks, after_step)
 
     def _gradients(self, seed: int) -> DataParallelGradients:
         return DataParallelGradients(self._ranks, self._ranks.size, seed)
 
 
-def _receive_task(announcement: _Announcement, ranks: Ranks, plugins: Plugins) -> Task:
+def follow_first(ranks: Ranks, after_step: AfterStep) -> AfterStep:
+    """Return a callback that makes all ranks continue, end, or raise `Cancelled`, as rank 0 does."""
+
+    def step(done: int, total: int) -> bool:
+        if not ranks.is_first:
+            decision = ranks.broadcast()
+            if decision == _CANCELLED:
+                raise Cancelled("CLIENT_STOPPED", "rank 0 was stopped")
+            return decision == _CONTINUE
+        decision = _CANCELLED
+        try:
+            continues = after_step(done, total)
+            decision = _CONTINUE if continues else _END
+            return continues
+        finally:
+            ranks.broadcast(decision)
+
+    return step
+
+
+@contextlib.contextmanager
+def _receive_task(announcement: _Announcement, ranks: Ranks, plugins: Plugins) -> Generator[Task]:
     """Receive the task of rank 0 on another rank."""
-    sizes = msgspec.msgpack.decode(ranks.broadcast(), type=prepare_type(_Sizes))
-    return Task(
-        name=announcement.name,
-        parameters=_receive_parameters(sizes.model),
-        config=announcement.config,
-        job_id=announcement.job_id,
-        job_name=announcement.job_name,
-        round=announcement.round,
-        attempt=announcement.attempt,
-        plugins=plugins,
-        client_state=ClientState({name: _receive_parameters(size) for name, size in sizes.notes.items()}),
-    )
+    with contextlib.ExitStack() as stack:
+        if announcement.shares_file:
+            # Algorithms with client state are refused in a layout, so there are no notes.
+            parameters, notes = stack.enter_context(share_model(ranks)), dict[str, Parameters]()
+        else:
+            sizes = msgspec.msgpack.decode(ranks.broadcast(), type=prepare_type(_Sizes))
+            parameters = _receive_parameters(sizes.model)
+            notes = {name: _receive_parameters(size) for name, size in sizes.notes.items()}
+        yield Task(
+            name=announcement.name,
+            parameters=parameters,
+            config=announcement.config,
+            job_id=announcement.job_id,
+            job_name=announcement.job_name,
+            round=announcement.round,
+            attempt=announcement.attempt,
+            plugins=plugins,
+            client_state=ClientState(notes),
+        )
 
 
 def _send(values: Parameters) -> None:

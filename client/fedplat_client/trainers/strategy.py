@@ -1,25 +1,31 @@
-"""Training in a single process, or in those that torchrun started (`fedplat_client.trainers.distributed`)."""
+"""Training in a single process, or in those that a launcher started: data-parallel, or in a layout.
+
+The latter are in `fedplat_client.trainers.distributed` and `fedplat_client.trainers.layout`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Literal, Protocol, TypeAlias, TypeVar
 
 import torch
 
+from fedplat.model import Parameters
 from fedplat.pytorch import training
+from fedplat_client.task import Task, TrainResult
 
 Made = TypeVar("Made")
+Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 AfterStep = Callable[[int, int], bool]
 
 
 class TrainingStrategy(Protocol):
     """How a trainer's work is divided among processes."""
 
-    @property
-    def device(self) -> torch.device:
-        """The device that this process computes on."""
-        ...
+    device: torch.device
+    """The device that this process computes on."""
+    parameters: Parameters
+    """The model to start from, which the training changes in place."""
 
     def make_on_all(self, make: Callable[[], Made]) -> Made:
         """Return the result of `make` if it succeeds in all processes; otherwise raise in all of them."""
@@ -29,8 +35,16 @@ class TrainingStrategy(Protocol):
         """Raise `ValueError` if there are too few examples for the processes."""
         ...
 
+    def make_trainee(self, learner: training.Learner, seed: int, precision: Precision) -> training.Trainee:
+        """Make the module, or this process's part of it. Raises `ValueError` if it cannot be divided."""
+        ...
+
     def make_gradients(self, seed: int) -> training.GradientComputation:
         """Return the gradient computation."""
+        ...
+
+    def make_result(self, num_examples: int, metrics: Mapping[str, float]) -> TrainResult:
+        """Return the result of a training that has changed `parameters`."""
         ...
 
     def after_step(self, after_step: AfterStep) -> AfterStep:
@@ -38,11 +52,12 @@ class TrainingStrategy(Protocol):
         ...
 
 
-class SingleProcess:
+class SingleProcess(TrainingStrategy):
     """Training in one process."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, task: Task) -> None:
         self.device = device
+        self.parameters = task.parameters
 
     def make_on_all(self, make: Callable[[], Made]) -> Made:
         """Call `make`."""
@@ -50,6 +65,14 @@ class SingleProcess:
 
     def check(self, trainee: training.Trainee, num_examples: int) -> None:
         """Accept any number of examples."""
+
+    def make_trainee(self, learner: training.Learner, seed: int, precision: Precision) -> training.Trainee:
+        """Make the whole module."""
+        return training.Trainee(learner, self.device, seed)
+
+    def make_result(self, num_examples: int, metrics: Mapping[str, float]) -> TrainResult:
+        """Return the trained model."""
+        return TrainResult(parameters=self.parameters, num_examples=num_examples, metrics=metrics)
 
     def make_gradients(self, seed: int) -> training.GradientComputation:
         """Return the gradient computation of one process."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from fedplat.errors import MissingExtraError
 from fedplat.metrics import Metric
+from fedplat.parallel import Parallel
 from fedplat_client._state.privacy_ledger import PrivacyLimit
 from fedplat_client.task import EvaluateResult, Scalar, Task, TrainResult
 
@@ -29,12 +30,16 @@ from fedplat_client.trainers import dp as private
 from fedplat_client.trainers.strategy import SingleProcess, TrainingStrategy
 
 if TYPE_CHECKING:
-    from fedplat_client.trainers.distributed import TorchrunGroup
+    from fedplat.pytorch.distributed import Backend
+    from fedplat.pytorch.parallel import ParallelPlan
+    from fedplat_client.trainers.distributed import LaunchedGroup
+    from fedplat_client.trainers.layout import LayoutProcesses
 
 Data: TypeAlias = Dataset[Any] | Callable[[Task], Dataset[Any]]
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter], Mapping[str, Scalar]], torch.optim.Optimizer]
 
 _EVALUATION_BATCH_SIZE = 256
+_replacements: list[Parallel | Literal["none", "data"]] = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +74,26 @@ class TorchTrainer:
     """A PyTorch device; "auto" is CUDA if available, else the CPU."""
     seed: int = 0
     """Seeds all randomness, except the drawing of examples and the noise of private training."""
-    parallel: Literal["none", "data"] = "none"
-    """With "data" under torchrun, all its processes train together as one client: see docs/algorithms.md."""
+    parallel: Parallel | Literal["none", "data"] = "none"
+    """How all processes that torchrun, mpirun or srun started train together as one client: with "data" each has the
+    whole model, in a layout (`Parallel(shard=2, tensor=2)`) a part of it. See docs/algorithms.md."""
+    plan: ParallelPlan | None = None
+    """The parts of the module for a layout; by default those that a model of Hugging Face names itself."""
+    backend: Literal["auto", "mpi"] = "auto"
+    """With `parallel`: the library that carries tensors between processes. "auto" is NCCL on GPUs and Gloo on CPUs."""
 
     def __post_init__(self) -> None:
-        if self.parallel == "data" and self.device not in ("auto", "cpu"):
-            raise ValueError(f'device = "{self.device}": expected "auto" or "cpu" with parallel = "data"')
+        if _replacements:
+            object.__setattr__(self, "parallel", _replacements[-1])
+        if self.parallel == "none":
+            return
+        if self.device not in ("auto", "cpu"):
+            name = '"data"' if self.parallel == "data" else "Parallel(...)"
+            raise ValueError(f'device = "{self.device}": expected "auto" or "cpu" with parallel = {name}')
+        if isinstance(self.parallel, Parallel):
+            from fedplat_client.trainers import layout
+
+            layout.check_layout(self.parallel, self.personal)
         self._find_group()  # now: the client checks whether this process leads before it has a task
 
     def __call__(self, task: Task) -> TrainResult:
@@ -85,7 +104,7 @@ class TorchTrainer:
         options, make_optimizer = self._options(task)
         private.check_training(options, self.private)
         with self._choose_strategy(task, options) as strategy:
-            trainee, examples = strategy.make_on_all(lambda: self._build_trainee(task, strategy))
+            trainee, examples = strategy.make_on_all(lambda: self._build_trainee(task, strategy, options))
             seed = int(np.random.SeedSequence([self.seed, task.round, task.attempt]).generate_state(1)[0])
             work = training.LocalTraining(
                 examples=examples,
@@ -98,16 +117,22 @@ class TorchTrainer:
                 gradients=strategy.make_gradients(seed),
                 ledger=private.TaskLedger(task, self.private),
             )
-            metrics = training.train(trainee, task.parameters, work)
-        return TrainResult(parameters=task.parameters, num_examples=len(examples), metrics=metrics)
+            metrics = training.train(trainee, strategy.parameters, work)
+            return strategy.make_result(len(examples), metrics)
 
     def evaluate(self, task: Task) -> EvaluateResult:
         """Measure the task's parameters on the dataset, without training. Raises `PrivacyLimitError`."""
         private.check_evaluation(self.private)
-        trainee, examples = self._build_trainee(task, SingleProcess(self._device()))
         size = task.config.get("batch_size", _EVALUATION_BATCH_SIZE)
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(f"config.batch_size = {size!r}: expected a whole number of at least 0")
+        group = self._find_group()
+        if group is not None and isinstance(self.parallel, Parallel):
+            with self._open_layout(group, self.parallel, task, evaluates=True) as strategy:
+                trainee, examples = strategy.make_on_all(lambda: self._build_trainee(task, strategy))
+                metrics = strategy.evaluate(trainee, examples, size, task.progress)
+            return EvaluateResult(num_examples=len(examples), metrics=metrics)
+        trainee, examples = self._build_trainee(task, SingleProcess(self._device(), task))
         metrics = training.evaluate(
             trainee, task.parameters, examples, size, client_state=task.client_state, after_batch=task.progress
         )
@@ -124,12 +149,17 @@ class TorchTrainer:
     def _choose_strategy(self, task: Task, options: training.LocalOptions) -> AbstractContextManager[TrainingStrategy]:
         group = self._find_group()
         if group is None:
-            return nullcontext(SingleProcess(self._device()))
+            return nullcontext(SingleProcess(self._device(), task))
         if options.is_private:
             raise ValueError(
                 f'config.dp = "{options.dp}": training in several processes cannot protect single examples; expected '
                 '"none", or TorchTrainer(parallel="none")'
             )
+        if isinstance(self.parallel, Parallel):
+            from fedplat.pytorch.parallel.algorithms import refuse_algorithm
+
+            refuse_algorithm(options, training.build_guarded_algorithm(options))
+            return self._open_layout(group, self.parallel, task)
         algorithm, name = training.build_guarded_algorithm(options), options.algorithm_name
         if algorithm.perturb is not None:
             raise ValueError(
@@ -141,28 +171,55 @@ class TorchTrainer:
                 f'config.algorithm = "{name}": several processes compute a part of each batch, and its loss is not '
                 'declared as a mean over examples (loss_is_mean); expected TorchTrainer(parallel="none")'
             )
-        return group.train_together(task, "gloo" if self.device == "cpu" else "auto")
+        return group.train_together(task, self._backend)
 
-    def _find_group(self) -> TorchrunGroup | None:
+    @contextmanager
+    def _open_layout(
+        self, group: LaunchedGroup, parallel: Parallel, task: Task, *, evaluates: bool = False
+    ) -> Generator[LayoutProcesses]:
+        from fedplat_client.trainers.layout import LayoutProcesses
+
+        with group.compute_in_layout(task, self._backend, evaluates=evaluates) as (ranks, parameters):
+            yield LayoutProcesses(ranks, parallel, self.plan, parameters, task)
+
+    @property
+    def _backend(self) -> Backend:
+        if self.backend == "mpi":
+            return "mpi"
+        return "gloo" if self.device == "cpu" else "auto"
+
+    def _find_group(self) -> LaunchedGroup | None:
         if self.parallel == "none":
             return None
         from fedplat_client.trainers import distributed
 
-        return distributed.find_group()
+        return distributed.find_group(self._backend)
 
     def _device(self) -> torch.device:
         automatic = "cuda" if torch.cuda.is_available() else "cpu"
         return torch.device(automatic if self.device == "auto" else self.device)
 
-    def _build_trainee(self, task: Task, strategy: TrainingStrategy) -> tuple[training.Trainee, training.Examples]:
+    def _build_trainee(
+        self, task: Task, strategy: TrainingStrategy, options: training.LocalOptions | None = None
+    ) -> tuple[training.Trainee, training.Examples]:
         learner = training.Learner(model=self.model, loss=self.loss, personal=self.personal, metrics=self.metrics)
-        trainee = training.Trainee(learner, strategy.device, self.seed)
+        trainee = strategy.make_trainee(learner, self.seed, "fp32" if options is None else options.precision)
         examples = self._examples(task, strategy.device)
         strategy.check(trainee, len(examples))
         return trainee, examples
 
     def _examples(self, task: Task, device: torch.device) -> training.Examples:
         return training.check_examples(self.data if isinstance(self.data, Dataset) else self.data(task), device)
+
+
+@contextmanager
+def replace_parallel(parallel: Parallel | Literal["none", "data"]) -> Generator[None]:
+    """Create all trainers within the block with this `parallel`, whatever their code says: for the command line."""
+    _replacements.append(parallel)
+    try:
+        yield
+    finally:
+        _replacements.pop()
 
 
 @dataclasses.dataclass

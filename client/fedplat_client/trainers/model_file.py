@@ -1,0 +1,120 @@
+"""The model of a task as a temporary file on each host, which all ranks of the host map into memory.
+
+Pages of a mapped file are not memory that a process has for itself: the system reads them when a rank needs its slices,
+and frees them again. The folder and the file are readable by their user only, and are removed as soon as all ranks have
+mapped the file, so a killed process leaves nothing behind. They are in the folder for temporary files (TMPDIR), which
+should be on a disk, not in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from torch import distributed
+
+from fedplat.model import FLOATING, Parameters, blocks
+from fedplat.pytorch.distributed import Ranks
+
+_CHUNK_BYTES = 4 << 20
+
+
+@contextlib.contextmanager
+def share_model(ranks: Ranks, model: Parameters | None = None) -> Generator[Parameters]:
+    """Yield the `model` of rank 0 on all ranks, which all call it, each mapped from a file of its host.
+
+    Rank 0 sends the file once to each other host. Its own mapping may be written: the result of a training then needs
+    no memory. Raises `OSError` without space.
+    """
+    hosts = ranks.all_gather(describe_host())
+    writers = [rank for rank, host in enumerate(hosts) if hosts.index(host) == rank]
+    sizes = [] if model is None else [len(piece) for piece in model.pieces]
+    sizes = msgspec.msgpack.decode(ranks.broadcast(msgspec.msgpack.encode(sizes)), type=list[int])
+    own: Path | None = None
+    try:
+        if ranks.rank in writers:
+            own = Path(tempfile.mkdtemp(prefix="fedplat-model-"))
+            chunks = _receive(ranks, sizes) if model is None else _send(ranks, model, writers[1:])
+            _write(own / "model.safetensors", chunks)
+        # Also a barrier: all files are complete.
+        folders = ranks.all_gather(b"" if own is None else os.fsencode(own))
+        path = Path(os.fsdecode(folders[hosts.index(hosts[ranks.rank])])) / "model.safetensors"
+        parameters = _open_writable(path) if ranks.is_first else Parameters.open(path)
+        ranks.barrier()
+    finally:
+        if own is not None:
+            shutil.rmtree(own, ignore_errors=True)
+    yield parameters
+
+
+def subtract(trained: Parameters, base: Parameters) -> Parameters:
+    """Turn trained values into the update, in place and block by block, as `Parameters.minus` computes it."""
+    with np.errstate(over="ignore"):
+        for run in trained.schema.segments:
+            if run.dtype not in FLOATING:
+                continue
+            view, origin = trained.segment(run), base.segment(run)
+            for block in blocks(run.count):
+                part, before = view[block], origin[block]
+                if run.dtype in ("F64", "F32"):
+                    np.subtract(part, before, out=part)
+                else:
+                    part[...] = part.astype(np.float32) - before.astype(np.float32)
+    return trained
+
+
+def describe_host() -> bytes:
+    """Return what is equal for processes that can open the same files: the running system, its mounts, and the user."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        place = f"{boot} {os.readlink('/proc/self/ns/mnt')}"
+    except OSError:  # no /proc
+        place = socket.gethostname()
+    return f"{place} {os.getuid()}".encode()
+
+
+def _write(path: Path, chunks: Iterator[memoryview]) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "wb", buffering=0) as file:
+        for chunk in chunks:
+            rest = chunk
+            while rest:
+                rest = rest[file.write(rest) :]
+
+
+def _send(ranks: Ranks, model: Parameters, writers: list[int]) -> Iterator[memoryview]:
+    """Send the pieces of the file to other ranks in chunks, and yield these."""
+    buffer = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
+    for piece in model.pieces:
+        for first, size in _split(len(piece)):
+            chunk = buffer[:size]
+            chunk.numpy()[:] = piece[first : first + size]
+            for writer in writers:
+                distributed.send(chunk, group=ranks.group, group_dst=writer)
+            yield chunk.numpy().data
+
+
+def _receive(ranks: Ranks, sizes: list[int]) -> Iterator[memoryview]:
+    """Receive the chunks that rank 0 sends, and yield them."""
+    buffer = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
+    for total in sizes:
+        for _, size in _split(total):
+            distributed.recv(buffer[:size], group=ranks.group, group_src=0)
+            yield buffer[:size].numpy().data
+
+
+def _split(total: int) -> Iterator[tuple[int, int]]:
+    """Yield the first byte and the size of each chunk."""
+    return ((first, min(_CHUNK_BYTES, total - first)) for first in range(0, total, _CHUNK_BYTES))
+
+
+def _open_writable(path: Path) -> Parameters:
+    return Parameters.from_bytes(np.asarray(np.memmap(path, np.uint8, mode="r+")))

@@ -1,0 +1,56 @@
+"""A silo's own script, which a launcher starts in several processes: `layout_client.py TICKET DATA_DIR LAYOUT`."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import os
+import sys
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from fedplat.parallel import Parallel
+from fedplat.pytorch.distributed import find_rank
+from fedplat_client import Client
+from fedplat_client.trainers.torch import TorchTrainer
+from support.model_parallel.llama import PLAN, Llama, examples
+
+_CALLS = itertools.count()
+
+
+def shaky_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Fails once, on the last rank, in the middle of a training."""
+    place = find_rank()
+    if place is not None and place.rank == place.size - 1 and next(_CALLS) == 3:
+        raise RuntimeError("the accelerator is on fire")
+    return nn.functional.cross_entropy(outputs, targets)
+
+
+def tokens_trainer(parallel: Parallel | Literal["none", "data"]) -> TorchTrainer:
+    return TorchTrainer(model=Llama, data=TensorDataset(*examples()), seed=5, parallel=parallel, plan=PLAN)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO)
+    gc.disable()  # a failed training must close its connections itself, not when the collector happens to run
+    torch.set_num_threads(1)
+    layout = Parallel.from_text(sys.argv[3])
+    client = Client.from_ticket(sys.argv[1], data_dir=sys.argv[2])
+    trainer = tokens_trainer(layout)
+    client.add_trainer("tokens", trainer)
+    client.add_evaluator("tokens", trainer.evaluate)
+    client.add_trainer("replicas", tokens_trainer("data"))
+    shaky = TorchTrainer(
+        model=Llama, data=TensorDataset(*examples()), loss=shaky_loss, seed=5, parallel=layout, plan=PLAN
+    )
+    client.add_trainer("shaky", shaky)
+    print("ready", os.getpid(), flush=True)
+    client.run()
+
+
+if __name__ == "__main__":
+    main()
