@@ -20,10 +20,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -111,13 +111,93 @@ class Processes:
 
 
 @dataclasses.dataclass
-class Demo:
-    """One run of the demo: its files, its server and the events so far."""
+class DemoServer:
+    """One run of a demo: its files, its processes and its server."""
 
     folder: Path
     port: int
     console: Console
     processes: Processes
+
+    @property
+    def address(self) -> str:
+        """The address of the server."""
+        return f"127.0.0.1:{self.port}"
+
+    def command(self, *arguments: str) -> list[str]:
+        """Return a command of the server for the data in the demo's folder."""
+        return [str(BIN / "fedplat-server"), *arguments, "--data-dir", str(self.folder)]
+
+    def admin(self, timeout_s: float = 30.0) -> AdminClient:
+        """Connect as the operator that `fedplat-server init` created."""
+        return AdminClient(profile.load(self.folder / "admin.toml"), timeout_s=timeout_s)
+
+    def initialize(self) -> None:
+        """Create certificates, the database and an operator."""
+        init = self.command("init", "--port", str(self.port))
+        done = subprocess.run(init, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise DemoError(f"the server could not be set up: {done.stderr.strip()}")
+
+    def start_daemon(self, *options: str) -> None:
+        """Start the daemon, also after a crash, and wait until it serves."""
+        self.processes.start("server", self.command("run", "--listen", self.address, *options))
+        with self.admin() as admin:
+            try:
+                admin.wait_until_ready(60.0)
+            except FedplatError as exc:
+                raise DemoError(f"the server did not start; see {self.folder / 'server.log'}") from exc
+
+    def start_pool(self, num_ranks: int) -> None:
+        """Start a pool of ranks; `wait_for_pool` waits until the daemon can use it."""
+        self.processes.start("pool", self.command("pool", "run", "--ranks", str(num_ranks)))
+
+    def wait_for_pool(self) -> None:
+        """Wait until the ranks have formed a group. Raises `DemoError` if they have not after a minute."""
+        deadline = time.monotonic() + 60.0
+        while not (self.folder / "pool.sock").is_socket():
+            if self.processes.has_ended("pool") or time.monotonic() > deadline:
+                raise DemoError(f"the pool did not start; see {self.folder / 'pool.log'}")
+            time.sleep(0.1)
+
+    def write_ticket(self, num_clients: int) -> Path:
+        """Write a ticket with which clients enroll, and return its path."""
+        with self.admin() as admin:
+            made = admin.create_enrollment("demo", num_clients, 3600.0, self.address)
+        path = self.folder / "ticket"
+        path.write_text(made.ticket)
+        return path
+
+    def wait_for_clients(self, admin: AdminClient, num_clients: int, names: Sequence[str]) -> dict[str, int]:
+        """Wait until all clients have checked in; return the number of each, its label `index`, by its id.
+
+        `names` are the processes that run them. Raises `DemoError` if one of them ends.
+        """
+        deadline = time.monotonic() + 120.0
+        while admin.status().num_waiting < num_clients:
+            for name in names:
+                if self.processes.has_ended(name):
+                    raise DemoError(f"{name} ended; see {self.folder / f'{name}.log'}")
+            if time.monotonic() > deadline:
+                raise DemoError(f"not all clients checked in within two minutes; see {self.folder / names[0]}.log")
+            time.sleep(0.1)
+        return {client.client_id: int(client.labels["index"]) for client in admin.list_clients("demo")}
+
+    def show_privacy(self, job_id: str) -> dict[str, Any]:
+        """Return the output of `fedplat privacy show` for a job."""
+        command = [str(BIN / "fedplat"), "--profile", str(self.folder / "admin.toml")]
+        done = subprocess.run(
+            [*command, "privacy", "show", job_id, "--json"], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise DemoError(f"fedplat privacy show: {done.stderr.strip()}")
+        return json.loads(done.stdout)["jobs"][0]
+
+
+@dataclasses.dataclass
+class Demo(DemoServer):
+    """One run of the demo of digits: also the events so far."""
+
     board: AttemptTable = dataclasses.field(default_factory=AttemptTable)
     victim_id: str = ""
     killed_in_round: int = 0
@@ -125,35 +205,20 @@ class Demo:
     server_is_dead: bool = False
 
     @property
-    def address(self) -> str:
-        """The address of the server."""
-        return f"127.0.0.1:{self.port}"
+    def options(self) -> tuple[str, ...]:
+        """The options of the daemon."""
+        return "--evaluator", f"digits={HERE / 'evaluate.py'}:evaluate"
 
     @property
     def server_command(self) -> list[str]:
         """The command that starts the server, also after a crash."""
-        evaluator = f"digits={HERE / 'evaluate.py'}:evaluate"
-        command = [str(BIN / "fedplat-server"), "run", "--listen", self.address]
-        return [*command, "--data-dir", str(self.folder), "--evaluator", evaluator]
-
-    def admin(self, timeout_s: float = 30.0) -> AdminClient:
-        """Connect as the operator that `fedplat-server init` created."""
-        return AdminClient(profile.load(self.folder / "admin.toml"), timeout_s=timeout_s)
+        return self.command("run", "--listen", self.address, *self.options)
 
     def start_server(self) -> None:
-        """Create certificates, the database and an operator, and start the daemon."""
-        init = [str(BIN / "fedplat-server"), "init", "--data-dir", str(self.folder), "--port", str(self.port)]
-        done = subprocess.run(init, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise DemoError(f"the server could not be set up: {done.stderr.strip()}")
-        self.processes.start("server", self.server_command)
-        with self.admin() as admin:
-            try:
-                admin.wait_until_ready(30.0)
-            except FedplatError as exc:
-                raise DemoError(f"the server did not start; see {self.folder / 'server.log'}") from exc
-            made = admin.create_enrollment("demo", NUM_CLIENTS, 3600.0, self.address)
-        (self.folder / "ticket").write_text(made.ticket)
+        """Create certificates, the database and an operator, start the daemon, and write a ticket."""
+        self.initialize()
+        self.start_daemon(*self.options)
+        self.write_ticket(NUM_CLIENTS)
         self.console.print(f"server: {shlex.join(self.server_command)}")
         self.console.print(f"operator: fedplat --profile {self.folder}/admin.toml")
         self.console.print(f"dashboard: fedplat --profile {self.folder}/admin.toml dashboard")
@@ -170,18 +235,10 @@ class Demo:
         command += ["--ticket-file", str(self.folder / "ticket"), "--data-dir", str(self.folder / f"client-{index}")]
         self.processes.start(f"client-{index}", command + (["--slow"] if index in SLOW else []))
 
-    def wait_for_clients(self, admin: AdminClient) -> None:
-        """Wait until every client has enrolled and checked in."""
-        deadline = time.monotonic() + 120.0
-        while admin.status().num_waiting < NUM_CLIENTS:
-            for index in range(NUM_CLIENTS):
-                if self.processes.has_ended(f"client-{index}"):
-                    raise DemoError(f"client {index} ended; see {self.folder / f'client-{index}.log'}")
-            if time.monotonic() > deadline:
-                raise DemoError("not all clients checked in within two minutes")
-            time.sleep(0.1)
-        by_index = {client.labels["index"]: client.client_id for client in admin.list_clients("demo")}
-        self.victim_id = by_index[str(VICTIM)]
+    def find_victim(self, admin: AdminClient) -> None:
+        """Wait until every client has enrolled and checked in, and note the one that will be killed."""
+        indices = self.wait_for_clients(admin, NUM_CLIENTS, [f"client-{index}" for index in range(NUM_CLIENTS)])
+        self.victim_id = next(client for client, index in indices.items() if index == VICTIM)
 
     def run_job(self, admin: AdminClient, wanted: submission.Submission) -> admin_pb2.Job:
         """Submit the job and follow it to its end."""
@@ -320,6 +377,19 @@ def ended_by_sigterm() -> Generator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def exit_after(name: str, work: Callable[[], int]) -> NoReturn:
+    """Do the work of a demo, and exit with its status; an error is its last line, with the demo's name."""
+    try:
+        status = work()
+    except KeyboardInterrupt:
+        print("interrupted; every process was stopped", flush=True)
+        status = 130
+    except (DemoError, FedplatError, OSError) as exc:
+        print(f"{name} FAILED {exc}", flush=True)
+        status = 1
+    sys.exit(status)
+
+
 def make_empty(folder: Path) -> None:
     """Empty the folder. Raises `DemoError` if it contains other files than those of an earlier demo."""
     if folder.exists() and any(folder.iterdir()) and not (folder / "fedplat.sqlite").exists():
@@ -351,7 +421,7 @@ def run(folder: Path, port: int, wanted: submission.Submission, console: Console
             for index in range(NUM_CLIENTS):
                 demo.start_client(index)
             with demo.admin() as admin:
-                demo.wait_for_clients(admin)
+                demo.find_victim(admin)
         with ended_by_sigterm(), demo.admin() as admin:
             began = time.monotonic()
             with PeakMemory(demo) as memory:
@@ -385,15 +455,7 @@ def main(folder: Path = Path("runs/demo"), port: int = 0, uplink: str = "", down
     UPLINK is the codec of updates, such as bf16 or '{ codec = "eden", bits = 1 }'; DOWNLINK is the codec of versions.
     """
     console = Console()
-    try:
-        status = run(folder.resolve(), port, load(uplink, downlink), console)
-    except KeyboardInterrupt:
-        console.print("interrupted; every process was stopped")
-        status = 130
-    except (DemoError, FedplatError, OSError) as exc:
-        console.print(f"DEMO FAILED {exc}", markup=False, highlight=False)
-        status = 1
-    sys.exit(status)
+    exit_after("DEMO", lambda: run(folder.resolve(), port, load(uplink, downlink), console))
 
 
 if __name__ == "__main__":

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.console import Console
@@ -21,11 +19,10 @@ from rich.console import Console
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "digits"))
 
-from demo import BIN, DemoError, Processes, ended_by_sigterm, free_port, make_empty  # noqa: E402
+from demo import DemoServer, Processes, ended_by_sigterm, exit_after, free_port, make_empty  # noqa: E402
 from digits import NUM_CLIENTS  # noqa: E402
-from fedplat.admin import AdminClient, profile  # noqa: E402
+from fedplat.admin import AdminClient  # noqa: E402
 from fedplat.cli import submission, watch  # noqa: E402
-from fedplat.errors import FedplatError  # noqa: E402
 from fedplat.wire.v1 import admin_pb2  # noqa: E402
 
 SEPARATE = range(NUM_CLIENTS - 4, NUM_CLIENTS)
@@ -36,55 +33,26 @@ NEEDED_ACCURACY = 0.6
 
 
 @dataclasses.dataclass
-class Run:
-    """One run of the demo: its files, its server and the events so far."""
+class Run(DemoServer):
+    """One run of the demo: also the events so far."""
 
-    folder: Path
-    port: int
-    console: Console
-    processes: Processes
     names: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
     killed: str = ""
     late: int = 0
 
-    @property
-    def address(self) -> str:
-        """The address of the server."""
-        return f"127.0.0.1:{self.port}"
-
-    def admin(self) -> AdminClient:
-        """Connect as the operator that `fedplat-server init` created."""
-        return AdminClient(profile.load(self.folder / "admin.toml"), timeout_s=30.0)
-
     def start_server(self) -> None:
         """Create certificates, the database and an operator, start the daemon, and write a ticket."""
-        init = [str(BIN / "fedplat-server"), "init", "--data-dir", str(self.folder), "--port", str(self.port)]
-        done = subprocess.run(init, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise DemoError(f"the server could not be set up: {done.stderr.strip()}")
-        evaluator = f"digits={HERE / 'digits.py'}:evaluate"
-        command = [str(BIN / "fedplat-server"), "run", "--listen", self.address, "--data-dir", str(self.folder)]
-        self.processes.start("server", [*command, "--evaluator", evaluator])
-        with self.admin() as admin:
-            try:
-                admin.wait_until_ready(30.0)
-            except FedplatError as exc:
-                raise DemoError(f"the server did not start; see {self.folder / 'server.log'}") from exc
-            made = admin.create_enrollment("demo", NUM_CLIENTS, 3600.0, self.address)
-        (self.folder / "ticket").write_text(made.ticket)
+        self.initialize()
+        self.start_daemon("--evaluator", f"digits={HERE / 'digits.py'}:evaluate")
+        self.write_ticket(NUM_CLIENTS)
 
     def start_clients(self) -> None:
         """Start the clients. Most share a process; those that may be killed or stall have their own."""
         self._start("clients", 0, SEPARATE.start)
         for index in SEPARATE:
             self._start(f"client-{index}", index, 1, "--stalls", str(NUM_STALLS))
-        deadline = time.monotonic() + 120.0
         with self.admin() as admin:
-            while admin.status().num_waiting < NUM_CLIENTS:
-                if time.monotonic() > deadline:
-                    raise DemoError(f"not all clients checked in within two minutes; see {self.folder / 'clients.log'}")
-                time.sleep(0.1)
-            self.names = {client.client_id: int(client.labels["index"]) for client in admin.list_clients("demo")}
+            self.names = self.wait_for_clients(admin, NUM_CLIENTS, ["clients", *(f"client-{i}" for i in SEPARATE)])
 
     def _start(self, name: str, first: int, count: int, *options: str) -> None:
         command = [sys.executable, str(HERE / "clients.py"), "--ticket-file", str(self.folder / "ticket")]
@@ -112,16 +80,6 @@ class Run:
             self.killed = event.client_id
             self.console.print(f"client {index} was killed in round {event.round}, and stays away")
 
-    def cost(self, job_id: str) -> dict[str, Any]:
-        """Return the output of `fedplat privacy show` for the job."""
-        command = [str(BIN / "fedplat"), "--profile", str(self.folder / "admin.toml")]
-        done = subprocess.run(
-            [*command, "privacy", "show", job_id, "--json"], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise DemoError(f"fedplat privacy show: {done.stderr.strip()}")
-        return json.loads(done.stdout)["jobs"][0]
-
 
 def run(folder: Path, port: int, console: Console) -> int:
     """Run the job and return the exit status."""
@@ -136,7 +94,7 @@ def run(folder: Path, port: int, console: Console) -> int:
             with demo.admin() as admin:
                 job = demo.follow(admin, submission.submit(admin, submission.load(HERE / "job.toml")))
                 rounds = list(admin.list_rounds(job.job_id))
-            cost = demo.cost(job.job_id)
+            cost = demo.show_privacy(job.job_id)
     finally:
         processes.stop_all()
     status = admin_pb2.JobStatus.Name(job.status).removeprefix("JOB_STATUS_")
@@ -161,15 +119,7 @@ def run(folder: Path, port: int, console: Console) -> int:
 def main(folder: Path = Path("runs/private"), port: int = 0) -> None:
     """Run the private job. It writes its results to FOLDER; PORT 0 selects a free port."""
     console = Console(highlight=False, markup=False)
-    try:
-        status = run(folder.resolve(), port, console)
-    except KeyboardInterrupt:
-        console.print("interrupted; every process was stopped")
-        status = 130
-    except (DemoError, FedplatError, OSError) as exc:
-        console.print(f"PRIVATE FAILED {exc}")
-        status = 1
-    sys.exit(status)
+    exit_after("PRIVATE", lambda: run(folder.resolve(), port, console))
 
 
 if __name__ == "__main__":

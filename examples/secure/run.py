@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -28,10 +27,9 @@ sys.path.append(str(HERE.parent / "digits"))
 import recording  # noqa: E402
 
 import shares  # noqa: E402
-from demo import BIN, DemoError, Processes, ended_by_sigterm, free_port, make_empty  # noqa: E402
-from fedplat.admin import AdminClient, profile  # noqa: E402
+from demo import DemoServer, Processes, ended_by_sigterm, exit_after, free_port, make_empty  # noqa: E402
+from fedplat.admin import AdminClient  # noqa: E402
 from fedplat.cli import submission, watch  # noqa: E402
-from fedplat.errors import FedplatError  # noqa: E402
 from fedplat.job import calibrate, parse_job  # noqa: E402
 from fedplat.job.secure import build_setup  # noqa: E402
 from fedplat.model import Parameters  # noqa: E402
@@ -68,67 +66,32 @@ KILLS = {
 
 
 @dataclasses.dataclass
-class Run:
-    """One run of the demo: its files, its server and the events so far."""
+class Run(DemoServer):
+    """One run of the demo: also its clients and the events so far."""
 
-    folder: Path
-    port: int
     num_clients: int
-    console: Console
-    processes: Processes
     names: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
     stopped: list[str] = dataclasses.field(default_factory=list[str])
     killed: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
-
-    @property
-    def address(self) -> str:
-        """The address of the server."""
-        return f"127.0.0.1:{self.port}"
 
     @property
     def turns(self) -> Path:
         """The folder in which clients wait."""
         return self.folder / "turns"
 
-    def admin(self) -> AdminClient:
-        """Connect as the operator that `fedplat-server init` created."""
-        return AdminClient(profile.load(self.folder / "admin.toml"), timeout_s=30.0)
-
-    def initialize(self) -> None:
-        """Create certificates, the database and an operator."""
-        init = [str(BIN / "fedplat-server"), "init", "--data-dir", str(self.folder), "--port", str(self.port)]
-        done = subprocess.run(init, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise DemoError(f"the server could not be set up: {done.stderr.strip()}")
-
     def start_server(self) -> None:
         """Start the daemon, also after a crash."""
-        evaluator = f"digits={HERE / 'shares.py'}:evaluate"
-        command = [str(BIN / "fedplat-server"), "run", "--listen", self.address, "--data-dir", str(self.folder)]
-        self.processes.start("server", [*command, "--evaluator", evaluator])
-        with self.admin() as admin:
-            try:
-                admin.wait_until_ready(60.0)
-            except FedplatError as exc:
-                raise DemoError(f"the server did not start; see {self.folder / 'server.log'}") from exc
+        self.start_daemon("--evaluator", f"digits={HERE / 'shares.py'}:evaluate")
 
     def start_clients(self) -> None:
         """Start a process for each client, with its share of the digits, and wait until all have checked in."""
+        self.write_ticket(self.num_clients)
+        self.turns.mkdir()
+        for index in range(self.num_clients):
+            self._start_client(index)
         with self.admin() as admin:
-            ticket = admin.create_enrollment("demo", self.num_clients, 3600.0, self.address).ticket
-            (self.folder / "ticket").write_text(ticket)
-            self.turns.mkdir()
-            for index in range(self.num_clients):
-                self._start_client(index)
-            deadline = time.monotonic() + 120.0
-            while admin.status().num_waiting < self.num_clients:
-                for index in range(self.num_clients):
-                    if self.processes.has_ended(f"client-{index}"):
-                        raise DemoError(f"client {index} ended; see {self.folder / f'client-{index}.log'}")
-                if time.monotonic() > deadline:
-                    raise DemoError(f"not all clients checked in within two minutes; see {self.folder}/client-*.log")
-                time.sleep(0.1)
-            self.names = {client.client_id: int(client.labels["index"]) for client in admin.list_clients("demo")}
+            processes = [f"client-{index}" for index in range(self.num_clients)]
+            self.names = self.wait_for_clients(admin, self.num_clients, processes)
 
     def folder_of(self, client_id: str) -> Path:
         """Return the folder of a client."""
@@ -188,16 +151,6 @@ class Run:
     def _process_of(self, client_id: str) -> str:
         return f"client-{self.names[client_id]}"
 
-    def cost(self, job_id: str) -> dict[str, Any]:
-        """Return the output of `fedplat privacy show` for the job."""
-        command = [str(BIN / "fedplat"), "--profile", str(self.folder / "admin.toml")]
-        done = subprocess.run(
-            [*command, "privacy", "show", job_id, "--json"], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise DemoError(f"fedplat privacy show: {done.stderr.strip()}")
-        return json.loads(done.stdout)["jobs"][0]
-
 
 def read_single(demo: Run, admin: AdminClient, job: admin_pb2.Job, wanted: submission.Submission) -> dict[str, float]:
     """Compare each stored update, and each released step, with the updates that the clients computed."""
@@ -254,7 +207,7 @@ def run(demo: Run, wanted: submission.Submission, needed_accuracy: float) -> int
                     job = demo.follow(admin, submission.submit(admin, wanted))
                 rounds = list(admin.list_rounds(job.job_id))
                 seen: dict[str, Any] = recording.count(kept) | read_single(demo, admin, job, wanted)
-            cost = demo.cost(job.job_id)
+            cost = demo.show_privacy(job.job_id)
     finally:
         demo.processes.stop_all()
     accuracy = rounds[-1].server_metrics.get("accuracy", 0.0) if rounds else 0.0
@@ -314,16 +267,8 @@ def main(
     """Run the job. It writes its results to FOLDER; PORT 0 selects a free port, ROUNDS 0 those of the job file."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
     folder = folder.resolve()
-    demo = Run(folder, port or free_port(), clients, console, Processes(folder))
-    try:
-        status = run(demo, load(clients, rounds), needed_accuracy)
-    except KeyboardInterrupt:
-        console.print("interrupted; every process was stopped")
-        status = 130
-    except (DemoError, FedplatError, OSError) as exc:
-        console.print(f"SECURE FAILED {exc}")
-        status = 1
-    sys.exit(status)
+    demo = Run(folder, port or free_port(), console, Processes(folder), clients)
+    exit_after("SECURE", lambda: run(demo, load(clients, rounds), needed_accuracy))
 
 
 if __name__ == "__main__":

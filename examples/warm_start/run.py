@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,10 +21,9 @@ from rich.table import Table
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "digits"))
 
-from demo import BIN, DemoError, Processes, ended_by_sigterm, free_port, make_empty  # noqa: E402
-from fedplat.admin import AdminClient, profile  # noqa: E402
+from demo import DemoError, DemoServer, Processes, ended_by_sigterm, exit_after, free_port, make_empty  # noqa: E402
+from fedplat.admin import AdminClient  # noqa: E402
 from fedplat.cli import submission, watch  # noqa: E402
-from fedplat.errors import FedplatError  # noqa: E402
 from fedplat.wire.v1 import admin_pb2  # noqa: E402
 
 RANKS = 2
@@ -43,43 +41,19 @@ class Outcome:
 
 
 @dataclasses.dataclass
-class Run:
-    """One run of the demo: its files and its processes."""
+class Run(DemoServer):
+    """One run of the demo: also the number of rounds."""
 
-    folder: Path
-    port: int
     rounds: int
-    console: Console
-    processes: Processes
-
-    @property
-    def address(self) -> str:
-        """The address of the server."""
-        return f"127.0.0.1:{self.port}"
-
-    def admin(self) -> AdminClient:
-        """Connect as the operator that `fedplat-server init` created."""
-        return AdminClient(profile.load(self.folder / "admin.toml"), timeout_s=30.0)
 
     def start(self) -> None:
         """Initialize the server, and start it, its pool and the clients."""
-        self._server("init", "--port", str(self.port))
-        self.processes.start("pool", self._command("pool", "run", "--ranks", str(RANKS)))
-        trainer = f"digits={HERE / 'public.py'}:trainer"
-        self.processes.start("server", self._command("run", "--listen", self.address, "--trainer", trainer))
-        with self.admin() as admin:
-            try:
-                admin.wait_until_ready(30.0)
-            except FedplatError as exc:
-                raise DemoError(f"the server did not start; see {self.folder / 'server.log'}") from exc
-            (self.folder / "ticket").write_text(admin.create_enrollment("demo", 4, 3600.0, self.address).ticket)
-        clients = ["--ticket-file", str(self.folder / "ticket"), "--folder", str(self.folder / "clients")]
+        self.initialize()
+        self.start_pool(RANKS)
+        self.start_daemon("--trainer", f"digits={HERE / 'public.py'}:trainer")
+        clients = ["--ticket-file", str(self.write_ticket(4)), "--folder", str(self.folder / "clients")]
         self.processes.start("clients", [sys.executable, str(HERE / "clients.py"), *clients])
-        deadline = time.monotonic() + 60.0
-        while not (self.folder / "pool.sock").is_socket():
-            if self.processes.has_ended("pool") or time.monotonic() > deadline:
-                raise DemoError(f"the pool did not start; see {self.folder / 'pool.log'}")
-            time.sleep(0.1)
+        self.wait_for_pool()
 
     def run_job(self, admin: AdminClient) -> Outcome:
         """Run the job to its end."""
@@ -97,21 +71,13 @@ class Run:
             [version.metrics.get("accuracy", 0.0) for version in versions],
         )
 
-    def _server(self, *arguments: str) -> None:
-        done = subprocess.run(self._command(*arguments), capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise DemoError(f"the server could not be set up: {done.stderr.strip()}")
-
-    def _command(self, *arguments: str) -> list[str]:
-        return [str(BIN / "fedplat-server"), *arguments, "--data-dir", str(self.folder)]
-
 
 def run(folder: Path, port: int, rounds: int, console: Console) -> int:
     """Run the job on the pool and without it, and return the exit status."""
     make_empty(folder)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # hide GPUs: both runs must use equal hardware to compare bits
     began, processes = time.monotonic(), Processes(folder)
-    demo = Run(folder, port or free_port(), rounds, console, processes)
+    demo = Run(folder, port or free_port(), console, processes, rounds)
     try:
         with ended_by_sigterm():
             console.print(f"starting a pool of {RANKS} ranks, a server and four clients …")
@@ -166,15 +132,7 @@ def _plot(outcome: Outcome, path: Path) -> None:
 def main(folder: Path = Path("runs/warm_start"), port: int = 0, rounds: int = 10) -> None:
     """Run the job on a pool and without it. It writes its results to FOLDER; PORT 0 selects a free port."""
     console = Console(highlight=False, markup=False)
-    try:
-        status = run(folder.resolve(), port, rounds, console)
-    except KeyboardInterrupt:
-        console.print("interrupted; every process was stopped")
-        status = 130
-    except (DemoError, FedplatError, OSError) as exc:
-        print(f"WARM START FAILED {exc}", flush=True)
-        status = 1
-    sys.exit(status)
+    exit_after("WARM START", lambda: run(folder.resolve(), port, rounds, console))
 
 
 if __name__ == "__main__":
