@@ -1,4 +1,4 @@
-"""Write the tables of the last saved results into docs/performance.md.
+"""Write the tables of the last saved results into docs/performance.md and docs/pool.md.
 
     python benchmarks/page.py
 
@@ -14,7 +14,9 @@ import msgspec
 
 import report
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE = DOCS / "performance.md"
+PAGES = (PAGE, DOCS / "pool.md")
 _PLACE = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -32,4 +34,5 @@ def filled(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text("utf-8")), "utf-8")
+    for path in PAGES:
+        path.write_text(filled(path.read_text("utf-8")), "utf-8")

@@ -1,4 +1,4 @@
-"""docs/performance.md shows the saved results, and nothing else."""
+"""docs/performance.md and docs/pool.md show the saved results, and nothing else."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import page
 import report
 
 
-def test_the_page_shows_the_saved_results() -> None:
-    text = page.PAGE.read_text("utf-8")
-    assert page.filled(text) == text, "run make bench-page"
+def test_the_pages_show_the_saved_results() -> None:
+    for path in page.PAGES:
+        text = path.read_text("utf-8")
+        assert page.filled(text) == text, "run make bench-page"
 
 
-def test_every_saved_result_is_on_the_page() -> None:
-    text = page.PAGE.read_text("utf-8")
+def test_every_saved_result_is_on_a_page() -> None:
+    text = "".join(path.read_text("utf-8") for path in page.PAGES)
     missing = [path.stem for path in report.RESULTS.glob("*.json") if f"<!-- results: {path.stem} -->" not in text]
     assert not missing
 

@@ -44,6 +44,9 @@ OWN_TESTS = {
         "tests/server/metrics/test_documentation.py::test_the_configuration_of_prometheus_is_valid"
     ),
     ("docs/operations.md", "file: receiver.py"): "tests/e2e/test_webhooks.py::test_the_receiver_of_the_page_runs",
+    ("docs/packed-data.md", "file"): "tests/core/packed/test_page.py::test_its_code_runs",
+    ("docs/packed-data.md", "pack"): "tests/core/packed/test_page.py::test_its_code_runs",
+    ("docs/packed-data.md", "train"): "tests/core/packed/test_page.py::test_its_code_runs",
     ("docs/simulation.md", "bash"): "tests/e2e/test_readme.py::test_simulations",
     ("docs/simulation.md", "data"): (
         "tests/core/simulation/test_data_files.py::test_a_simulation_learns_from_each_source_on_the_page"
