@@ -56,7 +56,7 @@ def test_an_unsupported_type_is_refused() -> None:
 def is_plain(annotation: ast.expr) -> bool:
     """Return whether a type has no records: it is never built in steps."""
     names = {ast.unparse(node) for node in ast.walk(annotation) if isinstance(node, ast.Name | ast.Attribute)}
-    return names <= PLAIN | {"dict", "list", "tuple", "msgspec"}
+    return names <= PLAIN | {"dict", "list", "set", "tuple", "msgspec"}
 
 
 def unprepared(tree: ast.Module) -> Iterator[ast.Call]:

@@ -54,6 +54,7 @@ ALLOWED = {
         "benchmarks/papers/reproductions_page.py": "the programs of its own folder, whose names stand there",
     },
     "multiprocessing": {
+        "benchmarks/parallel_ranks.py": "pickles between the benchmark and the ranks that it starts",
         "server/fedplat_server/training/evaluation.py": "pickles between the daemon and its own child",
         "fedplat/cli/planning.py": "pickles between the command and the processes that it starts to compute",
         "fedplat/simulation/engines/worker_pool.py": "forks its workers; msgpack over sockets without names",

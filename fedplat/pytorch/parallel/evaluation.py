@@ -14,15 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import distributed
 
+from fedplat.pytorch.parallel.divided_module import DividedModule
 from fedplat.pytorch.parallel.mesh import TENSOR
 from fedplat.pytorch.parallel.micro_batches import compute_stage, pad
 from fedplat.pytorch.parallel.pipeline import Shape, find_shapes, free_stages, pipeline_group
-from fedplat.pytorch.parallel.trainee import ParallelTrainee
 from fedplat.pytorch.training import Examples, Indices, Scores, iterate_batches
 
 
 def evaluate_parts(
-    trainee: ParallelTrainee,
+    trainee: DividedModule,
     examples: Examples,
     batch_size: int,
     after_batch: Callable[[int], object] = lambda done: None,
@@ -60,7 +60,7 @@ class _Batch(NamedTuple):
     """The number of examples that all parts have done after it."""
 
 
-def _divide(trainee: ParallelTrainee, num_examples: int, size: int) -> list[_Batch]:
+def _divide(trainee: DividedModule, num_examples: int, size: int) -> list[_Batch]:
     """Return the batches of this rank's part."""
     layout = trainee.layout
     part, num_parts = layout.part, layout.parallel.num_parts
@@ -78,7 +78,7 @@ def _divide(trainee: ParallelTrainee, num_examples: int, size: int) -> list[_Bat
 class _Chain:
     """The stages of this rank between those of others, for forward passes."""
 
-    def __init__(self, trainee: ParallelTrainee) -> None:
+    def __init__(self, trainee: DividedModule) -> None:
         layout = trainee.layout
         self._trainee, self._own = trainee, dict(zip(layout.stages, trainee.stages, strict=True))
         self._last = layout.parallel.num_stages - 1

@@ -22,12 +22,12 @@ import torch
 from torch import distributed, nn
 from typing_extensions import override
 
+from fedplat.pytorch.parallel.divided_module import DividedModule
 from fedplat.pytorch.parallel.mesh import Layout
 from fedplat.pytorch.parallel.micro_batches import PartLoss, choose_size, compute_stage, cross_boundary, pad, stage_seed
 from fedplat.pytorch.parallel.norms import clip_gradients
 from fedplat.pytorch.parallel.parts import RankBatch, divide
 from fedplat.pytorch.parallel.scores import sum_scores
-from fedplat.pytorch.parallel.trainee import ParallelTrainee
 from fedplat.pytorch.training import Examples, GradientComputation, Scores, StepSchedule, Sums, Trainee, use_seed
 from fedplat.pytorch.training.stepper import Stepper
 
@@ -61,7 +61,7 @@ class GradientsInTurn(GradientComputation):
     def compute_steps(
         self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples
     ) -> Iterator[Scores]:
-        assert isinstance(trainee, ParallelTrainee)
+        assert isinstance(trainee, DividedModule)
         trainee.module.train()
         size = choose_size(plan, self._layout.parallel)
         steps, ahead = itertools.tee(self.parts(plan))
@@ -85,7 +85,7 @@ class GradientsInTurn(GradientComputation):
 
     def _compute_part(
         self,
-        trainee: ParallelTrainee,
+        trainee: DividedModule,
         stepper: Stepper,
         part: RankBatch,
         size: int,
@@ -116,7 +116,7 @@ class GradientsInTurn(GradientComputation):
 class _Sums:
     """The gradients of the parts that this process has already computed in a step."""
 
-    def __init__(self, trainee: ParallelTrainee) -> None:
+    def __init__(self, trainee: DividedModule) -> None:
         self._parameters = list(trainee.parameters().values())
         self._earlier: dict[nn.Parameter, torch.Tensor] = {}
 

@@ -31,10 +31,10 @@ from torch.func import functional_call
 from typing_extensions import override
 
 from fedplat.pytorch.distributed import Ranks
+from fedplat.pytorch.parallel.divided_module import DividedModule
 from fedplat.pytorch.parallel.mesh import Layout
 from fedplat.pytorch.parallel.parts import RankBatch, divide
 from fedplat.pytorch.parallel.scores import sum_scores
-from fedplat.pytorch.parallel.trainee import ParallelTrainee
 from fedplat.pytorch.training import Examples, GradientComputation, Scores, StepSchedule, Sums, Trainee, use_seed
 from fedplat.pytorch.training.stepper import Stepper
 
@@ -71,7 +71,7 @@ class PipeDreamGradients(GradientComputation):
     def compute_steps(
         self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples
     ) -> Iterator[Scores]:
-        assert isinstance(trainee, ParallelTrainee)
+        assert isinstance(trainee, DividedModule)
         options = plan.options
         self._layout.parallel.check_steps(
             max_grad_norm=options.max_grad_norm, accumulate=options.accumulate, precision=options.precision

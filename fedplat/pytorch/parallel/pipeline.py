@@ -26,14 +26,15 @@ from torch.distributed.pipelining import (
 )
 from typing_extensions import override
 
+from fedplat.decoding import prepare_type
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.parallel.apply import sharded_modules
+from fedplat.pytorch.parallel.divided_module import DividedModule
 from fedplat.pytorch.parallel.mesh import PIPELINE, TENSOR, Layout
 from fedplat.pytorch.parallel.micro_batches import PartLoss, choose_size, compute_stage, cross_boundary, pad, stage_seed
 from fedplat.pytorch.parallel.norms import clip_gradients
 from fedplat.pytorch.parallel.parts import RankBatch, divide
 from fedplat.pytorch.parallel.scores import sum_scores
-from fedplat.pytorch.parallel.trainee import ParallelTrainee
 from fedplat.pytorch.training import Examples, GradientComputation, Scores, StepSchedule, Sums, Trainee, use_seed
 from fedplat.pytorch.training.stepper import Stepper
 
@@ -77,7 +78,7 @@ class PipelineGradients(GradientComputation):
     def compute_steps(
         self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples
     ) -> Iterator[Scores]:
-        assert isinstance(trainee, ParallelTrainee)
+        assert isinstance(trainee, DividedModule)
         trainee.module.train()
         size = choose_size(plan, self._layout.parallel)
         num_rows = size * self._layout.parallel.num_micro_batches
@@ -132,7 +133,7 @@ class Shape(msgspec.Struct, frozen=True):
         return cls(list(values.shape), str(values.dtype).removeprefix("torch."))
 
 
-def find_shapes(trainee: ParallelTrainee, inputs: torch.Tensor | None, autocast: Callable[[], Any]) -> list[Shape]:
+def find_shapes(trainee: DividedModule, inputs: torch.Tensor | None, autocast: Callable[[], Any]) -> list[Shape]:
     """Return the shapes of a micro-batch before the first stage and after each one; all ranks of a pipeline call it.
 
     `inputs` are a micro-batch, on the rank with the first stage. Raises `ValueError` on all of them if a stage cannot
@@ -160,7 +161,7 @@ def find_shapes(trainee: ParallelTrainee, inputs: torch.Tensor | None, autocast:
     return shapes
 
 
-def _try_stage(trainee: ParallelTrainee, stage: nn.Module, values: torch.Tensor, autocast: Callable[[], Any]) -> Shape:
+def _try_stage(trainee: DividedModule, stage: nn.Module, values: torch.Tensor, autocast: Callable[[], Any]) -> Shape:
     try:
         with torch.no_grad():
             return Shape.of(compute_stage(stage, values, 0, trainee.device, autocast()))
@@ -172,7 +173,7 @@ def _tell(layout: Layout, found: Shape | None) -> Shape:
     """Return what one rank of the pipeline has found, on all of them."""
     ranks = Ranks(layout.ranks.device, pipeline_group(layout))
     contents = ranks.all_gather(b"" if found is None else msgspec.json.encode(found))
-    return msgspec.json.decode(next(content for content in contents if content), type=Shape)
+    return msgspec.json.decode(next(content for content in contents if content), type=prepare_type(Shape))
 
 
 def pipeline_group(layout: Layout) -> distributed.ProcessGroup:
@@ -181,7 +182,7 @@ def pipeline_group(layout: Layout) -> distributed.ProcessGroup:
     return layout.mesh.get_group(PIPELINE)
 
 
-def free_stages(trainee: ParallelTrainee) -> None:
+def free_stages(trainee: DividedModule) -> None:
     """Free the parameters of other ranks, which a pipeline keeps between passes."""
     for unit in sharded_modules(trainee.module):
         unit.reshard()
@@ -191,7 +192,7 @@ class _Pipeline:
     """The stages of this rank, and PyTorch's schedule of their operations."""
 
     def __init__(
-        self, trainee: ParallelTrainee, stepper: Stepper, shapes: list[Shape], observer: PipelineObserver | None
+        self, trainee: DividedModule, stepper: Stepper, shapes: list[Shape], observer: PipelineObserver | None
     ) -> None:
         layout, parallel = trainee.layout, trainee.layout.parallel
         self._stages = [

@@ -25,6 +25,7 @@ import msgspec
 from torch import profiler
 from typing_extensions import override
 
+from fedplat.decoding import prepare_type
 from fedplat.errors import MissingExtraError
 from fedplat.pytorch.training import Examples
 from fedplat.pytorch.training.examples import Batch
@@ -160,7 +161,7 @@ class _Trace(msgspec.Struct, frozen=True):
 
 def read_trace(path: Path) -> RankTimeline:
     """Return the timeline of a rank from its Chrome trace. Raises `ValueError` if no step was traced."""
-    trace = msgspec.json.decode(path.read_bytes(), type=_Trace)
+    trace = msgspec.json.decode(path.read_bytes(), type=prepare_type(_Trace))
     events = [event for event in trace.traceEvents if event.ph == "X"]
     steps = [event for event in events if event.cat == "user_annotation" and event.name.startswith("ProfilerStep#")]
     if not steps:

@@ -1,0 +1,199 @@
+"""The module of a layout: each rank has its own parts of it, and reads and writes only those of the model's file."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, cast
+from unittest import mock
+
+import msgspec
+import numpy as np
+import torch
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils.weak import WeakTensorKeyDictionary
+from typing_extensions import override
+
+from fedplat.aggregate.local import CONTROL, LocalAlgorithm
+from fedplat.client_state import ClientState
+from fedplat.errors import ModelError
+from fedplat.local_options import LocalOptions
+from fedplat.model import Parameters
+from fedplat.pytorch import convert
+from fedplat.pytorch.parallel.algorithms import refuse_algorithm
+from fedplat.pytorch.parallel.apply import Precision, check_plan, parallelize, sharded_modules
+from fedplat.pytorch.parallel.mesh import Layout
+from fedplat.pytorch.parallel.plan import ParallelPlan, find_plan
+from fedplat.pytorch.parallel.stages import split_stages
+from fedplat.pytorch.parallel.tensor import reduce_partial_gradients
+from fedplat.pytorch.parallel.ties import find_ties, restore_ties
+from fedplat.pytorch.training import Learner, Trainee, use_seed
+from fedplat.pytorch.training.learner import has_batch_norm
+
+_FP16 = (
+    'precision = "fp16" needs scaled gradients, which a model that several ranks divide does not have; expected "bf16" '
+    'or "fp32"'
+)
+
+
+class DividedModule(Trainee):
+    """A `Trainee` whose module is divided among the ranks of a layout; `ParallelTrainee` can also evaluate it.
+
+    All ranks call its methods. Only this rank's stages exist here, and of their tensors only its slices.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        layout: Layout,
+        plan: ParallelPlan | None = None,
+        precision: Precision = "fp32",
+        seed: int = 0,
+    ) -> None:
+        """Raise `ValueError` if the layout cannot divide the module, with the name of the part."""
+        self.learner, self.layout, self.device = learner, layout, layout.ranks.device
+        self.personal, self.precision = frozenset[str](), precision
+        if precision == "fp16":
+            raise ValueError(_FP16)
+        whole = make_empty(learner, seed)
+        _check_module(whole, learner, layout)
+        self.shapes = {name: tensor.shape for name, tensor in whole.state_dict().items()}
+        self.plan = find_plan(whole, plan)
+        if layout.mesh is not None:
+            check_plan(whole, self.plan, layout.parallel)
+        self.stages = split_stages(whole, self.plan, layout.parallel.num_stages, layout.stages)
+        for stage in self.stages:
+            if layout.mesh is not None:
+                parallelize(stage, self.plan, layout, precision)
+            materialize(stage, torch.device("cpu") if layout.parallel.offload == "cpu" else self.device)
+            if layout.parallel.tensor > 1 and not sharded_modules(stage):
+                reduce_partial_gradients(stage)
+        self.module = self.stages[0] if len(self.stages) == 1 else nn.ModuleList(self.stages)
+        self.has_batch_norm = False
+
+    @override
+    def shared_tensors(self) -> dict[str, torch.Tensor]:
+        """Return this rank's tensors by their names in the whole model; those that are divided are `DTensor`s."""
+        return {name: tensor for stage in self.stages for name, tensor in stage.state_dict().items()}
+
+    @override
+    def parameters(self) -> dict[str, nn.Parameter]:
+        named = (pair for stage in self.stages for pair in stage.named_parameters())
+        return {name: value for name, value in named if value.requires_grad}
+
+    @override
+    def start_weights(self, parameters: Parameters) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.parameters().items()}
+
+    @override
+    def step_options(self, options: LocalOptions) -> LocalOptions:
+        """Return the options without bf16 if the sharded units convert their parameters and inputs themselves."""
+        converts = self.precision == "bf16" and self.layout.mesh is not None
+        return msgspec.structs.replace(options, precision="fp32") if converts else options
+
+    @override
+    def check_algorithm(self, options: LocalOptions, algorithm: LocalAlgorithm) -> None:
+        if options.precision == "fp16":
+            raise ValueError(_FP16)
+        refuse_algorithm(options, algorithm)
+
+    @override
+    def load(self, parameters: Parameters, client_state: ClientState) -> None:
+        """Copy this rank's slices of the model into the module. Raises `ModelError`, on all ranks alike."""
+        found = {name: parameters[name].shape for name in parameters if not name.startswith(CONTROL)}
+        for name in sorted(found.keys() | self.shapes.keys()):
+            if found.get(name) != self.shapes.get(name):
+                raise ModelError(
+                    f"the model does not fit the module: {name!r} has the shape {_describe(found.get(name))} in the "
+                    f"model and {_describe(self.shapes.get(name))} in the module"
+                )
+        with torch.no_grad():
+            for name, tensor in self.shared_tensors().items():
+                local, index = _local_part(tensor)
+                local.copy_(convert.as_tensor(np.array(parameters[name][index])))
+
+    @override
+    def save(self, parameters: Parameters, client_state: ClientState) -> None:
+        """Gather the model tensor by tensor; rank 0 copies it into `parameters`, those of the others do not change."""
+        ranks, own = self.layout.ranks, self.shared_tensors()
+        for name, owner in self._owners().items():
+            values = convert.to_arrays({name: _gather(own[name])})[name] if name in own else None
+            if ranks.is_first and values is None:
+                values = np.empty_like(parameters[name])
+                received = convert.as_tensor(values)
+                distributed.recv(received, group=ranks.group, group_src=owner)
+            elif ranks.rank == owner and owner:
+                assert values is not None
+                distributed.send(torch.from_numpy(np.ascontiguousarray(values)), group=ranks.group, group_dst=0)
+            if ranks.is_first:
+                assert values is not None
+                parameters[name][...] = values
+
+    def _owners(self) -> dict[str, int]:
+        """Return the first rank that has each tensor, in the order of the whole model."""
+        mine = msgspec.msgpack.encode(list(self.shared_tensors()))
+        names = [msgspec.msgpack.decode(each, type=list[str]) for each in self.layout.ranks.all_gather(mine)]
+        return {name: next(rank for rank, has in enumerate(names) if name in has) for name in self.shapes}
+
+
+def make_empty(learner: Learner, seed: int = 0) -> nn.Module:
+    """Create the module with its parameters on the meta device, which have no values; its buffers have theirs."""
+    with use_seed(torch.device("cpu"), seed), _empty_parameters():
+        return learner.model()
+
+
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Give the parameters of a module memory on a device, with values that are not set; move its buffers there."""
+    buffers, ties = dict(module.named_buffers()), find_ties(module)
+    module.to_empty(device=device)
+    restore_ties(module, ties)
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            buffer.copy_(buffers[name])
+
+
+@contextmanager
+def _empty_parameters() -> Generator[None]:
+    """Move each parameter to the meta device as soon as a module has it, so that one of them exists at a time."""
+    register = nn.Module.register_parameter
+    known = WeakTensorKeyDictionary()  # a parameter that two modules share stays one
+
+    def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            empty = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            parameter = cast(nn.Parameter, known.setdefault(parameter, empty))
+        register(module, name, parameter)
+
+    with mock.patch.object(nn.Module, "register_parameter", register_empty):
+        yield
+
+
+def _check_module(module: nn.Module, learner: Learner, layout: Layout) -> None:
+    """Raise `ValueError` if a module cannot be divided."""
+    name = type(module).__name__
+    if learner.personal:
+        raise ValueError("personal tensors need a single process; expected a trainer without personal, or parallel")
+    if has_batch_norm(module):
+        raise ValueError(
+            f"{name} has BatchNorm, whose statistics would be those of a part of each batch; expected another "
+            'normalisation, such as GroupNorm or LayerNorm, or parallel = "data"'
+        )
+
+
+def _local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
+    """Return the values that this rank has, and their place in the whole tensor."""
+    if not isinstance(tensor, DTensor):
+        return tensor, (...,)  # type: ignore[return-value]
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    index = tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
+    return tensor.to_local(), index
+
+
+def _gather(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _describe(shape: Any) -> str:
+    return "no such tensor" if shape is None else str(list(shape))
