@@ -61,22 +61,17 @@ def is_plain(annotation: ast.expr) -> bool:
 
 def unprepared(tree: ast.Module) -> Iterator[ast.Call]:
     """Yield the calls within functions that decode records, or create decoders, of types that are not prepared."""
-    within = [
-        node
-        for part in ast.walk(tree)
-        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)
-        for node in ast.walk(part)
-    ]
+    functions = [part for part in ast.walk(tree) if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)]
+    within = {node for part in functions for node in ast.walk(part) if isinstance(node, ast.Call)}
     for call in within:
-        if not isinstance(call, ast.Call):
+        if not isinstance(call.func, ast.Attribute) or call.func.attr not in ("convert", "decode", "Decoder"):
             continue
         function = ast.unparse(call.func)
         if function == "msgspec.convert":
             kinds = call.args[1:2]
         elif function.startswith("msgspec.") and function.endswith((".decode", ".Decoder")):
-            kinds = [each.value for each in call.keywords if each.arg == "type"] or call.args[:1] * function.endswith(
-                "r"
-            )
+            named = [each.value for each in call.keywords if each.arg == "type"]
+            kinds = named or (call.args[:1] if call.func.attr == "Decoder" else [])
         else:
             continue
         for kind in kinds:

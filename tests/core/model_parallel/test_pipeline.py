@@ -106,6 +106,7 @@ def test_a_forward_that_needs_removed_parts_is_refused_on_all_ranks(of_two: dict
         assert "forward has to skip attributes that are None" in found.error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [8, 16])
 def test_the_bubble_is_that_of_the_formula(of_four: dict[tuple[str, int], list[Found]], count: int) -> None:
     def bubble(schedule: str) -> float:
@@ -119,6 +120,7 @@ def test_the_bubble_is_that_of_the_formula(of_four: dict[tuple[str, int], list[F
     assert bubble("zero-bubble") == pytest.approx(3 / (6 * count + 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [8, 16])
 def test_few_micro_batches_are_in_flight(of_four: dict[tuple[str, int], list[Found]], count: int) -> None:
     for stage, found in enumerate(of_four["gpipe", count]):
