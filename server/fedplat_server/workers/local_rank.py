@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +26,8 @@ IDLE_S = 60.0
 """How long a rank without tasks keeps running."""
 START_S = 120.0
 _POLL_S = 1.0
+_LAUNCHERS = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+"""The variables in which torchrun, mpirun and srun number their processes; see `fedplat.pytorch.distributed`."""
 
 
 class LocalRank:
@@ -103,14 +105,21 @@ class LocalRank:
             return pool
 
 
+def make_environment(daemon: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a rank that is alone, also if a launcher of several processes started the daemon."""
+    inherited = {name: value for name, value in daemon.items() if name not in _LAUNCHERS}
+    return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **inherited, **protocol.RANK_ENVIRONMENT}
+
+
 async def _create_process(socket: Path, backend: str) -> Process:
     if importlib.util.find_spec("torch") is None:
         raise MissingExtraError(
             "training on the server's own data needs PyTorch; install it with: pip install 'fedplat-server[pool]'"
         )
     command = (sys.executable, "-P", "-m", "fedplat_server.workers.rank", str(socket), backend, "INFO")
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ, **protocol.RANK_ENVIRONMENT}
     # Its own process group, so that Ctrl-C only reaches the daemon.
-    process = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, env=environment, process_group=0)
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=DEVNULL, env=make_environment(os.environ), process_group=0
+    )
     logs.get().info("a rank for the server's own data was started", process=process.pid)
     return process
