@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, get_args
 
@@ -58,6 +59,9 @@ def check_tensor_plan(module: nn.Module, plan: ParallelPlan, size: int, *, seque
     layers = _find_layers(module, plan)
     for name, style in layers.items():
         _check_layer(name, module.get_submodule(name), style, size)
+    for name, style in layers.items():
+        if style == "colwise" and isinstance(module.get_submodule(name), nn.Linear):
+            _check_region(module, layers, name)
     if not sequence:
         return
     inside = _inside_blocks(module, plan)
@@ -151,6 +155,61 @@ def _check_layer(name: str, layer: nn.Module, style: str, size: int) -> None:
     if divided % size:
         side = "inputs" if style in _ROWS else "outputs"
         raise ValueError(f"{name} has {divided} {side}; {size} tensor ranks need a multiple of {size}")
+
+
+def _check_region(module: nn.Module, layers: Mapping[str, str], columns: str) -> None:
+    """Raise `ValueError` for a trained parameter without a style where each rank has some of a layer's outputs.
+
+    Each rank would compute only its part of that parameter's gradient, and so train other values than the others. What
+    the forward pass calls between columns and rows is not known; so all in the smallest module with both counts, or in
+    a list or a sequence all between them.
+    """
+    order = [name for name, _ in module.named_modules()]
+    place = order.index(columns)
+    rows = [name for name, style in layers.items() if style == "rowwise" and _is_linear(module, name)]
+    found: list[tuple[int, int, str, str]] = []
+    for name in rows:
+        region = _common_parent(columns, name)
+        follows = order.index(name) > place
+        if follows or not _is_ordered(module, region):
+            found.append((-len(region), order.index(name) if follows else len(order), name, region))
+    if not found:
+        raise ValueError(
+            f"{columns} has the style 'colwise' in the plan, so each rank has some of its outputs, but no layer after "
+            "it is 'rowwise', which adds them up; expected one, or 'colwise_rep' for whole outputs"
+        )
+    *_, end, region = min(found)
+    between = order[place : order.index(end)] if _is_ordered(module, region) else order
+    for name in between:
+        is_inside = name == region or name.startswith(f"{region}." if region else "")
+        if not is_inside or any(_contains(layer, name) for layer in layers):
+            continue
+        for own, parameter in module.get_submodule(name).named_parameters(recurse=False):
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"{name or type(module).__name__} has the trained parameter {own!r} and no style in the plan, and "
+                    f"may be between the columns of {columns} and the rows of {end}, where a rank computes a part of "
+                    'its gradient; expected a style: "replicated_with_grad_allreduce" if it is between them, '
+                    '"sequence_parallel" if it is not'
+                )
+
+
+def _is_linear(module: nn.Module, name: str) -> bool:
+    return isinstance(module.get_submodule(name), nn.Linear)
+
+
+def _is_ordered(module: nn.Module, name: str) -> bool:
+    """Return whether the parts of a module follow each other; the whole model's are taken to do so."""
+    return not name or isinstance(module.get_submodule(name), nn.Sequential | nn.ModuleList)
+
+
+def _common_parent(first: str, second: str) -> str:
+    pairs = zip(first.split(".")[:-1], second.split(".")[:-1], strict=False)
+    return ".".join(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _contains(name: str, part: str) -> bool:
+    return part == name or part.startswith(f"{name}.")
 
 
 def _make_style(layer: nn.Module, style: str, *, sequence: bool) -> ParallelStyle | None:

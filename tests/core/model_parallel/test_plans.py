@@ -83,6 +83,38 @@ def test_layers_that_cannot_be_divided(tensor: dict[str, Any], size: int, messag
         check_plan(module, find_plan(module, ParallelPlan(tensor=tensor)), Parallel(tensor=size))
 
 
+class NormalizedQueries(Llama):
+    """A model that normalises the queries of each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.attention.query_norm = nn.RMSNorm(8)
+
+
+def test_parameters_between_columns_and_rows_need_a_style() -> None:
+    module = NormalizedQueries()
+    with pytest.raises(ValueError, match=r"layers.0.attention.query_norm has the trained parameter 'weight' and no st"):
+        check_plan(module, PLAN, Parallel(tensor=2))
+    named = {**PLAN.tensor, "layers.*.attention.query_norm": cast(Style, "replicated_with_grad_allreduce")}
+    check_plan(module, ParallelPlan(tensor=named), Parallel(tensor=2))
+    for layer in module.layers:
+        layer.attention.query_norm.requires_grad_(False)
+    check_plan(module, PLAN, Parallel(tensor=2))
+
+
+def test_a_list_needs_a_style_only_for_layers_between_columns_and_rows() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"1 has the trained parameter 'weight' and no style"):
+        check_plan(layers, ParallelPlan(tensor={"0": "colwise", "2": "rowwise"}), Parallel(tensor=2))
+    check_plan(layers, ParallelPlan(tensor={"2": "colwise", "3": "rowwise"}), Parallel(tensor=2))
+
+
+def test_divided_outputs_are_added_up() -> None:
+    with pytest.raises(ValueError, match=r"output has the style 'colwise' .* no layer after it is 'rowwise'"):
+        check_plan(Llama(), ParallelPlan(tensor={**PLAN.tensor, "output": "colwise"}), Parallel(tensor=2))
+
+
 def test_sequences_need_a_style_for_each_layer_of_a_block() -> None:
     tensor: Mapping[str, Style] = {name: style for name, style in PLAN.tensor.items() if "ffn_norm" not in name}
     parallel = Parallel(tensor=2, sequence=True)
