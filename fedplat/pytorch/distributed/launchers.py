@@ -45,6 +45,15 @@ class LaunchedRank:
     """The host of rank 0; empty if the launcher does not name it."""
     port: int = 0
 
+    def __post_init__(self) -> None:
+        if self.rank >= self.size or self.local_size > self.size:
+            raise ValueError(
+                f"{self.launcher} started this process as rank {self.rank} of {self.size}, with {self.local_size} on "
+                "this host; expected a rank below the number of ranks, and no more ranks here than in all"
+            )
+        if self.port >= 2**16:
+            raise ValueError(f"MASTER_PORT = {self.port}: expected a port below 65536")
+
     @property
     def is_on_one_host(self) -> bool:
         """True if all ranks are on this host."""
@@ -148,13 +157,15 @@ def _from_slurm(names: Mapping[str, str]) -> LaunchedRank:
 def _tasks_of_node(names: Mapping[str, str]) -> int:
     """Return the number of ranks on this node, from a list such as `2(x3),1`: three nodes with 2, one with 1."""
     text = names.get("SLURM_STEP_TASKS_PER_NODE", "")
-    matches = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
-    counts = itertools.chain.from_iterable([int(each[1])] * int(each[2] or 1) for each in matches if each)
+    matches = [re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part) for part in text.split(",")]
+    counts = itertools.chain.from_iterable(
+        itertools.repeat(int(each[1]), int(each[2] or 1)) for each in matches if each
+    )
     node = _read(names, "SLURM_NODEID")
     count = next(itertools.islice(counts, node, None), None)
     if count is None or None in matches:
         raise ValueError(
-            f"SLURM_STEP_TASKS_PER_NODE = {text!r}: expected the number of ranks of each node, such as 2(x3),1"
+            f"SLURM_STEP_TASKS_PER_NODE = {text[:200]!r}: expected the number of ranks of each node, such as 2(x3),1"
         )
     return count
 
@@ -163,7 +174,7 @@ def _first_node(nodes: str) -> str:
     """Return the first of `node[03-05,7],other`: that of rank 0, unless the step has another distribution."""
     match = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\])?([^\[,]*)", nodes)
     if match is None:
-        raise ValueError(f"SLURM_STEP_NODELIST = {nodes!r}: expected names of hosts, such as node[01-04]")
+        raise ValueError(f"SLURM_STEP_NODELIST = {nodes[:200]!r}: expected names of hosts, such as node[01-04]")
     return "".join(part or "" for part in match.groups())
 
 
@@ -175,6 +186,6 @@ def _read(names: Mapping[str, str], name: str, default: int | None = None) -> in
     text = names.get(name, "")
     if not text and default is not None:
         return default
-    if not text.isdecimal():
-        raise ValueError(f"{name} = {text!r}: expected a whole number, as the launcher of the ranks sets it")
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise ValueError(f"{name} = {text[:40]!r}: expected a whole number, as the launcher of the ranks sets it")
     return int(text)

@@ -80,6 +80,15 @@ def test_wrong_environments_are_refused() -> None:
         find_rank({"OMPI_COMM_WORLD_RANK": "0"})
     with pytest.raises(ValueError, match="SLURM_STEP_TASKS_PER_NODE = 'many': expected the number of ranks"):
         find_rank(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "many"})
+    for nodes in ("1(x99999999999)", "9" * 5000):
+        with pytest.raises(ValueError, match=r"SLURM_STEP_TASKS_PER_NODE = '.{1,200}': expected the number of ranks"):
+            find_rank(SRUN | {"SLURM_STEP_TASKS_PER_NODE": nodes})
+    with pytest.raises(ValueError, match=r"WORLD_SIZE = '9{40}': expected a whole number"):
+        find_rank(TORCHRUN | {"WORLD_SIZE": "9" * 5000})
+    with pytest.raises(ValueError, match="mpirun started this process as rank 2 of 2"):
+        find_rank(MPIRUN | {"OMPI_COMM_WORLD_RANK": "2"})
+    with pytest.raises(ValueError, match="MASTER_PORT = 70000: expected a port below 65536"):
+        find_rank(MPIRUN | {"MASTER_PORT": "70000"})
     with pytest.raises(ValueError, match=r"started ranks on several hosts, and does not name .* set MASTER_ADDR"):
         open_store(found(MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}), 1)
 
