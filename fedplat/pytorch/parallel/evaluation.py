@@ -30,7 +30,7 @@ def evaluate_parts(
     """Return this rank's part of the scores of the model, as it is; all ranks of the layout call it.
 
     Their sum (`sum_scores`) has each example once. `after_batch` is called with the number of examples that all parts
-    together have done. Raises `ValueError` on all ranks if the model cannot be a pipeline.
+    together have done. Raises `TrainingError` on all ranks if the model cannot be a pipeline.
     """
     trainee.module.eval()
     scores, chain = Scores(trainee.learner.metrics), _Chain(trainee)

@@ -27,6 +27,7 @@ from torch.distributed.pipelining import (
 from typing_extensions import override
 
 from fedplat.decoding import prepare_type
+from fedplat.errors import TrainingError
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.parallel.apply import sharded_modules
 from fedplat.pytorch.parallel.divided_module import DividedModule
@@ -136,8 +137,8 @@ class Shape(msgspec.Struct, frozen=True):
 def find_shapes(trainee: DividedModule, inputs: torch.Tensor | None, autocast: Callable[[], Any]) -> list[Shape]:
     """Return the shapes of a micro-batch before the first stage and after each one; all ranks of a pipeline call it.
 
-    `inputs` are a micro-batch, on the rank with the first stage. Raises `ValueError` on all of them if a stage cannot
-    compute by itself.
+    `inputs` are a micro-batch, on the rank with the first stage. Raises `TrainingError` on all of them if a stage
+    cannot compute by itself.
     """
     layout = trainee.layout
     own = dict(zip(layout.stages, trainee.stages, strict=True))
@@ -152,7 +153,7 @@ def find_shapes(trainee: DividedModule, inputs: torch.Tensor | None, autocast: C
             found = _try_stage(trainee, own[stage], values, autocast)
         shapes.append(_tell(layout, found))
         if shapes[-1].error:
-            raise ValueError(
+            raise TrainingError(
                 f"stage {stage} of {layout.parallel.num_stages} cannot compute by itself: {shapes[-1].error}. In a "
                 "pipeline, forward has to skip attributes that are None, because their parts are in other stages, to "
                 "call the parts in the order of the plan, and to pass one tensor from each part to the next"

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from fedplat.client_state import ClientState
+from fedplat.errors import TrainingError
 from fedplat.parallel import Parallel
 from fedplat.pytorch.convert import load_into
 from fedplat.pytorch.distributed import Ranks, join_group
@@ -148,7 +149,7 @@ def run_one(ranks: Ranks, case: Case) -> Found:
     layout = Layout(parallel, ranks, None) if case.in_turn else make_layout(ranks, parallel)
     try:
         return train(layout, case)
-    except ValueError as exc:
+    except (ValueError, TrainingError) as exc:
         return Found(error=str(exc))
 
 
