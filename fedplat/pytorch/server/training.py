@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -156,7 +157,9 @@ class TrainingLoop:
         traces = self._work.traces if self._work.options.profile else None
         examples = self.examples if traces is None else TracedExamples(self.examples)
         steps = gradients.compute_steps(self.trainee, stepper, self.plan, examples)
-        with profiling.trace_steps(traces, self.ranks, self.plan.num_steps - progress.done) as trace:
+        # Also after a cancellation: this thread's files must not be in the way of the next training's.
+        writing = nullcontext() if checkpoints is None else closing(checkpoints)
+        with writing, profiling.trace_steps(traces, self.ranks, self.plan.num_steps - progress.done) as trace:
             self._set(rates, progress)
             for scores in steps:
                 stepper.step()
@@ -168,8 +171,6 @@ class TrainingLoop:
                 trace()
                 self._work.note(progress.done, self.plan.num_steps)
         curve.close()
-        if checkpoints is not None:
-            checkpoints.close()
         self.trainee.save(parameters, ClientState())
         return TrainingCurve(losses=progress.losses, num_examples=len(self.examples))
 
