@@ -59,7 +59,8 @@ class DividedModule(Trainee):
             raise ValueError(_FP16)
         whole = make_empty(learner, seed)
         _check_module(whole, learner, layout)
-        self.shapes = {name: tensor.shape for name, tensor in whole.state_dict().items()}
+        self._whole = {name: tensor.to("meta") for name, tensor in whole.state_dict().items()}
+        self.shapes = {name: tensor.shape for name, tensor in self._whole.items()}
         self.plan = find_plan(whole, plan)
         if layout.mesh is not None:
             check_plan(whole, self.plan, layout.parallel)
@@ -67,7 +68,7 @@ class DividedModule(Trainee):
         for stage in self.stages:
             if layout.mesh is not None:
                 parallelize(stage, self.plan, layout, precision)
-            materialize(stage, torch.device("cpu") if layout.parallel.offload == "cpu" else self.device)
+            materialize(stage, self.device, is_offloaded=layout.parallel.offload == "cpu")
             if layout.parallel.tensor > 1 and not sharded_modules(stage):
                 reduce_partial_gradients(stage)
         self.module = self.stages[0] if len(self.stages) == 1 else nn.ModuleList(self.stages)
@@ -119,17 +120,16 @@ class DividedModule(Trainee):
         """Gather the model tensor by tensor; rank 0 copies it into `parameters`, those of the others do not change."""
         ranks, own = self.layout.ranks, self.shared_tensors()
         for name, owner in self._owners().items():
-            values = convert.to_arrays({name: _gather(own[name])})[name] if name in own else None
+            values = _gather(own[name]).detach().cpu().contiguous() if name in own else None
             if ranks.is_first and values is None:
-                values = np.empty_like(parameters[name])
-                received = convert.as_tensor(values)
-                distributed.recv(received, group=ranks.group, group_src=owner)
+                values = torch.empty_like(self._whole[name], device="cpu")
+                distributed.recv(values, group=ranks.group, group_src=owner)
             elif ranks.rank == owner and owner:
                 assert values is not None
-                distributed.send(torch.from_numpy(np.ascontiguousarray(values)), group=ranks.group, group_dst=0)
+                distributed.send(values, group=ranks.group, group_dst=0)
             if ranks.is_first:
                 assert values is not None
-                parameters[name][...] = values
+                parameters[name][...] = convert.to_arrays({name: values})[name]
 
     def _owners(self) -> dict[str, int]:
         """Return the first rank that has each tensor, in the order of the whole model."""
@@ -144,14 +144,18 @@ def make_empty(learner: Learner, seed: int = 0) -> nn.Module:
         return learner.model()
 
 
-def materialize(module: nn.Module, device: torch.device) -> None:
-    """Give the parameters of a module memory on a device, with values that are not set; move its buffers there."""
-    buffers, ties = dict(module.named_buffers()), find_ties(module)
-    module.to_empty(device=device)
+def materialize(module: nn.Module, device: torch.device, *, is_offloaded: bool = False) -> None:
+    """Give the parameters of a module memory, with values that are not set, and move its buffers to a device.
+
+    The parameters are on the device too, or on the CPU if they are offloaded. Only those: `fully_shard` moves them for
+    each computation, but not the buffers.
+    """
+    buffers, ties = dict(module.named_buffers(remove_duplicate=False)), find_ties(module)
+    module.to_empty(device=torch.device("cpu") if is_offloaded else device)
     restore_ties(module, ties)
-    with torch.no_grad():
-        for name, buffer in module.named_buffers():
-            buffer.copy_(buffers[name])
+    for name, buffer in buffers.items():
+        parent, _, own = name.rpartition(".")
+        setattr(module.get_submodule(parent), own, buffer.to(device))
 
 
 @contextmanager

@@ -7,8 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from torch import nn
 
 from fedplat.pytorch.distributed import join_group
+from fedplat.pytorch.parallel.trainee import materialize
 from support.model_parallel import divided
 from support.model_parallel.divided import Case, Found
 from support.model_parallel.llama import LAYERS, WIDTH, Llama
@@ -210,3 +212,15 @@ def test_two_gpus_have_the_losses_of_one_process(zygote: Zygote) -> None:
         expected = reference(msgspec.structs.replace(case, precision="fp32"))
         for found in ranks:
             assert found.losses == pytest.approx(expected.losses, abs=5e-3 if case.precision == "bf16" else 1e-4)
+
+
+def test_buffers_that_parts_share_keep_their_values() -> None:
+    module = nn.ModuleList(nn.Linear(2, 2, device="meta") for _ in range(2))
+    angles = torch.arange(3.0)
+    for part in module:
+        part.register_buffer("angles", angles, persistent=False)
+    materialize(module, torch.device("cpu"), is_offloaded=True)
+    for part in module:
+        assert not part.weight.is_meta
+        assert part.angles.tolist() == [0.0, 1.0, 2.0]
+        assert "angles" not in part.state_dict()
