@@ -63,19 +63,20 @@ def load_examples(data: Data, device: torch.device) -> training.Examples:
     return training.check_examples(data if isinstance(data, Dataset) else data(), device)
 
 
-def make_on_all_ranks(ranks: Ranks, make: Callable[[], Made]) -> Made:
+def make_on_all_ranks(ranks: Ranks, make: Callable[[], Made], what: str = "the trainer") -> Made:
     """Call `make` on every rank and return its result; if it fails on any rank, raise `TrainingError` on all.
 
-    So a failure of the operator's code on one rank leaves no other rank waiting.
+    So a failure of the operator's code, or of a disk, on one rank leaves no other rank waiting. `what` names the result
+    in errors.
     """
     made: list[Made] = []
     text = ""
     try:
         made.append(make())
     except Exception as exc:
-        _logger.exception("The trainer cannot be used.")
+        _logger.exception("On this rank %s cannot be used.", what)
         text = str(exc) if isinstance(exc, ValueError) else f"{type(exc).__name__}: {exc}"
     for rank, error in enumerate(ranks.all_gather(text.encode())):
         if error:
-            raise TrainingError(f"the trainer cannot be used on rank {rank}: {error.decode()}")
+            raise TrainingError(f"{what} cannot be used on rank {rank}: {error.decode()}")
     return made[0]

@@ -55,7 +55,8 @@ def evaluate(ranks: Ranks, request: bytes, messages: Iterator[bytes], note: Note
     decoded = decode_with_plugins(request, EvaluateRequest)
     try:
         trainer = make_on_all_ranks(ranks, lambda: _load(decoded.trainer))
-        model = decoded.rule.build().requirements.reduce(Parameters.open(decoded.model))
+        whole = make_on_all_ranks(ranks, lambda: Parameters.open(decoded.model), "the model's file")
+        model = decoded.rule.build().requirements.reduce(whole)
         if decoded.parallel is None:
             model = model.copy()
         metrics = server.evaluate(ranks, trainer, model, parallel=decoded.parallel)
@@ -109,7 +110,8 @@ def _train(ranks: Ranks, request: TrainRequest, note: Note) -> TrainReply:
     )
     group = run.find_group(ranks)
     run = dataclasses.replace(run, note=_ProgressReporter(group or ranks, note).step)
-    whole, requirements = Parameters.open(request.model), request.rule.build().requirements
+    whole = make_on_all_ranks(ranks, lambda: Parameters.open(request.model), "the model's file")
+    requirements = request.rule.build().requirements
     if request.parallel is not None and _only_hides_control(requirements, whole):
         trained = _train_in_file(ranks, trainer, whole, Path(request.result), run)
     else:
@@ -138,10 +140,14 @@ def _train_in_file(
 
     They read their parts from the mapped file `whole`; rank 0 writes the result, tensor by tensor, to a file.
     """
-    model = whole
-    if ranks.is_first:
+
+    def copy() -> Parameters:
+        if not ranks.is_first:
+            return whole
         _write(path, whole)
-        model = _map(path, whole)
+        return _map(path, whole)
+
+    model = make_on_all_ranks(ranks, copy, "the result's file")
     trained = server.train(ranks, trainer, model, run)
     if trained is not None:
         group = run.find_group(ranks)
