@@ -89,17 +89,17 @@ class NormalizedQueries(Llama):
     def __init__(self) -> None:
         super().__init__()
         for layer in self.layers:
-            layer.attention.query_norm = nn.RMSNorm(8)
+            layer.get_submodule("attention").register_module("query_norm", nn.RMSNorm(8))
 
 
 def test_parameters_between_columns_and_rows_need_a_style() -> None:
     module = NormalizedQueries()
     with pytest.raises(ValueError, match=r"layers.0.attention.query_norm has the trained parameter 'weight' and no st"):
         check_plan(module, PLAN, Parallel(tensor=2))
-    named = {**PLAN.tensor, "layers.*.attention.query_norm": cast(Style, "replicated_with_grad_allreduce")}
+    named: dict[str, Style] = {**PLAN.tensor, "layers.*.attention.query_norm": "replicated_with_grad_allreduce"}
     check_plan(module, ParallelPlan(tensor=named), Parallel(tensor=2))
     for layer in module.layers:
-        layer.attention.query_norm.requires_grad_(False)
+        layer.get_submodule("attention.query_norm").requires_grad_(False)
     check_plan(module, PLAN, Parallel(tensor=2))
 
 
