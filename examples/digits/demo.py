@@ -153,7 +153,7 @@ class DemoServer:
         self.processes.start("pool", self.command("pool", "run", "--ranks", str(num_ranks)))
 
     def wait_for_pool(self) -> None:
-        """Wait until the ranks have formed a group. Raises `DemoError` if they have not after a minute."""
+        """Wait until the ranks have formed a group. Raises `DemoError` after a minute."""
         deadline = time.monotonic() + 60.0
         while not (self.folder / "pool.sock").is_socket():
             if self.processes.has_ended("pool") or time.monotonic() > deadline:

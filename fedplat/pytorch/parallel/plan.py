@@ -80,7 +80,7 @@ def list_blocks(module: nn.Module, plan: ParallelPlan) -> list[str]:
 
 
 def _from_hugging_face(module: nn.Module) -> ParallelPlan:
-    """Return the plan that a model of `transformers` has, without patterns of parts that this one has not.
+    """Return the plan that a model of `transformers` has, without the patterns that match no part of it.
 
     `_tp_plan` and `_pp_plan` have names relative to the model, those of its configuration (`base_model_tp_plan`)
     relative to its base model. The classes in `_no_split_modules` are blocks.
