@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from torch import nn
 from typing_extensions import override
 
 from fedplat.pytorch.parallel.apply import sharded_modules
 from fedplat.pytorch.parallel.in_turn import GradientsInTurn
+from fedplat.pytorch.parallel.layout_gradients import LayoutGradients
 from fedplat.pytorch.parallel.mesh import Layout
-from fedplat.pytorch.parallel.norms import clip_gradients
-from fedplat.pytorch.parallel.parts import RankBatch, divide
 from fedplat.pytorch.parallel.pipedream import PipeDreamGradients
 from fedplat.pytorch.parallel.pipeline import PipelineGradients, PipelineObserver
-from fedplat.pytorch.parallel.scores import sum_scores
-from fedplat.pytorch.training import Examples, GradientComputation, Scores, StepSchedule, Sums, Trainee, use_seed
+from fedplat.pytorch.training import Examples, GradientComputation, Scores, StepSchedule, Trainee, use_seed
 from fedplat.pytorch.training.stepper import Stepper
 
 
@@ -37,7 +34,7 @@ def make_gradients(
     return ParallelGradients(layout, seed, begin)
 
 
-class ParallelGradients(GradientComputation):
+class ParallelGradients(LayoutGradients):
     """The gradient computation of a layout with `data`, `shard` and `tensor` ranks.
 
     The parts of a batch, their seeds and their weights are those of `DataParallelGradients` with as many logical ranks
@@ -45,15 +42,7 @@ class ParallelGradients(GradientComputation):
     """
 
     def __init__(self, layout: Layout, seed: int, begin: int = 0) -> None:
-        self._layout, self._seed, self._begin = layout, seed, begin
-
-    @override
-    def smallest_batch(self, trainee: Trainee) -> int:
-        return 1
-
-    def parts(self, plan: StepSchedule) -> Iterator[list[RankBatch]]:
-        """Yield the parts of each step that this rank computes."""
-        return divide(plan, self._layout.parallel.num_parts, [self._layout.part], self._seed, self._begin)
+        super().__init__(layout, seed, begin, [layout.part])
 
     @override
     def compute_steps(
@@ -75,17 +64,3 @@ class ParallelGradients(GradientComputation):
                 if part.share and self._counts:
                     scores.add(loss, outputs, targets)
             yield scores
-
-    @override
-    def sum_scores(self, scores: Scores) -> Sums:
-        return sum_scores(self._layout.ranks, scores)
-
-    @override
-    def clip_gradients(self, parameters: Iterable[nn.Parameter], max_norm: float) -> object:
-        return clip_gradients(parameters, max_norm, self._layout)
-
-    @property
-    def _counts(self) -> bool:
-        """True if this rank's scores count: those of tensor ranks with the same part are the same."""
-        mesh = self._layout.mesh
-        return mesh is None or mesh.get_local_rank("tensor") == 0

@@ -15,7 +15,7 @@ worth its limits here: a layout in turn is for the time until the missing ranks 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -23,16 +23,15 @@ from torch import distributed, nn
 from typing_extensions import override
 
 from fedplat.pytorch.parallel.divided_module import DividedModule
+from fedplat.pytorch.parallel.layout_gradients import LayoutGradients
 from fedplat.pytorch.parallel.mesh import Layout
 from fedplat.pytorch.parallel.micro_batches import PartLoss, choose_size, compute_stage, cross_boundary, pad, stage_seed
-from fedplat.pytorch.parallel.norms import clip_gradients
-from fedplat.pytorch.parallel.parts import RankBatch, divide
-from fedplat.pytorch.parallel.scores import sum_scores
-from fedplat.pytorch.training import Examples, GradientComputation, Scores, StepSchedule, Sums, Trainee, use_seed
+from fedplat.pytorch.parallel.parts import RankBatch
+from fedplat.pytorch.training import Examples, Scores, StepSchedule, Trainee, use_seed
 from fedplat.pytorch.training.stepper import Stepper
 
 
-class GradientsInTurn(GradientComputation):
+class GradientsInTurn(LayoutGradients):
     """The gradient computation of a layout on processes that each have the whole module.
 
     There can be as many processes as the layout has parts, or fewer.
@@ -46,16 +45,8 @@ class GradientsInTurn(GradientComputation):
                 f"{ranks.size} processes for a layout of {parallel.num_ranks} ranks with {parallel.num_parts} parts; "
                 "expected one for each rank, or at most one for each part"
             )
-        self._layout, self._seed, self._begin = layout, seed, begin
-        self._own = np.array_split(np.arange(parallel.num_parts), ranks.size)[ranks.rank].tolist()
-
-    @override
-    def smallest_batch(self, trainee: Trainee) -> int:
-        return 1
-
-    def parts(self, plan: StepSchedule) -> Iterator[list[RankBatch]]:
-        """Yield the parts of each step that this process computes, ordered by their numbers."""
-        return divide(plan, self._layout.parallel.num_parts, self._own, self._seed, self._begin)
+        own = np.array_split(np.arange(parallel.num_parts), ranks.size)[ranks.rank].tolist()
+        super().__init__(layout, seed, begin, own)
 
     @override
     def compute_steps(
@@ -74,14 +65,6 @@ class GradientsInTurn(GradientComputation):
                 sums.set_aside()
             sums.finish(self._layout)
             yield scores
-
-    @override
-    def sum_scores(self, scores: Scores) -> Sums:
-        return sum_scores(self._layout.ranks, scores)
-
-    @override
-    def clip_gradients(self, parameters: Iterable[nn.Parameter], max_norm: float) -> object:
-        return clip_gradients(parameters, max_norm, self._layout)
 
     def _compute_part(
         self,

@@ -11,7 +11,7 @@ would find them too, but sends them as pickles. A model that cannot be a pipelin
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
 import msgspec
@@ -31,12 +31,11 @@ from fedplat.errors import TrainingError
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.parallel.apply import sharded_modules
 from fedplat.pytorch.parallel.divided_module import DividedModule
-from fedplat.pytorch.parallel.mesh import PIPELINE, TENSOR, Layout
+from fedplat.pytorch.parallel.layout_gradients import LayoutGradients
+from fedplat.pytorch.parallel.mesh import PIPELINE, Layout
 from fedplat.pytorch.parallel.micro_batches import PartLoss, choose_size, compute_stage, cross_boundary, pad, stage_seed
-from fedplat.pytorch.parallel.norms import clip_gradients
-from fedplat.pytorch.parallel.parts import RankBatch, divide
-from fedplat.pytorch.parallel.scores import sum_scores
-from fedplat.pytorch.training import Examples, GradientComputation, Scores, StepSchedule, Sums, Trainee, use_seed
+from fedplat.pytorch.parallel.parts import RankBatch
+from fedplat.pytorch.training import Examples, Scores, StepSchedule, Trainee, use_seed
 from fedplat.pytorch.training.stepper import Stepper
 
 Operation: TypeAlias = Literal["forward", "backward", "backward_input", "backward_weight"]
@@ -56,24 +55,17 @@ class PipelineObserver(Protocol):
         ...
 
 
-class PipelineGradients(GradientComputation):
+class PipelineGradients(LayoutGradients):
     """The gradient computation of a layout with a pipeline, and with any `data`, `shard` and `tensor`.
 
     With GPipe and 1F1B, and up to two parts, `GradientsInTurn` gives the same bits.
     """
 
     def __init__(self, layout: Layout, seed: int, begin: int = 0, observer: PipelineObserver | None = None) -> None:
-        self._layout, self._seed, self._begin, self._observer = layout, seed, begin, observer
+        super().__init__(layout, seed, begin, [layout.part])
+        self._observer = observer
         last = layout.parallel.num_stages - 1
         self._reads = not {0, last}.isdisjoint(layout.stages)  # other stages need neither inputs nor targets
-
-    @override
-    def smallest_batch(self, trainee: Trainee) -> int:
-        return 1
-
-    def parts(self, plan: StepSchedule) -> Iterator[list[RankBatch]]:
-        """Yield the parts of each step that this rank's pipeline computes."""
-        return divide(plan, self._layout.parallel.num_parts, [self._layout.part], self._seed, self._begin)
 
     @override
     def compute_steps(
@@ -100,21 +92,6 @@ class PipelineGradients(GradientComputation):
                 if self._counts:
                     scores.extend(loss.scores)
             yield scores
-
-    @override
-    def sum_scores(self, scores: Scores) -> Sums:
-        return sum_scores(self._layout.ranks, scores)
-
-    @override
-    def clip_gradients(self, parameters: Iterable[nn.Parameter], max_norm: float) -> object:
-        return clip_gradients(parameters, max_norm, self._layout)
-
-    @property
-    def _counts(self) -> bool:
-        """True if this rank's scores count: those of tensor ranks with the same part are the same."""
-        mesh = self._layout.mesh
-        assert mesh is not None
-        return mesh.get_local_rank(TENSOR) == 0
 
 
 class Shape(msgspec.Struct, frozen=True):
