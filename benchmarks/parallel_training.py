@@ -9,6 +9,7 @@ draws one step of these pipelines. The key `bubbles` of the JSON object is the t
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import track
 
 import parallel_models
 import report
@@ -60,6 +63,7 @@ SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved-1f1b": "interleaved 
 SLEEPING_RANKS, SLEEP_S = 4, 0.04
 MICRO_BATCHES = (8, 16)
 """At least one for each stage; two of the schedules have eight stages."""
+_console = Console(stderr=True, soft_wrap=True)
 
 
 def main(
@@ -76,10 +80,11 @@ def main(
         model.write_bytes(TRANSFORMER.initial(3).to_bytes())
         found = {
             name: run(count_ranks(layout), "measure", layout=layout, model=str(model), num_steps=steps)
-            for name, layout in modes.items()
+            for name, layout in track(modes.items(), "modes", console=_console)
         }
     bubbles = {
-        (schedule, count): sleep(SLEEPING_RANKS, schedule, count) for schedule in SCHEDULES for count in MICRO_BATCHES
+        (schedule, count): sleep(SLEEPING_RANKS, schedule, count)
+        for schedule, count in track(list(itertools.product(SCHEDULES, MICRO_BATCHES)), "bubbles", console=_console)
     }
     own = {
         name: measure_bubble(sleep(parallel.pipeline, parallel.schedule, parallel.num_micro_batches))
