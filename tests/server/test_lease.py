@@ -11,6 +11,7 @@ from sqlalchemy.engine import make_url
 
 from faults import proxy
 from fedplat_server.config import LeaseTimes
+from fedplat_server.database import engine
 from fedplat_server.database.engine import async_url, create_engine
 from fedplat_server.database.sql_leases import SqlLeases, open_leases
 from fedplat_server.errors import LeadershipLostError, StoreUnavailableError
@@ -149,12 +150,14 @@ def through(database: str, address: str) -> str:
     "weather", [proxy.BLACKHOLE, proxy.ONLY_TO_SERVER, proxy.ONLY_TO_CLIENT], ids=["both", "unheard", "deaf"]
 )
 async def test_a_leader_that_is_cut_off_from_the_database_stops_leading(
-    tmp_path: Path, postgres: str, weather: proxy.Weather
+    tmp_path: Path, postgres: str, weather: proxy.Weather, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The new daemon leads; nothing that the old one still wrote counts, and it becomes a gateway when it is back.
 
-    The old daemon has ten seconds for a renewal, which is long enough on a busy machine, and the new one a minute.
+    The old daemon has ten seconds for a renewal, which is long enough on a busy machine, and the new one a minute. A
+    transaction of the old one that was cut off keeps its lock on the lease until PostgreSQL ends it.
     """
+    monkeypatch.setattr(engine, "ABANDONED_S", 15)
     short = LeaseTimes(valid_s=12.0, renew_s=0.2, margin_s=2.0, poll_s=0.05)
     long = LeaseTimes(valid_s=60.0, renew_s=0.2, margin_s=2.0, poll_s=0.05)
     async with (
