@@ -177,8 +177,7 @@ class TrainingLoop:
     def _build_trainee(self) -> tuple[Trainee, Examples]:
         learner, seed = self._trainer.learner, self._work.seed
         if self._layout is not None:
-            precision = self._work.options.precision if self._layout.mesh is not None else "fp32"
-            trainee = ParallelTrainee(learner, self._layout, self._trainer.plan, precision, seed)
+            trainee = ParallelTrainee(learner, self._layout, self._trainer.plan, self._work.options.precision, seed)
             return trainee, load_examples(self._trainer.data, self.ranks.device)
         trainee = Trainee(learner, self.ranks.device, seed)
         examples = load_examples(self._trainer.data, self.ranks.device)

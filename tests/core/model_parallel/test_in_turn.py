@@ -5,10 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from fedplat.errors import TrainingError
+from fedplat.job.pool import WarmStart
 from fedplat.parallel import Parallel
+from fedplat.pytorch import server
 from fedplat.pytorch.parallel import Layout, make_gradients
+from fedplat.pytorch.server import TrainingRun
 from support.model_parallel import piped
 from support.model_parallel.piped import Case, Found
+from support.model_parallel.pool import TABLE, make_trainer
 from support.ranks.group import Zygote
 
 SHARDED = {
@@ -74,3 +79,15 @@ def test_later_steps_can_be_computed_alone() -> None:
         whole, later = (list(each.parts(plan)) for each in steps)  # type: ignore[attr-defined]
     assert [[part.seed for part in step] for step in whole[2:]] == [[part.seed for part in step] for step in later]
     assert len(whole[0]) == 2
+
+
+@pytest.mark.parametrize("layout", ["shard=2", "pipeline=2"])
+def test_fp16_is_refused_in_turn(layout: str) -> None:
+    trainer, parallel = make_trainer(), Parallel.from_text(layout)
+    options = WarmStart(**TABLE, precision="fp16")  # type: ignore[arg-type]
+    work = TrainingRun(options=options, num_ranks=2, parallel=parallel)
+    with (
+        piped.alone() as ranks,
+        pytest.raises(TrainingError, match='precision = "fp16": a model that several ranks divide has no scaled'),
+    ):
+        server.train(ranks, trainer, trainer.learner.initial(3), work)
