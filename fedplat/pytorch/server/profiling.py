@@ -23,13 +23,15 @@ _logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def trace_steps(folder: Path | None, ranks: Ranks, num_steps: int) -> Generator[Callable[[], None]]:
+def trace_steps(
+    folder: Path | None, ranks: Ranks, num_steps: int
+) -> Generator[Callable[[], profiling.StepProfile | None]]:
     """Trace steps into `folder`, a file for each rank; yield a function to call after each step.
 
     Records three steps, after one skipped step and one for the profiler's warm-up. A training with fewer steps records
     the last ones, and one with a single step none. All ranks call the function after the same steps; after the last
-    traced one they exchange what they did, and rank 0 logs the bottleneck and writes `SUMMARY` and `PICTURE`. If a rank
-    cannot write its trace, rank 0 logs the reason, and the training continues.
+    traced one they exchange what they did, and rank 0 logs the bottleneck, writes `SUMMARY` and `PICTURE`, and returns
+    the profile. If a rank cannot write its trace, rank 0 logs the reason, and the training continues.
     """
     if folder is None or num_steps < 2:
         yield lambda: None
@@ -48,12 +50,13 @@ def trace_steps(folder: Path | None, ranks: Ranks, num_steps: int) -> Generator[
             error = str(exc)
         is_recorded = True
 
-    def step() -> None:
+    def step() -> profiling.StepProfile | None:
         nonlocal is_recorded
         running.step()
-        if is_recorded:
-            is_recorded = False
-            report(folder, ranks, error)
+        if not is_recorded:
+            return None
+        is_recorded = False
+        return report(folder, ranks, error)
 
     with profiler.profile(schedule=schedule, on_trace_ready=note_trace, record_shapes=True) as running:
         yield step
@@ -66,25 +69,29 @@ class _RankReport(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def report(folder: Path, ranks: Ranks, error: str = "") -> None:
+def report(folder: Path, ranks: Ranks, error: str = "") -> profiling.StepProfile | None:
     """Log the bottleneck of the steps that the ranks have just traced into `folder`, and write it there, on rank 0.
 
-    All ranks call it, with an `error` if they have no trace. Then, and if a file cannot be read or written, the reason
-    is logged instead.
+    All ranks call it, with an `error` if they have no trace. Then the reason is logged instead, and so it is if a file
+    cannot be read or written. Returns the profile on rank 0, if there is one.
     """
     mine = msgspec.msgpack.encode(_RankReport(error=error) if error else _read_own(folder, ranks.rank))
     found = [msgspec.msgpack.decode(each, type=prepare_type(_RankReport)) for each in ranks.all_gather(mine)]
     if not ranks.is_first:
-        return
+        return None
     timelines = [each.timeline for each in found if each.timeline is not None]
     if len(timelines) < len(found):
         errors = (f"rank {rank}: {each.error}" for rank, each in enumerate(found) if each.timeline is None)
         _logger.warning("The profile of the steps is incomplete, and has no bottleneck; %s", "; ".join(errors))
-        return
+        return None
+    profile = profiling.make_profile(timelines)
+    text = profile.describe()
+    _logger.info("%s; the traces are in %s", text[0].upper() + text[1:], folder)
     try:
-        _write_profile(folder, timelines)
+        _write_profile(folder, profile, timelines)
     except OSError as exc:
         _logger.warning("The profile of the steps cannot be written: %s", exc)
+    return profile
 
 
 def _read_own(folder: Path, rank: int) -> _RankReport:
@@ -96,11 +103,9 @@ def _read_own(folder: Path, rank: int) -> _RankReport:
         return _RankReport(error=f"its trace was not written as a whole ({exc})")
 
 
-def _write_profile(folder: Path, timelines: list[profiling.RankTimeline]) -> None:
-    """Log and write the bottleneck, and draw the picture."""
-    found = profiling.make_profile(timelines)
+def _write_profile(folder: Path, found: profiling.StepProfile, timelines: list[profiling.RankTimeline]) -> None:
+    """Write the bottleneck, and draw the picture."""
     text = found.describe()
-    _logger.info("%s; the traces are in %s", text[0].upper() + text[1:], folder)
     summary = {"bottleneck": found.bottleneck, "text": text, "slowest_rank": found.slowest_rank}
     content = summary | msgspec.to_builtins(found)
     (folder / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(content)) + b"\n")

@@ -130,7 +130,13 @@ def _train(ranks: Ranks, request: TrainRequest, note: Note) -> TrainReply:
     losses = trained.losses
     tenth = max(1, len(losses) // 10)
     first, last = (float(np.mean(part)) for part in (losses[:tenth], losses[-tenth:]))
-    return TrainReply(num_steps=len(losses), num_examples=trained.num_examples, first_loss=first, last_loss=last)
+    return TrainReply(
+        num_steps=len(losses),
+        num_examples=trained.num_examples,
+        first_loss=first,
+        last_loss=last,
+        step_profile={} if trained.profile is None else trained.profile.to_metrics(),
+    )
 
 
 def _train_in_file(
