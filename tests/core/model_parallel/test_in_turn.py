@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import msgspec
 import pytest
 
@@ -11,6 +14,7 @@ from fedplat.parallel import Parallel
 from fedplat.pytorch import server
 from fedplat.pytorch.parallel import Layout, make_gradients
 from fedplat.pytorch.server import TrainingRun
+from fedplat.pytorch.server.layouts import find_layout
 from support.model_parallel import piped
 from support.model_parallel.piped import Case, Found
 from support.model_parallel.pool import TABLE, make_trainer
@@ -91,3 +95,16 @@ def test_fp16_is_refused_in_turn(layout: str) -> None:
         pytest.raises(TrainingError, match='precision = "fp16": a model that several ranks divide has no scaled'),
     ):
         server.train(ranks, trainer, trainer.learner.initial(3), work)
+
+
+def test_a_layout_is_made_once_and_freed_with_its_ranks() -> None:
+    with piped.alone() as ranks:
+        found = find_layout(ranks, Parallel(shard=2))
+        assert found is not None
+        assert found.ranks is ranks
+        assert find_layout(ranks, Parallel(shard=2)) is found
+        assert find_layout(ranks, Parallel(shard=3)) is not found
+        kept = weakref.ref(ranks)
+    del ranks, found
+    gc.collect()
+    assert kept() is None
