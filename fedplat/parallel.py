@@ -16,6 +16,7 @@ from fedplat.decoding import prepare_type
 
 Degree = Annotated[int, Meta(ge=1, le=4096)]
 Schedule: TypeAlias = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "pipedream"]
+_PRECISIONS = ("fp32", "bf16")
 _STAGES_OF_A_RANK = {"interleaved-1f1b": 2, "zero-bubble": 2}
 
 
@@ -40,7 +41,8 @@ class Parallel(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     (arXiv 2104.04473) or zero-bubble (arXiv 2401.10241), which have the same gradients; or PipeDream (arXiv
     1806.03377), which is asynchronous: each batch is a step, without micro-batches."""
     micro_batches: Annotated[int, Meta(ge=0, le=65536)] = 0
-    """Micro-batches of each batch of a pipeline; 0: four for each of its stages."""
+    """Micro-batches of each batch of a pipeline; 0: four for each of its stages. `"1f1b"` needs at least `pipeline`,
+    and `"interleaved-1f1b"` fewer than that or a number that it can divide into equal rounds of `pipeline` or more."""
     sequence: bool = False
     """With `tensor`: also divide the activations between its operations (arXiv 2205.05198, Section 4.2.2)."""
     reshard: bool = True
@@ -56,10 +58,10 @@ class Parallel(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             raise ValueError("micro_batches are for a pipeline; set pipeline, or use accumulate")
         if self.schedule == "pipedream" and self.micro_batches:
             raise ValueError('schedule = "pipedream": each batch is a step; remove micro_batches')
-        if self.micro_batches and self.micro_batches < self.num_stages and self.schedule != "gpipe":
+        if self.schedule == "1f1b" and 0 < self.micro_batches < self.pipeline:
             raise ValueError(
-                f'micro_batches = {self.micro_batches}: schedule = "{self.schedule}" needs at least one for each of '
-                f"{self.num_stages} stages"
+                f'micro_batches = {self.micro_batches}: schedule = "1f1b" needs at least one for each of '
+                f"{self.pipeline} stages; expected more, or another schedule"
             )
         if self.sequence and self.tensor == 1:
             raise ValueError("sequence = true divides activations among tensor ranks; expected tensor = 2 or more")
@@ -73,8 +75,8 @@ class Parallel(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             count, rounds = self.num_micro_batches, max(1, self.num_micro_batches // self.pipeline)
             if count % rounds:
                 raise ValueError(
-                    f'micro_batches = {count}: schedule = "interleaved-1f1b" computes them in {rounds} rounds; '
-                    f"expected a multiple of the {self.pipeline} ranks of the pipeline"
+                    f'micro_batches = {count}: schedule = "interleaved-1f1b" computes them in {rounds} equal rounds; '
+                    f"expected a multiple of {rounds}, such as one of the {self.pipeline} ranks of the pipeline"
                 )
         if self.schedule == "pipedream" and self.num_ranks != self.pipeline:
             raise ValueError('schedule = "pipedream" is for a pipeline alone; expected data, shard and tensor of 1')
@@ -111,8 +113,17 @@ class Parallel(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             product = f"{self.data} data × {self.shard} shard × {self.tensor} tensor × {self.pipeline} pipeline"
             raise ValueError(f"the layout has {product} = {self.num_ranks} ranks; there are {num_ranks}")
 
+    def check_precision(self, precision: str) -> None:
+        """Raise `ValueError` unless a layout has this precision, also one whose ranks are computed in turn."""
+        if precision not in _PRECISIONS:
+            raise ValueError(
+                f'precision = "{precision}": a model that several ranks divide has no scaled gradients; expected '
+                '"bf16" or "fp32", or a trainer without a layout'
+            )
+
     def check_steps(self, *, max_grad_norm: float, accumulate: int, precision: str) -> None:
         """Raise `ValueError` if the schedule does not have these options of a training's steps."""
+        self.check_precision(precision)
         if self.schedule != "pipedream":
             return
         if max_grad_norm:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import typer
 
+from fedplat import step_profile
 from fedplat.admin import AdminClient, funnel
 from fedplat.cli import assignments, formats, job_lists, round_description
 from fedplat.cli.output import Output, to_record
@@ -29,6 +30,8 @@ class JobReport:
     details: admin_pb2.RoundDetails | None
     rounds: Sequence[admin_pb2.Round]
     assignments: Sequence[admin_pb2.AssignmentDetails]
+    profile: Mapping[str, float]
+    """The metrics of the warm start with the profile of its steps; empty without one."""
 
 
 def describe_job(
@@ -71,7 +74,18 @@ def collect(client: AdminClient, name: str) -> JobReport:
         client.show_round(job.job_id, current.round, current.attempt) if current is not None else None,
         list(reversed(rounds[:NUM_ROUNDS])),
         last[:NUM_ASSIGNMENTS],
+        _find_profile(client, job),
     )
+
+
+def _find_profile(client: AdminClient, job: admin_pb2.Job) -> Mapping[str, float]:
+    spec = job_lists.read_spec(job)
+    if spec is None or spec.warm_start is None or not spec.warm_start.profile:
+        return {}
+    # The first page of all attempts: the warm start is round 0.
+    found = client.list_rounds_page(admin_pb2.ListRoundsRequest(job=job.job_id, page_size=1)).rounds
+    is_there = found and found[0].kind == admin_pb2.ATTEMPT_KIND_WARM_START
+    return dict(found[0].client_metrics) if is_there and step_profile.describe(found[0].client_metrics) else {}
 
 
 def _count_clients(client: AdminClient, population: str) -> admin_pb2.PopulationCount:
@@ -147,6 +161,8 @@ def _print(output: Output, found: JobReport) -> None:
     job = found.job
     fields = job_lists.job_fields(job)
     fields["now"] = explain(found, job_lists.read_spec(job))
+    if found.profile:
+        fields["warm start"] = step_profile.describe(found.profile)
     output.fields(fields)
     if found.alerts:
         output.heading("Alerts")
@@ -173,4 +189,5 @@ def _to_json(found: JobReport) -> dict[str, object]:
         "round": to_record(found.details) if found.details is not None else None,
         "rounds": [to_record(one) for one in found.rounds],
         "assignments": [to_record(one) for one in found.assignments],
+        "bottleneck": step_profile.describe(found.profile) or None,
     }

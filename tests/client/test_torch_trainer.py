@@ -308,6 +308,8 @@ def test_a_layout_is_refused_at_the_start_in_words(monkeypatch: pytest.MonkeyPat
     protected: dict[str, Any] = {"dp": "flat", "dp_noise_multiplier": 1.0, "dp_max_grad_norm": 1.0, "dp_delta": 1e-5}
     with pytest.raises(ValueError, match=r'config\.dp = "flat": training in several processes cannot protect'):
         sharded(make_task(initial(mlp()), **protected))
+    with pytest.raises(ValueError, match='precision = "fp16": a model that several ranks divide has no scaled'):
+        sharded(make_task(initial(mlp()), precision="fp16"))
     own = Plugins({("algorithms", "ascent"): Ascent, ("algorithms", "coupled"): Coupled})
     for name, options, reason in (
         ("scaffold", {}, "has control variates"),

@@ -42,6 +42,8 @@ def test_a_layout_is_for_training_and_evaluation_on_the_pool() -> None:
     [
         (f"{SMALL}pool.parallel.shard = 2\n", r"pool.ranks = 4, but .* 2 shard .* = 2; expected ranks = 2"),
         (f"{LAYOUT}pool.parallel.micro_batches = 1\n", "needs at least one for each of 2 stages"),
+        (f"{LAYOUT}[warm_start]\n{TABLE}precision = 'fp16'\n", "warm_start.precision = 'fp16': expected .*fp32.*bf16"),
+        (f"{LAYOUT}{STEP}precision = 'fp16'\n", "server_step.precision = 'fp16': expected .*fp32.*bf16"),
         (f"{LAYOUT}pool.parallel.sequence = true\n", "expected tensor = 2 or more"),
         (f"{LAYOUT}pool.parallel.shards = 2\n", "there is no such key; did you mean shard"),
         (f"{LAYOUT}{STEP}method = 'distill'\n", 'whole models; expected "train", or no table'),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 
 import grpc
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from fedplat import step_profile
 from fedplat.aggregate.scaffold import with_control
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
@@ -48,7 +50,7 @@ async def failure(site: Site, trainer: str, **options: object) -> str:
 
 async def rounds_after(site: Site) -> None:
     """A whole job: a warm start, two rounds, and scores by the trainer."""
-    more = RANKS + learning("warm_start", epochs=20) + '[evaluation]\nserver = "public"\n'
+    more = RANKS + learning("warm_start", epochs=20, profile=True) + '[evaluation]\nserver = "public"\n'
     job = await site.operator.start(job_file("whole", rounds=2, goal=1, more=more))
     client = await site.enroll()
     for number in range(2):
@@ -62,6 +64,8 @@ async def rounds_after(site: Site) -> None:
     first, *others = await site.operator.rounds(job)
     assert (first.kind, first.assigned, first.reported) == (kind, 0, 0)
     assert first.client_metrics["loss"] < first.client_metrics["first_loss"]
+    summary = json.loads((site.folder / "traces" / job / "warm_start" / "bottleneck.json").read_text())
+    assert step_profile.describe(first.client_metrics) == summary["text"]
     assert [(one.round, sorted(one.server_metrics)) for one in (first, *others)] == [
         (number, ["accuracy", "loss"]) for number in range(3)
     ]

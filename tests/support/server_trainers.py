@@ -72,5 +72,8 @@ def trainers(folder: Path) -> dict[str, str]:
 def learning(table: str, trainer: object = "public", **options: object) -> str:
     """A table of a job file."""
     chosen = {"trainer": trainer, "batch_size": 8, "learning_rate": 0.1, **options}
-    lines = "\n".join(f"{key} = {repr(value) if isinstance(value, str) else value}" for key, value in chosen.items())
-    return f"[{table}]\n{lines}\n"
+    return f"[{table}]\n" + "".join(f"{key} = {_in_toml(value)}\n" for key, value in chosen.items())
+
+
+def _in_toml(value: object) -> str:
+    return repr(value) if isinstance(value, str) else str(value).lower()

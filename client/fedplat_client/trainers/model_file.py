@@ -2,13 +2,14 @@
 
 Pages of a mapped file are not memory that a process has for itself: the system reads them when a rank needs its slices,
 and frees them again. The folder and the file are readable by their user only, and are removed as soon as all ranks have
-mapped the file, so a killed process leaves nothing behind. They are in the folder for temporary files (TMPDIR), which
-should be on a disk, not in memory.
+mapped the file. A process that is killed before that leaves them behind, without their lock; the next one removes them.
+They are in the folder for temporary files (TMPDIR), which should be on a disk, not in memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import socket
@@ -25,6 +26,7 @@ from fedplat.model import FLOATING, Parameters, blocks
 from fedplat.pytorch.distributed import Ranks
 
 _CHUNK_BYTES = 4 << 20
+_PREFIX = "fedplat-model-"
 
 
 @contextlib.contextmanager
@@ -39,9 +41,11 @@ def share_model(ranks: Ranks, model: Parameters | None = None) -> Generator[Para
     sizes = [] if model is None else [len(piece) for piece in model.pieces]
     sizes = msgspec.msgpack.decode(ranks.broadcast(msgspec.msgpack.encode(sizes)), type=list[int])
     own: Path | None = None
+    lock = -1
     try:
         if ranks.rank in writers:
-            own = Path(tempfile.mkdtemp(prefix="fedplat-model-"))
+            remove_stale()
+            own, lock = make_folder()
             chunks = _receive(ranks, sizes) if model is None else _send(ranks, model, writers[1:])
             _write(own / "model.safetensors", chunks)
         # Also a barrier: all files are complete.
@@ -52,7 +56,38 @@ def share_model(ranks: Ranks, model: Parameters | None = None) -> Generator[Para
     finally:
         if own is not None:
             shutil.rmtree(own, ignore_errors=True)
+            os.close(lock)
     yield parameters
+
+
+def make_folder() -> tuple[Path, int]:
+    """Make a temporary folder; `remove_stale` spares it while this process lives and has the descriptor open."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        with contextlib.suppress(FileNotFoundError):  # another process took it for a stale one
+            descriptor = _open_folder(path)
+            with contextlib.suppress(OSError):  # a file system without locks, where none is taken for stale
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if path.exists():
+                return path, descriptor
+            os.close(descriptor)
+
+
+def remove_stale() -> None:
+    """Remove the folders of this user that killed processes have left behind; nobody has their locks."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # removed meanwhile, no folder, or of another user
+            descriptor = _open_folder(path)
+            try:
+                if os.fstat(descriptor).st_uid == os.getuid():
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while a process has it
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+
+
+def _open_folder(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def subtract(trained: Parameters, base: Parameters) -> Parameters:

@@ -158,6 +158,7 @@ class TorchTrainer:
         if isinstance(self.parallel, Parallel):
             from fedplat.pytorch.parallel.algorithms import refuse_algorithm
 
+            self.parallel.check_precision(options.precision)
             refuse_algorithm(options, training.build_guarded_algorithm(options))
             return self._open_layout(group, self.parallel, task)
         algorithm, name = training.build_guarded_algorithm(options), options.algorithm_name

@@ -52,6 +52,8 @@ class Ranks:
         self.timeout_s = timeout_s
         self.rank = distributed.get_rank(group)
         self.size = distributed.get_world_size(group)
+        self.kept: dict[object, Any] = {}
+        """What is made once for these ranks, by any key; it is freed with them, although it may refer to them."""
         self._subgroups: dict[int, Ranks | None] = {}
         self._on_cpu: Ranks | None = None
 

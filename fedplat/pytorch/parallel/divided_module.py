@@ -32,11 +32,6 @@ from fedplat.pytorch.parallel.ties import find_ties, restore_ties
 from fedplat.pytorch.training import Learner, Trainee, use_seed
 from fedplat.pytorch.training.learner import has_batch_norm
 
-_FP16 = (
-    'precision = "fp16" needs scaled gradients, which a model that several ranks divide does not have; expected "bf16" '
-    'or "fp32"'
-)
-
 
 class DividedModule(Trainee):
     """A `Trainee` whose module is divided among the ranks of a layout; `ParallelTrainee` can also evaluate it.
@@ -55,8 +50,7 @@ class DividedModule(Trainee):
         """Raise `ValueError` if the layout cannot divide the module, with the name of the part."""
         self.learner, self.layout, self.device = learner, layout, layout.ranks.device
         self.personal, self.precision = frozenset[str](), precision
-        if precision == "fp16":
-            raise ValueError(_FP16)
+        layout.parallel.check_precision(precision)
         whole = make_empty(learner, seed)
         _check_module(whole, learner, layout)
         self._whole = {name: tensor.to("meta") for name, tensor in whole.state_dict().items()}
@@ -90,14 +84,17 @@ class DividedModule(Trainee):
 
     @override
     def step_options(self, options: LocalOptions) -> LocalOptions:
-        """Return the options without bf16 if the sharded units convert their parameters and inputs themselves."""
+        """Return the options without bf16 if the sharded units convert their parameters and inputs themselves.
+
+        Raises `ValueError` for a precision that layouts do not have.
+        """
+        self.layout.parallel.check_precision(options.precision)
         converts = self.precision == "bf16" and self.layout.mesh is not None
         return msgspec.structs.replace(options, precision="fp32") if converts else options
 
     @override
     def check_algorithm(self, options: LocalOptions, algorithm: LocalAlgorithm) -> None:
-        if options.precision == "fp16":
-            raise ValueError(_FP16)
+        self.layout.parallel.check_precision(options.precision)
         refuse_algorithm(options, algorithm)
 
     @override

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from typing_extensions import override
 
 from fedplat.pytorch.parallel.apply import sharded_modules
+from fedplat.pytorch.parallel.divided_module import DividedModule
 from fedplat.pytorch.parallel.in_turn import GradientsInTurn
 from fedplat.pytorch.parallel.layout_gradients import LayoutGradients
 from fedplat.pytorch.parallel.mesh import Layout
 from fedplat.pytorch.parallel.pipedream import PipeDreamGradients
 from fedplat.pytorch.parallel.pipeline import PipelineGradients, PipelineObserver
-from fedplat.pytorch.training import Examples, GradientComputation, Scores, StepSchedule, Trainee, use_seed
+from fedplat.pytorch.training import Examples, GradientComputation, Scores, StepSchedule, use_seed
 from fedplat.pytorch.training.stepper import Stepper
 
 
@@ -45,8 +46,8 @@ class ParallelGradients(LayoutGradients):
         super().__init__(layout, seed, begin, [layout.part])
 
     @override
-    def compute_steps(
-        self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples
+    def compute_gradients(
+        self, trainee: DividedModule, stepper: Stepper, plan: StepSchedule, examples: Examples
     ) -> Iterator[Scores]:
         module = trainee.module.train()
         units = sharded_modules(module)

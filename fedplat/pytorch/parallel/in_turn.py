@@ -27,7 +27,7 @@ from fedplat.pytorch.parallel.layout_gradients import LayoutGradients
 from fedplat.pytorch.parallel.mesh import Layout
 from fedplat.pytorch.parallel.micro_batches import PartLoss, choose_size, compute_stage, cross_boundary, pad, stage_seed
 from fedplat.pytorch.parallel.parts import RankBatch
-from fedplat.pytorch.training import Examples, Scores, StepSchedule, Trainee, use_seed
+from fedplat.pytorch.training import Examples, Scores, StepSchedule, use_seed
 from fedplat.pytorch.training.stepper import Stepper
 
 
@@ -49,10 +49,9 @@ class GradientsInTurn(LayoutGradients):
         super().__init__(layout, seed, begin, own)
 
     @override
-    def compute_steps(
-        self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples
+    def compute_gradients(
+        self, trainee: DividedModule, stepper: Stepper, plan: StepSchedule, examples: Examples
     ) -> Iterator[Scores]:
-        assert isinstance(trainee, DividedModule)
         trainee.module.train()
         size = choose_size(plan, self._layout.parallel)
         steps, ahead = itertools.tee(self.parts(plan))

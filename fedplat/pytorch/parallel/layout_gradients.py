@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 from typing_extensions import override
 
+from fedplat.pytorch.parallel.divided_module import DividedModule
 from fedplat.pytorch.parallel.mesh import TENSOR, Layout
 from fedplat.pytorch.parallel.norms import clip_gradients
 from fedplat.pytorch.parallel.parts import RankBatch, divide
+from fedplat.pytorch.parallel.replicas import ReplicaCheck
 from fedplat.pytorch.parallel.scores import sum_scores
-from fedplat.pytorch.training import GradientComputation, Scores, StepSchedule, Sums, Trainee
+from fedplat.pytorch.training import Examples, GradientComputation, Scores, StepSchedule, Sums, Trainee
+from fedplat.pytorch.training.stepper import Stepper
 
 
 class LayoutGradients(GradientComputation):
@@ -24,6 +28,30 @@ class LayoutGradients(GradientComputation):
     @override
     def smallest_batch(self, trainee: Trainee) -> int:
         return 1
+
+    @override
+    def compute_steps(
+        self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples
+    ) -> Iterator[Scores]:
+        """Compute the gradients of each step.
+
+        Raises `TrainingError` on all ranks if they do not keep the same values, see `ReplicaCheck`: after the first
+        step, and after the last one for what begins later.
+        """
+        assert isinstance(trainee, DividedModule)
+        check = ReplicaCheck(trainee)
+        steps = self.compute_gradients(trainee, stepper, plan, examples)
+        for number, scores in enumerate(steps, self._begin):
+            if number in (self._begin, plan.num_steps - 1):
+                check.run()
+            yield scores
+
+    @abstractmethod
+    def compute_gradients(
+        self, trainee: DividedModule, stepper: Stepper, plan: StepSchedule, examples: Examples
+    ) -> Iterator[Scores]:
+        """Compute the gradients of each step; yield the step's scores of this process before the weights change."""
+        ...
 
     def parts(self, plan: StepSchedule) -> Iterator[list[RankBatch]]:
         """Yield the parts of each step that this process computes, ordered by their numbers."""

@@ -35,7 +35,7 @@ from fedplat.pytorch.parallel.layout_gradients import LayoutGradients
 from fedplat.pytorch.parallel.mesh import PIPELINE, Layout
 from fedplat.pytorch.parallel.micro_batches import PartLoss, choose_size, compute_stage, cross_boundary, pad, stage_seed
 from fedplat.pytorch.parallel.parts import RankBatch
-from fedplat.pytorch.training import Examples, Scores, StepSchedule, Trainee, use_seed
+from fedplat.pytorch.training import Examples, Scores, StepSchedule, use_seed
 from fedplat.pytorch.training.stepper import Stepper
 
 Operation: TypeAlias = Literal["forward", "backward", "backward_input", "backward_weight"]
@@ -68,10 +68,9 @@ class PipelineGradients(LayoutGradients):
         self._reads = not {0, last}.isdisjoint(layout.stages)  # other stages need neither inputs nor targets
 
     @override
-    def compute_steps(
-        self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples
+    def compute_gradients(
+        self, trainee: DividedModule, stepper: Stepper, plan: StepSchedule, examples: Examples
     ) -> Iterator[Scores]:
-        assert isinstance(trainee, DividedModule)
         trainee.module.train()
         size = choose_size(plan, self._layout.parallel)
         num_rows = size * self._layout.parallel.num_micro_batches

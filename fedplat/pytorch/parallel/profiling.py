@@ -25,6 +25,7 @@ import msgspec
 from torch import profiler
 from typing_extensions import override
 
+from fedplat import step_profile
 from fedplat.decoding import prepare_type
 from fedplat.errors import MissingExtraError
 from fedplat.pytorch.training import Examples
@@ -104,13 +105,14 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
         work = [each.compute + each.input for each in self.ranks]
         return work.index(max(work))
 
+    def to_metrics(self) -> dict[str, float]:
+        """Return the step's time, the shares and the slowest rank as metrics of a training."""
+        slowest = self.slowest_rank if len(self.ranks) > 1 else None
+        return step_profile.to_metrics(self.step_s, msgspec.structs.asdict(self.mean), slowest)
+
     def describe(self) -> str:
         """Return the bottleneck in one line."""
-        shares = msgspec.structs.asdict(self.mean)
-        others = ", ".join(f"{name} {100 * value:.0f} %" for name, value in shares.items() if name != self.bottleneck)
-        slowest = f"; slowest rank {self.slowest_rank}" if len(self.ranks) > 1 else ""
-        share = f"{100 * shares[self.bottleneck]:.0f} % of {self.step_s:.3g} s for a step"
-        return f"the bottleneck is {self.bottleneck}: {share} ({others}){slowest}"
+        return step_profile.describe(self.to_metrics())
 
 
 class TracedExamples(Examples):

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
 import msgspec
 
 from fedplat.parallel import Parallel
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.parallel.mesh import Layout, make_layout, make_mesh
-
-_known: WeakKeyDictionary[Ranks, dict[Parallel, Layout | None]] = WeakKeyDictionary()
 
 
 def find_layout(ranks: Ranks, parallel: Parallel) -> Layout | None:
@@ -20,7 +16,7 @@ def find_layout(ranks: Ranks, parallel: Parallel) -> Layout | None:
     the whole model, and computes parts of batches, or stages, one after the other. Layouts are made once, since each
     has its own groups of processes.
     """
-    known = _known.setdefault(ranks, {})
+    known: dict[object, Layout | None] = ranks.kept
     if parallel not in known:
         known[parallel] = _make_layout(ranks, parallel)
     return known[parallel]

@@ -21,7 +21,7 @@ from fedplat.model import Parameters
 from fedplat.parallel import Parallel
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.parallel import Layout, ParallelTrainee, make_gradients
-from fedplat.pytorch.parallel.profiling import TracedExamples
+from fedplat.pytorch.parallel.profiling import StepProfile, TracedExamples
 from fedplat.pytorch.server import hogwild, profiling
 from fedplat.pytorch.server.checkpoints import Checkpoints, TrainingState
 from fedplat.pytorch.server.data_parallel import DataParallelGradients, RankBatch
@@ -103,6 +103,8 @@ class TrainingCurve:
     losses: Losses
     num_examples: int
     """Number of examples in the dataset."""
+    profile: StepProfile | None = None
+    """What the traced steps spent their time on; on rank 0, if `options.profile` is set and the traces were written."""
 
 
 def train(ranks: Ranks, trainer: ServerTrainer, parameters: Parameters, work: TrainingRun) -> TrainingCurve | None:
@@ -161,6 +163,7 @@ class TrainingLoop:
         writing = nullcontext() if checkpoints is None else closing(checkpoints)
         with writing, profiling.trace_steps(traces, self.ranks, self.plan.num_steps - progress.done) as trace:
             self._set(rates, progress)
+            profile: StepProfile | None = None
             for scores in steps:
                 stepper.step()
                 curve.add(scores)
@@ -168,17 +171,16 @@ class TrainingLoop:
                     curve.close()
                     checkpoints.save(progress)
                 self._set(rates, progress)
-                trace()
+                profile = trace() or profile
                 self._work.note(progress.done, self.plan.num_steps)
         curve.close()
         self.trainee.save(parameters, ClientState())
-        return TrainingCurve(losses=progress.losses, num_examples=len(self.examples))
+        return TrainingCurve(losses=progress.losses, num_examples=len(self.examples), profile=profile)
 
     def _build_trainee(self) -> tuple[Trainee, Examples]:
         learner, seed = self._trainer.learner, self._work.seed
         if self._layout is not None:
-            precision = self._work.options.precision if self._layout.mesh is not None else "fp32"
-            trainee = ParallelTrainee(learner, self._layout, self._trainer.plan, precision, seed)
+            trainee = ParallelTrainee(learner, self._layout, self._trainer.plan, self._work.options.precision, seed)
             return trainee, load_examples(self._trainer.data, self.ranks.device)
         trainee = Trainee(learner, self.ranks.device, seed)
         examples = load_examples(self._trainer.data, self.ranks.device)

@@ -299,9 +299,9 @@ async def _remove(folder: Path) -> None:
 
 
 def _metrics(reply: TrainReply) -> dict[str, float]:
-    """Return the metrics of a training. Losses that are not finite are left out."""
-    losses = {"first_loss": reply.first_loss, "loss": reply.last_loss}
-    return {name: value for name, value in losses.items() if math.isfinite(value)}
+    """Return the metrics of a training, with the profile of its steps. Values that are not finite are left out."""
+    metrics = {"first_loss": reply.first_loss, "loss": reply.last_loss, **reply.step_profile}
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _in_one_line(exc: Exception) -> str:

@@ -58,7 +58,8 @@ class TrainProgress(msgspec.Struct, frozen=True):
 class TrainReply(msgspec.Struct, frozen=True):
     """The outcome of a training: `error`, or the statistics once `result` is written.
 
-    `first_loss` and `last_loss` are means over the first and the last tenth of the steps.
+    `first_loss` and `last_loss` are means over the first and the last tenth of the steps. `step_profile` has the
+    metrics of `fedplat.step_profile` if steps were traced.
     """
 
     error: str = ""
@@ -66,6 +67,7 @@ class TrainReply(msgspec.Struct, frozen=True):
     num_examples: int = 0
     first_loss: float = 0.0
     last_loss: float = 0.0
+    step_profile: dict[str, float] = {}
 
 
 class EvaluateRequest(msgspec.Struct, frozen=True, kw_only=True):

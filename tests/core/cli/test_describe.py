@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
 from fedplat.admin.funnel import largest_loss, steps
-from fedplat.cli import client_description, funnel
+from fedplat.cli import client_description, formats, funnel
 from fedplat.wire.v1 import admin_pb2
 from support.cli.commands import Run, parsed
 from support.cli.fake_state import T0, S, State
@@ -166,6 +167,26 @@ def test_a_job_that_waits_is_described_with_the_why(run: Run, job: admin_pb2.Job
         assert text in shown.stdout
     assert "disk" not in shown.stdout
     assert "Another" not in shown.stdout
+
+
+def test_the_bottleneck_of_a_warm_start_is_described(run: Run, state: State, job: admin_pb2.Job):
+    profile = {"step_s": 0.42, "step_compute": 0.3, "step_communication": 0.61, "step_bubble": 0.04, "step_input": 0.05}
+    metrics = {"loss": 0.25, **profile, "step_slowest_rank": 1.0}
+    warm_start = admin_pb2.Round(kind=admin_pb2.ATTEMPT_KIND_WARM_START, phase=COMMITTED, client_metrics=metrics)
+    state.rounds.insert(0, warm_start)
+    line = (
+        "the bottleneck is communication: 61 % of 0.42 s for a step (compute 30 %, bubble 4 %, input 5 %); "
+        "slowest rank 1"
+    )
+    assert "the bottleneck is" not in run("job", "describe", "digits").stdout.partition("Last rounds")[0]
+    assert parsed(run("job", "describe", "digits", "--json"))["bottleneck"] is None
+    job.job_file += "warm_start = {trainer = 't', batch_size = 8, learning_rate = 0.1, profile = true}\n"
+    assert f"\nwarm start  {line}\n" in run("job", "describe", "digits").stdout
+    assert parsed(run("job", "describe", "digits", "--json"))["bottleneck"] == line
+    assert formats.metrics(metrics, {}) == f"loss 0.25; {line}"
+    assert formats.metrics(metrics, {"loss": 0.2}) == f"server: loss 0.2; clients: loss 0.25; {line}"
+    assert formats.metrics({"step_s": 0.42, "step_input": 1.0}, {}) == "step_input 1, step_s 0.42"  # a client's own
+    assert formats.metrics(metrics | {"step_s": math.nan}, {}).endswith(", step_s nan, step_slowest_rank 1")
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import msgspec
 import pytest
 
+from fedplat.errors import TrainingError
+from fedplat.job.pool import WarmStart
 from fedplat.parallel import Parallel
+from fedplat.pytorch import server
 from fedplat.pytorch.parallel import Layout, make_gradients
+from fedplat.pytorch.server import TrainingRun
+from fedplat.pytorch.server.layouts import find_layout
 from support.model_parallel import piped
 from support.model_parallel.piped import Case, Found
+from support.model_parallel.pool import TABLE, make_trainer
 from support.ranks.group import Zygote
 
 SHARDED = {
@@ -74,3 +83,28 @@ def test_later_steps_can_be_computed_alone() -> None:
         whole, later = (list(each.parts(plan)) for each in steps)  # type: ignore[attr-defined]
     assert [[part.seed for part in step] for step in whole[2:]] == [[part.seed for part in step] for step in later]
     assert len(whole[0]) == 2
+
+
+@pytest.mark.parametrize("layout", ["shard=2", "pipeline=2"])
+def test_fp16_is_refused_in_turn(layout: str) -> None:
+    trainer, parallel = make_trainer(), Parallel.from_text(layout)
+    options = WarmStart(**TABLE, precision="fp16")  # type: ignore[arg-type]
+    work = TrainingRun(options=options, num_ranks=2, parallel=parallel)
+    with (
+        piped.alone() as ranks,
+        pytest.raises(TrainingError, match='precision = "fp16": a model that several ranks divide has no scaled'),
+    ):
+        server.train(ranks, trainer, trainer.learner.initial(3), work)
+
+
+def test_a_layout_is_made_once_and_freed_with_its_ranks() -> None:
+    with piped.alone() as ranks:
+        found = find_layout(ranks, Parallel(shard=2))
+        assert found is not None
+        assert found.ranks is ranks
+        assert find_layout(ranks, Parallel(shard=2)) is found
+        assert find_layout(ranks, Parallel(shard=3)) is not found
+        kept = weakref.ref(ranks)
+    del ranks, found
+    gc.collect()
+    assert kept() is None

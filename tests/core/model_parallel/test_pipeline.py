@@ -26,6 +26,8 @@ CASES = {
     },
     "accumulate": Case(layout="pipeline=2,micro_batches=2", batch_size=5, accumulate=3),
     "few rows": Case(layout="pipeline=2,micro_batches=8", batch_size=5),
+    "fewer than stages": Case(layout="pipeline=2,schedule=interleaved-1f1b,micro_batches=3", model="sequential"),
+    "fewer than ranks": Case(layout="pipeline=2,schedule=zero-bubble,micro_batches=1", model="sequential"),
     "frozen": Case(layout="pipeline=2,micro_batches=4", model="frozen"),
     "sequential": Case(layout="pipeline=2,micro_batches=4", model="sequential"),
     "clipped": Case(layout="pipeline=2,schedule=gpipe,micro_batches=3", max_norm=0.3),
@@ -76,7 +78,9 @@ def test_the_gradients_have_the_bits_of_one_process(of_two: dict[str, list[Found
         assert each.evaluation == pytest.approx(expected.evaluation, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["interleaved-1f1b", "zero-bubble", "clipped"])
+@pytest.mark.parametrize(
+    "name", ["interleaved-1f1b", "zero-bubble", "fewer than stages", "fewer than ranks", "clipped"]
+)
 @pytest.mark.usefixtures("one_thread")
 def test_other_orders_of_the_sums_are_close(of_two: dict[str, list[Found]], name: str) -> None:
     expected, found = piped.by_hand(CASES[name]), of_two[name]

@@ -35,8 +35,11 @@ from support.model_parallel.llama import PLAN, Llama
         ("shard=2,offload=disk", "Invalid enum value 'disk'"),
         ("sequence=true", "sequence = true divides activations among tensor ranks; expected tensor = 2 or more"),
         ("micro_batches=4", "micro_batches are for a pipeline"),
-        ("pipeline=4,micro_batches=2", "needs at least one for each of 4 stages"),
-        ("pipeline=2,schedule=interleaved-1f1b,micro_batches=5", "computes them in 2 rounds"),
+        ("pipeline=4,micro_batches=2", 'schedule = "1f1b" needs at least one for each of 4 stages; expected more'),
+        (
+            "pipeline=2,schedule=interleaved-1f1b,micro_batches=5",
+            "computes them in 2 equal rounds; expected a multiple",
+        ),
         ("pipeline=2,tensor=2,schedule=zero-bubble", "an order that tensor ranks do not share"),
         ("pipeline=2,shard=2,schedule=pipedream", "for a pipeline alone"),
         ("pipeline=2,schedule=pipedream,offload=cpu", "remove offload and recompute"),
@@ -50,6 +53,23 @@ def test_mistakes_in_a_layout(text: str, message: str) -> None:
 def test_layouts_as_text() -> None:
     assert Parallel.from_text("shard=2, tensor = 2,sequence=true") == Parallel(shard=2, tensor=2, sequence=True)
     assert Parallel.from_text("shard=2,reshard=false,offload=cpu") == Parallel(shard=2, reshard=False, offload="cpu")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved-1f1b", "zero-bubble"])
+@pytest.mark.parametrize("count", [1, 3, 4, 10])
+def test_only_1f1b_needs_a_micro_batch_for_each_rank(schedule: str, count: int) -> None:
+    layout = Parallel.from_text(f"pipeline=4,schedule={schedule},micro_batches={count}")
+    assert layout.num_micro_batches == count
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_precision_with_scaled_gradients_is_refused(schedule: str) -> None:
+    layout = Parallel.from_text(f"pipeline=2,schedule={schedule}")
+    with pytest.raises(
+        ValueError, match=r'precision = "fp16": a model that several ranks divide .*; expected "bf16" or'
+    ):
+        layout.check_steps(max_grad_norm=0.0, accumulate=1, precision="fp16")
+    Parallel(shard=2).check_steps(max_grad_norm=1.0, accumulate=2, precision="bf16")
 
 
 def test_other_numbers_of_ranks() -> None:

@@ -16,6 +16,8 @@ from fedplat.errors import MissingExtraError
 pytest.importorskip("torch")
 from fedplat.pytorch.parallel import profiling
 from fedplat.pytorch.parallel.profiling import INPUT, RankTimeline, TimelineSpan, make_profile, read_trace
+from fedplat.pytorch.server.profiling import trace_steps
+from support.model_parallel import piped
 
 if TYPE_CHECKING:
     from support.ranks.group import Zygote
@@ -221,3 +223,35 @@ def test_the_ranks_of_each_layout_write_their_bottleneck_only_if_asked(zygote: Z
                 "waiting" not in each and share["bubble"] == 0.0
                 for each, share in zip(seen, content["ranks"], strict=True)
             )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_full_disk_of_one_rank_ends_the_profile_and_not_the_training(
+    zygote: Zygote, tmp_path: Path, full: int
+) -> None:
+    with zygote.group(2) as group:
+        call = "support.model_parallel.profiled:train_without_space"
+        (texts, losses), (others, _) = group.call(call, folder=str(tmp_path), full=full)
+    assert len(losses) == 6
+    assert others == []
+    assert len(texts) == 1
+    assert texts[0].startswith(
+        f"The profile of the steps is incomplete, and has no bottleneck; rank {full}: its trace was not written as a"
+    )
+    assert not (tmp_path / "bottleneck.json").exists()
+
+
+def test_a_profile_without_a_folder_or_a_file_is_only_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    blocked = tmp_path / "file"
+    blocked.touch()
+    with piped.alone() as ranks:
+        with trace_steps(blocked / "traces", ranks, 3) as trace:
+            for _ in range(3):
+                trace()
+        assert "rank 0: [Errno 20] Not a directory" in caplog.text
+        (tmp_path / "bottleneck.json").mkdir()
+        with trace_steps(tmp_path, ranks, 3) as trace:
+            for _ in range(3):
+                trace()
+    assert "The profile of the steps cannot be written: [Errno 21] Is a directory" in caplog.text

@@ -22,7 +22,7 @@ from fedplat.loaded_plugins import decode_with_plugins
 from fedplat.model import Parameters, Vector
 from fedplat.pytorch import server
 from fedplat.pytorch.distributed import Ranks
-from fedplat.pytorch.server.trainer import make_on_all_ranks
+from fedplat.pytorch.server.trainer import make_on_all_ranks, wait_for_first
 from fedplat_server.workers.messages import (
     EvaluateReply,
     EvaluateRequest,
@@ -35,6 +35,8 @@ from fedplat_server.workers.messages import (
 
 TURN_S = 0.25
 """About how long a training runs before it lets other tasks run."""
+
+_COPY_BYTES = 64 << 20
 
 Note: TypeAlias = Callable[[bytes], None]
 
@@ -130,7 +132,13 @@ def _train(ranks: Ranks, request: TrainRequest, note: Note) -> TrainReply:
     losses = trained.losses
     tenth = max(1, len(losses) // 10)
     first, last = (float(np.mean(part)) for part in (losses[:tenth], losses[-tenth:]))
-    return TrainReply(num_steps=len(losses), num_examples=trained.num_examples, first_loss=first, last_loss=last)
+    return TrainReply(
+        num_steps=len(losses),
+        num_examples=trained.num_examples,
+        first_loss=first,
+        last_loss=last,
+        step_profile={} if trained.profile is None else trained.profile.to_metrics(),
+    )
 
 
 def _train_in_file(
@@ -141,13 +149,9 @@ def _train_in_file(
     They read their parts from the mapped file `whole`; rank 0 writes the result, tensor by tensor, to a file.
     """
 
-    def copy() -> Parameters:
-        if not ranks.is_first:
-            return whole
-        _write(path, whole)
-        return _map(path, whole)
-
-    model = make_on_all_ranks(ranks, copy, "the result's file")
+    what = "the result's file"
+    wait_for_first(ranks, lambda: _copy(path, whole), what)
+    model = make_on_all_ranks(ranks, lambda: _map(path, whole) if ranks.is_first else whole, what)
     trained = server.train(ranks, trainer, model, run)
     if trained is not None:
         group = run.find_group(ranks)
@@ -205,6 +209,19 @@ def _map(path: Path, model: Parameters) -> Parameters:
     """Map the file of a model into memory, so that it changes with its values."""
     content = np.memmap(path, np.uint8, mode="r+", offset=len(model.schema.header))
     return Parameters(model.schema, np.asarray(content))
+
+
+def _copy(path: Path, model: Parameters) -> Iterator[int]:
+    """Write a model to a new file, which is not synced yet; yield after each part."""
+    path.unlink(missing_ok=True)  # left by ranks that died after writing it
+    descriptor = durable.create(path)
+    try:
+        for piece in model.pieces:
+            for first in range(0, len(piece), _COPY_BYTES):
+                durable.write_all(descriptor, piece[first : first + _COPY_BYTES])
+                yield first
+    finally:
+        os.close(descriptor)
 
 
 def _write(path: Path, model: Parameters) -> None:

@@ -1,0 +1,125 @@
+"""What the ranks of a layout must have in common: checked while they train, so that replicas never differ silently."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import msgspec
+import torch
+from torch import distributed
+from torch.distributed.tensor import DTensor
+
+from fedplat.decoding import prepare_type
+from fedplat.errors import TrainingError
+from fedplat.pytorch.distributed import Ranks
+from fedplat.pytorch.parallel.divided_module import DividedModule
+from fedplat.pytorch.parallel.mesh import TENSOR
+
+_DIFFERENCE = 0.1
+"""Part of a gradient's norm by which ranks may differ: far above rounding, and below what a partial sum differs by."""
+_NOISE = 1e-6
+"""Part of the norm of all gradients below which one is rounding only."""
+_WINDOW = 1 << 20
+
+
+class ReplicaCheck:
+    """Compares the buffers of a module with those before a training, and gradients between tensor ranks."""
+
+    def __init__(self, trainee: DividedModule) -> None:
+        self._trainee, self._before = trainee, _digest_buffers(trainee)
+
+    def run(self) -> None:
+        """Check the ranks after the backward passes of a step; all of them call it.
+
+        Raises `TrainingError`, on all ranks alike, if a forward pass has changed a buffer of the model, or if a
+        gradient that all tensor ranks should have is a part of it on each of them.
+        """
+        reason = self._find_changed_buffer() or ""
+        partial = self._find_partial_gradient()  # in any case, since the other ranks take part
+        reasons = self._trainee.layout.ranks.all_gather((reason or partial).encode())
+        if found := next((each.decode() for each in reasons if each), ""):
+            raise TrainingError(found)
+
+    def _find_changed_buffer(self) -> str:
+        now = _digest_buffers(self._trainee)
+        for name in sorted(now.keys() | self._before.keys()):
+            if now.get(name) != self._before.get(name):
+                return (
+                    f"the buffer {name!r} changes in the forward pass. Each rank of a layout computes a part of every "
+                    "batch, so the values of its replicas would differ. Expected a module without such values, a "
+                    "buffer with persistent=False, which is not a part of the model, or a training without a layout"
+                )
+        return ""
+
+    def _find_partial_gradient(self) -> str:
+        layout = self._trainee.layout
+        if layout.mesh is None or layout.parallel.tensor == 1:
+            return ""
+        parameters = self._trainee.parameters()
+        gradients = {name: _local_gradient(each) for name, each in parameters.items() if _is_replicated(each)}
+        ranks = Ranks(layout.ranks.device, layout.mesh.get_group(TENSOR))
+        mine = msgspec.msgpack.encode([_checksum(each) for each in gradients.values()])
+        sums = [msgspec.msgpack.decode(each, type=prepare_type(list[int])) for each in ranks.all_gather(mine)]
+        total = 0.0
+        for name, *found in zip(gradients, *sums, strict=True):
+            if len(set(found)) == 1:  # equal bits, as almost always
+                continue
+            total = total or math.sqrt(sum(_square(_local_gradient(each)) for each in parameters.values()))
+            if _is_partial(gradients[name], ranks, _NOISE * total):
+                return (
+                    f"the gradient of {name!r} differs between tensor ranks, each of which computes a part of it: "
+                    f"{name.rpartition('.')[0]!r} is between columns and rows. Expected the style "
+                    '"replicated_with_grad_allreduce" for it in the plan, not "sequence_parallel" and not none'
+                )
+        return ""
+
+
+def _digest_buffers(trainee: DividedModule) -> dict[str, bytes]:
+    """Return a digest of each buffer that is a part of the model."""
+    found: dict[str, bytes] = {}
+    for stage in trainee.stages:
+        in_model = stage.state_dict().keys()
+        for name, buffer in stage.named_buffers():
+            if name in in_model:
+                values = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                found[name] = hashlib.blake2b(values.numpy().data, digest_size=16).digest()
+    return found
+
+
+def _is_replicated(parameter: torch.Tensor) -> bool:
+    """Return whether all tensor ranks have the same values of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return True
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return all(place.is_replicate() for name, place in zip(names, parameter.placements, strict=True) if name == TENSOR)
+
+
+def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's values of a gradient; zeros if there is none."""
+    gradient = parameter.grad
+    if gradient is None:
+        gradient = torch.zeros_like(parameter)
+    return (gradient.to_local() if isinstance(gradient, DTensor) else gradient).detach().reshape(-1)
+
+
+def _checksum(values: torch.Tensor) -> int:
+    """Return the sum of the bits of values, as integers."""
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for window in values.split(_WINDOW):
+        total += window.float().view(torch.int32).sum(dtype=torch.int64)
+    return int(total.item())
+
+
+def _square(values: torch.Tensor) -> float:
+    return float(values.double().square().sum().item())
+
+
+def _is_partial(gradient: torch.Tensor, ranks: Ranks, noise: float) -> bool:
+    """Return whether that of any rank differs from the mean of all by more than rounding; all ranks call it."""
+    values = gradient.to(ranks.device, torch.float32)
+    mean = values / ranks.size
+    distributed.all_reduce(mean, group=ranks.group)
+    difference = math.sqrt(_square(values - mean))
+    is_partial = difference > max(noise, _DIFFERENCE * math.sqrt(_square(mean)))
+    return b"1" in ranks.all_gather(b"1" if is_partial else b"0")
