@@ -1,4 +1,4 @@
-"""Client authentication as both ends implement it: the enrollment ticket, and the bytes that a client signs.
+"""Client authentication as both ends implement it: the enrollment ticket, names in certificates, and signed bytes.
 
 A ticket is one printable line, `fpt1.` and base64url. It holds everything that a new client needs to find a server, to
 authenticate it and to enroll. Signed bytes begin with a tag of their purpose, and each part is preceded by its length,
@@ -29,7 +29,11 @@ MAX_COUNTER: Final = 2**63 - 1
 MAX_TICKET: Final = 32_768
 """Maximum length of a ticket in characters: a chain of certificates fits."""
 
+PEER_DOMAIN: Final = "peer.fedplat.invalid"
+"""The domain of clients' DNS names in certificates. No host has such a name (RFC 6761, section 6.4)."""
+
 _PREFIX = "fpt1."
+_CLIENT_URI = re.compile(r"fedplat:client:([^/]+/[0-9]{1,18})")
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+(%\w+)?\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
 
 
@@ -86,6 +90,32 @@ def is_address(text: str) -> bool:
     """Return whether the text is a server address, `host:port`; an IPv6 address is in brackets."""
     match = _ADDRESS.fullmatch(text)
     return match is not None and text.isprintable() and 1 <= int(match["port"]) <= 65535
+
+
+def client_uri(name: str) -> str:
+    """Return the URI in the certificate of a client; `name` is `<id>/<number>`."""
+    return f"fedplat:client:{name}"
+
+
+def parse_client_uri(uri: str) -> str | None:
+    """Return the `<id>/<number>` of a certificate's URI; None for a URI of another kind.
+
+    >>> parse_client_uri(client_uri("c-1/2"))
+    'c-1/2'
+    """
+    match = _CLIENT_URI.fullmatch(uri)
+    return match[1] if match is not None else None
+
+
+def peer_host(client_id: str) -> str:
+    """Return the DNS name in the certificate of a client that has a listener.
+
+    Peers verify this name, whatever the address is.
+
+    >>> peer_host("c-0123456789abcdef")
+    'c-0123456789abcdef.peer.fedplat.invalid'
+    """
+    return f"{client_id}.{PEER_DOMAIN}"
 
 
 def proof_payload(method: str, nonce: bytes, request: bytes) -> bytes:

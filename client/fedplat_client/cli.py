@@ -76,6 +76,8 @@ class _ClientCommandOptions(_IdentityOptions):
     min_secure_clients: int
     min_secure_threshold: float
     trusted_clients: Path | None
+    peer_listen: str
+    peer_address: str
     max_tasks: int | None
     log_level: str
 
@@ -189,6 +191,23 @@ _RUN_OPTIONS = (
         type=click.Path(path_type=Path, dir_okay=False),
         help="File with the public keys of the clients that may take part in a secure aggregation with this one, one "
         "in each line as the command identity shows it; default: any client.",
+    ),
+    click.option(
+        "--peer-listen",
+        default="",
+        envvar="FEDPLAT_PEER_LISTEN",
+        show_envvar=True,
+        metavar="HOST:PORT",
+        help="Open a port, on which the neighbours of this client in decentralised jobs fetch its models. By default "
+        "a client opens no port.",
+    ),
+    click.option(
+        "--peer-address",
+        default="",
+        envvar="FEDPLAT_PEER_ADDRESS",
+        show_envvar=True,
+        metavar="HOST:PORT",
+        help="Address at which neighbours reach the port of --peer-listen; default: the same.",
     ),
     click.option("--max-tasks", type=click.IntRange(min=0), help="Stop after this many tasks."),
     click.option("--log-level", type=click.Choice(_LEVELS), default="info", show_default=True),
@@ -367,6 +386,8 @@ def _read_arguments(options: _ClientCommandOptions) -> _ClientArguments:
             min_secure_clients=options["min_secure_clients"],
             min_secure_threshold=options["min_secure_threshold"],
             trusted_clients=options["trusted_clients"],
+            peer_listen=options["peer_listen"],
+            peer_address=options["peer_address"],
         ),
         "plugins": parse_plugins(options["plugins"]),
     }

@@ -18,12 +18,14 @@ from fedplat_client._auth.authenticator import SignedAccess
 from fedplat_client._auth.calls import Connection
 from fedplat_client._auth.enrollment import ClientDescription, ClientSession, Endpoints
 from fedplat_client._auth.mtls import CertificateAccess
+from fedplat_client._auth.peer_access import PeerAccess
 from fedplat_client._state import data_dir as data_directory
 from fedplat_client._state.client_state import ClientStateStore
 from fedplat_client._state.model_cache import ModelCache
 from fedplat_client._state.privacy_ledger import PrivacyLedger
 from fedplat_client._state.residuals import Residuals
 from fedplat_client._work import assignment, process_group
+from fedplat_client._work.peers.listener import PeerListener
 from fedplat_client.backoff import Backoff, draw_s
 from fedplat_client.errors import (
     CallError,
@@ -160,7 +162,7 @@ class Client:
         In a process other than rank 0 of several (`TorchTrainer(parallel=...)` under torchrun, mpirun or srun), join
         the trainings of rank 0 until it ends. Retry an unreachable server without a time limit. Errors that retrying
         cannot fix are raised: `IncompatibleServerError`, `EnrollmentError`, `IdentityError` (the client was revoked, or
-        its identity is in use elsewhere) and `DataDirectoryError`.
+        its identity is in use elsewhere), `DataDirectoryError` and `ListenerError`.
         """
         if not (self._trainers or self._evaluators):
             raise ValueError("the client has no trainer and no evaluator; add one with @client.trainer(name)")
@@ -168,7 +170,7 @@ class Client:
             raise ValueError(f"max_tasks is {max_tasks}; expected 0 or more, or None for no limit")
         if process_group.run_follower(self._trainers, self._evaluators, self._plugins.table):
             return
-        with process_group.lead(), self._open_session() as (session, run_assignment):
+        with process_group.lead(), self._open_session() as (session, keep_listening, run_assignment):
             backoff = Backoff(self._options)
             num_tasks = 0
             delay_s = 0.0
@@ -176,6 +178,7 @@ class Client:
             while num_tasks != max_tasks and not self._stopped_within(delay_s):
                 try:
                     session.enroll()
+                    keep_listening()
                     reply = session.check_in(self._options.check_in_wait_s)
                     if reply.HasField("assignment"):
                         num_tasks += 1
@@ -199,7 +202,7 @@ class Client:
                     _logger.warning("The server cannot be used: %s", session.explain_error(exc), extra=fields)
 
     @contextlib.contextmanager
-    def _open_session(self) -> Generator[tuple[ClientSession, RunAssignment]]:
+    def _open_session(self) -> Generator[tuple[ClientSession, Callable[[], None], RunAssignment]]:
         with self._directory.lock(), cancellation.on_signals(self.stop), contextlib.ExitStack() as stack:
             identity = self._directory.load_identity(self._ticket)
             key = self._directory.load_signing_key(identity)
@@ -235,10 +238,29 @@ class Client:
                 plugins=self._plugins.table,
             )
             endpoints = Endpoints(signed, connection)
-            yield ClientSession(endpoints, self._directory, identity, description, self._stop), worker.run
+            session = ClientSession(endpoints, self._directory, identity, description, self._stop)
+            yield session, stack.enter_context(self._peer_listener(signed, identity)), worker.run
 
     def _certificates(self, signed: SignedAccess, identity: data_directory.Identity) -> CertificateAccess:
         return CertificateAccess(signed, self._directory, identity, self._options.call_timeout_s, self._options.clock)
+
+    @contextlib.contextmanager
+    def _peer_listener(self, signed: SignedAccess, identity: data_directory.Identity) -> Generator[Callable[[], None]]:
+        """Yield a function that opens the port for peers, if the client has one, and renews its certificate."""
+        options = self._options
+        if not options.peer_listen:
+            yield lambda: None
+            return
+        access = PeerAccess(
+            signed, self._directory, identity, options.call_timeout_s, listens=True, clock=options.clock
+        )
+        with PeerListener(options.peer_listen, lambda: access.current) as listener:
+
+            def keep_listening() -> None:
+                access.renew(self._stop)
+                listener.open()
+
+            yield keep_listening
 
     def _stopped_within(self, delay_s: float) -> bool:
         return self._options.wait(self._stop, delay_s) if delay_s > 0 else self._stop.is_set()

@@ -6,7 +6,9 @@ FedplatError
     ├── Cancelled                  the task must stop; `Task.progress` raises it inside the trainer
     ├── DataDirectoryError         the data directory is in use, unreadable or damaged
     ├── EnrollmentError            the server does not accept this client
+    ├── ListenerError              the client's own port for its peers cannot be opened
     ├── TransferError              a model or an update could not be moved, or its digest is wrong
+    │   └── PeerError                  a peer's file could not be fetched; carries `reason`
     └── CallError                  a call failed; carries `code`, the name of the gRPC status
         ├── ServerUnavailableError     no usable answer; the same call may work later
         │   ├── ServerBusyError            the server has no room for this transfer now
@@ -56,6 +58,22 @@ class EnrollmentError(ClientError):
 
 class TransferError(ClientError):
     """A model or an update could not be moved, or its digest is wrong."""
+
+
+class PeerError(TransferError):
+    """A peer's file could not be fetched.
+
+    `reason` is "TOO_LARGE", "WRONG_SIZE", "WRONG_DIGEST", "REFUSED" (the peer refuses the request for good) or
+    "TIMEOUT" (the deadline passed; the text has the last error).
+    """
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+class ListenerError(ClientError):
+    """The client's own port for its peers cannot be opened."""
 
 
 class CallError(ClientError):

@@ -10,11 +10,13 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fedplat import wire
+from fedplat import auth, wire
 from fedplat.secure_aggregation.messages import KEY_BYTES
 from fedplat.secure_aggregation.options import MAX_GROUP, MIN_GROUP
 from fedplat.secure_aggregation.participant import ParticipantLimits
 from fedplat_client.cancellation import StopSignal
+
+_ALL_ADDRESSES = ("0.0.0.0", "[::]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,10 @@ class ClientOptions:
     trusted_clients: Collection[str] | os.PathLike[str] | None = None
     """Public keys of the clients that may take part in a secure aggregation with this one, as `fedplat-client identity`
     shows them, or a file with one in each line; otherwise the server could add clients of its own. None: any client."""
+    peer_listen: str = ""
+    """`host:port` of a port of this client for its neighbours in decentralised jobs; by default it opens none."""
+    peer_address: str = ""
+    """`host:port` at which neighbours reach that port; by default `peer_listen`."""
     rng: random.Random = field(default_factory=random.SystemRandom)
     wait: Callable[[StopSignal, float], bool] = StopSignal.wait
     clock: Callable[[], float] = time.monotonic
@@ -94,10 +100,25 @@ class ClientOptions:
                 )
             object.__setattr__(self, "_trusted_keys", keys)
 
+        _check_listener(self.peer_listen, self.peer_address)
+
     def secure_limits(self, own_key: bytes) -> ParticipantLimits:
         """Return the owner's limits for secure aggregations; `own_key` is the client's public key."""
         trusted = None if self._trusted_keys is None else self._trusted_keys | {own_key}
         return ParticipantLimits(self.min_secure_clients, self.min_secure_threshold, trusted)
+
+
+def _check_listener(listen: str, address: str) -> None:
+    for name, value in (("peer_listen", listen), ("peer_address", address)):
+        if value and not auth.is_address(value):
+            raise ValueError(f"{name} is {value[:100]!r}; expected host:port, such as 0.0.0.0:7445")
+    if address and not listen:
+        raise ValueError("peer_address is set, but peer_listen is not; set both, or neither to open no port")
+    if listen.rpartition(":")[0] in _ALL_ADDRESSES and not address:
+        raise ValueError(
+            f"peer_listen is {listen!r}, all addresses of this host; set peer_address to the host:port at which other "
+            "clients reach it"
+        )
 
 
 def _read_lines(trusted: Collection[str] | os.PathLike[str]) -> Iterable[str]:

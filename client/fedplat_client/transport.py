@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from fedplat import auth, wire
 from fedplat.wire import pieces
-from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat.wire.v1 import fleet_pb2, model_pb2, peer_pb2
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import (
     CallError,
@@ -72,32 +72,43 @@ _BY_CODE: dict[str, type[CallError]] = {
     "NO_CERTIFICATES": IdentityError,
 }
 _SERVICE = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name
+PEER_SERVICE = peer_pb2.DESCRIPTOR.services_by_name["Peer"].full_name
 
 
 def connect(
-    server: str, *, tls: bool = False, ca: str = "", client_certificate: tuple[bytes, bytes] | None = None
+    server: str,
+    *,
+    tls: bool = False,
+    ca: str = "",
+    client_certificate: tuple[bytes, bytes] | None = None,
+    expected_host: str = "",
 ) -> grpc.Channel:
     """Open a channel to `host:port`; with TLS, trust `ca` (PEM) instead of the platform's authorities.
 
-    `client_certificate`: the client's private key and certificate, PEM.
+    `client_certificate`: the client's private key and certificate, PEM. `expected_host`: the DNS name that the server's
+    certificate must have, instead of the host.
     """
     if not tls:
         return grpc.insecure_channel(server, options=_CHANNEL_OPTIONS, compression=grpc.Compression.NoCompression)
     credentials = grpc.ssl_channel_credentials(ca.encode() or None, *(client_certificate or ()))
-    return grpc.secure_channel(server, credentials, _CHANNEL_OPTIONS, grpc.Compression.NoCompression)
+    options = (
+        (*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", expected_host)) if expected_host else _CHANNEL_OPTIONS
+    )
+    return grpc.secure_channel(server, credentials, options, grpc.Compression.NoCompression)
 
 
 @dataclass(frozen=True)
 class Method(Generic[Response]):
-    """A method of `fleet.proto` and its response type."""
+    """A method of `fleet.proto`, or of another service, and its response type."""
 
     name: str
     response: type[Response]
+    service: str = _SERVICE
 
     @property
     def path(self) -> str:
         """The method's name in gRPC and in signatures."""
-        return f"/{_SERVICE}/{self.name}"
+        return f"/{self.service}/{self.name}"
 
     def start(self, channel: grpc.Channel, request: bytes, timeout_s: float, metadata: Metadata) -> _Future[Response]:
         """Start the call; the future's result is its response."""

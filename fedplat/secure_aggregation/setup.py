@@ -149,26 +149,27 @@ class Setup(Struct, frozen=True, forbid_unknown_fields=True):
 
     def context(self, members: Sequence[Member]) -> bytes:
         """Return the digest of the setup and of a group's members, which is bound into every derived key."""
-        return _hash(b"fedplat secure aggregation context 1", self.digest, *(each.to_bytes() for each in members))
+        return hash_parts(b"fedplat secure aggregation context 1", self.digest, *(each.to_bytes() for each in members))
 
 
 def keys_payload(setup: Setup, encryption_key: bytes, masking_key: bytes) -> bytes:
     """Return the bytes that a client signs when it advertises its keys."""
     assert len(encryption_key) == len(masking_key) == KEY_BYTES
-    return _hash(b"fedplat secure aggregation keys 1", setup.digest, encryption_key, masking_key)
+    return hash_parts(b"fedplat secure aggregation keys 1", setup.digest, encryption_key, masking_key)
 
 
 def survivors_payload(context: bytes, survivors: Survivors) -> bytes:
     """Return the bytes that a client signs to confirm the survivors of its group."""
-    return _hash(b"fedplat secure aggregation survivors 1", context, survivors.to_bytes())
+    return hash_parts(b"fedplat secure aggregation survivors 1", context, survivors.to_bytes())
 
 
 @functools.lru_cache(maxsize=16)  # every member's signature of a roster is over it
 def _digest_setup(content: bytes) -> bytes:
-    return _hash(b"fedplat secure aggregation setup 1", content)
+    return hash_parts(b"fedplat secure aggregation setup 1", content)
 
 
-def _hash(*parts: bytes) -> bytes:
+def hash_parts(*parts: bytes) -> bytes:
+    """Return the SHA-256 of byte strings with their lengths: other parts have another hash."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "big"))

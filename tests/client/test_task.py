@@ -82,6 +82,7 @@ def test_the_exported_names_are_pinned() -> None:
         "FencedError",
         "IdentityError",
         "IncompatibleServerError",
+        "ListenerError",
         "MissingExtraError",
         "Parameters",
         "PrivacyLimit",

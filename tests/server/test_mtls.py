@@ -217,9 +217,9 @@ async def test_a_job_over_mtls_loses_nothing_when_certificates_are_renewed(
     client = await place.sdk(tmp_path / "client", train, clock=lambda: time.monotonic() + moved_s[0])
     issued, real = [0], Authority.for_client
 
-    def counted(*args: Any) -> Any:
+    def counted(*args: Any, **options: Any) -> Any:
         issued[0] += 1
-        return real(*args)
+        return real(*args, **options)
 
     monkeypatch.setattr(Authority, "for_client", counted)
     await asyncio.to_thread(client.run, 3)

@@ -42,6 +42,25 @@ class _CertifiedChannel:
     expires_at: float
 
 
+def request_certificate(
+    signed: Connection, directory: DataDirectory, signal: StopSignal, *, listener: bool = False
+) -> tuple[bytes, fleet_pb2.RenewCertificateResponse]:
+    """Request a certificate for the client's TLS key by a signed call; return the key (PEM) and the answer.
+
+    `listener`: the certificate is also for the client's own listener. Raises `CallError`, `Cancelled` or
+    `DataDirectoryError`.
+    """
+    key = directory.load_tls_key()
+    try:
+        signing_request = keys.make_signing_request(key)
+    except ValueError as exc:
+        raise DataDirectoryError(
+            f"{directory.path / 'tls.key'} is damaged ({exc}); delete it to get another one"
+        ) from exc
+    request = fleet_pb2.RenewCertificateRequest(signing_request=signing_request, listener=listener)
+    return key, signed.renew_certificate(request, signal)
+
+
 class CertificateAccess:
     """Makes calls on the server's port for client certificates; a context manager that closes the connections.
 
@@ -117,14 +136,7 @@ class CertificateAccess:
         return fresh
 
     def _request_certificate(self, now: float, signal: StopSignal) -> _CertifiedChannel:
-        key = self._directory.load_tls_key()
-        try:
-            request = fleet_pb2.RenewCertificateRequest(signing_request=keys.make_signing_request(key))
-        except ValueError as exc:
-            raise DataDirectoryError(
-                f"{self._directory.path / 'tls.key'} is damaged ({exc}); delete it to get another one"
-            ) from exc
-        answer = self._signed.renew_certificate(request, signal)
+        key, answer = request_certificate(self._signed, self._directory, signal)
         host = self._identity.server.rpartition(":")[0]
         certificate = (key, answer.certificate.encode())
         channel = transport.connect(

@@ -215,16 +215,22 @@ class RenewCertificateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SIGNING_REQUEST_FIELD_NUMBER: _builtins.int
+    LISTENER_FIELD_NUMBER: _builtins.int
     signing_request: _builtins.bytes
     """PKCS #10, DER, signed with the client's key for TLS (ECDSA, P-256)."""
+    listener: _builtins.bool
+    """Whether the certificate is also for the client's own listener (`peer.proto`): then it has the client's DNS name, and
+    is for servers, too. Servers before 0.2 ignore this.
+    """
     def __init__(
         self,
         *,
         signing_request: _builtins.bytes = ...,
+        listener: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["signing_request", b"signing_request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["listener", b"listener", "signing_request", b"signing_request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -237,22 +243,28 @@ class RenewCertificateResponse(_message.Message):
     CERTIFICATE_FIELD_NUMBER: _builtins.int
     PORT_FIELD_NUMBER: _builtins.int
     VALID_S_FIELD_NUMBER: _builtins.int
+    AUTHORITIES_FIELD_NUMBER: _builtins.int
     certificate: _builtins.str
     """PEM."""
     port: _builtins.int
     """The port, on the same host, that requires client certificates."""
     valid_s: _builtins.float
     """How long the certificate is valid, in seconds from now."""
+    authorities: _builtins.str
+    """PEM: the authorities that sign clients' certificates, by which clients verify each other. Empty from servers before
+    0.2.
+    """
     def __init__(
         self,
         *,
         certificate: _builtins.str = ...,
         port: _builtins.int = ...,
         valid_s: _builtins.float = ...,
+        authorities: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "port", b"port", "valid_s", b"valid_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["authorities", b"authorities", "certificate", b"certificate", "port", b"port", "valid_s", b"valid_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,7 +3,8 @@
 `Authority` signs certificates for servers and short-lived ones for clients. Its key stays in the data folder, readable
 by its owner only. All TLS keys are ECDSA on P-256: gRPC's TLS library refuses Ed25519 there. Certificates follow RFC
 5280; a client certificate has the client's id and the number of the session that requested it, as the common name
-(`<id>/<number>`) and as a URI (`fedplat:client:<id>/<number>`).
+(`<id>/<number>`) and as a URI (`fedplat:client:<id>/<number>`). One for a client's own listener is for servers too, and
+has the client's DNS name, in a domain that no server is in (`fedplat.auth.peer_host`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from fedplat import auth
 from fedplat_server.errors import ConfigError
 
 AUTHORITY_DAYS = 3650
@@ -103,19 +105,29 @@ class Authority:
         return self._leaf(builder, ExtendedKeyUsageOID.SERVER_AUTH)
 
     def for_client(
-        self, name: str, public_key: ec.EllipticCurvePublicKey, now: datetime.datetime, valid: datetime.timedelta
+        self,
+        name: str,
+        public_key: ec.EllipticCurvePublicKey,
+        now: datetime.datetime,
+        valid: datetime.timedelta,
+        *,
+        listener: bool = False,
     ) -> x509.Certificate:
-        """Return a certificate for a client; `name` is `<id>/<number>`."""
+        """Return a certificate for a client, and for its own listener if `listener`; `name` is `<id>/<number>`."""
         builder = _builder(_name(name), self.certificate.subject, public_key, now, valid)
-        uri = x509.UniformResourceIdentifier(f"fedplat:client:{name}")
-        builder = builder.add_extension(x509.SubjectAlternativeName([uri]), critical=False)
-        return self._leaf(builder, ExtendedKeyUsageOID.CLIENT_AUTH)
+        names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(auth.client_uri(name))]
+        usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
+        if listener:
+            names.append(x509.DNSName(auth.peer_host(name.partition("/")[0])))
+            usages.append(ExtendedKeyUsageOID.SERVER_AUTH)
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        return self._leaf(builder, *usages)
 
-    def _leaf(self, builder: x509.CertificateBuilder, usage: x509.ObjectIdentifier) -> x509.Certificate:
+    def _leaf(self, builder: x509.CertificateBuilder, *usages: x509.ObjectIdentifier) -> x509.Certificate:
         issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         builder = builder.add_extension(_usage(signs_certificates=False), critical=True)
-        builder = builder.add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+        builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
         return builder.add_extension(issuer, critical=False).sign(self._key, hashes.SHA256())
 
 

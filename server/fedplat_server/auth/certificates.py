@@ -3,49 +3,59 @@
 from __future__ import annotations
 
 import datetime
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedplat_server.auth import ca
+from fedplat import auth
+from fedplat_server.auth import ca, pki_folder
+from fedplat_server.auth.pki_folder import PkiFolder
 from fedplat_server.auth.tls import utc_now
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
 
 VALID = datetime.timedelta(hours=24)
 MAX_REQUEST_BYTES = 8192
-_URI = re.compile(r"fedplat:client:([^/]+/[0-9]{1,18})")
 _CACHE_SIZE = 10_000
 
 
+class IssuedCertificate(NamedTuple):
+    """A client's certificate, and the authorities that sign clients' certificates; both PEM."""
+
+    certificate: str
+    authorities: str
+
+
 class CertificateIssuer:
-    """Signs client certificates with the current authority's key; refuses all if `authority` is None."""
+    """Signs client certificates with the current authority of a folder; refuses all if `folder` is None."""
 
     def __init__(
         self,
-        authority: Callable[[], ca.Authority] | None,
+        folder: PkiFolder | None,
         valid: datetime.timedelta = VALID,
         now: Callable[[], datetime.datetime] = utc_now,
     ) -> None:
-        self._authority = authority
+        self._folder = folder
         self.valid = valid
         self._now = now
 
-    def issue(self, client: ClientRecord, signing_request: bytes) -> str:
-        """Return a certificate (PEM) for a client's current session, for the key of the signing request (DER).
+    def issue(self, client: ClientRecord, signing_request: bytes, *, listener: bool = False) -> IssuedCertificate:
+        """Return a certificate for a client's current session, for the key of the signing request (DER).
 
-        Raises `RefusedError` if there is no authority or the request is invalid.
+        It is also for the client's own listener if `listener`. Raises `RefusedError` if there is no authority or the
+        request is invalid.
         """
-        if self._authority is None:
+        if self._folder is None:
             raise RefusedError(Code.NO_CERTIFICATES)
         key = _requested_key(signing_request)
         name = f"{client.client_id}/{client.session_number}"
-        certificate = self._authority().for_client(name, key, self._now(), self.valid)
-        return ca.certificate_pem(certificate).decode()
+        authority = self._folder.authority_in_use()
+        certificate = authority.for_client(name, key, self._now(), self.valid, listener=listener)
+        trusted = map(ca.certificate_pem, pki_folder.read(self._folder.ca))
+        return IssuedCertificate(ca.certificate_pem(certificate).decode(), b"".join(trusted).decode())
 
 
 def _requested_key(signing_request: bytes) -> ec.EllipticCurvePublicKey:
@@ -100,7 +110,7 @@ def _read(certificate: bytes) -> tuple[str, datetime.datetime]:
         names = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (ValueError, x509.ExtensionNotFound) as exc:
         raise RefusedError(Code.CERTIFICATE_UNKNOWN) from exc
-    matches = [_URI.fullmatch(uri) for uri in names.get_values_for_type(x509.UniformResourceIdentifier)]
-    if len(matches) != 1 or matches[0] is None:
+    found = [auth.parse_client_uri(uri) for uri in names.get_values_for_type(x509.UniformResourceIdentifier)]
+    if len(found) != 1 or found[0] is None:
         raise RefusedError(Code.CERTIFICATE_UNKNOWN)
-    return matches[0][1], loaded.not_valid_after_utc
+    return found[0], loaded.not_valid_after_utc

@@ -89,10 +89,13 @@ class EnrollmentService(fleet_pb2_grpc.FleetServicer):
         client = await self._charge_failures(self._services.authenticator.authenticate_by_key(_call()), context)
         self._services.quotas.request(client.client_id)
         issuer = self._services.issuer
-        certificate = await asyncio.to_thread(issuer.issue, client, request.signing_request)
+        issued = await asyncio.to_thread(issuer.issue, client, request.signing_request, listener=request.listener)
         await self._audit_certificate(client)
         return fleet_pb2.RenewCertificateResponse(
-            certificate=certificate, port=self._services.mtls_port, valid_s=issuer.valid.total_seconds()
+            certificate=issued.certificate,
+            port=self._services.mtls_port,
+            valid_s=issuer.valid.total_seconds(),
+            authorities=issued.authorities,
         )
 
     async def _audit_certificate(self, client: ClientRecord) -> None:

@@ -184,7 +184,7 @@ class Endpoint:
         if config.mtls_listen:
             folder = PkiFolder.of(config.data_dir)
             self.mtls_port = self._bind(config.mtls_listen, "--mtls-listen", _mtls_credentials(config, folder))
-            self.issuer = CertificateIssuer(folder.authority_in_use, now=utc_now)
+            self.issuer = CertificateIssuer(folder, now=utc_now)
 
     def _bind(self, address: str, option: str, credentials: grpc.ServerCredentials | None) -> int:
         return _bind(self._server, address, option, credentials)

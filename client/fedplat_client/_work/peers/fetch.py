@@ -1,0 +1,167 @@
+"""Fetch a file from the listener of a peer: resumed after breaks, given up at a deadline, verified by its digest."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict
+from collections.abc import Collection, Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from fedplat.wire import pieces
+from fedplat.wire.v1 import model_pb2, peer_pb2
+from fedplat_client import transport
+from fedplat_client._auth.peer_access import PeerCredentials
+from fedplat_client._state.model_cache import ModelCache, PartialDownload
+from fedplat_client.backoff import Backoff
+from fedplat_client.cancellation import StopSignal
+from fedplat_client.errors import CallError, CallRefusedError, PeerError, ServerUnavailableError, TransferError
+from fedplat_client.options import ClientOptions
+from fedplat_client.transport import Method
+
+_FETCH = Method("Fetch", model_pb2.Chunk, transport.PEER_SERVICE)
+_NOT_YET = frozenset({grpc.StatusCode.PERMISSION_DENIED.name, grpc.StatusCode.NOT_FOUND.name})
+"""A peer refuses so before the coordinator has named its neighbours to it."""
+_MAX_CALL_S = 3600.0
+
+
+@dataclass(frozen=True)
+class PeerFile:
+    """A file that a peer offers at its address (`host:port`); `digest` is its SHA-256, hexadecimal."""
+
+    client_id: str
+    address: str
+    digest: str
+    size_bytes: int
+
+
+class PeerFetcher:
+    """Fetches files of peers into a folder of its own; thread-safe. Two fetches of the same digest take turns.
+
+    Files stay until `keep_only`: also those of an exchange that a restart interrupted.
+    """
+
+    def __init__(self, folder: Path, options: ClientOptions) -> None:
+        self._folder = folder
+        self._cache = ModelCache(folder, options.cache_limit_bytes)
+        self._options = options
+        self._lock = threading.Lock()
+        self._fetching: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+
+    def fetch(
+        self, file: PeerFile, credentials: PeerCredentials, timeout_s: float, signal: StopSignal, max_bytes: int
+    ) -> Path:
+        """Return the path of the verified file.
+
+        A file of more than `max_bytes`, or with other bytes than announced, is deleted. After a timeout its beginning
+        is kept, for the next fetch. Raises `PeerError`, or `Cancelled` if the signal is set.
+        """
+        limit = min(max_bytes, self._options.max_model_bytes)
+        if file.size_bytes > limit:
+            raise PeerError(
+                "TOO_LARGE", f"the peer {file.client_id} announces {file.size_bytes} bytes; expected at most {limit}"
+            )
+        ends_at = self._options.clock() + timeout_s
+        with self._turn(file, timeout_s):
+            if (path := self._cache.find(file.digest)) is not None:
+                return path
+            with self._cache.part(file.digest) as part, _deleted_on_mismatch(part):
+                if part.size > file.size_bytes:
+                    part.restart()
+                with credentials.connect(file.address, file.client_id) as channel:
+                    self._complete(channel, file, part, ends_at, signal)
+                if part.digest != file.digest:
+                    raise PeerError(
+                        "WRONG_DIGEST",
+                        f"the file of the peer {file.client_id} has the digest {part.digest}; expected {file.digest}",
+                    )
+                return self._cache.admit(part, file.digest)
+
+    def keep_only(self, digests: Collection[str]) -> None:
+        """Delete the files with other digests than these, also incomplete ones."""
+        for path in self._folder.iterdir():
+            if path.stem not in digests:
+                path.unlink()
+
+    @contextlib.contextmanager
+    def _turn(self, file: PeerFile, timeout_s: float) -> Generator[None]:
+        with self._lock:
+            turn = self._fetching[file.digest]
+        if not turn.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+            raise PeerError("TIMEOUT", f"the file {file.digest} was still being fetched from another peer")
+        try:
+            yield
+        finally:
+            turn.release()
+
+    def _complete(
+        self, channel: grpc.Channel, file: PeerFile, part: PartialDownload, ends_at: float, signal: StopSignal
+    ) -> None:
+        backoff, clock = Backoff(self._options), self._options.clock
+        error: CallError | None = None
+        while (num_received := part.size) < file.size_bytes:
+            try:
+                _append(channel, file, part, ends_at - clock(), signal)
+                if part.size < file.size_bytes:
+                    raise PeerError(
+                        "WRONG_SIZE",
+                        f"the file of the peer {file.client_id} has {part.size} bytes; it announced {file.size_bytes}",
+                    )
+            except ServerUnavailableError as exc:
+                if error is None or exc.code != grpc.StatusCode.DEADLINE_EXCEEDED.name:
+                    error = exc  # the call that the deadline ends says nothing about the cause
+                if part.size > num_received:
+                    backoff.reset()
+                self._options.wait(signal, min(backoff.next_s(exc.retry), max(ends_at - clock(), 0.0)))
+                signal.check()
+                if clock() >= ends_at:
+                    raise PeerError(
+                        "TIMEOUT",
+                        f"the peer {file.client_id} at {file.address} sent {part.size} of {file.size_bytes} bytes "
+                        f"within the deadline; last error: {error}",
+                    ) from exc
+
+
+def _append(channel: grpc.Channel, file: PeerFile, part: PartialDownload, timeout_s: float, signal: StopSignal) -> None:
+    """Append what one call returns. Raises `ServerUnavailableError` if another call may work later, or `PeerError`."""
+    request = peer_pb2.FetchRequest(digest=file.digest, offset=part.size).SerializeToString()
+    call = _FETCH.start_receiving(channel, request, min(max(timeout_s, 0.001), _MAX_CALL_S), ())
+    try:
+        with signal.attach(call.cancel):
+            for data in call:
+                _write(part, data, file)
+    except grpc.RpcError as exc:
+        signal.check()
+        raise _translate(transport.translate_error(exc), file) from exc
+    finally:
+        call.cancel()
+
+
+def _write(part: PartialDownload, data: pieces.Bytes, file: PeerFile) -> None:
+    if part.size + len(data) > file.size_bytes:
+        raise PeerError(
+            "WRONG_SIZE", f"the peer {file.client_id} sends more than the {file.size_bytes} announced bytes"
+        )
+    part.write(data)
+
+
+def _translate(exc: CallError, file: PeerFile) -> CallError | PeerError:
+    if isinstance(exc, ServerUnavailableError):
+        return exc
+    if isinstance(exc, CallRefusedError) and exc.code in _NOT_YET:
+        return ServerUnavailableError(exc.code, str(exc))
+    return PeerError("REFUSED", f"the peer {file.client_id} refuses to send the file {file.digest}: {exc}")
+
+
+@contextlib.contextmanager
+def _deleted_on_mismatch(part: PartialDownload) -> Generator[None]:
+    """Delete the file if the block fails, unless it only ran out of time."""
+    try:
+        yield
+    except TransferError as exc:
+        if getattr(exc, "reason", "") != "TIMEOUT":
+            part.path.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,304 @@
+"""The client's own port, on which its neighbours fetch the files that it offers; nothing else is served there.
+
+Both ends authenticate by TLS with certificates of the server's authority. A call is served if the caller's certificate
+has the id of a client to which the requested file is offered. The server is synchronous, as the rest of the client: a
+second event loop beside another one in the same process received events of gRPC's poller for the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias, cast
+
+import grpc
+from cryptography import x509
+from google.protobuf.message import DecodeError
+
+from fedplat import auth, wire
+from fedplat.wire import pieces
+from fedplat.wire.v1 import peer_pb2
+from fedplat_client import transport
+from fedplat_client._auth.peer_access import PeerCredentials
+from fedplat_client.errors import ListenerError
+
+Context: TypeAlias = Any  # grpc.ServicerContext, of which the stubs lack `cancel`
+_S = grpc.StatusCode
+_METHOD = f"/{transport.PEER_SERVICE}/Fetch"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_MAX_REQUEST_BYTES = 1024
+_SPARE_THREADS = 4
+"""Threads beyond those of the streams, which refuse calls."""
+_OPTIONS = (
+    ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
+    ("grpc.max_metadata_size", 2**13),
+    ("grpc.max_concurrent_streams", 16),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.max_connection_idle_ms", 600_000),
+    ("grpc.so_reuseport", 0),  # a second client on the port must fail, not share it
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListenerLimits:
+    """What neighbours may use at most."""
+
+    streams: int = 16
+    """Concurrent streams."""
+    streams_per_peer: int = 4
+    """Concurrent streams of one neighbour, of different files."""
+    stream_s: float = 600.0
+    """Seconds until a stream is cut; the neighbour resumes with another one."""
+    sends_per_peer: float = 4.0
+    """How many times the bytes of a file one neighbour may receive, with what it receives again after breaks."""
+
+
+@dataclass(eq=False)
+class _Offer:
+    digest: str
+    path: Path
+    size_bytes: int
+    neighbours: frozenset[str]
+    sent_bytes: Counter[str] = field(default_factory=Counter[str])
+    withdrawn: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Stream:
+    caller: str
+    offer: _Offer
+    context: Context
+
+
+def utc_now() -> datetime.datetime:
+    """Return the wall-clock time: certificates are valid by no other clock."""
+    return datetime.datetime.now(datetime.UTC)
+
+
+class PeerListener:
+    """The listener of one client; a context manager that closes the port.
+
+    `listen` is `host:port`; port 0 takes a free one. `credentials` returns the client's current certificate, for each
+    handshake. `now` is the time by which certificates expire.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        credentials: Callable[[], PeerCredentials],
+        limits: ListenerLimits | None = None,
+        now: Callable[[], datetime.datetime] = utc_now,
+    ) -> None:
+        self.port = 0
+        self._listen = listen
+        self._credentials = credentials
+        self._limits = limits or ListenerLimits()
+        self._now = now
+        self._lock = threading.Lock()
+        self._offers: list[_Offer] = []
+        self._streams: set[_Stream] = set()
+        self._server: grpc.Server | None = None
+        self._executor: ThreadPoolExecutor | None = None
+
+    def __enter__(self) -> PeerListener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._server is not None:
+            self._server.stop(grace=None).wait()
+        if self._executor is not None:
+            self._executor.shutdown()
+
+    def open(self) -> None:
+        """Open the port, unless it is open already. Raises `ListenerError`."""
+        if self._server is not None:
+            return
+        num_threads = self._limits.streams + _SPARE_THREADS
+        executor = ThreadPoolExecutor(num_threads, "fedplat-peers")
+        server = grpc.server(
+            executor,
+            handlers=[_Handler(self._fetch)],
+            options=_OPTIONS,
+            maximum_concurrent_rpcs=num_threads,
+            compression=grpc.Compression.NoCompression,
+        )
+        try:
+            self.port = server.add_secure_port(self._listen, self._server_credentials())
+        except RuntimeError as exc:
+            executor.shutdown()
+            raise ListenerError(
+                f"the listener for peers cannot use {self._listen} ({exc}); choose a free port and an address of this "
+                "host with --peer-listen"
+            ) from exc
+        server.start()
+        self._server, self._executor = server, executor
+
+    @property
+    def num_streams(self) -> int:
+        """The number of streams now."""
+        return len(self._streams)
+
+    @contextlib.contextmanager
+    def offer(self, digest: str, path: Path, neighbours: Collection[str]) -> Generator[None]:
+        """Offer a file within the block, to the clients with these ids only; then end its streams.
+
+        `digest` is the file's SHA-256, hexadecimal, which the receivers verify. The file must not change.
+        """
+        if not _DIGEST.fullmatch(digest):
+            raise ValueError(f"the digest is {digest!r}; expected 64 lower-case hexadecimal digits")
+        offer = _Offer(digest, path, path.stat().st_size, frozenset(neighbours))
+        with self._lock:
+            self._offers.append(offer)
+        try:
+            yield
+        finally:
+            offer.withdrawn = True
+            with self._lock:
+                self._offers.remove(offer)
+
+    def _server_credentials(self) -> grpc.ServerCredentials:
+        """Return credentials that load the client's certificate at each handshake, and require one of the peer."""
+        current = self._credentials()
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal current
+            latest = self._credentials()
+            if latest is current:
+                return None
+            current = latest
+            return _configuration(current)
+
+        # None means "keep the current configuration"; gRPC's type annotations lack it.
+        return grpc.dynamic_ssl_server_credentials(_configuration(current), cast(Any, fetch), True)
+
+    def _fetch(self, message: bytes, context: Context) -> Iterator[bytes]:
+        """Serve a call: yield the messages of a file."""
+        caller = self._authenticate(context)
+        request = _decode(message, context)
+        offer = self._find(caller, request.digest, context)
+        if request.offset > offer.size_bytes:
+            _refuse(context, _S.OUT_OF_RANGE, "WRONG_OFFSET", f"the file has {offer.size_bytes} bytes")
+        self._occupy(_Stream(caller, offer, context))
+        try:
+            file = offer.path.open("rb")
+        except OSError:
+            _refuse(context, _S.NOT_FOUND, "NOT_OFFERED", "the file is gone")
+        with file:
+            file.seek(request.offset)
+            while data := file.read(wire.UPLOAD_CHUNK_BYTES):
+                self._count(offer, caller, len(data), context)
+                yield pieces.frame_field(pieces.CHUNK, data)
+
+    def _authenticate(self, context: Context) -> str:
+        """Return the id of the caller, which TLS has verified. The expiry is checked again: connections outlive it."""
+        name, expires = _read_certificate(context.auth_context().get("x509_pem_cert", ()))
+        if not name:
+            _refuse(context, _S.UNAUTHENTICATED, "CERTIFICATE_UNKNOWN", "the certificate names no client")
+        if self._now() >= expires:
+            _refuse(context, _S.UNAUTHENTICATED, "CERTIFICATE_EXPIRED", "the certificate has expired; renew it")
+        return name.partition("/")[0]
+
+    def _find(self, caller: str, digest: str, context: Context) -> _Offer:
+        with self._lock:
+            offers = [offer for offer in self._offers if caller in offer.neighbours]
+        if not offers:
+            _refuse(context, _S.PERMISSION_DENIED, "NOT_A_NEIGHBOUR", "nothing is offered to this client now")
+        for offer in offers:
+            if offer.digest == digest:
+                return offer
+        # Also for a file that is offered to other clients: the caller learns nothing about those.
+        _refuse(context, _S.NOT_FOUND, "NOT_OFFERED", "this file is not offered")
+
+    def _occupy(self, stream: _Stream) -> None:
+        """Count a stream until its call ends, and cut the call after `stream_s`.
+
+        It replaces the caller's earlier stream of the file, of which the end may not have been noticed here.
+        """
+        limits = self._limits
+        with self._lock:
+            earlier = [each for each in self._streams if (each.caller, each.offer) == (stream.caller, stream.offer)]
+            self._streams.difference_update(earlier)
+            num_own = sum(each.caller == stream.caller for each in self._streams)
+            is_free = len(self._streams) < limits.streams and num_own < limits.streams_per_peer
+            if is_free:
+                self._streams.add(stream)
+        for each in earlier:
+            each.context.cancel()
+        if not is_free:
+            _refuse(stream.context, _S.RESOURCE_EXHAUSTED, "TOO_MANY_STREAMS", "too many streams; try again later")
+        cut = threading.Timer(limits.stream_s, stream.context.cancel)
+        cut.daemon = True
+
+        def release() -> None:
+            cut.cancel()
+            with self._lock:
+                self._streams.discard(stream)
+
+        cut.start()
+        if not stream.context.add_callback(release):
+            release()  # the call has ended already
+
+    def _count(self, offer: _Offer, caller: str, size_bytes: int, context: Context) -> None:
+        if offer.withdrawn:
+            _refuse(context, _S.NOT_FOUND, "NOT_OFFERED", "this file is not offered any more")
+        limit = self._limits.sends_per_peer * offer.size_bytes
+        with self._lock:
+            is_within = offer.sent_bytes[caller] + size_bytes <= limit
+            if is_within:
+                offer.sent_bytes[caller] += size_bytes
+        if not is_within:
+            text = f"this client has received {self._limits.sends_per_peer:g} times the bytes of the file"
+            _refuse(context, _S.FAILED_PRECONDITION, "TOO_MANY_BYTES", text)
+
+
+class _Handler(grpc.GenericRpcHandler):
+    """Knows one method; gRPC answers all others with UNIMPLEMENTED."""
+
+    def __init__(self, fetch: Callable[[bytes, Context], Iterator[bytes]]) -> None:
+        self._method = grpc.unary_stream_rpc_method_handler(fetch)
+
+    def service(self, handler_call_details: Any) -> Any:
+        """Return the handler of a call, or None."""
+        return self._method if handler_call_details.method == _METHOD else None
+
+
+def _configuration(credentials: PeerCredentials) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(credentials.key, credentials.certificate)], root_certificates=credentials.authorities
+    )
+
+
+def _decode(message: bytes, context: Context) -> peer_pb2.FetchRequest:
+    try:
+        return peer_pb2.FetchRequest.FromString(message)
+    except DecodeError:
+        _refuse(context, _S.INVALID_ARGUMENT, "INVALID_REQUEST", "the message is not a FetchRequest")
+
+
+def _read_certificate(chain: Sequence[bytes]) -> tuple[str, datetime.datetime]:
+    """Return the `<id>/<number>` and the expiry of a connection's certificate; an empty name if it names no client."""
+    try:
+        loaded = x509.load_pem_x509_certificate(chain[0])
+        names = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (IndexError, ValueError, x509.ExtensionNotFound):
+        return "", datetime.datetime.min.replace(tzinfo=datetime.UTC)
+    uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    name = auth.parse_client_uri(uris[0]) if len(uris) == 1 else None
+    return name or "", loaded.not_valid_after_utc
+
+
+def _refuse(context: Context, status: grpc.StatusCode, code: str, text: str) -> NoReturn:
+    context.set_trailing_metadata(((auth.METADATA_CODE, code),))
+    context.abort(status, text)
+    raise AssertionError("abort returned")
