@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from fedplat.decoding import prepare_type
 from fedplat.errors import DataError
+from fedplat.packed.files import open_regular
 
 INDEX_NAME = "index.json"
 _MAX_INDEX_BYTES = 64 * 2**20
@@ -101,7 +102,7 @@ def read_index(folder: Path) -> PackedIndex:
     """Read the index of a packed dataset. Raises `DataError` that names the file."""
     path = folder / INDEX_NAME
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             text = file.read(_MAX_INDEX_BYTES + 1)
     except FileNotFoundError:
         raise DataError(

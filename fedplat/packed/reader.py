@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.errors import DataError
-from fedplat.packed.arrow import Array, check_size, import_pyarrow, map_shard
+from fedplat.packed.arrow import Array, import_pyarrow, map_shard, open_shard
 from fedplat.packed.index import PackedIndex, read_index
 
 ArrayPair: TypeAlias = tuple[Array, Array]
@@ -80,8 +80,7 @@ class PackedReader:
         """
         for number, shard in enumerate(self.index.shards):
             path = self.folder / shard.file
-            check_size(path, shard)
-            with open(path, "rb") as file:
+            with open_shard(path, shard) as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             if digest != shard.sha256:
                 raise DataError(f"{path} is damaged: its SHA-256 is not that of the index; restore the file")

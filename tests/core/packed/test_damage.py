@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -34,11 +39,32 @@ def test_a_truncated_shard(packed: Path) -> None:
         PackedReader(packed).read([150])
 
 
-def test_a_folder_in_place_of_a_shard(packed: Path) -> None:
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.chdir(path.parent):  # such a path must be short
+        listener.bind(path.name)
+
+
+SPECIAL_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "folder": (Path.mkdir, "is not a regular file; expected a file of a packed dataset"),
+    "FIFO": (os.mkfifo, "is not a regular file; expected a file of a packed dataset"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "is not a regular file; expected a file of a packed dataset"),
+    "socket": (make_socket, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL_FILES)
+def test_special_files_are_refused_and_not_waited_for(packed: Path, kind: str) -> None:
+    make, message = SPECIAL_FILES[kind]
+    data = PackedReader(packed)
     (packed / SHARD).unlink()
-    (packed / SHARD).mkdir()
-    with pytest.raises(DataError, match=SHARD):
-        PackedReader(packed).read([150])
+    make(packed / SHARD)
+    for read in (lambda: data.read([150]), data.verify):
+        with pytest.raises(DataError, match=f"{packed / SHARD} {message}"):
+            read()
+    (packed / "index.json").unlink()
+    make(packed / "index.json")
+    with pytest.raises(DataError, match=f"{packed / 'index.json'} {message}"):
+        PackedReader(packed)
 
 
 def test_a_changed_number_is_found_by_its_digest(packed: Path) -> None:
@@ -67,9 +93,6 @@ def test_swapped_shards(packed: Path) -> None:
 
 def test_not_a_packed_dataset(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"{tmp_path} is not a packed dataset: it has no file index.json"):
-        PackedReader(tmp_path)
-    (tmp_path / "index.json").mkdir()
-    with pytest.raises(DataError, match=r"index\.json cannot be read"):
         PackedReader(tmp_path)
 
 
@@ -151,8 +174,9 @@ def columns(inputs: Any = None, targets: Any = None) -> dict[str, Any]:
         ({**columns(), "more": pa.array(TARGETS)}, {}, 1, "has the columns"),
         (columns(targets=pa.array([None, *TARGETS[1:].tolist()])), {}, 1, "has 1 missing values; expected none"),
         (columns(inputs=nested_missing()), {}, 1, "has 1 missing values; expected none"),
-        (columns(), {"compression": "zstd"}, 1, "is compressed; expected a shard as fedplat data pack writes it"),
-        (columns(), {}, 2, "has 2 record batches; expected one"),
+        (columns(), {"compression": "zstd"}, 1, "is compressed, .*; expected a shard as fedplat data pack writes it"),
+        (columns(), {"metadata_version": ipc.MetadataVersion.V4}, 1, "is compressed, or of an old version of Arrow"),
+        (columns(), {}, 2, "has more than one record batch; expected a schema and one record batch"),
     ],
 )
 def test_a_hostile_shard(
@@ -172,6 +196,39 @@ def test_a_hostile_shard(
     with pytest.raises(DataError, match=message) as found:
         PackedReader(packed).read([150])
     assert str(packed / SHARD) in str(found.value)
+
+
+READ_HOSTILE = """
+import sys
+import pyarrow as pa
+from fedplat.errors import DataError
+from fedplat.packed import PackedReader
+
+try:
+    PackedReader(sys.argv[1]).read([100])
+except DataError as exc:
+    print(pa.default_memory_pool().max_memory(), exc)
+"""
+
+
+@pytest.mark.parametrize("honest_first", [False, True])
+def test_a_compressed_shard_takes_no_memory(packed: Path, honest_first: bool) -> None:
+    """58 MB of zeros in a few kB, of which the index promises one example; also as a second record batch."""
+    rows = 2**20
+    zeros = [tensors(pa.array(np.zeros(12 * rows, np.float32))), pa.array(np.zeros(rows, np.int64))]
+    honest = ipc.open_file((packed / SHARD).read_bytes())
+    with ipc.new_file(str(packed / SHARD), honest.schema, options=ipc.IpcWriteOptions(compression="zstd")) as writer:
+        if honest_first:
+            writer.write_batch(honest.get_batch(0))
+        writer.write_batch(pa.RecordBatch.from_arrays(zeros, schema=honest.schema))
+    size = (packed / SHARD).stat().st_size
+    assert size < 100_000
+    edit_index(packed, shard(size_bytes=size, rows=1))
+    # Another process: Arrow only knows the most memory that a process ever had.
+    child = subprocess.run([sys.executable, "-c", READ_HOSTILE, packed], capture_output=True, text=True, check=True)
+    most, _, error = child.stdout.partition(" ")
+    assert str(packed / SHARD) in error
+    assert int(most) < 1_000_000
 
 
 def test_more_rows_than_the_index_says(packed: Path) -> None:

@@ -19,6 +19,7 @@ from fedplat.simulation.data.sources.images import Images
 from fedplat.simulation.data.sources.leaf import Leaf
 from fedplat.simulation.data.sources.mnist import Mnist
 from fedplat.simulation.data.sources.npz import Npy, Npz
+from fedplat.simulation.data.sources.packed import Packed
 from fedplat.simulation.data.sources.paths import SourcePaths, data_folder
 from fedplat.simulation.data.sources.shakespeare import Shakespeare
 from fedplat.simulation.data.sources.tables import Csv, Parquet
@@ -39,6 +40,7 @@ SOURCES: Mapping[str, type[DataSource]] = {
     "digits": Digits,
     "npz": Npz,
     "npy": Npy,
+    "packed": Packed,
     "csv": Csv,
     "parquet": Parquet,
     "images": Images,
@@ -62,6 +64,7 @@ __all__ = [
     "Mnist",
     "Npy",
     "Npz",
+    "Packed",
     "Parquet",
     "Shakespeare",
     "SourcePaths",

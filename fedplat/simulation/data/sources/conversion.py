@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
@@ -21,6 +23,17 @@ Row = Callable[[int], str]
 def rows_of(name: object) -> Row:
     """Return the function that names rows of one file or array, counted from 1."""
     return lambda index: f"{name}, row {index + 1}"
+
+
+def rows_of_files(files: Sequence[object], sizes: Sequence[int]) -> Row:
+    """Return the function that names an example of several files by its file and its row there, counted from 1."""
+    ends = list(itertools.accumulate(sizes))
+
+    def row(index: int) -> str:
+        file = bisect.bisect_right(ends, index)
+        return f"{files[file]}, row {index - (ends[file] - sizes[file]) + 1}"
+
+    return row
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
 import csv
 import dataclasses
 import glob
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +16,15 @@ from fedplat.errors import DataError, MissingExtraError
 from fedplat.simulation.data.federation import Dataset
 from fedplat.simulation.data.sources import arrow
 from fedplat.simulation.data.sources.arrow import ColumnNames, Names
-from fedplat.simulation.data.sources.conversion import InputType, Row, Scale, Split, as_inputs, make_dataset, rows_of
+from fedplat.simulation.data.sources.conversion import (
+    InputType,
+    Scale,
+    Split,
+    as_inputs,
+    make_dataset,
+    rows_of,
+    rows_of_files,
+)
 from fedplat.simulation.data.sources.paths import Fraction, SourcePaths
 
 FILE = "file"
@@ -147,7 +153,7 @@ def load(options: TableOptions, format_: TableFormat, place: SourcePaths) -> Dat
 def _split(options: TableOptions, format_: TableFormat, files: Sequence[Path], columns: ColumnNames) -> Split:
     """Read files one after the other, and only the columns that are needed."""
     parts = [_read(format_, file, columns) for file in files]
-    row = _row_of(files, [len(part.targets) for part in parts])
+    row = rows_of_files(files, [len(part.targets) for part in parts])
     whole = _merge(files, parts) if len(parts) > 1 else parts[0]
     return dataclasses.replace(whole, inputs=as_inputs(whole.inputs, options.scale, options.dtype, row), row=row)
 
@@ -208,14 +214,3 @@ def _merge(files: Sequence[Path], parts: Sequence[Split]) -> Split:
         first.row,
         {name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns},
     )
-
-
-def _row_of(files: Sequence[Path], sizes: Sequence[int]) -> Row:
-    """Return the function that names an example of several files by its file and its row there."""
-    ends = list(itertools.accumulate(sizes))
-
-    def row(index: int) -> str:
-        file = bisect.bisect_right(ends, index)
-        return f"{files[file]}, row {index - (ends[file] - sizes[file]) + 1}"
-
-    return row
