@@ -224,3 +224,10 @@ def test_buffers_that_parts_share_keep_their_values() -> None:
         assert not part.get_parameter("weight").is_meta
         assert part.get_buffer("angles").tolist() == [0.0, 1.0, 2.0]
         assert "angles" not in part.state_dict()
+
+
+def test_tensors_of_all_dtypes_reach_rank_0(zygote: Zygote) -> None:
+    with zygote.group(2) as group:
+        group.begin("support.model_parallel.divided:save_mixed")
+        assert group.result(1) == [False, False], "only the values of rank 0 are written"
+        assert group.result(0) == [True, True]
