@@ -11,7 +11,6 @@ from support.daemons import initial_model
 from support.ranks.group import RankGroup, Zygote
 from support.server_trainers import trainers
 
-pytest.importorskip("torch")
 LAYOUTS = ("", "shard=2")
 
 

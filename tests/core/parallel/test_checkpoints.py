@@ -130,13 +130,13 @@ def test_a_checkpoint_of_another_training_is_refused(alone: Ranks, tmp_path: Pat
 
 
 class Cancelled(Exception):
-    """The end of a training that nobody wants any more."""
+    """The end of a training by its operator."""
 
 
 def test_a_cancelled_training_waits_for_its_files(
     alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file of the only checkpoint is written no earlier than somebody waits for it."""
+    """The file of the only checkpoint is not written before the training waits for it."""
     is_awaited = threading.Event()
     write, close = checkpoints.write_file, Checkpoints.close
 

@@ -20,7 +20,7 @@ from fedplat.client_state import ClientState
 from fedplat.errors import TrainingError
 from fedplat.parallel import Parallel
 from fedplat.pytorch.convert import load_into
-from fedplat.pytorch.distributed import Ranks, join_group
+from fedplat.pytorch.distributed import Backend, Ranks, join_group
 from fedplat.pytorch.parallel import Layout, ParallelPlan, ParallelTrainee, evaluate_parts, make_gradients, make_layout
 from fedplat.pytorch.parallel.norms import clip_gradients
 from fedplat.pytorch.parallel.scores import sum_scores
@@ -243,12 +243,12 @@ def end_with_a_failure(ranks: Ranks, layout: str) -> None:
 
 
 @contextmanager
-def alone() -> Generator[Ranks]:
+def alone(backend: Backend = "gloo") -> Generator[Ranks]:
     """This process, as a group of its own, with as many threads as a rank."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with join_group("gloo") as ranks:
+        with join_group(backend) as ranks:
             yield ranks
     finally:
         torch.set_num_threads(before)
