@@ -150,7 +150,7 @@ def assert_equal(one: Parameters, other: Parameters, *, bits: bool = True) -> No
     np.testing.assert_allclose(one.to_vector(), other.to_vector(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.fixture(scope="module", params=backends(2, pytest.mark.slow))
+@pytest.fixture(scope="module", params=backends(2))
 def backend(request: pytest.FixtureRequest) -> Backend:
     """The library of the pool's ranks."""
     return request.param
@@ -179,6 +179,7 @@ async def assert_consistent(folder: Path) -> None:
     assert (report.findings, report.notes) == ([], [])
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F35")
 @pytest.mark.calm
 async def test_a_pool_divides_the_model_and_survives_the_death_of_ranks(
@@ -205,6 +206,7 @@ async def test_a_pool_divides_the_model_and_survives_the_death_of_ranks(
     await assert_consistent(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.calm
 async def test_other_ways_to_train_a_model_on_a_pool(ranks: PoolProcess, backend: Backend) -> None:
     """Offload, recomputation and PipeDream have the bits of one process, bf16 about its losses."""
@@ -223,6 +225,7 @@ async def test_other_ways_to_train_a_model_on_a_pool(ranks: PoolProcess, backend
     assert losses == pytest.approx(exact_losses, abs=5e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.calm
 async def test_workers_without_locks_start_a_job(ranks: PoolProcess, folder: Path) -> None:
     """They use different features, so there is only one result: that of updates one after the other."""

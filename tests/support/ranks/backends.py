@@ -1,16 +1,29 @@
-"""The libraries that carry tensors between the ranks of a test: Gloo on CPUs, and NCCL where each rank has a GPU."""
+"""The libraries that carry tensors between the ranks of a test: Gloo on CPUs, and NCCL where each rank has a GPU.
+
+On CPUs the tests compare bits. GPUs add in other orders than CPUs, and some of their kernels in another one each time,
+so there the results have to be close.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
 
-def backends(count: int, *marks: pytest.MarkDecorator) -> list[object]:
-    """The parameters of a test or a fixture with `count` ranks, which runs once for each library; `marks` are Gloo's.
+def on_gpus(count: int) -> list[pytest.MarkDecorator]:
+    """The marks of a test that needs a GPU for each of `count` ranks."""
+    found = torch.cuda.device_count()
+    reason = f"needs {count} CUDA devices, one for each rank; there are {found}"
+    return [pytest.mark.gpu, pytest.mark.skipif(found < count, reason=reason)]
 
-    On CPUs a test compares bits; GPUs add in other orders, and their results are close.
-    """
-    lacking = f"needs {count} CUDA devices, one for each rank; there are {torch.cuda.device_count()}"
-    on_gpus = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < count, reason=lacking)]
-    return [pytest.param("gloo", marks=marks), pytest.param("nccl", marks=on_gpus)]
+
+def backends(count: int) -> list[Any]:
+    """The parameters of a fixture with `count` ranks, which exists once for each library."""
+    return ["gloo", pytest.param("nccl", marks=on_gpus(count))]
+
+
+def bound(backend: str, on_cpus: float) -> float:
+    """The largest difference of losses: that of the CPUs, or a larger one."""
+    return on_cpus if backend == "gloo" else max(on_cpus, 1e-4)
