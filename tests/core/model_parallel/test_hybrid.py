@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from support.model_parallel import piped
-from support.model_parallel.piped import Case, Found
+from support.model_parallel.piped import Case, Measured
+from support.ranks.backends import backends
 from support.ranks.group import Zygote
 
 EQUAL = {
@@ -31,60 +32,48 @@ OF_EIGHT = {
 }
 
 
-@pytest.fixture(scope="module")
-def equal(zygote: Zygote) -> dict[str, list[Found]]:
+@pytest.fixture(scope="module", params=backends(4))
+def equal(request: pytest.FixtureRequest, zygote: Zygote) -> Measured[str]:
     """What four ranks have found in two parts."""
-    with zygote.group(4) as group:
-        return dict(zip(EQUAL, piped.call(group, EQUAL.values()), strict=True))
+    return piped.measure(zygote, 4, request.param, EQUAL)
 
 
-@pytest.fixture(scope="module")
-def close(zygote: Zygote) -> dict[str, list[Found]]:
+@pytest.fixture(scope="module", params=backends(4))
+def close(request: pytest.FixtureRequest, zygote: Zygote) -> Measured[str]:
     """What four ranks have found, two of which divide operations."""
-    with zygote.group(4) as group:
-        return dict(zip(CLOSE, piped.call(group, CLOSE.values()), strict=True))
+    return piped.measure(zygote, 4, request.param, CLOSE)
 
 
-@pytest.fixture(scope="module")
-def of_eight(zygote: Zygote) -> dict[str, list[Found]]:
+@pytest.fixture(scope="module", params=backends(8))
+def of_eight(request: pytest.FixtureRequest, zygote: Zygote) -> Measured[str]:
     """What eight ranks have found."""
-    with zygote.group(8) as group:
-        return dict(zip(OF_EIGHT, piped.call(group, OF_EIGHT.values()), strict=True))
+    return piped.measure(zygote, 8, request.param, OF_EIGHT)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EQUAL)
-def test_two_parts_have_the_bits_of_ranks_in_turn(equal: dict[str, list[Found]], name: str) -> None:
-    [expected] = piped.in_turn(EQUAL[name])
-    found = equal[name][0]
-    assert found.digest == expected.digest
-    assert found.losses == expected.losses
-    assert found.norms == pytest.approx(expected.norms)
-    assert found.evaluation == pytest.approx(expected.evaluation)
+def test_two_parts_have_the_bits_of_ranks_in_turn(equal: Measured[str], name: str) -> None:
+    equal.compare_with_turns(name, EQUAL[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in EQUAL if name != "dropout"])
-def test_sharded_pipelines_compute_the_same_as_one_process(equal: dict[str, list[Found]], name: str) -> None:
-    compare(equal[name], EQUAL[name])
+def test_sharded_pipelines_compute_the_same_as_one_process(equal: Measured[str], name: str) -> None:
+    compare(equal, name, EQUAL[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CLOSE)
-def test_tensor_pipelines_compute_the_same_as_one_process(close: dict[str, list[Found]], name: str) -> None:
-    compare(close[name], CLOSE[name])
+def test_tensor_pipelines_compute_the_same_as_one_process(close: Measured[str], name: str) -> None:
+    compare(close, name, CLOSE[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_EIGHT)
-def test_products_of_three_compute_the_same_as_one_process(of_eight: dict[str, list[Found]], name: str) -> None:
-    compare(of_eight[name], OF_EIGHT[name])
+def test_products_of_three_compute_the_same_as_one_process(of_eight: Measured[str], name: str) -> None:
+    compare(of_eight, name, OF_EIGHT[name])
 
 
-def compare(ranks: list[Found], case: Case) -> None:
+def compare(ranks: Measured[str], name: str, case: Case) -> None:
     """Compare what all ranks have found with one process without a layout."""
-    expected = piped.by_hand(case)
-    for found in ranks:
-        assert found.losses == pytest.approx(expected.losses, rel=1e-5)
-        assert found.norms == pytest.approx(expected.norms, rel=1e-5)
-        assert found.evaluation == pytest.approx(expected.evaluation, rel=1e-5)
+    ranks.compare(name, piped.by_hand(case), rel=1e-5, rel_of_norms=1e-5)

@@ -16,8 +16,9 @@ from fedplat.pytorch.parallel import Layout, make_gradients
 from fedplat.pytorch.server import TrainingRun
 from fedplat.pytorch.server.layouts import find_layout
 from support.model_parallel import piped
-from support.model_parallel.piped import Case, Found
+from support.model_parallel.piped import Case, Measured
 from support.model_parallel.pool import TABLE, make_trainer
+from support.ranks.backends import backends
 from support.ranks.group import Zygote
 
 SHARDED = {
@@ -33,31 +34,20 @@ IN_TURN = {
 REFUSED = Case(layout="pipeline=4,schedule=gpipe", in_turn=True)
 
 
-@pytest.fixture(scope="module")
-def of_two(zygote: Zygote) -> dict[str, list[Found]]:
+@pytest.fixture(scope="module", params=backends(2))
+def of_two(request: pytest.FixtureRequest, zygote: Zygote) -> Measured[str]:
     """What two ranks have found."""
-    cases = SHARDED | IN_TURN | {"refused": REFUSED}
-    with zygote.group(2) as group:
-        return dict(zip(cases, piped.call(group, cases.values()), strict=True))
+    return piped.measure(zygote, 2, request.param, SHARDED | IN_TURN | {"refused": REFUSED})
 
 
 @pytest.mark.parametrize("name", SHARDED)
-def test_shards_in_turn_have_the_bits_of_two_ranks(of_two: dict[str, list[Found]], name: str) -> None:
-    [expected] = piped.in_turn(SHARDED[name])
-    found = of_two[name][0]
-    assert found.digest == expected.digest
-    assert found.losses == expected.losses
-    assert found.evaluation == pytest.approx(expected.evaluation, rel=1e-6)
+def test_shards_in_turn_have_the_bits_of_two_ranks(of_two: Measured[str], name: str) -> None:
+    of_two.compare_with_turns(name, SHARDED[name])
 
 
 @pytest.mark.parametrize("name", IN_TURN)
-def test_two_processes_compute_the_same_as_one(of_two: dict[str, list[Found]], name: str) -> None:
-    [expected] = piped.in_turn(IN_TURN[name])
-    found = of_two[name][0]
-    assert found.digest == expected.digest
-    assert found.losses == expected.losses
-    assert found.norms == pytest.approx(expected.norms)
-    assert found.evaluation == pytest.approx(expected.evaluation)
+def test_two_processes_compute_the_same_as_one(of_two: Measured[str], name: str) -> None:
+    of_two.compare_with_turns(name, IN_TURN[name])
 
 
 @pytest.mark.parametrize("name", ["short", "tensor"])
@@ -70,7 +60,7 @@ def test_one_process_computes_the_gradient_of_the_whole_batch(name: str) -> None
     assert found.evaluation == pytest.approx(expected.evaluation, rel=1e-5)
 
 
-def test_more_processes_than_parts_are_refused(of_two: dict[str, list[Found]]) -> None:
+def test_more_processes_than_parts_are_refused(of_two: Measured[str]) -> None:
     for found in of_two["refused"]:
         assert found.error.startswith("2 processes for a layout of 4 ranks with 1 parts; expected one for each rank")
 

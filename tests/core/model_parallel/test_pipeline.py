@@ -15,7 +15,8 @@ from fedplat.pytorch.parallel.divided_module import make_empty
 from fedplat.pytorch.parallel.stages import split_stages
 from fedplat.pytorch.training.learner import Learner
 from support.model_parallel import llama, piped
-from support.model_parallel.piped import Case, Found
+from support.model_parallel.piped import Case, Measured
+from support.ranks.backends import backends
 from support.ranks.group import RankError, Zygote
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
@@ -39,23 +40,23 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def of_two(zygote: Zygote) -> dict[str, list[Found]]:
+@pytest.fixture(scope="module", params=backends(2))
+def of_two(request: pytest.FixtureRequest, zygote: Zygote) -> Measured[str]:
     """What two ranks have found in all cases."""
-    with zygote.group(2) as group:
-        return dict(zip(CASES, piped.call(group, CASES.values()), strict=True))
+    return piped.measure(zygote, 2, request.param, CASES)
 
 
-@pytest.fixture(scope="module")
-def of_four(zygote: Zygote) -> dict[tuple[str, int], list[Found]]:
+@pytest.fixture(scope="module", params=backends(4))
+def of_four(request: pytest.FixtureRequest, zygote: Zygote) -> Measured[tuple[str, int]]:
     """What pipelines of four ranks have found, by schedule and number of micro-batches."""
-    keys = [(schedule, count) for schedule in SCHEDULES for count in (8, 16)]
-    cases = [
-        Case(layout=f"pipeline=4,schedule={schedule},micro_batches={count}", model="sequential", epochs=1)
-        for schedule, count in keys
-    ]
-    with zygote.group(4) as group:
-        return dict(zip(keys, piped.call(group, cases), strict=True))
+    cases = {
+        (schedule, count): Case(
+            layout=f"pipeline=4,schedule={schedule},micro_batches={count}", model="sequential", epochs=1
+        )
+        for schedule in SCHEDULES
+        for count in (8, 16)
+    }
+    return piped.measure(zygote, 4, request.param, cases)
 
 
 @pytest.fixture
@@ -69,42 +70,39 @@ def one_thread() -> Any:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "accumulate", "few rows", "frozen", "sequential", "recompute"])
 @pytest.mark.usefixtures("one_thread")
-def test_the_gradients_have_the_bits_of_one_process(of_two: dict[str, list[Found]], name: str) -> None:
-    expected, found = piped.by_hand(CASES[name]), of_two[name]
-    assert found[0].gradients.keys().isdisjoint(found[1].gradients)
-    assert found[0].gradients | found[1].gradients == expected.gradients
-    for each in found:
-        assert each.losses == pytest.approx(expected.losses, rel=1e-6)
-        assert each.evaluation == pytest.approx(expected.evaluation, rel=1e-6)
+def test_the_gradients_have_the_bits_of_one_process(of_two: Measured[str], name: str) -> None:
+    expected, (first, second) = piped.by_hand(CASES[name]), of_two[name]
+    assert first.gradients.keys().isdisjoint(second.gradients)
+    gradients = first.gradients | second.gradients
+    assert gradients.keys() == expected.gradients.keys()
+    if of_two.backend == "gloo":
+        assert gradients == expected.gradients
+    of_two.compare(name, expected)
 
 
 @pytest.mark.parametrize(
     "name", ["interleaved-1f1b", "zero-bubble", "fewer than stages", "fewer than ranks", "clipped"]
 )
 @pytest.mark.usefixtures("one_thread")
-def test_other_orders_of_the_sums_are_close(of_two: dict[str, list[Found]], name: str) -> None:
-    expected, found = piped.by_hand(CASES[name]), of_two[name]
-    for each in found:
-        assert each.losses == pytest.approx(expected.losses, rel=1e-6)
-        assert each.norms == pytest.approx(expected.norms, rel=1e-5)
-        assert each.evaluation == pytest.approx(expected.evaluation, rel=1e-6)
+def test_other_orders_of_the_sums_are_close(of_two: Measured[str], name: str) -> None:
+    of_two.compare(name, piped.by_hand(CASES[name]), rel_of_norms=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "stubborn"])
-def test_stages_in_turn_have_the_same_bits(of_two: dict[str, list[Found]], name: str) -> None:
-    [expected] = piped.in_turn(CASES[name])
-    assert of_two[name][0].digest == expected.digest
-    assert of_two[name][0].losses == expected.losses
+def test_stages_in_turn_have_the_same_bits(of_two: Measured[str], name: str) -> None:
+    of_two.compare_with_turns(name, CASES[name])
 
 
-def test_dropout_is_another_one_in_each_micro_batch_and_step(of_two: dict[str, list[Found]]) -> None:
-    [without] = piped.in_turn(msgspec.structs.replace(CASES["dropout"], model="llama"))
-    assert of_two["dropout"][0].losses[0] != pytest.approx(without.losses[0], rel=1e-4)
-    assert of_two["dropout"][0].digest == of_two["dropout, gpipe"][0].digest
-    assert of_two["dropout"][0].digest == of_two["dropout, recompute"][0].digest
+def test_dropout_is_another_one_in_each_micro_batch_and_step(of_two: Measured[str]) -> None:
+    [without] = piped.in_turn(msgspec.structs.replace(CASES["dropout"], model="llama"), backend=of_two.backend)
+    found = of_two["dropout"][0]
+    assert found.losses[0] != pytest.approx(without.losses[0], rel=1e-4)
+    for name in ("dropout, gpipe", "dropout, recompute"):
+        of_two.compare(name, found)
+        assert of_two.backend != "gloo" or of_two[name][0].digest == found.digest
 
 
-def test_a_forward_that_needs_removed_parts_is_refused_on_all_ranks(of_two: dict[str, list[Found]]) -> None:
+def test_a_forward_that_needs_removed_parts_is_refused_on_all_ranks(of_two: Measured[str]) -> None:
     for found in of_two["stubborn"]:
         assert found.error.startswith("stage 0 of 2 cannot compute by itself: Stubborn raises TypeError")
         assert "forward has to skip attributes that are None" in found.error
@@ -112,7 +110,7 @@ def test_a_forward_that_needs_removed_parts_is_refused_on_all_ranks(of_two: dict
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [8, 16])
-def test_the_bubble_is_that_of_the_formula(of_four: dict[tuple[str, int], list[Found]], count: int) -> None:
+def test_the_bubble_is_that_of_the_formula(of_four: Measured[tuple[str, int]], count: int) -> None:
     def bubble(schedule: str) -> float:
         stages = Parallel(pipeline=4, schedule=schedule, micro_batches=count).num_stages  # type: ignore[arg-type]
         return piped.measure_bubble([found.operations for found in of_four[schedule, count]], stages)
@@ -126,7 +124,7 @@ def test_the_bubble_is_that_of_the_formula(of_four: dict[tuple[str, int], list[F
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [8, 16])
-def test_few_micro_batches_are_in_flight(of_four: dict[tuple[str, int], list[Found]], count: int) -> None:
+def test_few_micro_batches_are_in_flight(of_four: Measured[tuple[str, int]], count: int) -> None:
     for stage, found in enumerate(of_four["gpipe", count]):
         assert piped.highest_in_flight(found.operations) == {stage: count}
     for stage, found in enumerate(of_four["1f1b", count]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -11,9 +12,10 @@ from torch import nn
 
 from fedplat.pytorch.distributed import join_group
 from fedplat.pytorch.parallel.divided_module import materialize
-from support.model_parallel import divided
+from support.model_parallel import divided, piped
 from support.model_parallel.divided import Case, Found
 from support.model_parallel.llama import LAYERS, WIDTH, Llama
+from support.ranks.backends import backends, bound
 from support.ranks.group import Zygote
 
 UNITS = LAYERS + 1
@@ -49,62 +51,73 @@ OF_FOUR = {
 }
 
 
-def measure(zygote: Zygote, count: int, cases: dict[str, Case], **environment: str) -> dict[str, list[Found]]:
+@dataclass(frozen=True)
+class Measured:
+    """What each rank of a group has found in each case."""
+
+    backend: str
+    cases: dict[str, list[Found]]
+
+    def __getitem__(self, name: str) -> list[Found]:
+        return self.cases[name]
+
+    def compare(self, name: str, expected: Found, on_cpus: float = 1e-5) -> None:
+        """Compare the losses of all ranks with those of one process."""
+        for found in self[name]:
+            assert found.losses == pytest.approx(expected.losses, abs=bound(self.backend, on_cpus))
+
+    def compare_bits(self, name: str, expected: Found) -> None:
+        """Compare the bits of rank 0, on CPUs."""
+        self.compare(name, expected)
+        if self.backend == "gloo":
+            assert (self[name][0].losses, self[name][0].digest) == (expected.losses, expected.digest)
+
+
+def measure(zygote: Zygote, count: int, backend: str, cases: dict[str, Case]) -> Measured:
     """Return what each rank of a group has found in each case."""
-    with zygote.group(count, **environment) as group:
+    with zygote.group(count, BACKEND=backend) as group:
         ranks = group.call("support.model_parallel.divided:run", cases=msgspec.to_builtins(list(cases.values())))
     found = [msgspec.convert(rank, list[Found]) for rank in ranks]
-    return {name: [rank[number] for rank in found] for number, name in enumerate(cases)}
+    return Measured(backend, {name: [rank[number] for rank in found] for number, name in enumerate(cases)})
 
 
-@pytest.fixture(scope="module")
-def of_two(zygote: Zygote) -> dict[str, list[Found]]:
+@pytest.fixture(scope="module", params=backends(2))
+def of_two(request: pytest.FixtureRequest, zygote: Zygote) -> Measured:
     """What two ranks have found."""
-    return measure(zygote, 2, OF_TWO)
+    return measure(zygote, 2, request.param, OF_TWO)
 
 
-@pytest.fixture(scope="module")
-def of_four(zygote: Zygote) -> dict[str, list[Found]]:
+@pytest.fixture(scope="module", params=backends(4))
+def of_four(request: pytest.FixtureRequest, zygote: Zygote) -> Measured:
     """What four ranks have found."""
-    return measure(zygote, 4, OF_FOUR)
+    return measure(zygote, 4, request.param, OF_FOUR)
 
 
-def reference(case: Case, logical_ranks: int = 0) -> Found:
+def reference(case: Case, logical_ranks: int = 0, backend: str = "gloo") -> Found:
     """Return what one process finds, with one thread as the ranks have."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with join_group("gloo") as ranks:
-            return divided.run_one(ranks, msgspec.structs.replace(case, layout="", measure=False), logical_ranks)
-    finally:
-        torch.set_num_threads(before)
+    with piped.alone(backend) as ranks:
+        return divided.run_one(ranks, msgspec.structs.replace(case, layout="", measure=False), logical_ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, case in OF_TWO.items() if case.model != "dropout"])
-def test_two_ranks_have_the_losses_of_one_process(of_two: dict[str, list[Found]], name: str) -> None:
+def test_two_ranks_have_the_losses_of_one_process(of_two: Measured, name: str) -> None:
     case = OF_TWO[name]
     expected = reference(msgspec.structs.replace(case, precision="fp32"))
-    bound = 5e-3 if case.precision == "bf16" else 1e-5
-    for found in of_two[name]:
-        assert found.losses == pytest.approx(expected.losses, abs=bound)
-        assert case.precision == "fp32" or found.losses != expected.losses
+    of_two.compare(name, expected, 5e-3 if case.precision == "bf16" else 1e-5)
+    assert case.precision == "fp32" or of_two[name][0].losses != expected.losses
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_FOUR)
-def test_four_ranks_have_the_losses_of_one_process(of_four: dict[str, list[Found]], name: str) -> None:
-    expected = reference(OF_FOUR[name])
-    for found in of_four[name]:
-        assert found.losses == pytest.approx(expected.losses, abs=1e-5)
+def test_four_ranks_have_the_losses_of_one_process(of_four: Measured, name: str) -> None:
+    of_four.compare(name, reference(OF_FOUR[name]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["shard", "dropout", "uneven", "adam"])
-def test_two_sharded_ranks_have_the_bits_of_two_parts_on_one_process(of_two: dict[str, list[Found]], name: str) -> None:
-    expected = reference(OF_TWO[name], logical_ranks=2)
-    assert of_two[name][0].losses == expected.losses
-    assert of_two[name][0].digest == expected.digest
+def test_two_sharded_ranks_have_the_bits_of_two_parts_on_one_process(of_two: Measured, name: str) -> None:
+    of_two.compare_bits(name, reference(OF_TWO[name], logical_ranks=2, backend=of_two.backend))
 
 
 @pytest.mark.slow
@@ -117,24 +130,24 @@ def test_two_sharded_ranks_have_the_bits_of_two_parts_on_one_process(of_two: dic
         ("recomputed dropout", "dropout"),
     ],
 )
-def test_how_parameters_are_kept_changes_no_bits(of_two: dict[str, list[Found]], name: str, other: str) -> None:
-    assert of_two[name][0].digest == of_two[other][0].digest
+def test_how_parameters_are_kept_changes_no_bits(of_two: Measured, name: str, other: str) -> None:
+    of_two.compare_bits(name, of_two[other][0])
 
 
 @pytest.mark.slow
-def test_offloaded_state_is_on_the_host(of_two: dict[str, list[Found]]) -> None:
+def test_offloaded_state_is_on_the_host(of_two: Measured) -> None:
     assert [found.devices for found in of_two["offloaded"]] == [["cpu"], ["cpu"]]
 
 
 @pytest.mark.slow
-def test_recomputation_keeps_fewer_bytes_for_the_backward_pass(of_two: dict[str, list[Found]]) -> None:
+def test_recomputation_keeps_fewer_bytes_for_the_backward_pass(of_two: Measured) -> None:
     for more, fewer in zip(of_two["measured"], of_two["recomputed"], strict=True):
         assert fewer.saved_bytes < more.saved_bytes / LAYERS  # what is left is the inputs of the blocks
 
 
 @pytest.mark.slow
 def test_sharded_ranks_have_their_parts_of_parameters_gradients_and_moments(
-    of_two: dict[str, list[Found]], of_four: dict[str, list[Found]]
+    of_two: Measured, of_four: Measured
 ) -> None:
     tensors = [each.numel() for each in Llama().parameters()]
     sizes = [each.shape[0] for each in Llama().parameters()]
@@ -152,7 +165,7 @@ def test_sharded_ranks_have_their_parts_of_parameters_gradients_and_moments(
 
 
 @pytest.mark.slow
-def test_tensor_ranks_have_their_parts_of_the_layers_of_the_plan(of_two: dict[str, list[Found]]) -> None:
+def test_tensor_ranks_have_their_parts_of_the_layers_of_the_plan(of_two: Measured) -> None:
     whole = {name: each.numel() for name, each in Llama().named_parameters()}
     cut = sum(n for name, n in whole.items() if ".attention." in name or ".ffn." in name)
     assert cut == LAYERS * (4 + 3 * 3) * WIDTH**2
@@ -161,12 +174,12 @@ def test_tensor_ranks_have_their_parts_of_the_layers_of_the_plan(of_two: dict[st
 
 
 @pytest.mark.slow
-def test_tensor_ranks_reduce_twice_in_each_pass_of_a_layer(of_two: dict[str, list[Found]]) -> None:
+def test_tensor_ranks_reduce_twice_in_each_pass_of_a_layer(of_two: Measured) -> None:
     assert [found.collectives for found in of_two["tensor"]] == 2 * [{"all_reduce": (2 + 2) * LAYERS}]
 
 
 @pytest.mark.slow
-def test_collectives_of_sharded_units(of_two: dict[str, list[Found]]) -> None:
+def test_collectives_of_sharded_units(of_two: Measured) -> None:
     """The outermost unit is gathered once: its backward pass begins when its forward pass ends."""
     for name, gathers in (("measured", 2 * UNITS - 1), ("gathered once", UNITS)):
         for found in of_two[name]:
@@ -202,18 +215,6 @@ def test_no_rank_needs_the_whole_model(zygote: Zygote, tmp_path: Path, layout: s
         assert "'layers.0.attention.wq.weight' has the shape no such tensor in the model and" in rank["error"]
 
 
-@pytest.mark.slow
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_have_the_losses_of_one_process(zygote: Zygote) -> None:
-    cases = {name: OF_TWO[name] for name in ("tensor", "sequence", "adam", "offloaded", "recomputed", "bf16")}
-    for name, ranks in measure(zygote, 2, cases, BACKEND="nccl").items():
-        case = cases[name]
-        expected = reference(msgspec.structs.replace(case, precision="fp32"))
-        for found in ranks:
-            assert found.losses == pytest.approx(expected.losses, abs=5e-3 if case.precision == "bf16" else 1e-4)
-
-
 def test_buffers_that_parts_share_keep_their_values() -> None:
     module = nn.ModuleList(nn.Linear(2, 2, device="meta") for _ in range(2))
     angles = torch.arange(3.0)
@@ -224,3 +225,10 @@ def test_buffers_that_parts_share_keep_their_values() -> None:
         assert not part.get_parameter("weight").is_meta
         assert part.get_buffer("angles").tolist() == [0.0, 1.0, 2.0]
         assert "angles" not in part.state_dict()
+
+
+def test_tensors_of_all_dtypes_reach_rank_0(zygote: Zygote) -> None:
+    with zygote.group(2) as group:
+        group.begin("support.model_parallel.divided:save_mixed")
+        assert group.result(1) == [False, False], "only the values of rank 0 are written"
+        assert group.result(0) == [True, True]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +127,36 @@ def test_a_checkpoint_of_another_training_is_refused(alone: Ranks, tmp_path: Pat
     other = TrainingState(trainee, torch.optim.SGD(trainee.parameters().values()), 8)
     with pytest.raises(ValueError, match="does not belong to this training"):
         made.restore(made.newest(), other)
+
+
+class Cancelled(Exception):
+    """The end of a training by its operator."""
+
+
+def test_a_cancelled_training_waits_for_its_files(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of the only checkpoint is not written before the training waits for it."""
+    is_awaited = threading.Event()
+    write, close = checkpoints.write_file, Checkpoints.close
+
+    def write_late(path: Path, parts: Any) -> None:
+        assert is_awaited.wait(60.0)
+        write(path, parts)
+
+    def let_write(self: Checkpoints) -> None:
+        is_awaited.set()
+        close(self)
+
+    def cancel(done: int, total: int) -> None:
+        if done == 3:
+            monkeypatch.setattr(Checkpoints, "close", let_write)
+            raise Cancelled
+
+    monkeypatch.setattr(checkpoints, "write_file", write_late)
+    try:
+        with pytest.raises(Cancelled):
+            scenarios.learned(alone, *scenarios.checkpointed(tmp_path, note=cancel))
+        assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step-000000000003"]
+    finally:
+        is_awaited.set()

@@ -223,6 +223,33 @@ def load_and_save(ranks: Ranks, path: str, layout: str) -> dict[str, Any]:
     return {"largest": largest.elements, "same": same, "error": error}
 
 
+def make_mixed() -> nn.Module:
+    """Create two layers; the second one has a tensor of each of several dtypes."""
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = nn.Parameter(second.weight.detach().bfloat16())
+    second.bias = nn.Parameter(second.bias.detach().double())
+    second.register_buffer("counter", torch.tensor([7]))
+    return nn.Sequential(first, second)
+
+
+def save_mixed(ranks: Ranks) -> list[bool]:
+    """Load and save a model with a layer on each rank: from a file with its dtypes, and from one with others.
+
+    Return whether the values on rank 0 are the same.
+    """
+    learner = Learner(model=make_mixed)
+    place, own = make_layout(ranks, Parallel(pipeline=2)), learner.initial(3)
+    narrow = {name: own[name].astype(np.float16 if name.startswith("0.") else np.float32) for name in own}
+    same: list[bool] = []
+    for model in (own, Parameters.from_arrays(narrow | {"1.counter": own["1.counter"]})):
+        trainee = ParallelTrainee(learner, place, ParallelPlan(stages=("*",)))
+        trainee.load(model, ClientState())
+        result = Parameters.from_arrays({name: np.zeros_like(values) for name, values in model.items()})
+        trainee.save(result, ClientState())
+        same.append(result == model)
+    return same
+
+
 def train_all(ranks: Ranks, layouts: list[str]) -> list[dict[str, Any]]:
     """Train as clients do, by FedProx, in each layout."""
     return [train_with_algorithm(ranks, layout, {"algorithm": "fedprox", "mu": 0.1}) for layout in layouts]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -20,7 +22,7 @@ from fedplat.client_state import ClientState
 from fedplat.errors import TrainingError
 from fedplat.parallel import Parallel
 from fedplat.pytorch.convert import load_into
-from fedplat.pytorch.distributed import Ranks, join_group
+from fedplat.pytorch.distributed import Backend, Ranks, join_group
 from fedplat.pytorch.parallel import Layout, ParallelPlan, ParallelTrainee, evaluate_parts, make_gradients, make_layout
 from fedplat.pytorch.parallel.norms import clip_gradients
 from fedplat.pytorch.parallel.scores import sum_scores
@@ -29,9 +31,11 @@ from fedplat.pytorch.training.learner import Learner
 from fedplat.pytorch.training.losses import make_loss
 from fedplat.pytorch.training.stepper import StepAlgorithm, Stepper
 from support.model_parallel import llama
-from support.ranks.group import RankGroup
+from support.ranks.backends import bound
+from support.ranks.group import RankGroup, Zygote
 
 RATE, SEED = 0.5, 7
+Key = TypeVar("Key")
 COSTS = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
 
 
@@ -59,6 +63,32 @@ class Found(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Kind, stage and micro-batch of the operations of the last step."""
     evaluation: dict[str, float] = {}
     error: str = ""
+
+
+@dataclass(frozen=True)
+class Measured(Generic[Key]):
+    """What each rank of a group has found in each case."""
+
+    backend: str
+    cases: dict[Key, list[Found]]
+
+    def __getitem__(self, key: Key) -> list[Found]:
+        return self.cases[key]
+
+    def compare(self, key: Key, expected: Found, rel: float = 1e-6, rel_of_norms: float = 1e-6) -> None:
+        """Compare what all ranks have found with one process."""
+        for found in self[key]:
+            assert found.losses == pytest.approx(expected.losses, rel=bound(self.backend, rel))
+            assert found.norms == pytest.approx(expected.norms, rel=bound(self.backend, rel_of_norms))
+            assert found.evaluation == pytest.approx(expected.evaluation, rel=bound(self.backend, rel))
+
+    def compare_with_turns(self, key: Key, case: Case, rel: float = 1e-6) -> None:
+        """Compare with a process that computes all ranks in turn; the bits of CPUs are the same."""
+        [expected] = in_turn(case, backend=self.backend)
+        self.compare(key, expected, rel)
+        if self.backend == "gloo":
+            assert self[key][0].digest == expected.digest
+            assert self[key][0].losses == expected.losses
 
 
 class Stubborn(llama.Llama):
@@ -130,6 +160,12 @@ def schedule_of(case: Case, num_examples: int) -> StepSchedule:
         learning_rate=RATE, batch_size=case.batch_size, epochs=case.epochs, accumulate=case.accumulate
     )
     return StepSchedule(num_examples=num_examples, options=options, seed=SEED)
+
+
+def measure(zygote: Zygote, count: int, backend: str, cases: Mapping[Key, Case]) -> Measured[Key]:
+    """What the ranks of a new group find in all cases."""
+    with zygote.group(count, BACKEND=backend) as group:
+        return Measured(backend, dict(zip(cases, call(group, cases.values()), strict=True)))
 
 
 def call(group: RankGroup, cases: Iterable[Case]) -> list[list[Found]]:
@@ -228,7 +264,7 @@ def digests(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
     """The digest of each gradient that is whole on this rank."""
     whole = {name: each.grad for name, each in parameters.items() if not isinstance(each, DTensor)}
     return {
-        name: hashlib.sha256((gradient + 0.0).numpy().tobytes()).hexdigest()  # not of the sign of a zero
+        name: hashlib.sha256((gradient + 0.0).cpu().numpy().tobytes()).hexdigest()  # not of the sign of a zero
         for name, gradient in whole.items()
         if gradient is not None
     }
@@ -243,20 +279,20 @@ def end_with_a_failure(ranks: Ranks, layout: str) -> None:
 
 
 @contextmanager
-def alone() -> Generator[Ranks]:
+def alone(backend: str = "gloo") -> Generator[Ranks]:
     """This process, as a group of its own, with as many threads as a rank."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with join_group("gloo") as ranks:
+        with join_group(cast(Backend, backend)) as ranks:
             yield ranks
     finally:
         torch.set_num_threads(before)
 
 
-def in_turn(*cases: Case) -> list[Found]:
+def in_turn(*cases: Case, backend: str = "gloo") -> list[Found]:
     """The cases in this process, which computes all ranks in turn."""
-    with alone() as ranks:
+    with alone(backend) as ranks:
         return [run_one(ranks, msgspec.structs.replace(case, in_turn=True)) for case in cases]
 
 

@@ -21,7 +21,8 @@ from fedplat.pytorch.distributed.shared_memory import share_vector
 from fedplat.pytorch.parallel.parts import divide
 from fedplat.pytorch.server import ServerTrainer, TrainingRun
 
-TABLE: dict[str, Any] = {"trainer": "t", "batch_size": 2, "learning_rate": 0.1, "method": "hogwild"}
+DISJOINT_TABLE: dict[str, Any] = {"batch_size": 2, "learning_rate": 0.1, "method": "hogwild"}
+TABLE: dict[str, Any] = {"trainer": "t", **DISJOINT_TABLE}
 NUM_EXAMPLES, NUM_RANKS, WIDTH = 321, 2, 6
 VICTIM, KILLED_AT = 1, 37
 

@@ -1,0 +1,29 @@
+"""The libraries that carry tensors between the ranks of a test: Gloo on CPUs, and NCCL where each rank has a GPU.
+
+On CPUs the tests compare bits. GPUs add in other orders than CPUs, and some of their kernels in another one each time,
+so there the results have to be close.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+
+def on_gpus(count: int) -> list[pytest.MarkDecorator]:
+    """The marks of a test that needs a GPU for each of `count` ranks."""
+    found = torch.cuda.device_count()
+    reason = f"needs {count} CUDA devices, one for each rank; there are {found}"
+    return [pytest.mark.gpu, pytest.mark.skipif(found < count, reason=reason)]
+
+
+def backends(count: int) -> list[Any]:
+    """The parameters of a fixture with `count` ranks, which exists once for each library."""
+    return ["gloo", pytest.param("nccl", marks=on_gpus(count))]
+
+
+def bound(backend: str, on_cpus: float) -> float:
+    """The largest difference of losses: that of the CPUs, or a larger one."""
+    return on_cpus if backend == "gloo" else max(on_cpus, 1e-4)
