@@ -8,7 +8,14 @@ from typing import Annotated, Literal, cast
 import msgspec
 from msgspec import Meta
 
-from fedplat.aggregate import LOCAL_ALGORITHM, LOCAL_ALGORITHMS, LocalAlgorithm, LocalAlgorithmOptions, LocalSgd
+from fedplat.aggregate import (
+    LOCAL_ALGORITHM,
+    LOCAL_ALGORITHMS,
+    LocalAlgorithm,
+    LocalAlgorithmOptions,
+    LocalEasgd,
+    LocalSgd,
+)
 from fedplat.aggregate import options as ranges
 from fedplat.errors import JobFileError
 from fedplat.plugins import BUILTIN, Plugins, build_checked, name_of
@@ -28,6 +35,9 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     batch_size: Annotated[int, Meta(ge=0, le=1_000_000_000)]
     """Examples of a batch; 0 for all of them."""
     learning_rate: Annotated[float, Meta(gt=0.0, le=1e30)]
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    keep_optimizer: bool = False
+    """True if the optimizer continues with its state of the client's previous training, which is client state."""
     momentum: ranges.Decay = 0.0
     weight_decay: ranges.Coefficient = 0.0
     max_grad_norm: ranges.Coefficient = 0.0
@@ -55,7 +65,7 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ranges.check(self)
         if not self.batch_size and self.accumulate > 1:
             raise ValueError(f"accumulate = {self.accumulate}: expected 1 if a batch is all data (batch_size = 0)")
-        for mistake in (*self._private_mistakes(), *self._algorithm_mistakes()):
+        for mistake in (*self._private_mistakes(), *self._optimizer_mistakes(), *self._algorithm_mistakes()):
             raise ValueError(mistake)
 
     @classmethod
@@ -111,9 +121,25 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """True if the algorithm is one of fedplat."""
         return type(self.algorithm) in LOCAL_ALGORITHMS.values()
 
+    @property
+    def num_steps(self) -> int:
+        """The number of local steps of each training, or 0 for those of `epochs`."""
+        return self.algorithm.tau if isinstance(self.algorithm, LocalEasgd) else 0
+
+    def _optimizer_mistakes(self) -> Iterator[str]:
+        if self.optimizer != "sgd" and self.momentum:
+            yield f'momentum = {self.momentum:g}: expected 0 with optimizer = "{self.optimizer}", which has its own'
+
     def _algorithm_mistakes(self) -> Iterator[str]:
         """Yield why the algorithm cannot be used with the other options, each message beginning with a key."""
+        if isinstance(self.algorithm, LocalEasgd):
+            yield from self._elastic_mistakes(self.algorithm)
         algorithm = self.build_algorithm()
+        if self.optimizer != "sgd" and algorithm.needs_control:
+            yield (
+                f'optimizer = "{self.optimizer}": expected "sgd" with algorithm = "{self.algorithm_name}", whose '
+                "control variates are means of the gradients of its steps"
+            )
         if self.is_private and (algorithm.make_loss is not None or algorithm.perturb is not None):
             what = "its own loss" if algorithm.make_loss is not None else "gradients at other weights"
             yield (
@@ -124,6 +150,19 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             yield (
                 f'precision = "fp16": expected "fp32" or "bf16" with algorithm = "{self.algorithm_name}", whose '
                 "offsets would depend on the scale of the gradients"
+            )
+
+    def _elastic_mistakes(self, elastic: LocalEasgd) -> Iterator[str]:
+        alpha = self.learning_rate * elastic.rho
+        if alpha > 1.0:
+            yield (
+                f"rho = {elastic.rho:g}: with the learning rate {self.learning_rate:g} a client would move "
+                f"{alpha:g} of its way to the centre, so beyond it; expected at most {1 / self.learning_rate:g}"
+            )
+        if elastic.tau and self.epochs != 1:
+            yield (
+                f"tau = {elastic.tau}: it is the number of local steps, and epochs = {self.epochs} asks for another; "
+                "expected epochs = 1 with tau, or tau = 0"
             )
 
     def _private_mistakes(self) -> Iterator[str]:
@@ -168,6 +207,8 @@ def read_algorithm(config: Mapping[str, Scalar], plugins: Plugins = BUILTIN) -> 
                 "training; expected another name"
             )
     for other, builtin in LOCAL_ALGORITHMS.items():
+        if builtin is LocalEasgd:
+            continue  # its rule demands the algorithm, and other trainings have keys of these names
         for key in cast(type[msgspec.Struct], builtin).__struct_fields__:
             if config.get(key) and key not in record.__struct_fields__:
                 raise JobFileError(

@@ -30,7 +30,7 @@ from fedplat.aggregate.algebra import (
 )
 from fedplat.aggregate.clip import clip_by_norm
 from fedplat.aggregate.downlink import compress_step, seed_of
-from fedplat.aggregate.easgd import Easgd
+from fedplat.aggregate.easgd import Easgd, LocalEasgd
 from fedplat.aggregate.fedadagrad import FedAdagrad, server_adagrad
 from fedplat.aggregate.fedadam import FedAdam, server_adam
 from fedplat.aggregate.fedasync import FedAsync
@@ -47,7 +47,9 @@ from fedplat.aggregate.local import (
     LocalEnding,
     LocalFedProx,
     LocalSgd,
+    LocalStart,
     LossContext,
+    StartContext,
     UpdateDirection,
 )
 from fedplat.aggregate.mean import restrict_to_mean, weighted_mean
@@ -123,7 +125,7 @@ class LocalAlgorithmOptions(Protocol):
 
 
 LOCAL_ALGORITHMS: Mapping[str, type[LocalAlgorithmOptions]] = by_name(
-    LocalSgd, LocalFedProx, LocalScaffold, LocalFedDyn
+    LocalSgd, LocalFedProx, LocalScaffold, LocalFedDyn, LocalEasgd
 )
 """The options record of each built-in local algorithm, by its name in a job file."""
 
@@ -158,11 +160,13 @@ __all__ = [
     "FlowerStrategy",
     "LocalAlgorithm",
     "LocalAlgorithmOptions",
+    "LocalEasgd",
     "LocalEnding",
     "LocalFedDyn",
     "LocalFedProx",
     "LocalScaffold",
     "LocalSgd",
+    "LocalStart",
     "LossContext",
     "Partial",
     "PartialSummary",
@@ -173,6 +177,7 @@ __all__ = [
     "RuleOptions",
     "Scaffold",
     "Shard",
+    "StartContext",
     "State",
     "UpdateDirection",
     "Wrapper",

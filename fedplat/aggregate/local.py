@@ -7,11 +7,14 @@ last step the algorithm returns the client's next state and the arrays that the 
 
 An algorithm may also replace the loss of the steps (`make_loss`), and the weights at which their gradients are computed
 (`perturb`). These two need autograd, so they are functions of torch modules and tensors.
+
+An algorithm whose clients have models of their own (`start`) begins elsewhere than at the received version, and reports
+what it exchanges with that version instead of how far the steps went.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -39,7 +42,8 @@ class UpdateDirection:
     """The result of local training, `displacement` = w₀ - w, made by steps of `learning_rate`.
 
     `steps` is the total weight of their gradients: their number, except with momentum or pull (`effective_steps`).
-    `weights` are the trained weights w of an algorithm with an own loss; empty otherwise.
+    `weights` are the trained weights w of an algorithm with an own loss, and all floating-point tensors of the client's
+    model after the training of an algorithm with an own start; empty otherwise.
     """
 
     displacement: Arrays
@@ -54,6 +58,34 @@ class LocalEnding:
 
     remember: Arrays = field(default_factory=dict[str, Any])
     update: Arrays = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class StartContext:
+    """The received version and the client state, from which `start` finds where a client's training begins.
+
+    `received` are the version's floating-point tensors by name, without control variates; `trained` are the names of
+    those that the steps train. `learning_rate` is that of the round.
+    """
+
+    received: Arrays
+    remembered: Arrays
+    trained: Collection[str]
+    learning_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStart:
+    """The start of a client with a model of its own.
+
+    `weights` are its values of all `received` tensors. `exchange` has the same names: the client reports it as its
+    update, in place of the displacement, and loses it. The first gradient is that at `weights`; trained tensors lose
+    the exchange with the first step, the others before it. `metrics` are added to the report.
+    """
+
+    weights: Arrays
+    exchange: Arrays
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 LossFunction: TypeAlias = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -97,6 +129,10 @@ class LocalAlgorithm:
     parameters, and returns offsets, by name, for some or all of them: the step then uses the gradients at the weights
     plus the offsets, on the same examples.
 
+    With `start(context)` the training begins at the client's own model, and the update is the exchange that it returns;
+    w₀ stays the received version. With `nesterov` the momentum of SGD is Nesterov's, and with `keeps_optimizer` the
+    optimizer continues with its state of the client's previous training.
+
     >>> LocalAlgorithm(lambda control, remembered: Correction(pull=0.1)).begin({}, {}).pull
     0.1
     """
@@ -107,6 +143,9 @@ class LocalAlgorithm:
     make_loss: Callable[[LossContext], LossFunction] | None = None
     loss_is_mean: bool = False
     perturb: Callable[[Arrays], Arrays] | None = None
+    start: Callable[[StartContext], LocalStart] | None = None
+    nesterov: bool = False
+    keeps_optimizer: bool = False
 
 
 class LocalSgd(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="algorithm", tag="sgd"):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fedplat import aggregate, codecs, modes
-from fedplat.job import privacy_checks, secure_checks
+from fedplat.aggregate.easgd import NAME as EASGD
+from fedplat.job import elastic_checks, privacy_checks, secure_checks
 from fedplat.job.pool import PoolOptions, ServerLearning, ServerStep
 from fedplat.job.sections import Compression, Evaluation, Updates
 from fedplat.job.secure_checks import RULES_ON_MEAN
@@ -57,6 +58,13 @@ def _check_rule(spec: JobTables, rule: aggregate.Rule) -> None:
         raise ValueError(
             f'aggregation.rule = "{name}": clients must run their part of it; expected [config] algorithm = '
             f'"{algorithm}"'
+        )
+    if algorithm == EASGD:
+        elastic_checks.check_elastic(spec)
+    elif spec.config.get("algorithm") == EASGD:
+        raise ValueError(
+            f'config.algorithm = "{EASGD}": clients report what they exchange with the centre, and the rule "{name}" '
+            f'would take it for their progress; expected [aggregation] rule = "{EASGD}"'
         )
 
 

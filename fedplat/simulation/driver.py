@@ -98,8 +98,7 @@ class Driver:
         self._rng, self._tokens = coordinator_rng(seed), Tokens()
         self._deadline_at = np.inf
         self._idle = IdleClients(fleet, spec, _rng(seed, _CLIENTS))
-        load = Load(float(spec.config.get("epochs", 1)), spec.config.get("partial_work") is True)
-        self._planner = Planner(fleet, load, int(_rng(seed, _PLANS).integers(2**63)))
+        self._planner = Planner(fleet, Load.from_config(spec.config), int(_rng(seed, _PLANS).integers(2**63)))
         self._steps: StepPlanner | None = None
         if spec.secure_aggregation is not None:
             drop_outs = int(_rng(seed, _DROP_OUTS).integers(2**63))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 
@@ -81,6 +82,18 @@ def test_late_and_refused_updates_are_forgotten(job: Job, reason: model_pb2.Reas
     job.work()
     job.fleet.receipts = [MERGED, refusal, refusal]  # what became of the first; the second; the same again
     assert [job.work(), job.work()] == [1, 1]
+
+
+def test_what_is_valid_waits_until_the_server_has_told(job: Job) -> None:
+    """The answer to the report was lost, though the server has merged the update."""
+    job.work()
+    job.fleet.failures["Report"] = [grpc.StatusCode.UNAVAILABLE] * 3
+    job.work()
+    (failure,) = job.fleet.requests["Fail"]
+    assert failure.reason == model_pb2.REASON_TRANSFER_FAILED
+    assert "the server did not report whether it has merged the last update" in failure.text
+    assert job.counts == [0]  # nothing was trained
+    assert [job.work(), job.work()] == [1, 2]
 
 
 def test_an_evaluation_looks_and_settles_nothing(job: Job) -> None:

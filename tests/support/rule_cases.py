@@ -60,7 +60,7 @@ def fedavgm(o: Any, deltas: Iterator[Wide]) -> Iterator[Wide]:
     velocity = np.zeros(SIZE)
     for delta in deltas:
         velocity = o.momentum * velocity + delta
-        yield o.learning_rate * velocity
+        yield o.learning_rate * (delta + o.momentum * velocity if o.nesterov else velocity)
 
 
 def adaptive(second_moment: Callable[[Any, Wide, Wide], Wide]) -> Reference:
@@ -101,8 +101,8 @@ def divided_by_number(rate: str) -> Reference:
     return reference
 
 
-def easgd(o: Any, deltas: Iterator[Wide]) -> Iterator[Wide]:
-    return (o.moving_rate * delta for delta in deltas)
+def easgd(o: Any, rounds: list[Updates]) -> Iterator[Wide]:
+    return (weighted(updates, lambda u, c: u) for updates in rounds)
 
 
 def scaffold(o: Any, rounds: list[Updates]) -> Iterator[Wide]:
@@ -124,7 +124,9 @@ def feddyn(o: Any, rounds: list[Updates]) -> Iterator[Wide]:
 CASES = {
     "fedavg": Case({"learning_rate": 0.7}, {"learning_rate": BAD_RATE}, on_means(fedavg)),
     "fedavgm": Case(
-        {"learning_rate": 0.5, "momentum": 0.8}, {"learning_rate": BAD_RATE, "momentum": BAD_DECAY}, on_means(fedavgm)
+        {"learning_rate": 0.5, "momentum": 0.8, "nesterov": True},
+        {"learning_rate": BAD_RATE, "momentum": BAD_DECAY, "nesterov": (1, "yes", None)},
+        on_means(fedavgm),
     ),
     "fedadam": Case(
         {"learning_rate": 0.03, "beta1": 0.8, "beta2": 0.95, "tau": 0.01},
@@ -153,7 +155,7 @@ CASES = {
     ),
     "fedbuff": Case({"learning_rate": 0.7}, {"learning_rate": BAD_RATE}, divided_by_number("learning_rate")),
     "fedasync": Case({"mixing": 0.7}, {"mixing": BAD_PART}, divided_by_number("mixing")),
-    "easgd": Case({"moving_rate": 0.7}, {"moving_rate": BAD_PART}, on_means(easgd)),
+    "easgd": Case({}, {}, easgd),
     "scaffold": Case(
         {"num_clients": 10, "learning_rate": 0.7}, {"num_clients": BAD_COUNT, "learning_rate": BAD_RATE}, scaffold
     ),

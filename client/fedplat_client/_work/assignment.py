@@ -149,7 +149,7 @@ class AssignmentWorker:
             exchange.check_model(base)
         merged = make_merge_check(self.connection, self.options, control)
         training = assignment.task != fleet_pb2.TASK_EVALUATE
-        client_state = self.client_states.open(assignment.job_id, merged, training=training)
+        client_state = self._open_client_state(assignment.job_id, merged, training=training)
         with span("train" if training else "evaluate"):
             result = run(self._task(assignment, working, client_state, control))
         request = fleet_pb2.ReportRequest(
@@ -225,6 +225,17 @@ class AssignmentWorker:
             return options_from_text(assignment.uplink, self.plugins) if assignment.uplink else None
         except CodecError as exc:
             raise AssignmentFailedError(model_pb2.REASON_UNKNOWN_CODEC, str(exc)) from exc
+
+    def _open_client_state(self, job_id: str, merged: WasMerged, *, training: bool) -> ClientState:
+        """Return the client state of a job; its files are unchanged until the server reports which is valid."""
+        try:
+            return self.client_states.open(job_id, merged, training=training)
+        except ServerUnavailableError as exc:
+            raise AssignmentFailedError(
+                model_pb2.REASON_TRANSFER_FAILED,
+                f"the server did not report whether it has merged the last update, and so which client state is valid: "
+                f"{exc}",
+            ) from exc
 
     def _stage_client_state(
         self, assignment: fleet_pb2.Assignment, content: Content, client_state: ClientState

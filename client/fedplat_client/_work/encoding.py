@@ -14,6 +14,7 @@ from fedplat.wire.v1 import fleet_pb2
 from fedplat_client._state.residuals import Residuals
 from fedplat_client._state.two_phase import SentReport, WasMerged
 from fedplat_client._work.transfer import Content
+from fedplat_client.errors import ServerUnavailableError
 
 _logger = logging.getLogger(__name__)
 
@@ -58,8 +59,20 @@ def _encode_with_feedback(
 ) -> Content | None:
     """Return None if the new residual exceeds the size limit; the stored residual then stays."""
     size, name = format.schema.num_floating, hashlib.sha256(format.prefix).hexdigest()
-    residual = residuals.load(assignment.job_id, name, size, merged)
+    residual = residuals.load(assignment.job_id, name, size, _or_unknown(merged))
     pieces, left_out = format.encode_with_feedback(update, residual, np.random.default_rng(seed))
     content = Content.merge_parts(pieces)
     sent = SentReport(assignment.token, content.digest)
     return content if residuals.stage(assignment.job_id, name, sent, left_out) else None
+
+
+def _or_unknown(merged: WasMerged) -> WasMerged:
+    """Count an update as not merged if the server does not answer: a lost residual only slows a codec down."""
+
+    def was_merged(sent: SentReport) -> bool:
+        try:
+            return merged(sent)
+        except ServerUnavailableError:
+            return False
+
+    return was_merged

@@ -16,7 +16,10 @@ _MERGE_CHECK_ATTEMPTS = 3
 
 
 def make_merge_check(connection: Connection, options: ClientOptions, control: Control) -> WasMerged:
-    """Return a function that queries the server, once per report, whether it was merged. It raises `Cancelled`."""
+    """Return a function that queries the server, once per report, whether it was merged.
+
+    It raises `Cancelled`, and `ServerUnavailableError` if the server does not answer.
+    """
 
     @functools.cache
     def was_merged(sent: SentReport) -> bool:
@@ -24,7 +27,10 @@ def make_merge_check(connection: Connection, options: ClientOptions, control: Co
         request = fleet_pb2.ReportRequest(token=sent.token, digest=sent.digest)
         try:
             answer = retry(lambda: connection.report(request), options, control.signal, attempts=_MERGE_CHECK_ATTEMPTS)
-        except (CallRefusedError, ServerUnavailableError):
+        except ServerUnavailableError:
+            control.signal.check()
+            raise
+        except CallRefusedError:
             control.signal.check()
             return False
         return answer.HasField("receipt")

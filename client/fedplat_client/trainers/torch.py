@@ -143,7 +143,8 @@ class TorchTrainer:
         if make is None:
             return training.LocalOptions.from_config(task.config, task.plugins), None
         # A custom optimizer need not have a learning rate.
-        options = training.LocalOptions.from_config({"learning_rate": 1.0, **task.config}, task.plugins)
+        config = {"learning_rate": 1.0, **{key: value for key, value in task.config.items() if key != "optimizer"}}
+        options = training.LocalOptions.from_config(config, task.plugins)
         return options, lambda parameters: make(parameters, task.config)
 
     def _choose_strategy(self, task: Task, options: training.LocalOptions) -> AbstractContextManager[TrainingStrategy]:

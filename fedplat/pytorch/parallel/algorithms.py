@@ -30,5 +30,7 @@ def _reasons(options: LocalOptions, algorithm: LocalAlgorithm) -> Iterator[str]:
         yield "has its own loss"
     if algorithm.perturb is not None:
         yield "uses gradients at other weights"
+    if options.keep_optimizer:
+        yield "keeps the state of its optimizer (keep_optimizer = true)"
     if options.build_algorithm().end is not LocalAlgorithm().end:
         yield "has client state, or adds to the update"

@@ -20,8 +20,10 @@ from fedplat.aggregate.local import (
     Correction,
     LocalAlgorithm,
     LocalEnding,
+    LocalStart,
     LossContext,
     LossFunction,
+    StartContext,
     UpdateDirection,
 )
 from fedplat.errors import PluginError
@@ -77,7 +79,25 @@ def guard(algorithm: LocalAlgorithm, key: str) -> LocalAlgorithm:
         end=end,
         make_loss=_guard_loss(algorithm.make_loss, key) if algorithm.make_loss is not None else None,
         perturb=_guard_perturb(algorithm.perturb, key) if algorithm.perturb is not None else None,
+        start=_guard_start(algorithm.start, key) if algorithm.start is not None else None,
     )
+
+
+def _guard_start(begin: Callable[[StartContext], LocalStart], key: str) -> Callable[[StartContext], LocalStart]:
+    def start_checked(context: StartContext) -> LocalStart:
+        shapes = {name: tensor.shape for name, tensor in context.received.items()}
+        with wrap_errors(f"{key}: start()"):
+            start: Any = begin(context)
+        _expect(start, LocalStart, f"{key}: start()")
+        for what, arrays in (("the weights", start.weights), ("the exchange", start.exchange)):
+            _check_arrays(f"{key}: start(): {what}", arrays)
+            for name, array in arrays.items():
+                _check_shape(f"{key}: start(): {what}", name, array, shapes)
+            if missing := shapes.keys() - arrays.keys():
+                raise PluginError(f"{key}: start(): {what} lack {min(missing)!r}; expected all received tensors")
+        return cast(LocalStart, start)
+
+    return start_checked
 
 
 def _guard_loss(make: Callable[[LossContext], LossFunction], key: str) -> Callable[[LossContext], LossFunction]:

@@ -61,7 +61,7 @@ class StepSchedule:
     @property
     def num_steps(self) -> int:
         """Total number of steps."""
-        whole = self.options.epochs * self.steps_per_epoch
+        whole = self.options.num_steps or self.options.epochs * self.steps_per_epoch
         return max(1, math.floor(self.fraction * whole + 1e-9))
 
     def steps(self) -> Iterator[Indices]:

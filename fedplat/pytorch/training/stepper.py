@@ -12,6 +12,8 @@ from torch import nn
 
 from fedplat.aggregate.local import Arrays, Correction, LossFunction
 from fedplat.local_options import LocalOptions
+from fedplat.model import Parameters
+from fedplat.pytorch.training import kept_optimizer
 from fedplat.pytorch.training.sgd import Sgd
 
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -32,24 +34,27 @@ class _PlainSgd:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], sgd: Sgd) -> None:
         self.param_groups: list[dict[str, Any]] = [{"params": list(parameters.values())}]
-        self._parameters, self._sgd = parameters, sgd
+        self._parameters, self.sgd = parameters, sgd
 
     def step(self) -> None:
         gradients = {name: each.grad for name, each in self._parameters.items() if each.grad is not None}
-        self._sgd.step(self._parameters, gradients)
+        self.sgd.step(self._parameters, gradients)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepAlgorithm:
     """What a local algorithm computes in each step: the loss, the offsets and the correction of the gradients.
 
-    `start` are the initial weights, by name, of the parameters that the correction applies to.
+    `start` are the initial weights, by name, of the parameters that the correction applies to. The weights lose
+    `exchange` with the first step. `nesterov` is for the momentum of SGD.
     """
 
     loss: LossFunction
     correction: Correction = dataclasses.field(default_factory=Correction)
     start: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict[str, torch.Tensor])
     perturb: Callable[[Arrays], Arrays] | None = None
+    exchange: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict[str, torch.Tensor])
+    nesterov: bool = False
 
 
 class Stepper:
@@ -73,8 +78,14 @@ class Stepper:
         if make_optimizer is not None:
             self._optimizer = cast(_Optimizer, make_optimizer(parameters.values()))
         else:
-            sgd = Sgd(learning_rate=learning_rate, momentum=options.momentum, weight_decay=options.weight_decay)
+            sgd = Sgd(
+                learning_rate=learning_rate,
+                momentum=options.momentum,
+                weight_decay=options.weight_decay,
+                nesterov=algorithm.nesterov and options.momentum > 0.0,
+            )
             self._optimizer = _PlainSgd(parameters, sgd)
+        self._exchange = algorithm.exchange
 
     @property
     def perturbs(self) -> bool:
@@ -143,7 +154,33 @@ class Stepper:
             done = self._scaler.get_scale() >= scale
         for parameter in self._parameters.values():
             parameter.grad = None
+        self._lose_exchange()
         return done
+
+    def restore(self, stored: Parameters | None) -> None:
+        """Continue with the state of an optimizer that `pack` returned, before the first step."""
+        if stored is not None:
+            kept_optimizer.restore_state(self._state_owner, self._parameters, stored)
+        if isinstance(self._optimizer, _PlainSgd):
+            self._optimizer.sgd.look_ahead(self._parameters)
+
+    def pack(self) -> Parameters:
+        """Return the state of the optimizer, after the last step. Raises `ValueError` if it cannot be stored."""
+        if isinstance(self._optimizer, _PlainSgd):
+            self._optimizer.sgd.look_ahead(self._parameters, -1.0)
+        return kept_optimizer.pack_state(self._state_owner, self._parameters)
+
+    @property
+    def _state_owner(self) -> torch.optim.Optimizer | Sgd:
+        if isinstance(self._optimizer, _PlainSgd):
+            return self._optimizer.sgd
+        return cast(torch.optim.Optimizer, self._optimizer)
+
+    def _lose_exchange(self) -> None:
+        with torch.no_grad():
+            for name, part in self._exchange.items():
+                self._parameters[name].sub_(part)
+        self._exchange = {}
 
     def _correct(self) -> None:
         if self._max_norm:

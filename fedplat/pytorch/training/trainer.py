@@ -11,11 +11,13 @@ from fedplat.client_state import ClientState
 from fedplat.errors import ModelError
 from fedplat.model import Parameters
 from fedplat.pytorch import convert as backend
+from fedplat.pytorch.training import kept_optimizer
 from fedplat.pytorch.training.algorithm import build_guarded_algorithm, check_drift
 from fedplat.pytorch.training.examples import Examples
 from fedplat.pytorch.training.learner import Trainee, use_seed
 from fedplat.pytorch.training.losses import make_own_loss
 from fedplat.pytorch.training.metrics import Scores
+from fedplat.pytorch.training.own_start import OwnStart
 from fedplat.pytorch.training.schedule import Indices, StepSchedule
 from fedplat.pytorch.training.stepper import StepAlgorithm, Stepper
 from fedplat.pytorch.training.work import LocalTraining
@@ -25,6 +27,8 @@ _EVALUATION_BATCH_SIZE = 256
 
 def train(trainee: Trainee, parameters: Parameters, work: LocalTraining) -> Mapping[str, float]:
     """Train the job's model in place, and store the client state; return the metrics.
+
+    The result of an algorithm with an own start is the received model plus what the client exchanges with it.
 
     These are `loss` and, for classification, `accuracy` (both of the model during training, over the last epoch),
     `local_steps`, `effective_steps` if it differs from them, and `loss_before` if requested. A private training instead
@@ -41,6 +45,9 @@ def train(trainee: Trainee, parameters: Parameters, work: LocalTraining) -> Mapp
     direction = start.measure_direction(trainee, num_steps)
     ending = start.end(direction)
     trainee.save(parameters, work.client_state)
+    if start.own is not None:
+        start.own.report(parameters)
+        metrics |= start.own.metrics
     for name, change in backend.to_arrays(ending.update).items():
         parameters[name] += change
     metrics["local_steps"] = float(num_steps)
@@ -98,6 +105,10 @@ class _Start:
             f'config.algorithm = "{work.options.algorithm_name}"',
         )
         self._trainee = trainee
+        self.keeps_optimizer = self._half.keeps_optimizer or work.options.keep_optimizer
+        self.own: OwnStart | None = None
+        if self._half.start is not None:
+            self.own = OwnStart(self._half, trainee, parameters, self._state, work.learning_rate)
 
     def steps(self) -> StepAlgorithm:
         """Return what the algorithm computes in each step; the module must have the received values."""
@@ -107,6 +118,8 @@ class _Start:
             correction=self.correction,
             start=self.weights,
             perturb=self._half.perturb,
+            exchange={} if self.own is None else self.own.exchange,
+            nesterov=self._half.nesterov,
         )
 
     def measure_direction(self, trainee: Trainee, num_steps: int) -> UpdateDirection:
@@ -114,7 +127,9 @@ class _Start:
         trained, rate = trainee.parameters(), self._work.learning_rate
         moved = {name: weights - trained[name].detach() for name, weights in self.weights.items()}
         steps = float(num_steps)
-        if self._work.make_optimizer is None:  # the effect of a custom optimizer's steps is unknown
+        if self.own is not None:
+            return UpdateDirection(moved, rate, steps, self.own.own_weights())
+        if self._work.optimizer_factory is None:  # the effect of another optimizer's steps is unknown
             momentum, pull = self._work.options.momentum, self.correction.pull
             steps = effective_steps(num_steps, learning_rate=rate, momentum=momentum, pull=pull)
         own = self._half.make_loss is not None
@@ -135,9 +150,19 @@ def _run(trainee: Trainee, start: _Start, work: LocalTraining) -> tuple[Mapping[
         trainee.step_options(work.options),
         work.learning_rate,
         start.steps(),
-        work.make_optimizer,
+        work.optimizer_factory,
         work.gradients.clip_gradients,
     )
+    if not start.keeps_optimizer:
+        return _run_steps(trainee, stepper, work)
+    stepper.restore(work.client_state.get(kept_optimizer.ENTRY))
+    result = _run_steps(trainee, stepper, work)
+    if state := stepper.pack():
+        work.client_state.put(kept_optimizer.ENTRY, state)
+    return result
+
+
+def _run_steps(trainee: Trainee, stepper: Stepper, work: LocalTraining) -> tuple[Mapping[str, float], int]:
     if work.options.is_private:
         from fedplat.pytorch.training import dp_sgd
 
@@ -171,7 +196,7 @@ def _control_variates(
 ) -> dict[str, torch.Tensor]:
     """Return the model's control variates. Raises `ModelError` if the model has none, `ValueError` without SGD."""
     algorithm = work.options.algorithm_name
-    if work.make_optimizer is not None:
+    if work.optimizer_factory is not None:
         raise ValueError(f'the algorithm "{algorithm}" requires SGD; expected a trainer without its own optimizer')
     model = backend.to_torch(parameters)
     if missing := [name for name in names if CONTROL + name not in model]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+
+import torch
+from torch import nn
 
 from fedplat.client_state import ClientState
 from fedplat.local_options import LocalOptions
@@ -19,7 +22,7 @@ class LocalTraining:
 
     `seed` seeds all randomness except that of DP-SGD. `fraction` is the part of the steps that the client has time for.
     `after_step(done, total)` is called after each step; the training ends when it returns False. `make_optimizer`
-    replaces SGD. `gradients` computes the gradients of the steps.
+    replaces the optimizer of the options. `gradients` computes the gradients of the steps.
 
     With DP-SGD, `ledger` counts the privacy loss, by default in `client_state`, and `noise_seed` seeds the draws and
     the noise. It is None except in simulations: with the seed, the noise can be subtracted again.
@@ -41,3 +44,15 @@ class LocalTraining:
     def learning_rate(self) -> float:
         """The learning rate of the round."""
         return self.options.rate(self.round_number)
+
+    @property
+    def optimizer_factory(self) -> MakeOptimizer | None:
+        """Creates the optimizer of the steps; None for SGD."""
+        return (
+            self._make_adamw
+            if self.make_optimizer is None and self.options.optimizer == "adamw"
+            else self.make_optimizer
+        )
+
+    def _make_adamw(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=self.options.weight_decay)

@@ -19,9 +19,20 @@ from fedplat.pytorch.vectorized.layout import Base, ParameterLayout, UnsuitableE
 def check_algorithm(options: LocalOptions) -> None:
     """Raise `UnsuitableError` for an algorithm that does more than correct the gradients of the learner's loss."""
     algorithm = options.build_algorithm()
-    if algorithm.make_loss is not None or algorithm.perturb is not None:
-        what = "has its own loss" if algorithm.make_loss is not None else "computes gradients at other weights"
-        raise UnsuitableError(f'algorithm = "{options.algorithm_name}" {what}, which needs one client at a time')
+    reasons = {
+        "has its own loss": algorithm.make_loss is not None,
+        "computes gradients at other weights": algorithm.perturb is not None,
+        "begins at a model of the client's own": algorithm.start is not None,
+        "has Nesterov's momentum": algorithm.nesterov,
+        "keeps the state of its optimizer": algorithm.keeps_optimizer,
+    }
+    for what, is_so in reasons.items():
+        if is_so:
+            raise UnsuitableError(f'algorithm = "{options.algorithm_name}" {what}, which needs one client at a time')
+    if options.optimizer != "sgd":
+        raise UnsuitableError(f'optimizer = "{options.optimizer}" needs one client at a time; expected "sgd"')
+    if options.keep_optimizer:
+        raise UnsuitableError("keep_optimizer = true needs one client at a time; expected false")
 
 
 class ClientAlgorithmState:

@@ -11,7 +11,7 @@ order of events nor on the computer.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -76,10 +76,33 @@ class Sizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """The local training of a job; `partial` if a report with a part of the local steps counts."""
+    """The local training of a job; `partial` if a report with a part of the local steps counts.
+
+    It has `steps` of `step_size` examples (0 for all), if `steps` is above 0, and else whole epochs.
+    """
 
     epochs: float
     partial: bool
+    steps: int = 0
+    step_size: int = 0
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, object]) -> Load:
+        """Return the load of a job's `[config]`, whose keys need not be those of `LocalOptions`."""
+
+        def number(key: str, default: float) -> float:
+            value = config.get(key, default)
+            return float(value) if isinstance(value, int | float) else default
+
+        steps = int(number("tau", 0)) if config.get("algorithm") == "easgd" else 0
+        step_size = int(number("batch_size", 0) * number("accumulate", 1))
+        return cls(number("epochs", 1), config.get("partial_work") is True, steps, step_size)
+
+    def count_examples(self, examples: Floats) -> Floats:
+        """Return how many examples each training processes, counting repeated ones again."""
+        if not self.steps:
+            return self.epochs * examples
+        return self.steps * (np.minimum(examples, self.step_size) if self.step_size else examples)
 
 
 class Planner:
@@ -149,7 +172,7 @@ class Planner:
     ) -> Floats:
         """Return how long the local steps take; a straggler has time for a part of them only."""
         fleet, options = self._fleet, self._fleet.options
-        work_s = np.where(trains, self._load.epochs, 1.0) * examples / fleet.speed[clients]
+        work_s = np.where(trains, self._load.count_examples(examples), examples) / fleet.speed[clients]
         if options.noise:
             work_s *= np.exp(options.noise * hashed_normal(self._seed, clients, numbers, _NOISE))
         if options.stragglers:

@@ -1,4 +1,4 @@
-"""Updates of rules that look at where the clients ended, not at how far they went: FedAsync, elastic averaging."""
+"""Updates of rules that look at where the clients ended, not at how far they went: FedAsync."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fedplat.aggregate import RULES, Accumulator, Contribution, Easgd, FedAsync, rebase
-from fedplat.model import BLOCK, WINDOW, Parameters, VectorBlocks
+from fedplat.aggregate import RULES, Accumulator, Contribution, FedAsync, rebase
+from fedplat.model import BLOCK, WINDOW, Parameters
 from support.rules import make_rule
 
 
@@ -44,7 +44,7 @@ def test_a_rebased_update_leads_to_the_clients_model():
 
 
 def test_the_rules_that_want_it():
-    assert {name for name in RULES if make_rule(name).from_latest} == {"fedasync", "easgd"}
+    assert {name for name in RULES if make_rule(name).from_latest} == {"fedasync"}
 
 
 def test_fedasync_is_algorithm_1():
@@ -64,16 +64,6 @@ def test_fedasync_is_algorithm_1():
         client = expected[-1 - staleness] + wide(update)
         expected.append((1 - alpha * s) * expected[-1] + alpha * s * client)
     np.testing.assert_allclose(wide(versions[-1]), expected[-1], atol=1e-5)
-
-
-def test_elastic_averaging_moves_the_centre_by_equation_4():
-    beta, workers = 0.8, [np.random.default_rng(seed).normal(size=30) for seed in range(3)]
-    centre, rule = np.random.default_rng(9).normal(size=30), Easgd(moving_rate=beta).build()
-    partial = rule.start(30)
-    for worker in workers:
-        partial = rule.fold(partial, VectorBlocks((worker - centre).astype(np.float32)), Contribution(1.0))
-    step, _ = rule.apply({}, partial)
-    np.testing.assert_allclose(centre + step, (1 - beta) * centre + beta * np.mean(workers, axis=0), atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [4 * WINDOW])

@@ -24,6 +24,7 @@ from fedplat.aggregate import (
     LocalFedProx,
     LocalScaffold,
     LocalSgd,
+    LocalStart,
     LossContext,
 )
 from fedplat.client_state import ClientState
@@ -192,7 +193,7 @@ class Epochs(msgspec.Struct, frozen=True):
     [
         (
             {"algorithm": "neer"},
-            "config.algorithm = 'neer': expected one of sgd, fedprox, scaffold, feddyn, near, ascent",
+            "config.algorithm = 'neer': expected one of sgd, fedprox, scaffold, feddyn, easgd, near, ascent",
         ),
         ({"algorithm": "neer"}, "did you mean near"),
         ({"algorithm": 3}, "config.algorithm = 3: expected one of sgd"),
@@ -295,6 +296,13 @@ NAN = float("nan")
             "expected those of the module, for 4",
         ),
         (LocalAlgorithm(make_loss=loss(lambda value, outputs: (value * NAN, outputs))), "the loss of a batch is nan"),
+        (LocalAlgorithm(start=_raise), r"start\(\) raised KeyError"),
+        (LocalAlgorithm(start=gives(None)), r"start\(\) returned a NoneType; expected a LocalStart"),
+        (LocalAlgorithm(start=gives(LocalStart({}, {}))), "the weights lack 'weight'; expected all received tensors"),
+        (
+            LocalAlgorithm(start=gives(LocalStart({"weight": torch.ones(1, 3)}, {"weight": torch.ones(3)}))),
+            r"the exchange: 'weight' has the shape \[3\]",
+        ),
         (LocalAlgorithm(perturb=_raise), r"perturb\(\) raised KeyError"),
         (LocalAlgorithm(perturb=gives([1.0])), "found a list; expected tensors by name"),
         (LocalAlgorithm(perturb=lambda gradients: {"weight": torch.ones(3)}), r"'weight' has the shape \[3\]"),
@@ -323,7 +331,8 @@ def test_options_that_build_something_else_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "key"), [("fedlc.py:FedLC", "tau"), ("fedntd.py:FedNTD", "tau"), ("fedsam.py:FedSAM", "rho")]
+    ("name", "key"),
+    [("fedlc.py:FedLC", "tau"), ("fedntd.py:FedNTD", "tau"), ("fedsam.py:FedSAM", "rho"), ("easgd", "rho")],
 )
 def test_engines_agree_or_refuse(name: str, key: str) -> None:
     options = LocalOptions.from_config(
