@@ -35,7 +35,7 @@ def draw_edges(options: Gossip, names: Sequence[str], round_number: int) -> Edge
     if count < 2:
         return np.empty((0, 2), np.int64)
     if options.topology == "edges":
-        return _clean(_given(options.edges, {name: position for position, name in enumerate(names)}), options)
+        return _clean(_keep_present(options.edges, {name: position for position, name in enumerate(names)}), options)
     rng = np.random.default_rng(np.random.SeedSequence([options.seed, round_number]))
     return _clean(_draw(options, count, turn, rng), options)
 
@@ -80,7 +80,7 @@ def _clean(edges: Edges, options: Gossip) -> Edges:
     return edges[edges[:, 0] != edges[:, 1]]
 
 
-def _given(edges: Sequence[tuple[str, str]], positions: Mapping[str, int]) -> Edges:
+def _keep_present(edges: Sequence[tuple[str, str]], positions: Mapping[str, int]) -> Edges:
     """Return the given edges between silos that take part."""
     present = [(positions[a], positions[b]) for a, b in edges if a in positions and b in positions]
     return np.array(present, np.int64).reshape(-1, 2)

@@ -44,7 +44,7 @@ from fedplat.simulation.clients.distributions import hash_uniform, hashed_normal
 from fedplat.simulation.clients.event_queue import EventQueue
 from fedplat.simulation.clients.links import LinkOptions
 from fedplat.simulation.gossip.silos import SiloModels
-from fedplat.simulation.recording.result import AttemptResult, ExchangeResult
+from fedplat.simulation.recording.result import AttemptResult, GossipExchange
 from fedplat.simulation.recording.statistics import Observer
 
 _SILENCES = 3
@@ -339,7 +339,7 @@ class GossipDriver:
         members = [int(name) for name in before.announced]
         self.merged[members] += 1
         is_due = self._spec.evaluation.is_due(number, rounds)
-        exchange = ExchangeResult(
+        exchange = GossipExchange(
             silos=len(members),
             edges=len(before.edges),
             confirmed=after.confirmed,

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from fedplat.errors import JobFileError
 from fedplat.gossip import distance_from_mean, draw_edges, metropolis, mix_all, push_all, push_sum
 from fedplat.simulation.gossip.run import GossipRun
-from fedplat.simulation.recording.result import AttemptResult, ExchangeResult, Result
+from fedplat.simulation.recording.result import AttemptResult, GossipExchange, Result
 
 ENTRIES = 16
 """The number of entries of a vector that stands for a model; the distance of silos does not depend on it."""
@@ -56,7 +56,7 @@ def mix_without_training(run: GossipRun, model_bytes: float) -> Result:
         sent = np.bincount(links[:, 0], minlength=count) * model_bytes
         received = np.bincount(links[:, 1], minlength=count) * model_bytes
         begun, now = now, now + _exchange_s(run, links, model_bytes)
-        exchange = ExchangeResult(
+        exchange = GossipExchange(
             silos=len(here),
             edges=len(edges),
             confirmed=len(confirmed),

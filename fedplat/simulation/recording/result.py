@@ -36,7 +36,7 @@ class SecureCosts(Struct, frozen=True, kw_only=True):
     server_s: float = 0.0
 
 
-class ExchangeResult(Struct, frozen=True, kw_only=True):
+class GossipExchange(Struct, frozen=True, kw_only=True):
     """The exchange of models between silos in a round of a decentralised job.
 
     `edges` were drawn among `silos`, and `confirmed` count; `trains` is false in a round that only mixes. `distance` is
@@ -83,7 +83,7 @@ class AttemptResult(Struct, frozen=True, kw_only=True):
     bytes_down: float = 0.0
     bytes_up: float = 0.0
     secure: SecureCosts | None = None
-    exchange: ExchangeResult | None = None
+    exchange: GossipExchange | None = None
 
     @property
     def committed(self) -> bool:

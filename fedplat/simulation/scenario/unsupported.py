@@ -26,6 +26,5 @@ def check_links(spec: JobSpec, links: LinkOptions) -> None:
     """Raise `JobFileError` for faults of links between silos in a job that has none."""
     if spec.gossip is None and links != LinkOptions():
         raise JobFileError(
-            "simulation.links: clients have no links to each other; leave the table out, or expected mode.kind = "
-            '"gossip"'
+            'simulation.links: clients have no links to each other; leave the table out, or set mode.kind = "gossip"'
         )

@@ -17,7 +17,7 @@ from fedplat.simulation.clients.distributions import Constant
 from fedplat.simulation.clients.links import Cut, LinkOptions, Outage
 from fedplat.simulation.engines.interface import ClientTask
 from fedplat.simulation.federated.training import training_seed
-from fedplat.simulation.recording.result import ExchangeResult, Result
+from fedplat.simulation.recording.result import GossipExchange, Result
 from fedplat.simulation.run import Simulation, run
 from support.simulation.least_squares import LeastSquares, initial
 
@@ -44,7 +44,7 @@ def mix(count: int, mode: str = "", rounds: int = 20, **options: Any) -> Result:
     return run(Simulation(spec=make_job(mode, rounds, count), fleet=fleet, seed=1, **options))
 
 
-def exchanges(result: Result) -> list[ExchangeResult]:
+def exchanges(result: Result) -> list[GossipExchange]:
     return [each.exchange for each in result.attempts if each.exchange is not None]
 
 
@@ -225,3 +225,8 @@ def test_faults_have_an_order() -> None:
     assert LinkOptions(cuts=(Cut((1, 0), 2, 3),)).is_lost(0, 3, links).tolist() == [True, True, False]
     assert not LinkOptions(cuts=(Cut((1, 0), 2, 3),)).is_lost(0, 4, links).any()
     assert Gossip().weight(3) == 1.0
+
+
+def test_a_schedule_goes_by_the_round_and_not_by_the_version() -> None:
+    assert ClientTask(0, 5, 1).training_round == 6
+    assert ClientTask(0, 5, 1, round_number=2).training_round == 2
