@@ -57,6 +57,7 @@ PUBLIC_MODULES = (
     "fedplat.aggregate",
     "fedplat.aggregate.robust",
     "fedplat.codecs",
+    "fedplat.gossip",
     "fedplat.sampling",
     "fedplat.privacy",
     "fedplat.metrics",

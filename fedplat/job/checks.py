@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedplat import aggregate, codecs, modes
 from fedplat.aggregate.easgd import NAME as EASGD
-from fedplat.job import elastic_checks, privacy_checks, secure_checks
+from fedplat.job import elastic_checks, gossip_checks, privacy_checks, secure_checks
 from fedplat.job.pool import PoolOptions, ServerLearning, ServerStep
 from fedplat.job.sections import Compression, Evaluation, Updates
 from fedplat.job.secure_checks import RULES_ON_MEAN
@@ -27,8 +27,7 @@ def check(spec: JobTables) -> None:
     """
     if has_absent(spec):
         return
-    if spec.flower is not None:
-        _check_flower(spec)
+    _check_owner(spec)
     _check_rule(spec, build_checked(spec.aggregation, aggregate.Rule, "aggregation.rule"))
     _check_other_plugins(spec)
     if spec.secure_aggregation is not None:
@@ -45,6 +44,14 @@ def check(spec: JobTables) -> None:
         _check_server_step(spec, spec.server_step)
     if spec.pool is not None:
         _check_pool(spec, spec.pool)
+
+
+def _check_owner(spec: JobTables) -> None:
+    """Check a job in which silos or a Flower app do what a server does in others."""
+    if spec.gossip is not None:
+        gossip_checks.check_gossip(spec, spec.gossip)
+    if spec.flower is not None:
+        _check_flower(spec)
 
 
 def _check_rule(spec: JobTables, rule: aggregate.Rule) -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 from msgspec import Struct
 
 from fedplat import aggregate, modes, privacy
+from fedplat.gossip.options import Gossip
 from fedplat.job.pool import PoolOptions, ServerStep, WarmStart
 from fedplat.job.sections import (
     Compression,
@@ -46,8 +47,9 @@ class JobTables(Struct, frozen=True, forbid_unknown_fields=True):
     """Source of the initial model."""
     selection: Selection
     """Clients that take part, and when an attempt closes."""
-    mode: modes.Sync | modes.Buffered = modes.Sync()
-    """Synchronous rounds, or asynchronous training with a buffer of updates."""
+    mode: modes.Sync | modes.Buffered | Gossip = modes.Sync()
+    """Synchronous rounds, asynchronous training with a buffer of updates, or an exchange between silos without a
+    server's model."""
     config: dict[str, Scalar] = {}
     """Hyper-parameters that the trainer finds in `task.config`."""
     durability: Literal["spool", "memory"] = "spool"
@@ -104,6 +106,11 @@ class JobTables(Struct, frozen=True, forbid_unknown_fields=True):
         return self.mode if isinstance(self.mode, modes.Buffered) else None
 
     @property
+    def gossip(self) -> Gossip | None:
+        """The options of a decentralised job; None if a server averages."""
+        return self.mode if isinstance(self.mode, Gossip) else None
+
+    @property
     def max_participations(self) -> int:
         """The number of rounds in which a client may take part; 0: no limit."""
         return self.privacy.max_participations if self.privacy is not None else 0
@@ -116,6 +123,8 @@ class JobTables(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def num_wanted(self) -> int:
         """The number of clients that the job needs at work at the same time."""
+        if self.gossip is not None:
+            return self.selection.goal
         return self.mode.concurrency if isinstance(self.mode, modes.Buffered) else self.selection.target
 
     @property

@@ -17,10 +17,13 @@ from fedplat.model import Parameters
 from fedplat.rounds import AttemptKey
 from fedplat.secure_aggregation import encoding
 from fedplat.simulation.clients import Fleet
+from fedplat.simulation.clients.links import LinkOptions
 from fedplat.simulation.driver import Driver, Trace
 from fedplat.simulation.engines.interface import Engine
 from fedplat.simulation.federated.interface import NoTraining, TrainingModel, count_entries
 from fedplat.simulation.federated.training import RealTraining
+from fedplat.simulation.gossip.mixing import mix_without_training
+from fedplat.simulation.gossip.run import GossipRun, run_gossip
 from fedplat.simulation.recording.replay_log import ReplayLog
 from fedplat.simulation.recording.result import Result
 from fedplat.simulation.recording.statistics import Observer, RunStatistics, count_staleness, measure_groups
@@ -40,7 +43,8 @@ class Simulation:
     With an `engine` clients really train: the job begins with the model `initial`, extended by the entries that the
     job's rule stores in the model. The clients of the engine are those of the fleet, and its numbers of examples
     replace the fleet's. Without an engine only the schedule is simulated, for a model of `model_bytes`. The run ends
-    with the job, or after `until_s` virtual seconds. `secure_aggregation` is that of `SimulationOptions`.
+    with the job, or after `until_s` virtual seconds. `secure_aggregation` and `links` are those of
+    `SimulationOptions`.
     """
 
     spec: JobSpec
@@ -51,6 +55,7 @@ class Simulation:
     model_bytes: float = 1e6
     until_s: float = YEAR_S
     secure_aggregation: SecureMode = "auto"
+    links: LinkOptions = dataclasses.field(default_factory=LinkOptions)
 
     @property
     def runs_protocol(self) -> bool:
@@ -85,6 +90,9 @@ def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
     """
     spec, fleet, engine = simulation.spec, simulation.fleet, simulation.engine
     unsupported.check(spec)
+    unsupported.check_links(spec, simulation.links)
+    if spec.gossip is not None:
+        return _run_gossip(simulation, hooks)
     with contextlib.ExitStack() as stack:
         training: TrainingModel
         learning: RealTraining | None = None
@@ -108,6 +116,17 @@ def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
                 training = stack.enter_context(contextlib.closing(journal))
         result = drive(simulation, fleet, training, hooks)
     return result if learning is None else dataclasses.replace(result, model=learning.model)
+
+
+def _run_gossip(simulation: Simulation, hooks: Hooks) -> Result:
+    """Run a decentralised job; a stopped one begins again, because no journal has the models of all silos."""
+    spec, fleet, engine, initial = simulation.spec, simulation.fleet, simulation.engine, simulation.initial
+    part = GossipRun(spec, fleet, simulation.links, simulation.seed, simulation.until_s, hooks.observe)
+    if engine is None:
+        return mix_without_training(part, simulation.model_bytes)
+    if initial is None:
+        raise ValueError("a simulation with an engine needs an initial model")
+    return run_gossip(part, engine, initial)
 
 
 def drive(simulation: Simulation, fleet: Fleet, training: TrainingModel, hooks: Hooks) -> Result:

@@ -87,6 +87,7 @@ def prepare(
         seed=options.seed,
         until_s=options.until_s,
         secure_aggregation=options.secure_aggregation,
+        links=options.links,
     )
     if not options.training:
         size = options.model_bytes or initial.of_job(file.job, file.folder).schema.file_size_bytes

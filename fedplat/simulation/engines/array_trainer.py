@@ -51,7 +51,7 @@ class ArrayTrainer:
         if task.scores:
             return LocalResult(NO_UPDATE, self.evaluate_on(data, base), None)
         parameters = base.copy()
-        config = config_of_round(self._config, task.version + 1)
+        config = config_of_round(self._config, task.training_round)
         with one_thread_of_torch(), user_code.wrap_errors(f"{self._name}.train()"):
             metrics = _check_metrics(self._learner.train(parameters, data, config, task.seed))
         update = parameters.minus(base)

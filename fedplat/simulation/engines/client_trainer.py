@@ -87,7 +87,7 @@ class ModuleTrainer:
             examples=examples,
             options=self._options,
             seed=task.seed,
-            round_number=task.version + 1,
+            round_number=task.training_round,
             fraction=task.fraction,
             client_state=state,
             noise_seed=task.seed,

@@ -16,7 +16,8 @@ class ClientTask(NamedTuple):
     `seed` determines the batch order and all other randomness, so the result does not depend on when, where or together
     with which other clients it is computed. `fraction` is the part of the local steps that the client has time for: 1
     except for stragglers whose partial work counts. A task that scores trains nothing: the client evaluates the
-    version, with its client state, on its held-out examples.
+    version, with its client state, on its held-out examples. `round_number` is that of the training, from 1; 0: the one
+    after the version, as in rounds that each make a version.
     """
 
     client: int
@@ -24,6 +25,12 @@ class ClientTask(NamedTuple):
     seed: int
     fraction: float = 1.0
     scores: bool = False
+    round_number: int = 0
+
+    @property
+    def training_round(self) -> int:
+        """The number of the round, from 1, by which schedules of the learning rate go."""
+        return self.round_number or self.version + 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ class TrainTask(Struct, frozen=True, tag=True, array_like=True):
     before: StateSlot | None
     after: int
     scores: bool
+    round_number: int = 0
 
 
 class ScoreRequest(Struct, frozen=True, tag=True, array_like=True):

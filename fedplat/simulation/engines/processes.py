@@ -199,6 +199,7 @@ class ProcessEngine(Engine):
                     self._states.begin(task),
                     shared.notes.acquire(),
                     task.scores,
+                    task.round_number,
                 )
             )
 

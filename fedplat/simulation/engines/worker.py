@@ -43,7 +43,9 @@ class EngineWorker:
         self._load(request.version, request.base)
         notes, before, note = self._shared.notes, request.before, None
         contents = {} if before is None else messages.unpack_state(notes.read(before.slot, before.size))
-        task = ClientTask(request.client, request.version, request.seed, request.fraction, request.scores)
+        task = ClientTask(
+            request.client, request.version, request.seed, request.fraction, request.scores, request.round_number
+        )
         outcome = self._trainer.answer(task, contents, self._shared.updates.array(request.update))
         if outcome.contents is not None:
             note = StateSlot(request.after, notes.write(request.after, messages.pack_state(outcome.contents)))

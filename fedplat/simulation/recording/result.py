@@ -36,6 +36,24 @@ class SecureCosts(Struct, frozen=True, kw_only=True):
     server_s: float = 0.0
 
 
+class GossipExchange(Struct, frozen=True, kw_only=True):
+    """The exchange of models between silos in a round of a decentralised job.
+
+    `edges` were drawn among `silos`, and `confirmed` count; `trains` is false in a round that only mixes. `distance` is
+    the root mean square distance of all silos' models from their mean after the round, and `reported` the relative
+    distance before it, as the coordinator knows it (infinite: unknown). `busiest_bytes` are those that the busiest silo
+    sent and received.
+    """
+
+    silos: int
+    edges: int
+    confirmed: int
+    trains: bool
+    distance: float
+    reported: float
+    busiest_bytes: float
+
+
 class AttemptResult(Struct, frozen=True, kw_only=True):
     """One attempt that has ended: a round's, or a federated evaluation's.
 
@@ -44,7 +62,7 @@ class AttemptResult(Struct, frozen=True, kw_only=True):
     weighted means of the clients' metrics; `evaluation` is the score of the committed version on the central test data,
     empty if the version was not evaluated. `staleness` counts the merged updates by the number of versions committed
     since their base version. `bytes_down` and `bytes_up` are the clients' downloads and uploads. `secure` is None
-    without secure aggregation.
+    without secure aggregation, and `exchange` in a job that is not decentralised.
     """
 
     round: int
@@ -65,6 +83,7 @@ class AttemptResult(Struct, frozen=True, kw_only=True):
     bytes_down: float = 0.0
     bytes_up: float = 0.0
     secure: SecureCosts | None = None
+    exchange: GossipExchange | None = None
 
     @property
     def committed(self) -> bool:

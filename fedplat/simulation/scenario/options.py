@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 
 from fedplat.plugin_objects import adopt_fields
 from fedplat.simulation.clients import FleetOptions
+from fedplat.simulation.clients.links import LinkOptions
 from fedplat.simulation.data import DataSource, Partition
 from fedplat.simulation.engines.registry import AutoOptions, EngineOptions
 from fedplat.simulation.scenario.learners import LearnerOptions, ModelOptions
@@ -25,6 +26,7 @@ class SimulationOptions(Struct, frozen=True, forbid_unknown_fields=True):
     `held_out` is the part of its examples that each client keeps from training, to score models in a federated
     evaluation. `secure_aggregation` is how that of the job is simulated: `"real"` with its cryptography, `"model"`
     without keys, shares and masks, which changes no result, and `"auto"` with it for cohorts of up to 1,000 clients.
+    `links` are the faults of links and silos in a decentralised job.
     """
 
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
@@ -40,6 +42,7 @@ class SimulationOptions(Struct, frozen=True, forbid_unknown_fields=True):
     data: DataSource | None = None
     partition: Partition | None = None
     fleet: FleetOptions = FleetOptions()
+    links: LinkOptions = LinkOptions()
     model: LearnerOptions = ModelOptions()
 
     def __post_init__(self) -> None:

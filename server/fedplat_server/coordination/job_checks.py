@@ -40,6 +40,12 @@ def check_is_runnable(
     spec: JobSpec, evaluators: Sequence[str], trainers: Sequence[str], flower_apps: Sequence[str] = ()
 ) -> None:
     """Check that the server has the job's evaluator, trainers and Flower app, and supports its `durability`."""
+    if spec.gossip is not None:
+        raise RefusedError(
+            Code.INVALID_JOB_FILE,
+            'mode.kind = "gossip": servers cannot run decentralised jobs yet; simulate it (fedplat simulate JOB.toml), '
+            "or leave the table [mode] out for synchronous rounds",
+        )
     evaluator = spec.evaluation.server
     if evaluator is not None and evaluator not in evaluators:
         raise RefusedError(

@@ -1,0 +1,341 @@
+"""The coordinator of one decentralised job, as a pure state machine: `step(state, event)` returns state and commands.
+
+    ANNOUNCING → EXCHANGING → ANNOUNCING ...           neighbours and push-sum: one exchange a round
+    ANNOUNCING → OFFERING_KEYS → REDUCING → ...        ring: one all-reduce a round, repeated until it succeeds
+
+After the last round, rounds without training follow until the silos seem to agree within the tolerance. Then a ring
+computes the mean, each silo reports its distance from it, and the mean is exported if they do agree.
+
+The coordinator never has a model: it draws edges among the silos that announced one, commits those that are confirmed
+(both ends of an edge, or the receiver of a link, have reported the announced digest), and sends the rows of W. A row
+that a silo may not have received is sent again when it returns.
+
+A ring attempt that loses a silo is repeated without it and with new keys. But once one silo has the mean, the mean
+stands and others get it from that silo: the difference of two means would reveal the model of the silo that left. A
+silo that has the mean and whose report is on its way when another one leaves can compute that difference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from fedplat.gossip.consensus import Consensus, measure_consensus
+from fedplat.gossip.messages import (
+    AssignNeighbours,
+    BeginRing,
+    BeginRound,
+    CommitAverage,
+    CommitRow,
+    EndJob,
+    GossipCommand,
+    GossipEvent,
+    KeyOffered,
+    ModelMissed,
+    ModelReceived,
+    Neighbour,
+    RequestKeys,
+    RingCompleted,
+    RingPlace,
+    SetTimer,
+    SiloAnnounced,
+    SiloDeparted,
+    TimerPassed,
+)
+from fedplat.gossip.state import GossipPhase, GossipRules, GossipState
+from fedplat.gossip.topology import Edges, draw_edges
+from fedplat.gossip.weights import metropolis, push_sum
+
+Step = tuple[GossipState, tuple[GossipCommand, ...]]
+_change = dataclasses.replace
+
+
+def begin(rules: GossipRules) -> Step:
+    """Begin a job: round 1, for which silos train."""
+    return _begin_round(GossipState(rules), 1)
+
+
+def step(state: GossipState, event: GossipEvent) -> Step:
+    """Process one event; one that does not fit the phase, the round or what was announced changes nothing."""
+    match event:
+        case SiloAnnounced():
+            return _on_announced(state, event)
+        case ModelReceived():
+            return _on_received(state, event)
+        case ModelMissed():
+            return _on_missed(state, event)
+        case KeyOffered():
+            return _on_key(state, event)
+        case RingCompleted():
+            return _on_completed(state, event)
+        case SiloDeparted():
+            return _on_departed(state, event)
+        case TimerPassed():
+            return _on_timer(state) if event.timer == state.timer else (state, ())
+
+
+def _on_announced(state: GossipState, event: SiloAnnounced) -> Step:
+    row, average = state.rows.get(event.silo), state.average
+    if row is not None and event.mixed_round < row.round:
+        return state, (row,)  # its model lacks a round that its neighbours have mixed
+    if state.rules.options.exchange == "ring" and average is not None and event.mixed_round < average.round:
+        return state, (average,)
+    rows = {silo: each for silo, each in state.rows.items() if silo != event.silo}
+    state = _change(state, rows=rows, away=state.away - {event.silo})
+    if state.phase is not GossipPhase.ANNOUNCING or event.round != state.round:
+        return state, ()
+    state = _change(state, announced={**state.announced, event.silo: event.model})
+    return _close_announcing(state) if state.has_all else (state, ())
+
+
+def _on_received(state: GossipState, event: ModelReceived) -> Step:
+    link, sender = (event.silo, event.sender), state.announced.get(event.sender)
+    expected = state.phase is GossipPhase.EXCHANGING and event.round == state.round and link in _links(state)
+    if not expected or sender is None or event.digest != sender.digest:
+        return state, ()
+    state = _change(state, received={**state.received, link: event.squared_distance})
+    return _commit_rows(state) if _is_exchanged(state) else (state, ())
+
+
+def _on_missed(state: GossipState, event: ModelMissed) -> Step:
+    link = (event.silo, event.sender)
+    if state.phase is not GossipPhase.EXCHANGING or event.round != state.round or link not in _links(state):
+        return state, ()
+    state = _change(state, missed=state.missed | {link})
+    return _commit_rows(state) if _is_exchanged(state) else (state, ())
+
+
+def _on_key(state: GossipState, event: KeyOffered) -> Step:
+    row = state.rows.get(event.silo)
+    if row is not None and event.mixed_round < row.round:
+        return state, (row,)
+    is_current = state.phase is GossipPhase.OFFERING_KEYS and (event.round, event.attempt) == (
+        state.round,
+        state.attempt,
+    )
+    if not is_current or event.silo not in state.present:
+        return state, ()
+    state = _change(state, offers={**state.offers, event.silo: event})
+    return _begin_ring(state) if len(state.offers) == len(state.present) else (state, ())
+
+
+def _on_completed(state: GossipState, event: RingCompleted) -> Step:
+    is_current = state.phase is GossipPhase.REDUCING and (event.round, event.attempt) == (state.round, state.attempt)
+    if not is_current or event.silo not in state.offers:
+        return state, ()
+    state = _change(state, completed={**state.completed, event.silo: event})
+    return _close_ring(state) if state.completed.keys() >= state.offers.keys() - state.away else (state, ())
+
+
+def _on_departed(state: GossipState, event: SiloDeparted) -> Step:
+    state = _change(state, away=state.away | {event.silo})
+    match state.phase:
+        case GossipPhase.ANNOUNCING if state.has_all:
+            return _close_announcing(state)
+        case GossipPhase.EXCHANGING if _is_exchanged(state):
+            return _commit_rows(state)
+        case GossipPhase.OFFERING_KEYS if event.silo in state.announced:
+            return _repeat_ring(state, f"{event.silo} left")
+        case GossipPhase.REDUCING if event.silo in state.offers and event.silo not in state.completed:
+            return _close_ring(state)
+        case _:
+            return state, ()
+
+
+def _on_timer(state: GossipState) -> Step:
+    match state.phase:
+        case GossipPhase.ANNOUNCING:
+            return _close_announcing(state)
+        case GossipPhase.EXCHANGING:
+            return _commit_rows(state)
+        case GossipPhase.OFFERING_KEYS:
+            if len(state.offers) >= state.rules.minimum:
+                return _begin_ring(state)
+            return _repeat_ring(state, f"{len(state.offers)} silos offered keys")
+        case GossipPhase.REDUCING:
+            return _close_ring(state)
+        case GossipPhase.ENDED:
+            return state, ()
+
+
+def _begin_round(state: GossipState, number: int) -> Step:
+    state = _enter(state, GossipPhase.ANNOUNCING)
+    state = _change(
+        state,
+        round=number,
+        attempt=0,
+        announced={},
+        edges=frozenset(),
+        received={},
+        failures=0,
+        missed=frozenset(),
+    )
+    timer = SetTimer(state.timer, state.rules.training_s)
+    return state, (BeginRound(number, number <= state.rules.rounds), timer)
+
+
+def _enter(state: GossipState, phase: GossipPhase) -> GossipState:
+    return _change(state, phase=phase, timer=state.timer + 1, offers={}, completed={})
+
+
+def _close_announcing(state: GossipState) -> Step:
+    """Begin the exchange among the silos that are there, or wait once more."""
+    names = state.present
+    if len(names) < state.rules.minimum:
+        reason = f"{len(names)} silos announced a model for round {state.round}; expected {state.rules.minimum}"
+        return _try_again(state, GossipPhase.ANNOUNCING, reason, state.rules.training_s)
+    if state.rules.options.exchange == "ring":
+        return _request_keys(_change(state, attempt=1))
+    edges = draw_edges(state.rules.options, names, state.round)
+    state = _change(
+        _enter(state, GossipPhase.EXCHANGING), edges=frozenset((names[a], names[b]) for a, b in edges.tolist())
+    )
+    senders: dict[str, list[str]] = {name: [] for name in names}
+    for receiver, sender in sorted(_links(state)):
+        senders[receiver].append(sender)
+    assigns = tuple(
+        AssignNeighbours(state.round, name, tuple(Neighbour(each, state.announced[each]) for each in senders[name]))
+        for name in names
+    )
+    if not state.edges:
+        return _commit_rows(state)
+    return state, (*assigns, SetTimer(state.timer, state.rules.exchange_s))
+
+
+def _links(state: GossipState) -> set[tuple[str, str]]:
+    """Return (receiver, sender) of each model that is sent."""
+    links = {(second, first) for first, second in state.edges}
+    return links if state.rules.options.is_directed else links | state.edges
+
+
+def _is_exchanged(state: GossipState) -> bool:
+    """Return whether each model has been received or missed, or its receiver or sender has left."""
+    open_links = _links(state) - state.received.keys() - state.missed
+    return all(receiver in state.away or sender in state.away for receiver, sender in open_links)
+
+
+def _commit_rows(state: GossipState) -> Step:
+    """Commit the confirmed edges, and begin the next round, the mean, or the end."""
+    names, options = sorted(state.announced), state.rules.options
+    positions = {name: position for position, name in enumerate(names)}
+    got = state.received
+    pairs = [
+        (first, second)
+        for first, second in sorted(state.edges)
+        if (second, first) in got and (options.is_directed or (first, second) in got)
+    ]
+    edges = np.array([(positions[a], positions[b]) for a, b in pairs], np.int64).reshape(-1, 2)
+    links = (push_sum if options.is_directed else metropolis)(len(names), edges)
+    rows: dict[str, CommitRow] = {}
+    for name, position in positions.items():
+        own, weights = links.row(position)
+        rows[name] = CommitRow(state.round, name, own, tuple((names[j], weight) for j, weight in weights))
+    consensus = _measure(state, names, edges, pairs)
+    state = _change(state, rows={**state.rows, **rows}, confirmed=len(pairs), consensus=consensus)
+    following, commands = _continue(state)
+    return following, (*rows.values(), *commands)
+
+
+def _measure(state: GossipState, names: list[str], edges: Edges, pairs: list[tuple[str, str]]) -> Consensus:
+    """Return the distance of the silos before they mix; of the two reports of an edge the larger counts."""
+    both = [(state.received.get((a, b), 0.0), state.received.get((b, a), 0.0)) for a, b in pairs]
+    norms = [state.announced[name].squared_norm for name in names]
+    return measure_consensus(edges, [max(each) for each in both], norms)
+
+
+def _continue(state: GossipState) -> Step:
+    if state.round < state.rules.rounds:
+        return _begin_round(state, state.round + 1)
+    if state.consensus.relative <= state.rules.options.tolerance:
+        return _request_keys(_change(state, attempt=1, failures=0))
+    return _settle(state)
+
+
+def _settle(state: GossipState) -> Step:
+    """Begin a round without training, if there may be one more."""
+    rules, relative = state.rules, state.consensus.relative
+    if state.round < rules.rounds + rules.options.settle_rounds:
+        return _begin_round(state, state.round + 1)
+    apart = f"{relative:.3g} of their norm" if math.isfinite(relative) else "an unknown distance"
+    return _fail(
+        state,
+        f"the silos do not agree after {rules.options.settle_rounds} rounds without training: their models are {apart} "
+        f"apart, and tolerance is {rules.options.tolerance:g}; expected more settle_rounds, a topology with more "
+        "edges, or fewer lost messages",
+    )
+
+
+def _request_keys(state: GossipState) -> Step:
+    state = _enter(state, GossipPhase.OFFERING_KEYS)
+    request = RequestKeys(state.round, state.attempt, tuple(state.present))
+    return state, (request, SetTimer(state.timer, state.rules.exchange_s))
+
+
+def _begin_ring(state: GossipState) -> Step:
+    offers = dict(sorted(state.offers.items()))
+    weights = {name: state.announced[name].num_examples if state.rules.by_examples else 1.0 for name in offers}
+    total = math.fsum(weights.values())
+    if total <= 0.0:
+        return _fail(state, "the silos of a ring have no examples to weigh their models by")
+    places = tuple(
+        RingPlace(name, state.announced[name].address, offer.key, weights[name] / total)
+        for name, offer in offers.items()
+    )
+    bound = max(offer.largest for offer in offers.values())
+    state = _change(_enter(state, GossipPhase.REDUCING), offers=offers)
+    return state, (
+        BeginRing(state.round, state.attempt, places, bound),
+        SetTimer(state.timer, state.rules.exchange_s),
+    )
+
+
+def _close_ring(state: GossipState) -> Step:
+    """Commit the mean if a silo has it and all that have it agree; else repeat the ring without those that left."""
+    digests = {event.digest for event in state.completed.values()}
+    if len(digests) != 1:
+        gone = ", ".join(sorted(state.offers.keys() - state.completed.keys()))
+        return _repeat_ring(state, f"no mean of {gone}" if not digests else "the silos have different means")
+    away = math.fsum(event.squared_distance for event in state.completed.values()) / len(state.completed)
+    distance = math.sqrt(away)
+    state = _change(state, consensus=Consensus(bound=distance, estimate=distance, norm=state.consensus.norm))
+    if state.rules.options.exchange != "ring" and state.consensus.relative > state.rules.options.tolerance:
+        return _settle(state)
+    average = CommitAverage(state.round, digests.pop(), tuple(sorted(state.completed)))
+    state = _change(state, average=average)
+    if state.rules.options.exchange == "ring" and state.round < state.rules.rounds:
+        following, commands = _begin_round(state, state.round + 1)
+        return following, (average, *commands)
+    ended, commands = _end(state, EndJob("COMPLETED", average.digest))
+    return ended, (average, *commands)
+
+
+def _repeat_ring(state: GossipState, reason: str) -> Step:
+    state = _change(state, attempt=state.attempt + 1)
+    if len(state.present) < state.rules.minimum:
+        return _fail(
+            state,
+            f"round {state.round}: {len(state.present)} silos are left for a ring ({reason}); expected "
+            f"{state.rules.minimum}",
+        )
+    following, commands = _try_again(state, GossipPhase.OFFERING_KEYS, reason, state.rules.exchange_s)
+    if following.phase is GossipPhase.ENDED:
+        return following, commands
+    return following, (RequestKeys(state.round, state.attempt, tuple(following.present)), *commands)
+
+
+def _try_again(state: GossipState, phase: GossipPhase, reason: str, seconds: float) -> Step:
+    failures = state.failures + 1
+    if 0 < state.rules.max_attempts <= failures:
+        return _fail(state, f"{reason}; {failures} attempts failed (retry.max_attempts)")
+    state = _change(_enter(state, phase), failures=failures)
+    return state, (SetTimer(state.timer, seconds),)
+
+
+def _fail(state: GossipState, reason: str) -> Step:
+    return _end(state, EndJob("FAILED", reason=reason))
+
+
+def _end(state: GossipState, outcome: EndJob) -> Step:
+    return _change(_enter(state, GossipPhase.ENDED), outcome=outcome), (outcome,)

@@ -1,0 +1,80 @@
+"""The state of a decentralised job: what its coordinator knows of the silos."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from fedplat.gossip.consensus import Consensus
+from fedplat.gossip.messages import Announcement, CommitAverage, CommitRow, EndJob, KeyOffered, RingCompleted
+from fedplat.gossip.options import Gossip
+
+
+class GossipPhase(enum.Enum):
+    """What the silos of a job are asked for."""
+
+    ANNOUNCING = "ANNOUNCING"
+    EXCHANGING = "EXCHANGING"
+    OFFERING_KEYS = "OFFERING_KEYS"
+    REDUCING = "REDUCING"
+    ENDED = "ENDED"
+
+
+class GossipRules(Struct, frozen=True, kw_only=True):
+    """What a job file says about a decentralised job.
+
+    A round begins its exchange when `goal` silos have announced a model, or after `training_s` if there are `minimum`.
+    `exchange_s` is the time for each later phase. The job fails after `max_attempts` phases in a row without enough
+    silos (0: never). With `by_examples` a ring weighs models by their silos' examples.
+    """
+
+    options: Gossip
+    rounds: int
+    goal: int
+    minimum: int
+    training_s: float
+    exchange_s: float
+    max_attempts: int = 0
+    by_examples: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class GossipState:
+    """The state of a job. `received` has the squared distance of each (receiver, sender), `rows` are not yet mixed.
+
+    `announced`, `edges`, `received`, `missed`, `offers` and `completed` are of the current round or attempt; `away`
+    are silos that left and have not announced a model since. `consensus` is of the last exchange or ring, and `average`
+    the last committed mean.
+    """
+
+    rules: GossipRules
+    phase: GossipPhase = GossipPhase.ENDED
+    round: int = 0
+    attempt: int = 0
+    timer: int = 0
+    failures: int = 0
+    announced: Mapping[str, Announcement] = dataclasses.field(default_factory=dict[str, Announcement])
+    away: frozenset[str] = frozenset()
+    edges: frozenset[tuple[str, str]] = frozenset()
+    received: Mapping[tuple[str, str], float] = dataclasses.field(default_factory=dict[tuple[str, str], float])
+    missed: frozenset[tuple[str, str]] = frozenset()
+    rows: Mapping[str, CommitRow] = dataclasses.field(default_factory=dict[str, CommitRow])
+    offers: Mapping[str, KeyOffered] = dataclasses.field(default_factory=dict[str, KeyOffered])
+    completed: Mapping[str, RingCompleted] = dataclasses.field(default_factory=dict[str, RingCompleted])
+    confirmed: int = 0
+    consensus: Consensus = dataclasses.field(default_factory=Consensus)
+    average: CommitAverage | None = None
+    outcome: EndJob | None = None
+
+    @property
+    def present(self) -> list[str]:
+        """The silos that have announced a model of the round and have not left, sorted."""
+        return sorted(self.announced.keys() - self.away)
+
+    @property
+    def has_all(self) -> bool:
+        """True if all silos that have not left have announced a model, and these are enough."""
+        return len(self.present) >= max(self.rules.minimum, self.rules.goal - len(self.away))

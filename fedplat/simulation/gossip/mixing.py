@@ -1,0 +1,118 @@
+"""Mixing without training, for up to many thousand silos: how fast a topology brings them together, at which cost.
+
+Each silo begins with a random vector of `ENTRIES` numbers. The topologies and weights are those of the coordinator; a
+round takes as long as its slowest silo needs to get the models of its neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from fedplat.errors import JobFileError
+from fedplat.gossip import distance_from_mean, draw_edges, metropolis, mix_all, push_all, push_sum
+from fedplat.simulation.gossip.run import GossipRun
+from fedplat.simulation.recording.result import AttemptResult, GossipExchange, Result
+
+ENTRIES = 16
+"""The number of entries of a vector that stands for a model; the distance of silos does not depend on it."""
+_START, _LOSS = 0x57A27, 0x10551
+Edges = npt.NDArray[np.int64]
+
+
+def mix_without_training(run: GossipRun, model_bytes: float) -> Result:
+    """Mix random vectors for the rounds of a job, and until the silos agree; models have `model_bytes`.
+
+    Raises `JobFileError` for a fleet that the job cannot have, and for a job whose mixing depends on real models.
+    """
+    run.check()
+    mode, spec, count = run.spec.gossip, run.spec, run.fleet.num_clients
+    assert mode is not None
+    if mode.exchange == "ring" or spec.compression.uplink is not None:
+        name = "mode.exchange" if mode.exchange == "ring" else "compression.uplink"
+        raise JobFileError(
+            f"{name}: without training there are no models to compute it with; simulate it with simulation.training = "
+            "true"
+        )
+    values = np.random.default_rng(np.random.SeedSequence([run.seed, _START])).standard_normal((count, ENTRIES))
+    weights, names = np.ones((count, 1)), [f"{silo:08}" for silo in range(count)]
+    norm = math.sqrt(float(np.sum(values * values)) / count)
+    merged, now, records, agree = np.zeros(count, np.int64), 0.0, list[AttemptResult](), False
+    outages = sorted({each.silo for each in run.links.dead})
+    for number in range(1, spec.rounds + mode.settle_rounds + 1):
+        dead = {silo for silo in outages if run.links.is_dead(silo, number)}
+        here = np.array([silo for silo in range(count) if silo not in dead], np.int64)
+        edges = here[draw_edges(mode, [names[silo] for silo in here.tolist()], number)].reshape(-1, 2)
+        confirmed, links = _confirm(run, number, edges)
+        before = distance_from_mean(values / weights)
+        if mode.is_directed:
+            mixing = push_sum(count, confirmed)
+            values, weights = push_all(mixing, values), push_all(mixing, weights)
+        else:
+            values = mix_all(metropolis(count, confirmed), values)
+        merged[here] += 1
+        sent = np.bincount(links[:, 0], minlength=count) * model_bytes
+        received = np.bincount(links[:, 1], minlength=count) * model_bytes
+        begun, now = now, now + _exchange_s(run, links, model_bytes)
+        exchange = GossipExchange(
+            silos=len(here),
+            edges=len(edges),
+            confirmed=len(confirmed),
+            trains=False,
+            distance=distance_from_mean(values / weights),
+            reported=before / norm,
+            busiest_bytes=float(np.max(sent + received)),
+        )
+        record = AttemptResult(
+            round=number,
+            attempt=1,
+            kind="TRAIN",
+            phase="COMMITTED",
+            opened_at=begun,
+            collecting_at=begun,
+            ended_at=now,
+            version=number,
+            counts={"MERGED": len(here)},
+            num_updates=len(here),
+            total_weight=float(len(here)),
+            bytes_down=float(received.sum()),
+            bytes_up=float(sent.sum()),
+            exchange=exchange,
+        )
+        records.append(record)
+        if run.observe is not None:
+            run.observe(record)
+        agree = exchange.distance <= mode.tolerance * norm
+        if now > run.until_s or (number >= spec.rounds and agree):
+            break
+    status, reason = "COMPLETED", ""
+    if now > run.until_s:
+        status = "RUNNING"
+    elif not agree:
+        status, reason = "FAILED", f"the silos do not agree after {mode.settle_rounds} rounds without training"
+    return run.make_result(status=status, reason=reason, records=records, merged=merged, duration_s=now)
+
+
+def _confirm(run: GossipRun, number: int, edges: Edges) -> tuple[Edges, Edges]:
+    """Return the edges whose messages arrive, and the links from sender to receiver over which one arrives."""
+    assert run.spec.gossip is not None
+    seed = run.seed ^ _LOSS
+    arrives = ~run.links.is_lost(seed, number, edges)
+    if run.spec.gossip.is_directed:
+        return edges[arrives], edges[arrives]
+    back = edges[:, ::-1]
+    returns = ~run.links.is_lost(seed, number, back)
+    return edges[arrives & returns], np.concatenate([edges[arrives], back[returns]])
+
+
+def _exchange_s(run: GossipRun, links: Edges, model_bytes: float) -> float:
+    """Return the seconds until the last silo has all models, which it gets one after the other."""
+    if not len(links):
+        return float(run.fleet.latency_s.max())
+    fleet, (senders, receivers) = run.fleet, links.T
+    fan_out = np.bincount(senders, minlength=fleet.num_clients)
+    rates = np.minimum(fleet.download[receivers], fleet.upload[senders] / fan_out[senders])
+    seconds = fleet.latency_s[receivers] + fleet.latency_s[senders] + model_bytes / rates
+    return float(np.bincount(receivers, seconds).max())
