@@ -162,4 +162,6 @@ class Database:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             await asyncio.wait([task])
+            if not task.cancelled():
+                task.exception()  # or asyncio logs that nobody retrieved it
             raise
