@@ -74,7 +74,7 @@ def make_folder() -> tuple[Path, int]:
 
 
 def remove_stale() -> None:
-    """Remove the folders of this user that killed processes have left behind; nobody has their locks."""
+    """Remove the folders of this user that killed processes have left behind; no process has their locks."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # removed meanwhile, no folder, or of another user
             descriptor = _open_folder(path)

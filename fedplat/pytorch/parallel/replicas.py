@@ -96,7 +96,7 @@ def _is_replicated(parameter: torch.Tensor) -> bool:
 
 
 def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's values of a gradient; zeros if there is none."""
+    """Return this rank's values of a gradient; zeros without one."""
     gradient = parameter.grad
     if gradient is None:
         gradient = torch.zeros_like(parameter)

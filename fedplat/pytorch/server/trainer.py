@@ -23,7 +23,7 @@ Data: TypeAlias = Dataset[Any] | Callable[[], Dataset[Any]]
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter], ServerLearning], torch.optim.Optimizer]
 Made = TypeVar("Made")
 _MEET_S = 30.0
-"""Interval in which ranks that wait for rank 0 hear from it: far below the timeout of a collective."""
+"""Interval in which rank 0 informs the ranks that wait for it: far below the timeout of a collective."""
 _logger = logging.getLogger(__name__)
 
 
@@ -88,7 +88,7 @@ def make_on_all_ranks(ranks: Ranks, make: Callable[[], Made], what: str = "the t
 def wait_for_first(ranks: Ranks, work: Callable[[], Iterator[object]], what: str) -> None:
     """Have rank 0 do work that may take longer than a collective, while the others wait; all ranks call it.
 
-    The work yields now and then, so that the waiting ranks can hear that rank 0 is alive. If it fails, all ranks raise
+    The work yields now and then, so that rank 0 can inform the waiting ranks. If it fails, all ranks raise
     `TrainingError`; `what` names its result in errors.
     """
     text = ""

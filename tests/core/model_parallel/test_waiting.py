@@ -19,7 +19,7 @@ def copy(count: int, *, fails: bool = False) -> Iterator[int]:
         raise OSError(28, "No space left on device")
 
 
-def test_the_others_hear_from_rank_0_while_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_informs_the_others_while_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[bytes] = []
     broadcast = Ranks.broadcast
 
