@@ -1,4 +1,4 @@
-"""SCAFFOLD and personal layers with a real daemon and clients that are stopped and started again in between."""
+"""SCAFFOLD, EASGD and personal layers with a real daemon and clients that are stopped and started again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import nn
@@ -19,12 +20,13 @@ from fedplat.errors import FedplatError
 from fedplat.model import Parameters
 from fedplat.pytorch.training import Learner
 from fedplat.wire.v1 import admin_pb2
-from fedplat_client import Client
+from fedplat_client import Client, EvaluateResult, Task
 from fedplat_client.trainers.torch import TorchTrainer
 from support import processes
 from support.clients import at_work
 from support.jobs import write_job
 
+Wide = npt.NDArray[np.float64]
 NUM_CLIENTS = 3
 RNG = np.random.default_rng(4)
 INPUTS = [(RNG.normal(size=(12, 3)) * scale).astype("f4") for scale in (0.4, 0.9, 1.5)]
@@ -46,6 +48,10 @@ def write(name: str, rounds: int, more: str) -> str:
 
 
 SCAFFOLD = 'algorithm = "scaffold"\n[aggregation]\nrule = "scaffold"\nnum_clients = 3'
+ELASTIC = (
+    'algorithm = "easgd"\nrho = 2.0\n[aggregation]\nrule = "easgd"\n[evaluation]\nevery = {rounds}\n'
+    '[evaluation.clients]\nevaluator = "elastic"\ngoal = 3\nmin_fraction = 1.0'
+)
 PERSONAL = '[evaluation]\nevery = 100\n[evaluation.clients]\nevaluator = "personal"\ngoal = 3\nmin_fraction = 1.0'
 
 
@@ -145,6 +151,45 @@ def test_personal_layers_never_travel_and_outlive_a_restart(server: processes.Se
     assert Parameters.open(tmp_path / "model").keys() == {"0.weight", "0.bias"}
     assert last.metrics["loss"] < 0.1  # no common head does better than the mean of the squared targets
     assert np.mean((INPUTS[2] @ direction) ** 2) > 1.0
+
+
+@pytest.mark.slow
+def test_elastic_exchanges_conserve_the_sum_though_clients_are_restarted(
+    server: processes.Server, tmp_path: Path
+) -> None:
+    """Gradients are constant, so that each merged training moves the sum of all models by a known amount."""
+    rounds, kept = 16, dict[int, Wide]()
+
+    class Recording(TorchTrainer):
+        def evaluate(self, task: Task) -> EvaluateResult:
+            state = task.client_state.get("easgd")
+            assert state is not None
+            kept[self.seed] = state["weight"].astype("f8")
+            return EvaluateResult(num_examples=1, metrics={"loss": 0.0})
+
+    def trainer(number: int) -> TorchTrainer:
+        return Recording(
+            model=lambda: nn.Linear(3, 1, bias=False),
+            loss=lambda outputs, targets: outputs.mean(),
+            data=TensorDataset(torch.from_numpy(INPUTS[number]), torch.from_numpy(TARGETS[number])),
+            seed=number,
+        )
+
+    start = Parameters.from_arrays({"weight": np.full((1, 3), 0.5, "f4")})
+    more = ELASTIC.format(rounds=rounds)
+    with server.admin() as admin:
+        with fleet(server, tmp_path, "elastic", trainer):
+            job = submit(admin, tmp_path, "elastic", start, rounds, more)
+            until_round(admin, job, 6)
+        with fleet(server, tmp_path, "elastic", trainer):
+            completed(admin, job)
+        admin.export_model(job, None, tmp_path / "model")
+        trained = [each for each in admin.list_rounds(job) if each.kind == admin_pb2.ATTEMPT_KIND_TRAIN]
+    assert [each.client_metrics["centre_distance"] > 0.0 for each in trained] == [each.round > 1 for each in trained]
+    assert kept.keys() == {0, 1, 2}
+    moved = rounds * 8 * 0.1 * sum(inputs.astype("f8").mean(axis=0) for inputs in INPUTS)
+    total = Parameters.open(tmp_path / "model")["weight"].astype("f8") + sum(kept.values())
+    np.testing.assert_allclose(total, np.full((1, 3), 4 * 0.5) - moved, atol=2e-5)
 
 
 def test_a_model_that_does_not_fit_is_named_before_anything_is_sent(tmp_path: Path) -> None:

@@ -124,8 +124,8 @@ async def test_the_ranks_import_the_plugins_of_a_job_and_refuse_changed_ones(
 
 async def test_updates_from_another_version_and_a_model_of_one_entry(ranks: PoolProcess, tmp_path: Path) -> None:
     base = Parameters.from_arrays({"w": np.ones(1, np.float32)})
-    mode = '[mode]\nkind = "buffered"\nconcurrency = 5\n[aggregation]\nrule = "fedasync"\n'
-    spool = Spool(tmp_path, mode + BY_COLUMNS, base)
+    mode = '[mode]\nkind = "buffered"\nconcurrency = 5\n[updates]\nweighting = "uniform"\n'
+    spool = Spool(tmp_path, mode + '[aggregation]\nrule = "fedasync"\n' + BY_COLUMNS, base)
     (tmp_path / "origin").write_bytes(daemons.update_of(base, 9).to_bytes())
     origin = str(tmp_path / "origin")
     spool.updates[1:3] = [structs.replace(update, origin_path=origin) for update in spool.updates[1:3]]
