@@ -298,8 +298,9 @@ def _close_ring(state: GossipState) -> Step:
         gone = ", ".join(sorted(state.offers.keys() - state.completed.keys()))
         return _repeat_ring(state, f"no mean of {gone}" if not digests else "the silos have different means")
     away = math.fsum(event.squared_distance for event in state.completed.values()) / len(state.completed)
-    distance = math.sqrt(away)
-    state = _change(state, consensus=Consensus(bound=distance, estimate=distance, norm=state.consensus.norm))
+    norms = [state.announced[silo].squared_norm for silo in state.completed]
+    distance, norm = math.sqrt(away), math.sqrt(math.fsum(norms) / len(norms))
+    state = _change(state, consensus=Consensus(bound=distance, estimate=distance, norm=norm))
     if state.rules.options.exchange != "ring" and state.consensus.relative > state.rules.options.tolerance:
         return _settle(state)
     average = CommitAverage(state.round, digests.pop(), tuple(sorted(state.completed)))

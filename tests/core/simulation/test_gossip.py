@@ -130,6 +130,7 @@ def test_a_ring_is_federated_averaging() -> None:
     ours, theirs = ([each.evaluation["distance"] for each in one.rounds] for one in (result, other))
     assert ours == pytest.approx(theirs, rel=1e-4)
     assert [each.distance for each in exchanges(result)] == pytest.approx([0.0] * 6, abs=1e-7)
+    assert all(0.0 < each.reported < math.inf for each in exchanges(result))
     assert result.status == "COMPLETED"
     size = initial().schema.file_size_bytes
     assert exchanges(result)[0].busiest_bytes == pytest.approx(2 * 2 * 7 / 8 * size)
