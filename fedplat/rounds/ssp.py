@@ -1,6 +1,6 @@
 """The rules of a stale synchronous parallel job (`[mode] kind = "ssp"`). Pure functions.
 
-Ho et al. 2013, NIPS, section 3: a worker at clock c goes on only if the slowest is at c - s or later. Such a job is a
+Ho et al. 2013, NIPS, section 3: a worker at clock c continues only if the slowest is at c - s or later. Such a job is a
 buffered one (`buffered`) whose buffer holds one update, with a clock set (`clock_set`) that decides who may be drawn.
 So a client at clock c begins with a version that contains the first c - s updates of every member, counted from its
 join, and no two clocks of members are more than s + 1 apart.
@@ -8,7 +8,7 @@ join, and no two clocks of members are more than s + 1 apart.
 The clocks follow from the assignments (`follow`): a client joins with its first assignment, its clock grows when its
 update becomes part of a version, and it leaves when its assignment ends otherwise: late, failed, rejected or revoked. A
 member without work that does not wait for any is absent: it leaves after `deadlines.selection_s` (`on_roll_call`), or
-at once when the attempt has waited so long for a client. So nobody waits forever: of the members that are left, the
+at once when the attempt has waited so long for a client. So no client waits forever: of the members that are left, the
 slowest either works, and its assignment has a deadline, or waits, and is never withheld.
 """
 

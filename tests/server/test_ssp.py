@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedplat.cli import job_lists
+from fedplat.wire.v1 import admin_pb2
 from fedplat_server.verify.checker import verify
 from support import daemons
 from support.daemons import initial_model, update_of
@@ -41,6 +43,11 @@ async def test_a_client_ahead_waits_for_the_slowest_also_after_a_restart(folder:
         await fast.open_session()
         await slow.open_session()
         waits = asyncio.create_task(fast.assignment())
+        found = (await site.operator.jobs.ShowJob(admin_pb2.JobRequest(job=job))).clocks
+        assert (found.minimum, found.maximum, found.num_members, found.num_withheld) == (0, 1, 2, 1)
+        assert list(found.withheld) == [fast.client_id]
+        text = f"0 to 1, of 2 clients; waiting for slower ones: {fast.client_id}"
+        assert job_lists.describe_clocks(found) == text
         await slow.deliver(work[1].token, deltas[1])
         fresh = await waits
         assert fresh.model.version == 2
