@@ -5,7 +5,10 @@ Arbitrary schedules, with the bound after each change, are in `test_machine`.
 
 from __future__ import annotations
 
+import heapq
 from typing import Any
+
+import numpy as np
 
 from fedplat.rounds.events import ClientRevoked, UpdateReported
 from fedplat.rounds.ssp import list_withheld
@@ -146,3 +149,47 @@ def test_an_empty_set_keeps_its_minimum_and_begins_again() -> None:
     assert (clocks(driver), driver.job.clocks.minimum) == ({}, 1)
     assert assigned(driver.check_in("c1")) == ["c1"]
     assert clocks(driver) == {"c1": 1}
+
+
+def run_in_virtual_time(took_s: np.ndarray, slack: int) -> np.ndarray:
+    """The moments at which clients reach their clocks, with the coordinator; [client, clock] like `took_s`."""
+    num_clients, num_clocks = took_s.shape
+    driver = begin(num_clients, slack, num_clients, rounds=1000, selection={"wait_for": num_clients})
+    reached = np.full(took_s.shape, np.nan)
+    at_work = [(float(took_s[number, 0]), number) for number in range(num_clients)]
+    heapq.heapify(at_work)
+    while at_work:
+        driver.now, number = heapq.heappop(at_work)
+        clock = clocks(driver)[f"c{number}"]
+        reached[number, clock] = driver.now
+        driver.report(f"c{number}")
+        begun = [*assigned(driver.commit()), *assigned(driver.check_in(f"c{number}"))]
+        for name in begun:
+            if (next_clock := clocks(driver)[name]) < num_clocks:
+                heapq.heappush(at_work, (driver.now + float(took_s[int(name[1:]), next_clock]), int(name[1:])))
+    return reached
+
+
+def reference(took_s: np.ndarray, slack: int) -> np.ndarray:
+    """A clock begins after the client's last one, and after everyone's clock `slack` + 1 before it."""
+    reached = np.zeros_like(took_s)
+    for clock in range(took_s.shape[1]):
+        begins = reached[:, clock - 1] if clock else np.zeros(len(took_s))
+        if clock > slack:
+            begins = np.maximum(begins, reached[:, clock - 1 - slack].max())
+        reached[:, clock] = begins + took_s[:, clock]
+    return reached
+
+
+def test_the_time_falls_with_the_slack_when_clients_are_slow_now_and_then() -> None:
+    """From that of synchronous rounds, the sum of the slowest of each, to that of the slowest client alone."""
+    took_s = np.where(np.random.default_rng(0).random((4, 12)) < 0.25, 4.0, 1.0)
+    times: list[float] = []
+    for slack in (0, 1, 3, 12):
+        reached = run_in_virtual_time(took_s, slack)
+        np.testing.assert_array_equal(reached, reference(took_s, slack))
+        times.append(float(reached.max()))
+    assert times[0] == took_s.max(axis=0).sum()
+    assert times[-1] == took_s.sum(axis=1).max()
+    assert times == sorted(times, reverse=True)
+    assert times[0] > times[1] > times[-1]
