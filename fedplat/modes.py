@@ -1,9 +1,12 @@
-"""Training modes: updates become a version in synchronous rounds, or whenever a buffer of updates is full.
+"""Training modes: synchronous rounds, a version for each full buffer of updates, or clients in bounded lockstep.
 
 Buffered asynchronous training is FedBuff: Nguyen et al. 2022, "Federated Learning with Buffered Asynchronous
 Aggregation", arXiv 2106.06639, Algorithm 1. The weight of an update decreases with the number of versions committed
 since the version that its client started from. The weights s(τ) are those of Xie et al. 2019, "Asynchronous Federated
 Optimization", arXiv 1903.03934, section 5.2; FedBuff's is the polynomial one with a = 1/2.
+
+Stale synchronous parallel training is that of Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous
+Parallel Parameter Server", NIPS 2013, section 3.
 """
 
 from __future__ import annotations
@@ -173,3 +176,37 @@ class Buffered(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"
     def is_too_stale(self, staleness: int) -> bool:
         """Return whether an update of this staleness is refused."""
         return self.max_staleness is not None and staleness > self.max_staleness
+
+
+class StaleSynchronous(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="ssp"):
+    """Stale synchronous parallel training: each update makes a version, and no client gets far ahead of the slowest.
+
+    The clock of a client is the number of its updates in versions. A client at clock c begins its next training only if
+    the slowest is at c - `slack` or later. Updates count in full, because the slack bounds their age already.
+
+    >>> mode = StaleSynchronous(concurrency=2, slack=1)
+    >>> mode.may_begin(4, 3), mode.may_begin(5, 3)
+    (True, False)
+    """
+
+    concurrency: Annotated[int, Meta(ge=1, le=1000)]
+    """Largest number of clients in the clock set, which train at the same time."""
+    slack: Annotated[int, Meta(ge=0, le=1_000_000)]
+    """s: a client begins only if it is at most s clocks ahead of the slowest; 0: bulk synchronous."""
+
+    @property
+    def max_staleness(self) -> None:
+        """The largest accepted staleness in versions: no limit, because the slack is one in clocks."""
+        return
+
+    def weight(self, staleness: int) -> float:
+        """Return the factor of an update's weight: 1."""
+        return 1.0
+
+    def is_too_stale(self, staleness: int) -> bool:
+        """Return whether an update of this staleness is refused: never."""
+        return False
+
+    def may_begin(self, clock: int, minimum: int) -> bool:
+        """Return whether a client at `clock` may train while the slowest is at `minimum`."""
+        return clock - minimum <= self.slack

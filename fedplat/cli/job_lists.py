@@ -17,6 +17,7 @@ from fedplat.codecs.container import options_to_text
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec
 from fedplat.plugins import Plugins
+from fedplat.texts import format_count
 from fedplat.toml import read_record, read_toml
 from fedplat.wire.v1 import admin_pb2
 
@@ -193,6 +194,8 @@ def job_fields(job: admin_pb2.Job) -> dict[str, str]:
         "updates": _encoding(job),
         "created": formats.moment(job.created_unix_s),
     }
+    if job.HasField("clocks"):
+        fields["clocks"] = describe_clocks(job.clocks)
     if job.plugins:
         fields["plugins"] = formats.plugins(job.plugins)
     if job.HasField("current"):
@@ -257,3 +260,13 @@ def _staleness(attempt: admin_pb2.Round) -> str:
 
 def _largest_norm(attempt: admin_pb2.Round) -> str:
     return f"{attempt.largest_norm:.3g}" if attempt.HasField("largest_norm") else formats.NOTHING
+
+
+def describe_clocks(clocks: admin_pb2.Clocks) -> str:
+    """Describe the clocks of the clients of a job: the slowest, the fastest, and who waits."""
+    text = f"{clocks.minimum} to {clocks.maximum}, of {format_count(clocks.num_members, 'client')}"
+    if not clocks.num_withheld:
+        return text
+    more = clocks.num_withheld - len(clocks.withheld)
+    names = ", ".join(clocks.withheld) + (f" and {more} more" if more else "")
+    return f"{text}; waiting for slower ones: {names}"

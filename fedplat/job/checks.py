@@ -90,6 +90,38 @@ def _check_buffered(spec: JobTables) -> None:
         raise ValueError(
             f'selection.close = "{spec.selection.close}": a buffer closes at its goal; expected mode.kind = "sync"'
         )
+    if spec.stale_synchronous is not None:
+        _check_stale_synchronous(spec, spec.stale_synchronous)
+
+
+def _check_stale_synchronous(spec: JobTables, mode: modes.StaleSynchronous) -> None:
+    """Raise `ValueError` if a job with clocks has options that could keep a client from its next clock."""
+    selection = spec.selection
+    if selection.goal != 1:
+        raise ValueError(
+            f'selection.goal = {selection.goal}: with mode.kind = "ssp" each update makes a version when it arrives, '
+            "because an update that waits for others would hold the clocks back; expected goal = 1"
+        )
+    if selection.wait_for > mode.concurrency:
+        raise ValueError(
+            f"selection.wait_for = {selection.wait_for}: expected at most mode.concurrency = {mode.concurrency}, the "
+            "size of the clock set"
+        )
+    if selection.min_separation:
+        raise ValueError(
+            f"selection.min_separation = {selection.min_separation}: the others would wait for the slowest client "
+            'while it rests; expected 0 with mode.kind = "ssp"'
+        )
+    if selection.sampling != Uniform():
+        raise ValueError(
+            f'selection.sampling.policy = "{name_of(selection.sampling)}": the clocks decide who trains next; expected '
+            '"uniform" with mode.kind = "ssp"'
+        )
+    if spec.robust is not None:
+        raise ValueError(
+            'robust: it compares the updates of a version, and with mode.kind = "ssp" a version has one; expected no '
+            'table [robust], or mode.kind = "buffered"'
+        )
 
 
 def _check_flower(spec: JobTables) -> None:
@@ -138,7 +170,7 @@ def _check_server_step(spec: JobTables, step: ServerStep) -> None:
         'durability = "memory"': spec.durability == "memory",
         "privacy": spec.privacy is not None,
         "robust": spec.robust is not None,
-        'mode.kind = "buffered"': spec.buffered is not None,
+        f'mode.kind = "{name_of(spec.mode)}"': spec.buffered is not None,
     }
     if found := [name for name, is_so in contrary.items() if is_so]:
         raise ValueError(

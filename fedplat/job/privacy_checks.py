@@ -57,7 +57,7 @@ def _other_mistakes(spec: JobTables) -> Iterator[str]:
     if spec.robust is not None:
         yield "robust: expected none, since the influence of one client on the result of such a rule has no small bound"
     if spec.buffered is not None:
-        yield 'mode.kind = "buffered": expected "sync", since a buffer closes at a number of reports'
+        yield f'mode.kind = "{name_of(spec.mode)}": expected "sync", since a buffer closes at a number of reports'
     if spec.evaluation.clients is not None:
         yield "evaluation.clients: expected none, since its results would be releases without noise"
     if (codec := spec.compression.uplink) is not None and type(codec) not in codecs.CODECS.values():

@@ -64,7 +64,7 @@ def _rule_mistakes(spec: JobTables) -> Iterator[str]:
 
 def _other_mistakes(spec: JobTables) -> Iterator[str]:
     if spec.buffered is not None:
-        yield 'mode.kind = "buffered": expected "sync", since clients share masks for one attempt'
+        yield f'mode.kind = "{name_of(spec.mode)}": expected "sync", since clients share masks for one attempt'
     if spec.evaluation.clients is not None:
         yield "evaluation.clients: expected none, since these metrics would reach the server without masks"
     if spec.selection.uses_history:

@@ -47,9 +47,9 @@ class JobTables(Struct, frozen=True, forbid_unknown_fields=True):
     """Source of the initial model."""
     selection: Selection
     """Clients that take part, and when an attempt closes."""
-    mode: modes.Sync | modes.Buffered | Gossip = modes.Sync()
-    """Synchronous rounds, asynchronous training with a buffer of updates, or an exchange between silos without a
-    server's model."""
+    mode: modes.Sync | modes.Buffered | modes.StaleSynchronous | Gossip = modes.Sync()
+    """Synchronous rounds, asynchronous training with a buffer of updates, stale synchronous parallel training, or an
+    exchange between silos without a server's model."""
     config: dict[str, Scalar] = {}
     """Hyper-parameters that the trainer finds in `task.config`."""
     durability: Literal["spool", "memory"] = "spool"
@@ -101,9 +101,17 @@ class JobTables(Struct, frozen=True, forbid_unknown_fields=True):
         return self.pool.parallel if self.pool is not None else None
 
     @property
-    def buffered(self) -> modes.Buffered | None:
-        """The buffer options of an asynchronous job; None if it has synchronous rounds."""
-        return self.mode if isinstance(self.mode, modes.Buffered) else None
+    def buffered(self) -> modes.Buffered | modes.StaleSynchronous | None:
+        """The buffer options of an asynchronous job; None if it has synchronous rounds.
+
+        Stale synchronous parallel training has a buffer of one update.
+        """
+        return self.mode if isinstance(self.mode, (modes.Buffered, modes.StaleSynchronous)) else None
+
+    @property
+    def stale_synchronous(self) -> modes.StaleSynchronous | None:
+        """The options of stale synchronous parallel training; None in the other modes."""
+        return self.mode if isinstance(self.mode, modes.StaleSynchronous) else None
 
     @property
     def gossip(self) -> Gossip | None:
@@ -125,7 +133,7 @@ class JobTables(Struct, frozen=True, forbid_unknown_fields=True):
         """The number of clients that the job needs at work at the same time."""
         if self.gossip is not None:
             return self.selection.goal
-        return self.mode.concurrency if isinstance(self.mode, modes.Buffered) else self.selection.target
+        return self.buffered.concurrency if self.buffered is not None else self.selection.target
 
     @property
     def outlier_factor(self) -> float:

@@ -64,7 +64,7 @@ def difference(before: JobState, after: JobState) -> Change:
     """Return the change that leads from one state to another; `after.revision` must be one more."""
     assert after.revision == before.revision + 1
     attempt = after.attempt if after.attempt is not before.attempt else None
-    changed = tuple(_find_changed(before, after))
+    changed = tuple(find_changed(before, after))
     version = after.latest if after.latest is not before.latest else None
     return Change(
         job=after,
@@ -77,7 +77,7 @@ def difference(before: JobState, after: JobState) -> Change:
     )
 
 
-def _find_changed(before: JobState, after: JobState) -> Iterator[Assignment]:
+def find_changed(before: JobState, after: JobState) -> Iterator[Assignment]:
     """Yield new and modified assignments; moving from the attempt to those carried over is not a modification."""
     same_attempt = before.attempt is not None and after.attempt is not None and before.attempt.key == after.attempt.key
     for was, group in (

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Sequence
 from msgspec import structs
 
 from fedplat.errors import FedplatError
-from fedplat.rounds import closing, pacing, privacy_rules, selection, sync
+from fedplat.rounds import closing, pacing, privacy_rules, selection, ssp, sync
 from fedplat.rounds.changes import Change, difference
 from fedplat.rounds.commands import Assign, Command, Refuse
 from fedplat.rounds.events import (
@@ -32,6 +32,7 @@ from fedplat.rounds.events import (
     ClientRevoked,
     Event,
     JobEvent,
+    RollCalled,
     ServerRestarted,
     TimerFired,
 )
@@ -212,7 +213,9 @@ class Coordinator:
             return self._revoke(proposal, event, context)
         if isinstance(event, TimerFired):
             return self._on_timer(proposal, event, context)
-        assert not isinstance(event, CandidatesDrawn | AssignmentReclaimed), "the coordinator makes these events itself"
+        assert not isinstance(event, CandidatesDrawn | AssignmentReclaimed | RollCalled), (
+            "the coordinator makes these events itself"
+        )
         return self._step(proposal, event, context)
 
     def _check_in(self, proposal: Proposal, event: ClientCheckedIn, context: Context) -> Verdict:
@@ -243,6 +246,10 @@ class Coordinator:
                 assignment = group.assignments.get(event.client_id)
                 if assignment is not None and assignment.is_open:
                     self._step(proposal, AssignmentRevoked(assignment.key, event.client_id), context)
+            latest = self._latest(proposal, job.job_id)
+            if latest is not None and event.client_id in latest.clocks.clocks:
+                revoked = frozenset({event.client_id})
+                self._step(proposal, RollCalled(job.job_id, revoked=revoked), context)
         return ACCEPTED
 
     def _on_timer(self, proposal: Proposal, event: TimerFired, context: Context) -> Verdict:
@@ -251,11 +258,25 @@ class Coordinator:
         if before is None:
             return _refuse_unknown_job(event.job_id)
         self._apply(proposal, before, closing.drop_late(before, context), context)
+        self._call_roll(proposal, event.job_id, context)
         job = self._latest(proposal, event.job_id)
         attempt = job.open_attempt if job is not None and job.selects else None
         if attempt is not None and attempt.selection_ends_at <= context.now:
             self._draw(proposal, event.job_id, context, final=True)
         return ACCEPTED
+
+    def _call_roll(self, proposal: Proposal, job_id: str, context: Context) -> None:
+        """Let members of a clock set that are absent leave, if the time of one of them, or of all, is over."""
+        job = self._latest(proposal, job_id)
+        if job is None or not job.clocks.clocks or job.status is not JobStatus.RUNNING:
+            return
+        attempt, moment = job.open_attempt, job.clocks.next_expected
+        is_over = attempt is not None and job.selects and attempt.selection_ends_at <= context.now
+        is_last = is_over and attempt is not None and attempt.kind is AttemptKind.TRAIN
+        if is_last or (moment is not None and moment <= context.now):
+            waiting = {name: self.room.clients.get(name) for name in job.clocks.clocks}
+            present = frozenset(name for name, each in waiting.items() if each and selection.may_train(job, each))
+            self._step(proposal, RollCalled(job_id, present, is_last), context)
 
     def _changed_timers(self, proposal: Proposal, events: Sequence[Event]) -> dict[str, float | None]:
         """Return the next deadline of each job whose timer has fired or must be set to another moment."""
@@ -301,7 +322,8 @@ class Coordinator:
         while current is not None:
             proposal.commands.extend(current.commands)
             if current.job is not before:
-                after = structs.replace(current.job, revision=before.revision + 1)
+                after = ssp.follow(before, current.job, context)
+                after = structs.replace(after, revision=before.revision + 1)
                 proposal.changes.append(difference(before, after))
                 proposal.jobs[after.job_id] = before = after
             current = sync.advance(before, context)

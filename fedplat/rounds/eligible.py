@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fedplat.rounds.events import ClientCheckedIn
 from fedplat.rounds.participation import NEVER, ParticipationHistory
 from fedplat.rounds.records import AttemptKey
+from fedplat.rounds.ssp import Gate
 from fedplat.sampling import ClientHistory
 
 Accepts = Callable[[ClientCheckedIn], bool]
@@ -24,8 +25,11 @@ class EligibleClients:
     clients drawn with a seed, depends only on the sequence of clients that entered and left.
     """
 
-    def __init__(self, accepts: Accepts, history: ParticipationHistory | None, key: AttemptKey) -> None:
+    def __init__(
+        self, accepts: Accepts, history: ParticipationHistory | None, key: AttemptKey, gate: Gate | None = None
+    ) -> None:
         self.key = key
+        self.gate = gate
         self._accepts = accepts
         self._history = history
         self._clients: list[ClientCheckedIn] = []

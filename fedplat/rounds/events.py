@@ -114,6 +114,20 @@ class CandidatesDrawn:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class RollCalled:
+    """The coordinator has looked which members of a job's clock set are `present`: they wait for work of the job.
+
+    Absent ones leave the set if their time is over. `is_last`: that of all is over, because the attempt has waited for
+    a client as long as it may. Clients in `revoked` leave in any case.
+    """
+
+    job_id: str
+    present: frozenset[str] = frozenset()
+    is_last: bool = False
+    revoked: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class AttemptEvent:
     """Base of the events of one attempt."""
 
@@ -240,6 +254,7 @@ JobEvent = (
     | RollbackOrdered
     | ServerRestarted
     | CandidatesDrawn
+    | RollCalled
     | AssignmentReclaimed
     | UploadStarted
     | KeysAdvertised

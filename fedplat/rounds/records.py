@@ -18,6 +18,7 @@ from msgspec import Struct, field, structs
 from fedplat.aggregate import Contribution
 from fedplat.job import JobSpec
 from fedplat.loaded_plugins import PluginVersion
+from fedplat.rounds.clock_set import NO_CLOCKS, ClockSet
 from fedplat.rounds.persistent_map import PersistentMap, to_persistent
 from fedplat.rounds.states import (
     BUSY_STATES,
@@ -301,7 +302,8 @@ class JobState(Struct, frozen=True):
     next round. It is empty before the app has begun and after it has ended. `unmasked` are the numbers of survivors
     (`Attempt.num_survivors`) of all attempts of a job with `privacy.trust = "none"` whose masks were requested: each is
     a release, whether its attempt has committed or not. `barred` are clients that a job with secure aggregation
-    does not draw again, because their messages were invalid (`REJECTED_MESSAGE`) in an earlier attempt.
+    does not draw again, because their messages were invalid (`REJECTED_MESSAGE`) in an earlier attempt. `clocks` is the
+    clock set of a stale synchronous parallel job; the moments in it are not stored.
     """
 
     job_id: str
@@ -321,6 +323,7 @@ class JobState(Struct, frozen=True):
     cohort: tuple[str, ...] = ()
     unmasked: tuple[int, ...] = ()
     barred: tuple[str, ...] = ()
+    clocks: ClockSet = NO_CLOCKS
 
     @property
     def algorithms(self) -> frozenset[str]:
@@ -383,4 +386,6 @@ class JobState(Struct, frozen=True):
             moments.append(attempt.step_ends_at)
         if self.carried_over.num_busy:
             moments.append(self.carried_over.next_deadline)
+        if self.status is JobStatus.RUNNING:
+            moments.append(self.clocks.next_expected)
         return min((moment for moment in moments if moment is not None), default=None)

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import structs
 
 from fedplat.job.secure import require_secure
-from fedplat.rounds import buffered, closing, plugin_rules, privacy_rules, reporting, secure, warm_start
+from fedplat.rounds import buffered, closing, plugin_rules, privacy_rules, reporting, secure, ssp, warm_start
 from fedplat.rounds.commands import Command, Commit
 from fedplat.rounds.events import ServerRestarted
 from fedplat.rounds.records import Assignment, Attempt, JobState
@@ -32,6 +32,7 @@ def on_restart(job: JobState, event: ServerRestarted, context: Context) -> Trans
     if text := missing or plugin_rules.describe_changed(job, event.plugins):
         return plugin_rules.pause(job, text, context)
     fresh = structs.replace(job, resume_at=None) if job.resume_at is not None else job
+    fresh = ssp.expect_members(fresh, context)
     attempt = job.open_attempt
     if attempt is None:
         return Transition(fresh)

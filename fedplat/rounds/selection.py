@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from fedplat import label_expressions, sampling
-from fedplat.rounds import reporting
+from fedplat.rounds import reporting, ssp
 from fedplat.rounds.eligible import EligibleClients
 from fedplat.rounds.events import CandidatesDrawn, ClientCheckedIn
 from fedplat.rounds.participation import ParticipationHistory
@@ -25,7 +25,7 @@ class Demand:
 
     Without `min_eligible` they are drawn when the time for selection is over. `codecs`, `algorithms` and `features` are
     those that a client must support. Clients in `excluded` are not drawn: they take part already. If there is a
-    `cohort`, only its clients are drawn, and never those in `barred`.
+    `cohort`, only its clients are drawn, and never those in `barred`. `gate` is that of a job with clocks.
     """
 
     key: AttemptKey
@@ -42,6 +42,7 @@ class Demand:
     features: frozenset[str] = frozenset()
     cohort: frozenset[str] | None = dataclasses.field(default=None, compare=False)
     barred: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
+    gate: ssp.Gate | None = None
 
     @property
     def has_requirements(self) -> bool:
@@ -66,6 +67,7 @@ class Demand:
             client.population == self.population
             and (self.cohort is None or client.client_id in self.cohort)
             and client.client_id not in self.barred
+            and (self.gate is None or self.gate.admits(client.client_id))
             and self.handler in installed
             and label_expressions.compile_expression(self.where)(client.labels)
         )
@@ -83,7 +85,7 @@ def make_demand(job: JobState) -> Demand | None:
         free = attempt.target - attempt.num_busy
         if not reporting.wants_clients(job, attempt) or free <= 0:
             return None
-        return _training_demand(job, attempt, free, 1)
+        return _training_demand(job, attempt, free, _count_needed(job))
     if attempt.kind is AttemptKind.TRAIN and job.spec.flower is not None:
         return _make_cohort_demand(job, attempt)
     if attempt.phase is not AttemptPhase.SELECTING:
@@ -106,6 +108,12 @@ def make_demand(job: JobState) -> Demand | None:
         frozenset[str](),
         Uniform(),
     )
+
+
+def _count_needed(job: JobState) -> int:
+    """Return how many clients must wait before a buffer takes some: an empty clock set begins with several."""
+    begins = job.spec.stale_synchronous is not None and not job.clocks.clocks
+    return max(job.spec.selection.wait_for, 1) if begins else 1
 
 
 def _make_cohort_demand(job: JobState, attempt: Attempt) -> Demand | None:
@@ -132,6 +140,7 @@ def _training_demand(job: JobState, attempt: Attempt, target: int, min_eligible:
         job.algorithms,
         needed_features(job),
         barred=frozenset(job.barred),
+        gate=ssp.make_gate(job),
     )
 
 
@@ -292,10 +301,10 @@ class WaitingRoom:
         name = (demand.key.job_id, demand.kind)
         eligible = self._eligible.get(name)
         is_other = eligible is not None and eligible.key < demand.key and (demand.cohort is not None or demand.barred)
-        if eligible is None or eligible.key > demand.key or is_other:  # another attempt accepts other clients
-            eligible = EligibleClients(
-                demand.accepts, history if demand.kind is AttemptKind.TRAIN else None, demand.key
-            )
+        # Another attempt, or another state of the clocks, accepts other clients.
+        if eligible is None or eligible.key > demand.key or is_other or eligible.gate != demand.gate:
+            past = history if demand.kind is AttemptKind.TRAIN else None
+            eligible = EligibleClients(demand.accepts, past, demand.key, demand.gate)
             for client in self.clients.values():
                 eligible.enter(client)
             self._eligible[name] = eligible

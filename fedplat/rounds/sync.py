@@ -4,7 +4,7 @@ Read `HANDLERS` first: it has one function for each kind of event except `TimerF
 itself. `advance` has the transitions that need no event: it opens the next attempt, begins the next phase of a secure
 aggregation, commits an evaluation, or ends the job. `reporting` defines how attempts accept reports, `closing` how they
 end, `restart` how they resume after a crash, `secure` the phases of a secure aggregation, `buffered` the differences of
-a job with a buffer, and `states` the allowed transitions.
+a job with a buffer, `ssp` the clocks of its clients if they have some, and `states` the allowed transitions.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from fedplat.rounds import (
     secure,
     secure_messages,
     selection,
+    ssp,
     warm_start,
 )
 from fedplat.rounds.commands import Assign, Command
@@ -44,6 +45,7 @@ from fedplat.rounds.events import (
     MasksAnswered,
     OperatorCommand,
     RollbackOrdered,
+    RollCalled,
     ServerRestarted,
     SharesSent,
     SurvivorsConfirmed,
@@ -172,7 +174,7 @@ def _on_candidates(job: JobState, event: CandidatesDrawn, context: Context) -> T
         if exhaustion := privacy_rules.describe_exhaustion(failed.job, event, needed):
             return structs.replace(failed, job=closing.set_status(failed.job, JobStatus.PAUSED, exhaustion))
         return failed
-    return _assign(job, attempt, event.client_ids, context)
+    return _assign(job, attempt, ssp.admit(job, event.client_ids), context)
 
 
 def _assign_cohort(job: JobState, attempt: Attempt, event: CandidatesDrawn, context: Context) -> Transition:
@@ -379,6 +381,7 @@ HANDLERS: Mapping[type[Any], Callable[[JobState, Any, Context], Transition]] = {
     RollbackOrdered: rollback.on_rollback,
     ServerRestarted: restart.on_restart,
     CandidatesDrawn: _on_candidates,
+    RollCalled: ssp.on_roll_call,
     AssignmentReclaimed: _on_reclaimed,
     UploadStarted: _on_upload_started,
     KeysAdvertised: secure_messages.on_keys,

@@ -74,7 +74,7 @@ MISTAKES: Mapping[str, tuple[str, str]] = {
     ),
     "an unknown mode": (
         f"{SMALL}[mode]\nkind = 'fast'\nconcurrency = 3\n",
-        "mode.kind = 'fast': expected one of sync, buffered, gossip",
+        "mode.kind = 'fast': expected one of sync, buffered, ssp, gossip",
     ),
     "an option of another weight": (
         f"{SMALL}[mode]\nkind = 'buffered'\nconcurrency = 3\nstaleness = 'hinge'\nexponent = 0.5\n",
@@ -112,3 +112,35 @@ def test_mistakes_are_named(text: str, message: str):
     with pytest.raises(JobFileError) as caught:
         parse_job(text)
     assert str(caught.value) == message
+
+
+CLOCKS = SMALL.replace("goal = 4", "goal = 1") + "{more}\n[mode]\nkind = 'ssp'\nconcurrency = 8\nslack = 2\n"
+
+
+def test_the_mode_with_clocks() -> None:
+    spec = parse_job(CLOCKS.format(more="wait_for = 8"))
+    mode = spec.stale_synchronous
+    assert mode is spec.buffered is spec.mode
+    assert mode is not None
+    assert spec.num_wanted == 8
+    assert [mode.may_begin(clock, 3) for clock in (3, 5, 6)] == [True, True, False]
+    assert (spec.weight(100, 50), mode.is_too_stale(10**6)) == (100, False)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ("wait_for = 9", "wait_for = 9: expected at most mode.concurrency = 8"),
+        ("min_separation = 1", "min_separation = 1: the others would wait"),
+        ("sampling = { policy = 'weighted' }", 'policy = "weighted": the clocks decide'),
+        ("[robust]\nbyzantine = 0\nrule = { name = 'median' }", "robust: it compares the updates of a version"),
+    ],
+)
+def test_what_would_keep_a_client_from_its_next_clock_is_refused(more: str, reason: str) -> None:
+    with pytest.raises(JobFileError, match=reason):
+        parse_job(CLOCKS.format(more=more))
+
+
+def test_each_update_makes_a_version_with_clocks() -> None:
+    with pytest.raises(JobFileError, match=r"selection.goal = 2: .*expected goal = 1"):
+        parse_job(CLOCKS.format(more="").replace("goal = 1", "goal = 2"))

@@ -9,9 +9,12 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 
+import msgspec
+
 from fedplat.job import build_rule
 from fedplat.plugins import has_absent
 from fedplat.rounds import warm_start
+from fedplat.rounds.clock_set import clocks_from_builtins
 from fedplat.rounds.invariants.records import (
     Location,
     ParticipationRounds,
@@ -177,6 +180,29 @@ def open_attempts_belong_to_jobs_at_work(job: StoredJob) -> Iterator[Violation]:
             yield Violation(
                 attempt_location(row), f"it is {row.phase} while the job is {job.row.status}", "no open attempt"
             )
+
+
+def clocks_are_close(job: StoredJob) -> Iterator[Violation]:
+    """Check that no clock of a stale synchronous parallel job is further ahead of the slowest than the slack allows.
+
+    A client begins at most `slack` clocks ahead and finishes one clock later (Ho et al. 2013, section 3).
+    """
+    mode = job.spec.stale_synchronous if job.spec is not None else None
+    if mode is None:
+        return
+    try:
+        found = clocks_from_builtins(job.row.clocks)
+    except msgspec.ValidationError as exc:
+        yield Violation(Location(job.row.job_id), f"its clocks cannot be read ({exc})", "a clock set")
+        return
+    most = found.minimum + mode.slack + 1
+    for client_id, clock in (found.clocks | found.ahead).items():
+        if not found.minimum <= clock <= most:
+            expected = f"from {found.minimum}, the minimum, to {most}, the minimum + slack + 1"
+            yield Violation(Location(job.row.job_id, client=client_id), f"its clock is {clock}", expected)
+    if len(found.clocks) > mode.concurrency:
+        text = f"its clock set has {len(found.clocks)} members"
+        yield Violation(Location(job.row.job_id), text, f"at most mode.concurrency = {mode.concurrency}")
 
 
 def job_file_is_readable(job: StoredJob) -> Iterator[Violation]:

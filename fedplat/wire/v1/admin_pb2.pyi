@@ -509,6 +509,7 @@ class Job(_message.Message):
     CURRENT_FIELD_NUMBER: _builtins.int
     RESTORED_FROM_FIELD_NUMBER: _builtins.int
     PLUGINS_FIELD_NUMBER: _builtins.int
+    CLOCKS_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     name: _builtins.str
     population: _builtins.str
@@ -532,6 +533,10 @@ class Job(_message.Message):
     def plugins(self) -> _containers.RepeatedCompositeFieldContainer[Global___Plugin]:
         """The plugins that the job runs with."""
 
+    @_builtins.property
+    def clocks(self) -> Global___Clocks:
+        """Only of a job with [mode] kind = "ssp"."""
+
     def __init__(
         self,
         *,
@@ -548,16 +553,52 @@ class Job(_message.Message):
         current: Global___Round | None = ...,
         restored_from: _builtins.int | None = ...,
         plugins: _abc.Iterable[Global___Plugin] | None = ...,
+        clocks: Global___Clocks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from", "current", b"current", "model", b"model", "restored_from", b"restored_from"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from", "clocks", b"clocks", "current", b"current", "model", b"model", "restored_from", b"restored_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from", "created_unix_s", b"created_unix_s", "current", b"current", "job_file", b"job_file", "job_id", b"job_id", "model", b"model", "name", b"name", "num_rounds", b"num_rounds", "plugins", b"plugins", "population", b"population", "reason", b"reason", "restored_from", b"restored_from", "round", b"round", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from", "clocks", b"clocks", "created_unix_s", b"created_unix_s", "current", b"current", "job_file", b"job_file", "job_id", b"job_id", "model", b"model", "name", b"name", "num_rounds", b"num_rounds", "plugins", b"plugins", "population", b"population", "reason", b"reason", "restored_from", b"restored_from", "round", b"round", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__restored_from: _TypeAlias = _typing.Literal["restored_from"]  # noqa: Y015
     _WhichOneofArgType__restored_from: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__restored_from) -> _WhichOneofReturnType__restored_from | None: ...
 
 Global___Job: _TypeAlias = Job  # noqa: Y015
+
+@_typing.final
+class Clocks(_message.Message):
+    """The clock set of a stale synchronous parallel job. A client's clock is the number of its updates in versions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MINIMUM_FIELD_NUMBER: _builtins.int
+    MAXIMUM_FIELD_NUMBER: _builtins.int
+    NUM_MEMBERS_FIELD_NUMBER: _builtins.int
+    NUM_WITHHELD_FIELD_NUMBER: _builtins.int
+    WITHHELD_FIELD_NUMBER: _builtins.int
+    minimum: _builtins.int
+    maximum: _builtins.int
+    num_members: _builtins.int
+    num_withheld: _builtins.int
+    """The members that wait for slower ones, and the ids of the first 10 of them."""
+    @_builtins.property
+    def withheld(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        minimum: _builtins.int = ...,
+        maximum: _builtins.int = ...,
+        num_members: _builtins.int = ...,
+        num_withheld: _builtins.int = ...,
+        withheld: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["maximum", b"maximum", "minimum", b"minimum", "num_members", b"num_members", "num_withheld", b"num_withheld", "withheld", b"withheld"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Clocks: _TypeAlias = Clocks  # noqa: Y015
 
 @_typing.final
 class ListJobsRequest(_message.Message):

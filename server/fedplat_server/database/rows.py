@@ -18,6 +18,7 @@ from fedplat.job.privacy import find_mechanism_of
 from fedplat.loaded_plugins import versions_to_builtins
 from fedplat.privacy import Mechanism
 from fedplat.rounds import Assignment, AssignmentSet, Attempt, AttemptKey, HistoryRow, JobState, ModelVersion, influence
+from fedplat.rounds.clock_set import clocks_from_builtins, clocks_to_builtins
 from fedplat.rounds.records import NO_ASSIGNMENTS, Claim, SecureMessages
 from fedplat.rounds.states import AssignmentState, JobStatus
 from fedplat_server.database import job_files, newer_states
@@ -271,6 +272,7 @@ def job_values(state: JobState) -> Values:
         "revision": state.revision,
         "plugins": versions_to_builtins(state.plugins) or None,
         "cohort": list(state.cohort) or None,
+        "clocks": clocks_to_builtins(state.clocks),
     }
 
 
@@ -324,6 +326,7 @@ def job_record(
         revision=row.revision,
         plugins=job_files.job_plugins(row),
         cohort=tuple(row.cohort or ()),
+        clocks=clocks_from_builtins(row.clocks),
         unmasked=past.unmasked,
         barred=past.barred if spec.secure_aggregation is not None else (),
     )

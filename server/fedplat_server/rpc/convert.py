@@ -9,7 +9,7 @@ from msgspec import structs
 from fedplat.codecs import container
 from fedplat.job import JobSpec, Scalar
 from fedplat.loaded_plugins import PluginVersion
-from fedplat.rounds import ModelVersion
+from fedplat.rounds import JobState, ModelVersion, ssp
 from fedplat.rounds.commands import RetryWindow
 from fedplat.rounds.states import (
     BUSY_STATES,
@@ -24,6 +24,9 @@ from fedplat.texts import shorten
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
 from fedplat_server.coordination.progress import ProgressSummary
 from fedplat_server.database.jobs import AttemptRecord, HistoryRecord, JobRecord, VersionRecord
+
+MAX_WITHHELD = 10
+"""Number of clients of a job that wait for slower ones which a description of the job names."""
 
 REASONS: Mapping[Reason, model_pb2.Reason.ValueType] = {
     reason: model_pb2.Reason.Value(f"REASON_{reason.name}") for reason in Reason
@@ -109,6 +112,21 @@ def job(record: JobRecord, current: admin_pb2.Round | None) -> admin_pb2.Job:
         current=current,
         restored_from=state.latest.restored_from,
         plugins=plugins(state.plugins),
+        clocks=clocks(state),
+    )
+
+
+def clocks(state: JobState) -> admin_pb2.Clocks | None:
+    """Encode the clock set of a stale synchronous parallel job; None for the other modes."""
+    if state.spec.stale_synchronous is None:
+        return None
+    found, withheld = state.clocks, ssp.list_withheld(state)
+    return admin_pb2.Clocks(
+        minimum=found.minimum,
+        maximum=found.maximum,
+        num_members=len(found.clocks),
+        num_withheld=len(withheld),
+        withheld=withheld[:MAX_WITHHELD],
     )
 
 

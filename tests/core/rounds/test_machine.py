@@ -74,6 +74,18 @@ BUFFERED = {
         retry={"base_s": 1.0, "max_attempts": 6},
     ),
 }
+STALE_SYNCHRONOUS = {
+    "a": make_spec(
+        1,
+        6,
+        mode={"kind": "ssp", "concurrency": 4, "slack": 1},
+        selection={"where": "region == 'eu'", "wait_for": 2},
+        deadlines={"selection_s": 30.0, "adaptive": {"after": 2, "min_s": 5.0}},
+        evaluation={"every": 3, "clients": {"evaluator": "digits-eval", "goal": 2, "timeout_s": 20.0}},
+        retry={"base_s": 2.0, "max_s": 8.0},
+    ),
+    "b": make_spec(1, 5, mode={"kind": "ssp", "concurrency": 3, "slack": 0}, retry={"base_s": 1.0}),
+}
 FLEET: dict[str, ClientCheckedIn] = {
     f"c{i}": make_client(f"c{i}", labels={"region": "us" if i == 7 else "eu"}) for i in range(7)
 } | {
@@ -151,7 +163,7 @@ class Schedules(RuleBasedStateMachine):
     ) -> None:
         jobs: list[JobState] = []
         for (job_id, spec), options in zip(self.jobs.items(), policies, strict=True):
-            if spec.buffered is not None and "close" in options:
+            if (spec.buffered is not None and "close" in options) or spec.stale_synchronous is not None:
                 options = {}  # these options are for whole cohorts
             selection = structs.replace(spec.selection, **options)
             durability = "memory" if job_id in in_memory else "spool"
@@ -219,6 +231,16 @@ class BufferedSchedules(Schedules):
     jobs = BUFFERED
 
 
+class StaleSynchronousSchedules(Schedules):
+    """The same schedules with clocks. In the end two clients answer, and the others never return."""
+
+    jobs = STALE_SYNCHRONOUS
+
+    def teardown(self) -> None:
+        if hasattr(self, "driver"):
+            finish(self.driver, {name: FLEET[name] for name in ("c0", "c1")}, 150)
+
+
 def check_restart(job: JobState, before: Attempt | None, now: float) -> None:
     """Open work is open again unless its time was over; no deadline is later than that of a new assignment."""
     after = job.attempt
@@ -236,21 +258,21 @@ def check_restart(job: JobState, before: Attempt | None, now: float) -> None:
     assert all(each.deadline_at <= now + longest for crew in job.assignment_sets for each in crew.busy)
 
 
-def finish(driver: Driver) -> None:
-    """Resumes paused jobs, and lets a reliable fleet work until all jobs end."""
+def finish(driver: Driver, reliable: Mapping[str, ClientCheckedIn] = FLEET, num_turns: int = 60) -> None:
+    """Resumes paused jobs, and lets reliable clients work until all jobs end."""
     for job in list(driver.coordinator.jobs.values()):
         action = {JobStatus.DRAFT: JobAction.START, JobStatus.PAUSED: JobAction.RESUME}.get(job.status)
         if action is not None:
             driver.do(OperatorCommand(job.job_id, action))
     driver.coordinator.max_waiting = 100
-    for turn in range(60):
+    for turn in range(num_turns):
         if all(job.status in ENDED_JOBS for job in driver.coordinator.jobs.values()):
             break
         busy, waiting = driver.coordinator.assignment_of, driver.coordinator.room.clients
-        fleet = FLEET if turn < 20 else FLEET | FRESH
+        fleet = reliable if turn < 20 or reliable is not FLEET else FLEET | FRESH
         driver.do(*(fleet[name] for name in fleet if name not in waiting and busy(name) is None))
         for job_id in JOBS:
-            driver.do(*reports(driver, job_id))
+            driver.do(*(each for each in reports(driver, job_id) if each.client_id in fleet))
             driver.do(*aggregations(driver, job_id))
         driver.wait(min(driver.timers.values(), default=driver.now) - driver.now)
     for job_id, job in driver.coordinator.jobs.items():
@@ -275,12 +297,12 @@ def aggregations(driver: Driver, job_id: str) -> Sequence[AttemptAggregated]:
 
 
 @pytest.mark.parametrize("num_schedules", [40, pytest.param(120, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("machine", [Schedules, BufferedSchedules])
+@pytest.mark.parametrize("machine", [Schedules, BufferedSchedules, StaleSynchronousSchedules])
 def test_schedules(machine: type[Schedules], num_schedules: int) -> None:
     run_state_machine_as_test(machine, settings=hypothesis.settings(PROFILE, max_examples=num_schedules))
 
 
-@pytest.mark.parametrize("jobs", [JOBS, BUFFERED])
+@pytest.mark.parametrize("jobs", [JOBS, BUFFERED, STALE_SYNCHRONOUS])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_good_fleet_ends_every_job(seed: int, jobs: Mapping[str, JobSpec]) -> None:
     driver = Driver(*(make_job(job_id, spec) for job_id, spec in jobs.items()), seed=seed)

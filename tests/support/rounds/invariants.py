@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import structs
 
+from fedplat.modes import Buffered
 from fedplat.rounds import (
     Assignment,
     Attempt,
@@ -27,6 +28,7 @@ from fedplat.rounds import (
     participations_of,
     rebuild_attempt,
 )
+from fedplat.rounds.clock_set import clocks_from_builtins, clocks_to_builtins
 from fedplat.rounds.commands import Abandon, Assign, Commit, Fold, Refuse, Restart
 from fedplat.rounds.events import ClientCheckedIn, Event, ServerRestarted, TimerFired, UpdateReported
 from fedplat.rounds.records import NO_ASSIGNMENTS, SecureMessages
@@ -42,6 +44,7 @@ from fedplat.rounds.states import (
     Reason,
 )
 from support.rounds import crews, stored
+from support.rounds.clocks import Clocks
 from support.rounds.secure_sets import SecureSets
 from support.rounds.warm_starts import WarmStarts
 
@@ -81,6 +84,7 @@ class Ledger:
         self.warm = WarmStarts()
         self.sets = SecureSets()
         self.acknowledged: dict[_Name, str] = {}
+        self.clocks = Clocks()
 
     # --- storing ---
 
@@ -113,6 +117,7 @@ class Ledger:
                 if row.entity in ("attempt", "assignment"):
                     self.steps.setdefault(AttemptKey(job_id, row.round, row.attempt), []).append(row)
             self._check_stored(change)
+            self.clocks.follow(before, change)
 
     def _write(self, row: Assignment) -> None:
         """No client may be busy twice, not even within a batch; and no row may become another assignment's."""
@@ -155,6 +160,8 @@ class Ledger:
                 self.attempts[last.key] = structs.replace(last, assignments={})
             bare = self.attempts[last.key] if last is not None else None
             self.jobs[job_id] = structs.replace(job, attempt=bare, resume_at=None)
+            stored_clocks = clocks_from_builtins(clocks_to_builtins(job.clocks))
+            self.jobs[job_id] = structs.replace(self.jobs[job_id], clocks=stored_clocks)
             recalled = structs.replace(self.jobs[job_id], attempt=last, carried_over=carried)
             coordinator.add(recalled, self.participations(job_id))
 
@@ -309,7 +316,7 @@ class Ledger:
         staleness = attempt.base_version - found.base_version
         assert command.base_version == found.base_version
         assert command.contribution.staleness == found.staleness == staleness >= 0
-        factor = (1 + staleness) ** -0.5 if spec.buffered is not None else 1.0
+        factor = (1 + staleness) ** -0.5 if isinstance(spec.mode, Buffered) else 1.0
         weight, most = command.contribution.weight, factor * spec.weight(found.num_examples)
         most = 1.0 if found.secure is not None else most
         assert weight == most if spec.max_weight_factor == 0.0 else weight <= most

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import structs
 
 from fedplat.rounds import Assignment, Attempt, HistoryRow, JobState, ModelVersion, Participation, invariants
+from fedplat.rounds.clock_set import clocks_to_builtins
 from fedplat.rounds.invariants.records import (
     AssignmentRow,
     AttemptRow,
@@ -92,7 +93,8 @@ def participation_rounds(job: JobState, participations: Iterable[Participation])
 
 
 def _job_row(job: JobState) -> JobRow:
-    return JobRow(job.job_id, "", job.status, job.round, job.latest.version, job.revision, None)
+    clocks = clocks_to_builtins(job.clocks)
+    return JobRow(job.job_id, "", job.status, job.round, job.latest.version, job.revision, None, clocks=clocks)
 
 
 def _version_row(version: ModelVersion) -> VersionRow:

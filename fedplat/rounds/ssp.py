@@ -1,0 +1,115 @@
+"""The rules of a stale synchronous parallel job (`[mode] kind = "ssp"`). Pure functions.
+
+Ho et al. 2013, NIPS, section 3: a worker at clock c continues only if the slowest is at c - s or later. Such a job is a
+buffered one (`buffered`) whose buffer holds one update, with a clock set (`clock_set`) that decides who may be drawn.
+So a client at clock c begins with a version that contains the first c - s updates of every member, counted from its
+join, and no two clocks of members are more than s + 1 apart.
+
+The clocks follow from the assignments (`follow`): a client joins with its first assignment, its clock grows when its
+update becomes part of a version, and it leaves when its assignment ends otherwise: late, failed, rejected or revoked. A
+member without work that does not wait for any is absent: it leaves after `deadlines.selection_s` (`on_roll_call`), or
+at once when the attempt has waited so long for a client. So no client waits forever: of the members that are left, the
+slowest either works, and its assignment has a deadline, or waits, and is never withheld.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from msgspec import structs
+
+from fedplat.rounds.changes import find_changed
+from fedplat.rounds.events import RollCalled
+from fedplat.rounds.records import Assignment, JobState
+from fedplat.rounds.states import AssignmentState, AttemptKind, JobStatus, Reason
+from fedplat.rounds.transition import Context, Transition
+
+_ENDED_BY_CLIENT = frozenset({AssignmentState.LATE, AssignmentState.FAILED, AssignmentState.REJECTED})
+_ENDED_BY_SERVER = frozenset({AssignmentState.DROPPED, AssignmentState.SURPLUS})
+
+
+class Gate(NamedTuple):
+    """Who may be drawn: none of `withheld`, and only `members` if the set is full."""
+
+    withheld: frozenset[str]
+    members: frozenset[str] | None
+
+    def admits(self, client_id: str) -> bool:
+        """Return whether a client may be drawn."""
+        return client_id not in self.withheld and (self.members is None or client_id in self.members)
+
+
+def make_gate(job: JobState) -> Gate | None:
+    """Return who may be drawn by the clocks of a job; None in the other modes."""
+    mode, clocks = job.spec.stale_synchronous, job.clocks
+    if mode is None:
+        return None
+    known = {**clocks.ahead, **clocks.clocks}
+    withheld = frozenset(name for name, clock in known.items() if not mode.may_begin(clock, clocks.minimum))
+    is_full = len(clocks.clocks) >= mode.concurrency
+    return Gate(withheld, frozenset(clocks.clocks) if is_full else None)
+
+
+def admit(job: JobState, client_ids: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the drawn clients that are members, and as many others as the set has places."""
+    mode, members = job.spec.stale_synchronous, job.clocks.clocks
+    if mode is None:
+        return client_ids
+    others = [name for name in client_ids if name not in members]
+    refused = frozenset(others[max(mode.concurrency - len(members), 0) :])
+    return tuple(name for name in client_ids if name not in refused)
+
+
+def list_withheld(job: JobState) -> list[str]:
+    """Return the members that wait for slower ones, in the order of their names."""
+    gate = make_gate(job)
+    return [] if gate is None else sorted(name for name in job.clocks.clocks if name in gate.withheld)
+
+
+def follow(before: JobState, after: JobState, context: Context) -> JobState:
+    """Update the clocks after a transition from one state to another."""
+    if after.spec.stale_synchronous is None:
+        return after
+    clocks, until = after.clocks, context.now + after.spec.deadlines.selection_s
+    for each in find_changed(before, after):
+        if each.kind is not AttemptKind.TRAIN:
+            continue
+        if each.is_busy:
+            clocks = clocks.join(each.client_id)
+        elif each.state is AssignmentState.MERGED:
+            clocks = clocks.tick(each.client_id).expect([each.client_id], until)
+        elif _has_left(each):
+            clocks = clocks.leave([each.client_id])
+        elif each.state in _ENDED_BY_SERVER:
+            clocks = clocks.expect([each.client_id], until)
+    after = structs.replace(after, clocks=clocks) if clocks is not after.clocks else after
+    begins = after.status is JobStatus.RUNNING and before.status is not JobStatus.RUNNING
+    return expect_members(after, context) if begins else after
+
+
+def expect_members(job: JobState, context: Context) -> JobState:
+    """Give all members without work the whole time to take part again, after a pause or a restart of the server."""
+    if job.status is not JobStatus.RUNNING or not job.clocks.clocks:
+        return job
+    working = {each.client_id for each in job.open_assignments}
+    idle = [name for name in job.clocks.clocks if name not in working]
+    return structs.replace(job, clocks=job.clocks.expect(idle, context.now + job.spec.deadlines.selection_s))
+
+
+def on_roll_call(job: JobState, event: RollCalled, context: Context) -> Transition:
+    """Remove the members that are absent for too long. Those that are present are expected again."""
+    present = event.present | {each.client_id for each in job.open_assignments}
+    expected = job.clocks.expected
+    gone = [
+        name
+        for name in job.clocks.clocks
+        if name not in present
+        and (name in event.revoked or event.is_last or expected.get(name, context.now) <= context.now)
+    ]
+    staying = [name for name in expected if name in present]
+    clocks = job.clocks.leave(gone).expect(staying, context.now + job.spec.deadlines.selection_s)
+    return Transition(structs.replace(job, clocks=clocks))
+
+
+def _has_left(ended: Assignment) -> bool:
+    return ended.state in _ENDED_BY_CLIENT or ended.reason is Reason.REVOKED

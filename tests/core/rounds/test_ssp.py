@@ -1,0 +1,195 @@
+"""Jobs with clocks: who waits for whom, who leaves the clock set, and how a client comes back.
+
+Arbitrary schedules, with the bound after each change, are in `test_machine`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any
+
+import numpy as np
+
+from fedplat.rounds.events import ClientRevoked, UpdateReported
+from fedplat.rounds.ssp import list_withheld
+from fedplat.rounds.states import JobStatus, Reason
+from support.rounds.driver import Driver, assigned, make_job, make_spec
+
+
+def begin(num_clients: int, slack: int, concurrency: int = 2, rounds: int = 30, **sections: Any) -> Driver:
+    """A job whose clients c0, c1, ... have begun, as many as may."""
+    spec = make_spec(1, rounds, mode={"kind": "ssp", "concurrency": concurrency, "slack": slack}, **sections)
+    return Driver(make_job(spec=spec)).start(num_clients)
+
+
+def work(driver: Driver, client_id: str) -> list[str]:
+    """The client reports, a version is made of it, and it asks for more; returns who is given work then."""
+    driver.report(client_id)
+    driver.commit()
+    return assigned(driver.check_in(client_id))
+
+
+def clocks(driver: Driver) -> dict[str, int]:
+    return dict(driver.job.clocks.clocks)
+
+
+def is_at_work(driver: Driver, client_id: str) -> bool:
+    return driver.coordinator.assignment_of(client_id) is not None
+
+
+def test_a_client_gets_at_most_one_clock_more_than_the_slack_ahead() -> None:
+    driver = begin(2, slack=2)
+    assert [work(driver, "c0") for _ in range(3)] == [["c0"], ["c0"], []]
+    assert clocks(driver) == {"c0": 3, "c1": 0}
+    assert list_withheld(driver.job) == ["c0"]
+    driver.report("c1")
+    assert assigned(driver.commit()) == ["c0"]
+    assert driver.job.clocks.minimum == 1
+    assert driver.job.latest.version == 4
+
+
+def test_without_slack_all_begin_each_clock_with_the_same_version() -> None:
+    driver = begin(2, slack=0, concurrency=3, rounds=9, selection={"wait_for": 3})
+    assert not driver.coordinator.num_busy
+    assert assigned(driver.check_in("c2")) == ["c0", "c1", "c2"]
+    for clock in range(3):
+        names = [f"c{number}" for number in range(3)]
+        found = [each.base_version for each in driver.job.open_assignments]
+        assert found == [3 * clock] * 3
+        driver.report(*names)
+        for _ in names:
+            assert not driver.coordinator.num_busy or clock == 0
+            driver.commit()
+        if clock < 2:
+            driver.check_in(*names)
+    assert driver.job.status is JobStatus.COMPLETED
+    assert clocks(driver) == dict.fromkeys(("c0", "c1", "c2"), 3)
+
+
+def test_the_slowest_dies_and_comes_back_at_the_minimum() -> None:
+    driver = begin(2, slack=0)
+    assert work(driver, "c0") == []
+    driver.wait(101.0)  # c1 is late
+    assert clocks(driver) == {"c0": 1}
+    assert is_at_work(driver, "c0")
+    driver.check_in("c1")
+    driver.report("c0")
+    assert assigned(driver.commit()) == ["c1"]
+    assert clocks(driver) == {"c0": 2, "c1": 2}
+
+
+def test_a_client_that_never_returns_leaves_after_the_time_for_selection() -> None:
+    driver = begin(2, slack=0)
+    driver.report("c1")
+    driver.commit()
+    assert work(driver, "c0") == ["c0"]
+    assert work(driver, "c0") == []
+    driver.wait(59.0)
+    assert clocks(driver) == {"c0": 2, "c1": 1}
+    driver.wait(2.0)
+    assert clocks(driver) == {"c0": 2}
+    assert is_at_work(driver, "c0")
+    assert driver.job.failures == 0
+
+
+def test_leaving_is_no_way_around_the_bound() -> None:
+    driver = begin(2, slack=1)
+    assert [work(driver, "c0") for _ in range(2)] == [["c0"], []]
+    driver.leave("c0")
+    driver.wait(61.0)
+    assert clocks(driver) == {"c1": 0}
+    assert assigned(driver.check_in("c0")) == []
+    driver.report("c1")
+    assert assigned(driver.commit()) == ["c0"]
+    assert clocks(driver) == {"c0": 2, "c1": 1}
+
+
+def test_clocks_outlive_the_server_and_all_get_the_whole_time_to_return() -> None:
+    driver = begin(2, slack=0)
+    assert work(driver, "c0") == []
+    driver.crash()
+    assert clocks(driver) == {"c0": 1, "c1": 0}
+    assert assigned(driver.check_in("c0")) == []
+    driver.report("c1")
+    assert assigned(driver.commit()) == ["c0"]
+
+
+def test_a_repeated_report_counts_once() -> None:
+    driver = begin(2, slack=1)
+    event = UpdateReported(driver.key_of("c0"), "c0", "of-c0", 10.0)
+    assert driver.verdict(event).accepted
+    assert driver.verdict(event).accepted
+    driver.commit()
+    assert driver.verdict(event).reason is Reason.STALE  # the server finds the receipt in its store
+    assert clocks(driver) == {"c0": 1, "c1": 0}
+
+
+def test_a_revoked_client_leaves_at_once_at_work_or_not() -> None:
+    driver = begin(3, slack=0, concurrency=3)
+    driver.report("c1")
+    driver.commit()
+    assert work(driver, "c0") == []
+    driver.do(ClientRevoked("c1"))
+    assert clocks(driver) == {"c0": 1, "c2": 0}
+    assert assigned(driver.do(ClientRevoked("c2"))) == ["c0"]
+
+
+def test_another_client_joins_when_one_has_failed() -> None:
+    driver = begin(3, slack=0)
+    first = set(clocks(driver))
+    (other,) = {"c0", "c1", "c2"} - first
+    assert assigned(driver.give_up(min(first))) == [other]
+    assert clocks(driver) == {max(first): 0, other: 0}
+
+
+def test_an_empty_set_keeps_its_minimum_and_begins_again() -> None:
+    driver = begin(1, slack=0)
+    assert work(driver, "c0") == ["c0"]
+    driver.give_up("c0")
+    assert (clocks(driver), driver.job.clocks.minimum) == ({}, 1)
+    assert assigned(driver.check_in("c1")) == ["c1"]
+    assert clocks(driver) == {"c1": 1}
+
+
+def run_in_virtual_time(took_s: np.ndarray, slack: int) -> np.ndarray:
+    """The moments at which clients reach their clocks, with the coordinator; [client, clock] like `took_s`."""
+    num_clients, num_clocks = took_s.shape
+    driver = begin(num_clients, slack, num_clients, rounds=1000, selection={"wait_for": num_clients})
+    reached = np.full(took_s.shape, np.nan)
+    at_work = [(float(took_s[number, 0]), number) for number in range(num_clients)]
+    heapq.heapify(at_work)
+    while at_work:
+        driver.now, number = heapq.heappop(at_work)
+        clock = clocks(driver)[f"c{number}"]
+        reached[number, clock] = driver.now
+        driver.report(f"c{number}")
+        begun = [*assigned(driver.commit()), *assigned(driver.check_in(f"c{number}"))]
+        for name in begun:
+            if (next_clock := clocks(driver)[name]) < num_clocks:
+                heapq.heappush(at_work, (driver.now + float(took_s[int(name[1:]), next_clock]), int(name[1:])))
+    return reached
+
+
+def reference(took_s: np.ndarray, slack: int) -> np.ndarray:
+    """A clock begins after the client's last one, and after everyone's clock `slack` + 1 before it."""
+    reached = np.zeros_like(took_s)
+    for clock in range(took_s.shape[1]):
+        begins = reached[:, clock - 1] if clock else np.zeros(len(took_s))
+        if clock > slack:
+            begins = np.maximum(begins, reached[:, clock - 1 - slack].max())
+        reached[:, clock] = begins + took_s[:, clock]
+    return reached
+
+
+def test_the_time_falls_with_the_slack_when_clients_are_slow_now_and_then() -> None:
+    """From that of synchronous rounds, the sum of the slowest of each, to that of the slowest client alone."""
+    took_s = np.where(np.random.default_rng(0).random((4, 12)) < 0.25, 4.0, 1.0)
+    times: list[float] = []
+    for slack in (0, 1, 3, 12):
+        reached = run_in_virtual_time(took_s, slack)
+        np.testing.assert_array_equal(reached, reference(took_s, slack))
+        times.append(float(reached.max()))
+    assert times[0] == took_s.max(axis=0).sum()
+    assert times[-1] == took_s.sum(axis=1).max()
+    assert times == sorted(times, reverse=True)
+    assert times[0] > times[1] > times[-1]
