@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from fedplat.rounds.invariants import attempts, histories, jobs, secure
 from fedplat_server.verify import checks, files
+from support.jobs import job_file
 
 
 def job(name: str, values: str) -> str:
@@ -46,6 +47,12 @@ def new_attempt(round_: int, number: int, kind: str, phase: str, base: int = 1, 
 
 def new_charge(name: str, version: int) -> str:
     return f"INSERT INTO ledger SELECT '{{{name}}}', {version}, {version}, mechanism, unix_s FROM ledger"
+
+
+def clocks(stored: str) -> str:
+    """Makes the draft a job with clocks, and gives it these."""
+    text = job_file("draft", goal=1, more='[mode]\nkind = "ssp"\nconcurrency = 2\nslack = 1\n').replace("'", "''")
+    return job("draft", f"job_file = '{text}', clocks = '{stored}'".replace("{", "{{").replace("}", "}}"))
 
 
 BREAKAGES: Mapping[str, tuple[Callable[..., object], str]] = {
@@ -198,6 +205,19 @@ BREAKAGES: Mapping[str, tuple[Callable[..., object], str]] = {
         jobs.takes_part_seldom_enough,
         job("done", "job_file = replace(job_file, 'min_fraction', 'min_separation = 1\nmin_fraction')"),
     ),
+    "a clock too far ahead": (
+        jobs.clocks_are_close,
+        clocks('{"clocks": {"a": 4, "b": 1}, "ahead": {}, "minimum": 1}'),
+    ),
+    "a clock below the minimum": (
+        jobs.clocks_are_close,
+        clocks('{"clocks": {"a": 1}, "ahead": {"b": 0}, "minimum": 1}'),
+    ),
+    "more clocks than may be": (
+        jobs.clocks_are_close,
+        clocks('{"clocks": {"a": 1, "b": 1, "c": 1}, "ahead": {}, "minimum": 1}'),
+    ),
+    "clocks that are none": (jobs.clocks_are_close, clocks('{"clocks": 3}')),
     "a job file of another world": (jobs.job_file_is_readable, job("draft", "job_file = 'name = 3'")),
     "a state that nobody noted": (histories.of_job, job("draft", "status = 'RUNNING'")),
     "a state that nobody knows": (
