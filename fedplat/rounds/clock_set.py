@@ -18,6 +18,8 @@ from typing import Any, Self
 import msgspec
 from msgspec import Struct, field, structs
 
+from fedplat.decoding import prepare_type
+
 
 class ClockSet(Struct, frozen=True):
     """The clocks of the members, and of the clients that have left ahead of the minimum (`ahead`).
@@ -87,7 +89,7 @@ def clocks_to_builtins(clocks: ClockSet) -> dict[str, Any] | None:
 
 def clocks_from_builtins(stored: object) -> ClockSet:
     """Return a clock set from its stored form. Raises `msgspec.ValidationError` if it has none."""
-    return NO_CLOCKS if stored is None else msgspec.convert(stored, ClockSet)
+    return NO_CLOCKS if stored is None else msgspec.convert(stored, prepare_type(ClockSet))
 
 
 NO_CLOCKS = ClockSet()

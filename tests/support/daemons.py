@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from fedplat.auth import METADATA_CODE, Ticket
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, events_pb2_grpc, fleet_pb2
-from fedplat_server.config import Limits, ServerConfig
+from fedplat_server.config import LeaseTimes, Limits, ServerConfig
 from fedplat_server.daemon import Daemon
 from fedplat_server.database.ports import Store
 from fedplat_server.database.store import open_store
@@ -335,7 +335,12 @@ async def running(
         store.inner = await open_store(database, clock, made.plugins.table, daemon.metrics.instruments)
         return cast(Store, store)
 
-    settings: dict[str, Any] = {"database": f"sqlite:///{folder / 'fedplat.sqlite'}", "grace_s": 5.0, **config}
+    settings: dict[str, Any] = {
+        "database": f"sqlite:///{folder / 'fedplat.sqlite'}",
+        "grace_s": 5.0,
+        "lease": LeaseTimes.of(60),  # a busy machine may suspend this process for seconds
+        **config,
+    }
     made = ServerConfig(
         listen="127.0.0.1:0",
         data_dir=folder,

@@ -157,11 +157,14 @@ class Database:
 
         task = asyncio.create_task(running())
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        task.add_done_callback(self._forget)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             await asyncio.wait([task])
-            if not task.cancelled():
-                task.exception()  # or asyncio logs that nobody retrieved it
             raise
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # its caller may be gone: asyncio would log that the error was never retrieved
