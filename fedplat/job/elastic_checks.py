@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fedplat import codecs
 from fedplat.aggregate.easgd import NAME
 from fedplat.job.tables import JobTables
-from fedplat.modes import ConstantStaleness
+from fedplat.modes import Buffered, ConstantStaleness
 from fedplat.plugins import name_of
 
 
@@ -49,8 +49,8 @@ def _change_mistakes(spec: JobTables) -> Iterator[str]:
         )
     if spec.compression.downlink is not None:
         yield "compression.downlink: the centre would gain less than the clients lose; expected none"
-    if spec.buffered is not None and spec.buffered.staleness != ConstantStaleness():
+    if isinstance(spec.mode, Buffered) and spec.mode.staleness != ConstantStaleness():
         yield (
-            f'mode.staleness = "{name_of(spec.buffered.staleness)}": what stale clients have lost must count as a '
+            f'mode.staleness = "{name_of(spec.mode.staleness)}": what stale clients have lost must count as a '
             'whole; expected "constant"'
         )

@@ -176,6 +176,8 @@ class Coordinator:
         if reason in (Reason.NO_WORK, Reason.LIMIT_REACHED):
             num_clients = pacing.round_up_to_power_of_two(num_clients) if summary.hides else num_clients
             return Refuse(client.client_id, reason, pacing.idle_window(num_clients))
+        if any(client.client_id in job.clocks.clocks for job in train):  # absent, it would leave the clock set
+            return Refuse(client.client_id, reason, pacing.SOON)
         window = pacing.busy_window(num_clients, summary.num_needed, summary.round_s)
         return Refuse(client.client_id, reason, pacing.after_rest(window, rest_s))
 

@@ -20,13 +20,15 @@ IDLE_ARRIVALS_PER_S = 50.0
 """Maximum rate at which idle clients check for work, in clients per second."""
 MAX_WAIT_S = 3600.0
 OVERLOAD_WAIT_S = 10.0
+SOON = RetryWindow(0.0, 0.5)
+"""The window of clients that are to return at once."""
 
 
 def busy_window(num_clients: int, num_needed: int, round_s: float) -> RetryWindow:
     """Return the window of clients that were not needed, while rounds of `round_s` seconds need `num_needed` each."""
     arrivals = ARRIVALS_PER_NEED * max(num_needed, 1)
     if num_clients <= arrivals:
-        return RetryWindow(0.0, 0.5)
+        return SOON
     period = min(round_s * num_clients / arrivals, MAX_WAIT_S)
     return RetryWindow(period / 2, period * 1.5)
 

@@ -8,8 +8,9 @@ join, and no two clocks of members are more than s + 1 apart.
 The clocks follow from the assignments (`follow`): a client joins with its first assignment, its clock grows when its
 update becomes part of a version, and it leaves when its assignment ends otherwise: late, failed, rejected or revoked. A
 member without work that does not wait for any is absent: it leaves after `deadlines.selection_s` (`on_roll_call`), or
-at once when the attempt has waited so long for a client. So no client waits forever: of the members that are left, the
-slowest either works, and its assignment has a deadline, or waits, and is never withheld.
+at once when the attempt has waited so long for a client. Who has left rests before it joins again (`clock_set`). So no
+client waits forever: of the members that are left, the slowest either works, and its assignment has a deadline, or
+waits, and is never withheld.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _ENDED_BY_SERVER = frozenset({AssignmentState.DROPPED, AssignmentState.SURPLUS})
 
 
 class Gate(NamedTuple):
-    """Who may be drawn: none of `withheld`, and only `members` if the set is full."""
+    """Who may be drawn: none of `withheld`, and only `members` if the set has no room for others."""
 
     withheld: frozenset[str]
     members: frozenset[str] | None
@@ -45,9 +46,14 @@ def make_gate(job: JobState) -> Gate | None:
     if mode is None:
         return None
     known = {**clocks.ahead, **clocks.clocks}
-    withheld = frozenset(name for name, clock in known.items() if not mode.may_begin(clock, clocks.minimum))
-    is_full = len(clocks.clocks) >= mode.concurrency
-    return Gate(withheld, frozenset(clocks.clocks) if is_full else None)
+    withheld = {name for name, clock in known.items() if not mode.may_begin(clock, clocks.minimum)}
+    withheld.update(name for name in clocks.list_resting() if name not in clocks.clocks)
+    members = None
+    if len(clocks.clocks) >= mode.concurrency:
+        members = frozenset(clocks.clocks)
+    elif clocks.is_closed:
+        members = frozenset(known)
+    return Gate(frozenset(withheld), members)
 
 
 def admit(job: JobState, client_ids: tuple[str, ...]) -> tuple[str, ...]:

@@ -32,6 +32,8 @@ def test_its_halves_and_its_modes() -> None:
     assert build_rule(spec).requirements.algorithm == "easgd"
     assert build_rule(spec).unit_weights
     assert parse_job(JOB + '[mode]\nkind = "buffered"\nconcurrency = 3\nstaleness = "constant"\n').buffered is not None
+    turns = JOB.replace("goal = 4", "goal = 1") + '[mode]\nkind = "ssp"\nconcurrency = 3\nslack = 1\n'
+    assert parse_job(turns).stale_synchronous is not None
     assert parse_job(JOB + 'max_norm = 3.0\n[compression]\nuplink = { codec = "none", zstd = true }\n')
 
 

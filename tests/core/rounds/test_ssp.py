@@ -9,7 +9,10 @@ import heapq
 from typing import Any
 
 import numpy as np
+import pytest
 
+from fedplat.rounds import clock_set
+from fedplat.rounds.clock_set import CLEAN_CLOCKS, ClockSet, Lapse, clocks_from_builtins, clocks_to_builtins
 from fedplat.rounds.events import ClientRevoked, UpdateReported
 from fedplat.rounds.ssp import list_withheld
 from fedplat.rounds.states import JobStatus, Reason
@@ -149,6 +152,66 @@ def test_an_empty_set_keeps_its_minimum_and_begins_again() -> None:
     assert (clocks(driver), driver.job.clocks.minimum) == ({}, 1)
     assert assigned(driver.check_in("c1")) == ["c1"]
     assert clocks(driver) == {"c1": 1}
+
+
+def test_one_client_that_only_takes_work_holds_the_others_back_ever_more_rarely() -> None:
+    """It costs a deadline of 100 s whenever it is given work: after 1, 2, 4, ... clocks, and at most every 32."""
+    driver = begin(2, slack=0, rounds=110)
+    held: list[int] = []
+    while driver.is_running:
+        while is_at_work(driver, "c0"):
+            work(driver, "c0")
+        if is_at_work(driver, "c1"):
+            held.append(driver.job.clocks.minimum)
+            driver.crash()  # neither the clocks nor who has left are forgotten
+            driver.check_in("c0")
+            driver.wait(101.0)
+            driver.check_in("c1")
+    rests = np.diff(held).tolist()
+    assert rests == [2, 3, 5, 9, 17, *[33] * (len(rests) - 5)]
+    assert len(rests) >= 6
+
+
+def test_a_member_that_waits_is_asked_back_at_once_in_a_large_fleet() -> None:
+    driver = begin(2, slack=0)
+    assert work(driver, "c0") == []
+    driver.check_in(*(f"other{number}" for number in range(200)))
+    assert driver.leave("other7").retry.min_s > driver.job.spec.deadlines.selection_s
+    assert driver.leave("c0").retry.max_s <= 1.0
+
+
+def test_clean_clocks_forgive_a_client_that_has_left() -> None:
+    late = ClockSet().join("a").join("b").tick("a").leave(["b"])
+    assert late.lapses == {"b": Lapse(1, 1)}
+    for _ in range(CLEAN_CLOCKS):
+        assert late.lapses
+        late = late.tick("a")
+    assert late.list_resting() == []
+    assert late.tick("a").lapses == {}
+    again = late.join("b").leave(["b"])
+    assert again.lapses == {"b": Lapse(2, late.minimum)}
+    assert clocks_from_builtins(clocks_to_builtins(again)) == again
+
+
+def test_those_who_have_left_take_bounded_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock_set, "MAX_LEFT", 3)
+    driver = begin(1, slack=9, concurrency=2, rounds=100)
+    joined = 0
+    for number in range(8):
+        name = f"x{number}"
+        driver.check_in(name)
+        if is_at_work(driver, name):
+            joined += 1
+            assert work(driver, name) == [name]
+            driver.give_up(name)
+    assert joined == 3
+    assert driver.job.clocks.ahead == {"x0": 1, "x1": 1, "x2": 1}
+    assert driver.job.clocks.is_closed
+    driver.report("c0")
+    driver.commit()
+    assert not driver.job.clocks.ahead
+    driver.check_in("c0")
+    assert set(clocks(driver)) > {"c0"}
 
 
 def run_in_virtual_time(took_s: np.ndarray, slack: int) -> np.ndarray:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fedplat import codecs
+from fedplat.rounds.clock_set import clocks_from_builtins
 from fedplat_server.verify.checker import verify
 from support.crash import evaluator, points, recompute, scenario
 from support.crash.nursery import Nursery, Order
@@ -281,7 +282,7 @@ async def test_killed_between_the_close_and_the_commit_of_what_an_outlier_has_le
 async def test_killed_beside_a_half_full_buffer(world: World) -> None:
     """Assignments outlive the crash and new versions; the models are what stale updates give, bit for bit."""
     text = scenario.buffered_text()
-    await scenario.train(world, text, [""], scenario.kill_beside_a_half_full_buffer, num_clients=4)
+    await scenario.train(world, text, [""], scenario.kill_after_the_second_version, num_clients=4)
     assert world.statuses == [KILLED, 0]
     await check(world)
     _, attempts = await recompute.read(world.order.database)
@@ -299,6 +300,25 @@ async def test_killed_while_a_buffer_is_merged(zygote: Nursery, folder: Path, po
     await scenario.train(world, scenario.buffered_text(), [point], num_clients=4)
     assert world.statuses == [KILLED, 0]
     await check(world)
+
+
+# --- with clocks -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("F2")
+@pytest.mark.slow  # tests/core/rounds/test_machine.py has the crashes of such jobs without processes
+@pytest.mark.parametrize("point", ["", "save.uncommitted:9"])
+async def test_killed_between_the_clocks_of_its_clients(world: World, point: str) -> None:
+    """No clock is counted twice or lost: each merged update is one, and the checker finds none out of bounds."""
+    disturb = scenario.kill_after_the_second_version if not point else None
+    await scenario.train(world, scenario.clocks_text(), [point], disturb)
+    assert world.statuses == [KILLED, 0]
+    await check(world, kept=False)  # what waits when the last version is made is dropped
+    job, attempts = await recompute.read(world.order.database)
+    assert sorted(attempts) == [(number, 1) for number in range(1, 8)]
+    stored = job.row.clocks
+    assert stored is not None
+    assert sum(clocks_from_builtins(stored).clocks.values()) == 7
 
 
 # --- the list itself -----------------------------------------------------------------------------------------

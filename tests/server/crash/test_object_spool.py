@@ -97,6 +97,6 @@ async def test_killed_in_the_middle_of_a_round(hosts: Hosts) -> None:
 
 @pytest.mark.fault("F2", "F53")
 async def test_killed_beside_a_half_full_buffer(hosts: Hosts) -> None:
-    await scenario.train(hosts, scenario.buffered_text(), [""], scenario.kill_beside_a_half_full_buffer, num_clients=4)
+    await scenario.train(hosts, scenario.buffered_text(), [""], scenario.kill_after_the_second_version, num_clients=4)
     assert hosts.statuses == [KILLED, 0]
     await check(hosts)

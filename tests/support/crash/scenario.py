@@ -297,8 +297,17 @@ def buffered_text(rounds: int = 5) -> str:
     return job_text(rounds=rounds, goal=2, more=BUFFERED)
 
 
-async def kill_beside_a_half_full_buffer(world: World) -> None:
-    """SIGKILL when an update was accepted after the second version."""
+CLOCKS = '[mode]\nkind = "ssp"\nconcurrency = 3\nslack = 1\n'
+"""Each update of three clients makes a version."""
+
+
+def clocks_text(rounds: int = 7) -> str:
+    text = job_text(rounds=rounds, goal=1, more=CLOCKS)
+    return text.replace("min_fraction = 1.0", "min_fraction = 1.0\nwait_for = 3")
+
+
+async def kill_after_the_second_version(world: World) -> None:
+    """SIGKILL when an update was accepted after the second version; in a job with a buffer, that is half full."""
 
     async def until_reported(site: Site) -> None:
         version = await site.operator.until(world.job, "version", "2")
