@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import hashlib
 import socket
+import threading
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,26 @@ def silos(tmp_path: Path) -> Generator[Silos]:
 
 def content_of(call: Any) -> bytes:
     return b"".join(chunk.data for chunk in call)
+
+
+@contextlib.contextmanager
+def half_sent(silos: Silos, number: int, num_calls: int) -> Generator[list[Any]]:
+    """Calls of Fetch of which the requests are not sent."""
+    ended = threading.Event()
+
+    def send_nothing() -> Generator[bytes]:
+        ended.wait()
+        yield from ()
+
+    with credentials_of(number, silos.authority).connect(silos.address, client_id(1)) as channel:
+        method = channel.stream_stream("/fedplat.wire.v1.Peer/Fetch")
+        calls: list[Any] = [method(send_nothing(), timeout=60.0) for _ in range(num_calls)]
+        try:
+            yield calls
+        finally:
+            ended.set()
+            for call in calls:
+                call.cancel()
 
 
 def test_a_file_is_served_from_an_offset_on(silos: Silos) -> None:
@@ -139,6 +160,31 @@ def test_streams_are_limited_in_total_and_for_each_peer(tmp_path: Path) -> None:
         until(lambda: silos.listener.num_streams == 0, "the streams have ended")
         with silos.stream(4, offset=LARGE - 10) as call:
             assert content_of(call) == silos.content[-10:]
+
+
+@pytest.mark.parametrize(
+    ("caller", "num_refused", "status"),
+    [(4, 8, S.PERMISSION_DENIED), (3, 6, S.RESOURCE_EXHAUSTED)],
+    ids=["stranger", "neighbour"],
+)
+def test_calls_without_a_request_keep_no_one_out(
+    caller: int, num_refused: int, status: grpc.StatusCode, tmp_path: Path
+) -> None:
+    """A thread for each, until it arrives: any client of the server could close a listener to its neighbours so."""
+    limits = ListenerLimits(streams=4, streams_per_peer=2, request_s=60.0)
+    with silos_in(tmp_path, limits=limits) as silos, silos.offer(2, 3), half_sent(silos, caller, 8) as calls:
+        until(lambda: sum(call.done() for call in calls) == num_refused, "the calls are refused")
+        assert {call.code() for call in calls if call.done()} == {status}
+        with silos.stream(2) as call:
+            assert content_of(call) == silos.content
+
+
+def test_a_call_without_a_request_is_cut(tmp_path: Path) -> None:
+    limits = ListenerLimits(streams_per_peer=1, request_s=0.1)
+    with silos_in(tmp_path, limits=limits) as silos, silos.offer(2), half_sent(silos, 2, 1) as calls:
+        assert refusal(calls[0])[0] is S.CANCELLED
+        with silos.stream(2) as call:
+            assert content_of(call) == silos.content
 
 
 def test_a_peer_replaces_its_own_stream_of_a_file(tmp_path: Path) -> None:
