@@ -83,7 +83,7 @@ def _on_announced(state: GossipState, event: SiloAnnounced) -> Step:
     if state.rules.options.exchange == "ring" and average is not None and event.mixed_round < average.round:
         return state, (average,)
     rows = {silo: each for silo, each in state.rows.items() if silo != event.silo}
-    state = _change(state, rows=rows, away=state.away - {event.silo})
+    state = _change(state, rows=rows, away=state.away - {event.silo}, members=state.members | {event.silo})
     if state.phase is not GossipPhase.ANNOUNCING or event.round != state.round:
         return state, ()
     state = _change(state, announced={**state.announced, event.silo: event.model})
@@ -130,7 +130,9 @@ def _on_completed(state: GossipState, event: RingCompleted) -> Step:
 
 
 def _on_departed(state: GossipState, event: SiloDeparted) -> Step:
-    state = _change(state, away=state.away | {event.silo})
+    if event.silo in state.away:
+        return state, ()  # a ring is repeated once for each silo that leaves
+    state = _change(state, away=state.away | {event.silo}, members=state.members - {event.silo})
     match state.phase:
         case GossipPhase.ANNOUNCING if state.has_all:
             return _close_announcing(state)
@@ -276,9 +278,13 @@ def _request_keys(state: GossipState) -> Step:
 def _begin_ring(state: GossipState) -> Step:
     offers = dict(sorted(state.offers.items()))
     weights = {name: state.announced[name].num_examples if state.rules.by_examples else 1.0 for name in offers}
-    total = math.fsum(weights.values())
-    if total <= 0.0:
-        return _fail(state, "the silos of a ring have no examples to weigh their models by")
+    total, num_weighed = math.fsum(weights.values()), sum(weight > 0.0 for weight in weights.values())
+    if num_weighed < state.rules.minimum:
+        return _fail(
+            state,
+            f"{num_weighed} of the {len(weights)} silos of a ring have examples to weigh their models by, and their "
+            f"mean would reveal them; expected {state.rules.minimum}",
+        )
     places = tuple(
         RingPlace(name, state.announced[name].address, offer.key, weights[name] / total)
         for name, offer in offers.items()

@@ -46,8 +46,8 @@ class GossipState:
     """The state of a job. `received` has the squared distance of each (receiver, sender), `rows` are not yet mixed.
 
     `announced`, `edges`, `received`, `missed`, `offers` and `completed` are of the current round or attempt; `away`
-    are silos that left and have not announced a model since. `consensus` is of the last exchange or ring, and `average`
-    the last committed mean.
+    are silos that left and have not announced a model since, and `members` those that have announced one and not left.
+    `consensus` is of the last exchange or ring, and `average` the last committed mean.
     """
 
     rules: GossipRules
@@ -58,6 +58,7 @@ class GossipState:
     failures: int = 0
     announced: Mapping[str, Announcement] = dataclasses.field(default_factory=dict[str, Announcement])
     away: frozenset[str] = frozenset()
+    members: frozenset[str] = frozenset()
     edges: frozenset[tuple[str, str]] = frozenset()
     received: Mapping[tuple[str, str], float] = dataclasses.field(default_factory=dict[tuple[str, str], float])
     missed: frozenset[tuple[str, str]] = frozenset()
@@ -76,5 +77,10 @@ class GossipState:
 
     @property
     def has_all(self) -> bool:
-        """True if all silos that have not left have announced a model, and these are enough."""
-        return len(self.present) >= max(self.rules.minimum, self.rules.goal - len(self.away))
+        """True if all silos that have not left have announced a model, and these are enough.
+
+        A silo that has taken the place of one that left is waited for, as the others are.
+        """
+        goal = self.rules.goal
+        expected = max(goal - len(self.away), min(goal, len(self.members)))
+        return len(self.present) >= max(self.rules.minimum, expected)

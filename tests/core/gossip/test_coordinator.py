@@ -163,7 +163,7 @@ def test_receipts_of_others_count_for_nothing() -> None:
     assert job.state.received == {}
     assert job.state.phase is GossipPhase.EXCHANGING
     for wrong in (float("nan"), -1.0, float("inf")):
-        with pytest.raises(ValueError, match="expected a finite number of at least 0"):
+        with pytest.raises(ValueError, match="expected a number from 0 to 1e"):
             ModelReceived("a", "b", 1, "b-1", wrong)
 
 
@@ -302,6 +302,49 @@ def test_silos_that_offer_no_key_are_left_out() -> None:
     job.offer("a", "b", "c")
     job.expire()
     assert [member.silo for member in job.of(BeginRing)[0].members] == ["a", "b", "c"]
+
+
+def test_a_silo_that_leaves_twice_costs_one_attempt() -> None:
+    job = start_ring()
+    job.send(SiloDeparted("b"))
+    assert job.state.attempt == 2
+    assert job.send(SiloDeparted("b")) == ()
+    assert (job.state.attempt, job.state.failures) == (2, 1)
+
+
+def test_a_ring_of_too_few_silos_with_examples_reveals_no_mean() -> None:
+    job = Job(msgspec.structs.replace(rules(minimum=3, exchange="ring"), by_examples=True))
+    for silo in "abcd":
+        event = announced(silo, 1)
+        model = msgspec.structs.replace(event.model, num_examples=2.0 if silo in "ab" else 0.0)
+        job.send(msgspec.structs.replace(event, model=model))
+    job.offer("a", "b", "c", "d")
+    (end,) = job.of(EndJob)
+    assert end.reason.startswith("2 of the 4 silos of a ring have examples")
+
+
+def test_a_silo_in_the_place_of_one_that_left_is_waited_for() -> None:
+    """Else the exchange would begin without the slowest silo in each round, as one has left for ever."""
+    job = Job(rules(rounds=3))
+    job.announce("a", "b", "c", "d")
+    job.expire()
+    job.send(SiloDeparted("d"))
+    assert job.announce("e", "a", "b", mixed=1) == ()
+    job.announce("c", mixed=1)
+    assert (job.state.phase, job.state.present) == (GossipPhase.EXCHANGING, ["a", "b", "c", "e"])
+
+
+def test_numbers_whose_sums_overflow_are_refused() -> None:
+    """They would end the coordinator: `math.fsum` raises `OverflowError`."""
+    for make in (
+        lambda: Announcement(digest="a", size_bytes=1, squared_norm=1e308),
+        lambda: Announcement(digest="a", size_bytes=1, num_examples=1e308),
+        lambda: ModelReceived("a", "b", 1, "b", 1e308),
+        lambda: RingCompleted("a", 1, 1, "mean", 1e308),
+        lambda: KeyOffered(silo="a", round=1, attempt=1, key=bytes(32), largest=1e39),
+    ):
+        with pytest.raises(ValueError, match="expected a number from 0 to"):
+            make()
 
 
 class Silos:
