@@ -16,7 +16,9 @@ import pytest
 
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
 from fedplat_client import ListenerError
+from fedplat_client._auth.peer_access import PeerCredentials
 from fedplat_client._work.peers.listener import ListenerLimits, PeerListener, utc_now
+from fedplat_client.transport import connect
 from fedplat_server.auth.ca import Authority
 from support.mtls import DAY, signed_by
 from support.peers import Silos, client_id, credentials_of, refusal, silos_in
@@ -113,6 +115,22 @@ def test_a_certificate_of_the_authority_without_a_client_is_refused(silos: Silos
     with silos.offer(2), grpc.secure_channel(silos.address, credentials, options) as channel:
         call = channel.unary_stream("/fedplat.wire.v1.Peer/Fetch")(b"")
         assert refusal(call) == (S.UNAUTHENTICATED, "CERTIFICATE_UNKNOWN")
+
+
+def test_the_certificate_of_a_listener_is_not_that_of_a_server(silos: Silos) -> None:
+    """A client that pretends to be the server, or another client that has no listener, is not believed."""
+    own = credentials_of(2, silos.authority)
+    shown = own.key, own.certificate
+    with (
+        silos.offer(2),
+        connect(silos.address, tls=True, ca=own.authorities.decode(), client_certificate=shown) as channel,
+    ):
+        assert refusal(channel.unary_stream("/fedplat.wire.v1.Peer/Fetch")(b""))[0] is S.UNAVAILABLE
+    key, certificate = signed_by(silos.authority, client_id(5))
+    with PeerListener("127.0.0.1:0", lambda: PeerCredentials(key, certificate, own.authorities)) as listener:
+        listener.open()
+        with own.connect(f"127.0.0.1:{listener.port}", client_id(5)) as channel:
+            assert refusal(channel.unary_stream("/fedplat.wire.v1.Peer/Fetch")(b""))[0] is S.UNAVAILABLE
 
 
 def test_a_certificate_that_expires_on_an_open_connection_is_refused(tmp_path: Path) -> None:
