@@ -11,8 +11,9 @@ The coordinator never has a model: it draws edges among the silos that announced
 that a silo may not have received is sent again when it returns.
 
 A ring attempt that loses a silo is repeated without it and with new keys. But once one silo has the mean, the mean
-stands and others get it from that silo: the difference of two means would reveal the model of the silo that left. A
-silo that has the mean and whose report is on its way when another one leaves can compute that difference.
+stands and others get it from that silo: the difference of two means would reveal the model of the silo that left. So a
+silo that is asked for a key and has the mean of the attempt before reports that mean again in place of a key, and it
+stands then, too. Only a silo that is away with the mean while the others repeat the ring can compute that difference.
 """
 
 from __future__ import annotations
@@ -124,9 +125,20 @@ def _on_key(state: GossipState, event: KeyOffered) -> Step:
 def _on_completed(state: GossipState, event: RingCompleted) -> Step:
     is_current = state.phase is GossipPhase.REDUCING and (event.round, event.attempt) == (state.round, state.attempt)
     if not is_current or event.silo not in state.offers:
-        return state, ()
+        return _on_late_mean(state, event)
     state = _change(state, completed={**state.completed, event.silo: event})
     return _close_ring(state) if state.completed.keys() >= state.offers.keys() - state.away else (state, ())
+
+
+def _on_late_mean(state: GossipState, event: RingCompleted) -> Step:
+    """Let the mean of the attempt before stand, unless the next attempt has begun."""
+    offer = state.unfinished.get(event.silo)
+    if state.phase is not GossipPhase.OFFERING_KEYS or offer is None:
+        return state, ()
+    if (event.round, event.attempt) != (offer.round, offer.attempt):
+        return state, ()
+    state = _enter(state, GossipPhase.REDUCING)
+    return _close_ring(_change(state, offers=state.unfinished, completed={event.silo: event}))
 
 
 def _on_departed(state: GossipState, event: SiloDeparted) -> Step:
@@ -173,6 +185,7 @@ def _begin_round(state: GossipState, number: int) -> Step:
         received={},
         failures=0,
         missed=frozenset(),
+        unfinished={},
     )
     timer = SetTimer(state.timer, state.rules.training_s)
     return state, (BeginRound(number, number <= state.rules.rounds), timer)
@@ -302,6 +315,7 @@ def _close_ring(state: GossipState) -> Step:
     digests = {event.digest for event in state.completed.values()}
     if len(digests) != 1:
         gone = ", ".join(sorted(state.offers.keys() - state.completed.keys()))
+        state = _change(state, unfinished={} if digests else state.offers)
         return _repeat_ring(state, f"no mean of {gone}" if not digests else "the silos have different means")
     away = math.fsum(event.squared_distance for event in state.completed.values()) / len(state.completed)
     norms = [state.announced[silo].squared_norm for silo in state.completed]

@@ -148,7 +148,10 @@ class CommitRow(Struct, frozen=True):
 
 
 class RequestKeys(Struct, frozen=True):
-    """Ask silos for fresh keys for an attempt at a ring."""
+    """Ask silos for fresh keys for an attempt at a ring.
+
+    A silo that has the mean of an earlier attempt of the round reports it again (`RingCompleted`), and offers no key.
+    """
 
     round: int
     attempt: int

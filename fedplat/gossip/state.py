@@ -47,7 +47,8 @@ class GossipState:
 
     `announced`, `edges`, `received`, `missed`, `offers` and `completed` are of the current round or attempt; `away`
     are silos that left and have not announced a model since, and `members` those that have announced one and not left.
-    `consensus` is of the last exchange or ring, and `average` the last committed mean.
+    `unfinished` are the offers of the last attempt of the round of which no silo has reported the mean. `consensus` is
+    of the last exchange or ring, and `average` the last committed mean.
     """
 
     rules: GossipRules
@@ -64,6 +65,7 @@ class GossipState:
     missed: frozenset[tuple[str, str]] = frozenset()
     rows: Mapping[str, CommitRow] = dataclasses.field(default_factory=dict[str, CommitRow])
     offers: Mapping[str, KeyOffered] = dataclasses.field(default_factory=dict[str, KeyOffered])
+    unfinished: Mapping[str, KeyOffered] = dataclasses.field(default_factory=dict[str, KeyOffered])
     completed: Mapping[str, RingCompleted] = dataclasses.field(default_factory=dict[str, RingCompleted])
     confirmed: int = 0
     consensus: Consensus = dataclasses.field(default_factory=Consensus)
