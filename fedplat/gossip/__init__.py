@@ -2,9 +2,15 @@
 
 The core is pure: no clock, socket or file. Read in this order: `options.py` is the table `[mode]` of the job file,
 `topology.py` the edges of a round, `weights.py` the mixing weights of those that both ends confirmed, `mixing.py` what
-one silo computes (plain gossip, push-sum, CHOCO), `consensus.py` how far apart the silos are. `job.py` is the
-coordinator of one job: what silos announce and confirm in, whom they exchange with and their rows of W out. `ring.py`
-is a ring all-reduce with pairwise masks, which needs the extra `privacy`.
+one silo computes (plain gossip, push-sum, CHOCO), `consensus.py` how far apart the silos are. `coordinator.py` is that
+of one job: what silos announce and confirm in, whom they exchange with and their rows of W out. `ring.py` is a ring
+all-reduce with pairwise masks, which needs the extra `privacy`.
+
+The simulator drives all of it but `RingMember`, whose masks change no result. No daemon runs such jobs yet. So nothing
+but tests calls these, which silos need for real exchanges: `RingMember`; in `fedplat.secure_aggregation.relay`, the
+encryption of files through the server; in `fedplat_client._work.peers`, `PeerListener.offer`, `PeerFetcher`,
+`seal_file` and `open_file`; and the option `peer_address`. `count_turns`, `gap_of`, `spectral_gap`, `choco_gamma`,
+`choco_rate` and `measure_quality` are for those who choose a topology and a step size.
 """
 
 from __future__ import annotations

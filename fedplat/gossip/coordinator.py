@@ -11,8 +11,9 @@ The coordinator never has a model: it draws edges among the silos that announced
 that a silo may not have received is sent again when it returns.
 
 A ring attempt that loses a silo is repeated without it and with new keys. But once one silo has the mean, the mean
-stands and others get it from that silo: the difference of two means would reveal the model of the silo that left. A
-silo that has the mean and whose report is on its way when another one leaves can compute that difference.
+stands and others get it from that silo: the difference of two means would reveal the model of the silo that left. So a
+silo that is asked for a key and has the mean of the attempt before reports that mean again in place of a key, and it
+stands then, too. Only a silo that is away with the mean while the others repeat the ring can compute that difference.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _on_announced(state: GossipState, event: SiloAnnounced) -> Step:
     if state.rules.options.exchange == "ring" and average is not None and event.mixed_round < average.round:
         return state, (average,)
     rows = {silo: each for silo, each in state.rows.items() if silo != event.silo}
-    state = _change(state, rows=rows, away=state.away - {event.silo})
+    state = _change(state, rows=rows, away=state.away - {event.silo}, members=state.members | {event.silo})
     if state.phase is not GossipPhase.ANNOUNCING or event.round != state.round:
         return state, ()
     state = _change(state, announced={**state.announced, event.silo: event.model})
@@ -91,19 +92,27 @@ def _on_announced(state: GossipState, event: SiloAnnounced) -> Step:
 
 
 def _on_received(state: GossipState, event: ModelReceived) -> Step:
-    link, sender = (event.silo, event.sender), state.announced.get(event.sender)
-    expected = state.phase is GossipPhase.EXCHANGING and event.round == state.round and link in _links(state)
-    if not expected or sender is None or event.digest != sender.digest:
+    sender = state.announced.get(event.sender)
+    if not _is_link(state, event) or sender is None or event.digest != sender.digest:
         return state, ()
-    state = _change(state, received={**state.received, link: event.squared_distance})
-    return _commit_rows(state) if _is_exchanged(state) else (state, ())
+    distances = {**state.received.get(event.silo, {}), event.sender: event.squared_distance}
+    return _on_report(_change(state, received={**state.received, event.silo: distances}), event)
 
 
 def _on_missed(state: GossipState, event: ModelMissed) -> Step:
-    link = (event.silo, event.sender)
-    if state.phase is not GossipPhase.EXCHANGING or event.round != state.round or link not in _links(state):
-        return state, ()
-    state = _change(state, missed=state.missed | {link})
+    return _on_report(state, event) if _is_link(state, event) else (state, ())
+
+
+def _is_link(state: GossipState, event: ModelReceived | ModelMissed) -> bool:
+    is_current = state.phase is GossipPhase.EXCHANGING and event.round == state.round
+    return is_current and event.sender in state.senders.get(event.silo, ())
+
+
+def _on_report(state: GossipState, event: ModelReceived | ModelMissed) -> Step:
+    awaited = dict(state.awaited)
+    if left := awaited.pop(event.silo, frozenset()) - {event.sender}:
+        awaited[event.silo] = left
+    state = _change(state, awaited=awaited)
     return _commit_rows(state) if _is_exchanged(state) else (state, ())
 
 
@@ -124,13 +133,26 @@ def _on_key(state: GossipState, event: KeyOffered) -> Step:
 def _on_completed(state: GossipState, event: RingCompleted) -> Step:
     is_current = state.phase is GossipPhase.REDUCING and (event.round, event.attempt) == (state.round, state.attempt)
     if not is_current or event.silo not in state.offers:
-        return state, ()
+        return _on_late_mean(state, event)
     state = _change(state, completed={**state.completed, event.silo: event})
     return _close_ring(state) if state.completed.keys() >= state.offers.keys() - state.away else (state, ())
 
 
+def _on_late_mean(state: GossipState, event: RingCompleted) -> Step:
+    """Let the mean of the attempt before stand, unless the next attempt has begun."""
+    offer = state.unfinished.get(event.silo)
+    if state.phase is not GossipPhase.OFFERING_KEYS or offer is None:
+        return state, ()
+    if (event.round, event.attempt) != (offer.round, offer.attempt):
+        return state, ()
+    state = _enter(state, GossipPhase.REDUCING)
+    return _close_ring(_change(state, offers=state.unfinished, completed={event.silo: event}))
+
+
 def _on_departed(state: GossipState, event: SiloDeparted) -> Step:
-    state = _change(state, away=state.away | {event.silo})
+    if event.silo in state.away:
+        return state, ()  # a ring is repeated once for each silo that leaves
+    state = _change(state, away=state.away | {event.silo}, members=state.members - {event.silo})
     match state.phase:
         case GossipPhase.ANNOUNCING if state.has_all:
             return _close_announcing(state)
@@ -168,9 +190,11 @@ def _begin_round(state: GossipState, number: int) -> Step:
         attempt=0,
         announced={},
         edges=frozenset(),
+        senders={},
+        awaited={},
         received={},
         failures=0,
-        missed=frozenset(),
+        unfinished={},
     )
     timer = SetTimer(state.timer, state.rules.training_s)
     return state, (BeginRound(number, number <= state.rules.rounds), timer)
@@ -188,43 +212,40 @@ def _close_announcing(state: GossipState) -> Step:
         return _try_again(state, GossipPhase.ANNOUNCING, reason, state.rules.training_s)
     if state.rules.options.exchange == "ring":
         return _request_keys(_change(state, attempt=1))
-    edges = draw_edges(state.rules.options, names, state.round)
-    state = _change(
-        _enter(state, GossipPhase.EXCHANGING), edges=frozenset((names[a], names[b]) for a, b in edges.tolist())
-    )
-    senders: dict[str, list[str]] = {name: [] for name in names}
-    for receiver, sender in sorted(_links(state)):
-        senders[receiver].append(sender)
+    options = state.rules.options
+    edges = [(names[a], names[b]) for a, b in draw_edges(options, names, state.round).tolist()]
+    links = {name: set[str]() for name in names}  # the senders of each receiver
+    for first, second in edges:
+        links[second].add(first)
+        if not options.is_directed:
+            links[first].add(second)
+    senders = {name: frozenset(each) for name, each in links.items() if each}
+    state = _enter(state, GossipPhase.EXCHANGING)
+    state = _change(state, edges=frozenset(edges), senders=senders, awaited=senders)
+    if not edges:
+        return _commit_rows(state)
     assigns = tuple(
-        AssignNeighbours(state.round, name, tuple(Neighbour(each, state.announced[each]) for each in senders[name]))
+        AssignNeighbours(
+            state.round, name, tuple(Neighbour(each, state.announced[each]) for each in sorted(links[name]))
+        )
         for name in names
     )
-    if not state.edges:
-        return _commit_rows(state)
     return state, (*assigns, SetTimer(state.timer, state.rules.exchange_s))
-
-
-def _links(state: GossipState) -> set[tuple[str, str]]:
-    """Return (receiver, sender) of each model that is sent."""
-    links = {(second, first) for first, second in state.edges}
-    return links if state.rules.options.is_directed else links | state.edges
 
 
 def _is_exchanged(state: GossipState) -> bool:
     """Return whether each model has been received or missed, or its receiver or sender has left."""
-    open_links = _links(state) - state.received.keys() - state.missed
-    return all(receiver in state.away or sender in state.away for receiver, sender in open_links)
+    return all(silo in state.away or senders <= state.away for silo, senders in state.awaited.items())
 
 
 def _commit_rows(state: GossipState) -> Step:
     """Commit the confirmed edges, and begin the next round, the mean, or the end."""
     names, options = sorted(state.announced), state.rules.options
     positions = {name: position for position, name in enumerate(names)}
-    got = state.received
     pairs = [
         (first, second)
         for first, second in sorted(state.edges)
-        if (second, first) in got and (options.is_directed or (first, second) in got)
+        if _has_received(state, second, first) and (options.is_directed or _has_received(state, first, second))
     ]
     edges = np.array([(positions[a], positions[b]) for a, b in pairs], np.int64).reshape(-1, 2)
     links = (push_sum if options.is_directed else metropolis)(len(names), edges)
@@ -240,9 +261,15 @@ def _commit_rows(state: GossipState) -> Step:
 
 def _measure(state: GossipState, names: list[str], edges: Edges, pairs: list[tuple[str, str]]) -> Consensus:
     """Return the distance of the silos before they mix; of the two reports of an edge the larger counts."""
-    both = [(state.received.get((a, b), 0.0), state.received.get((b, a), 0.0)) for a, b in pairs]
-    norms = [state.announced[name].squared_norm for name in names]
-    return measure_consensus(edges, [max(each) for each in both], norms)
+    nothing: dict[str, float] = {}
+    distances = [
+        max(state.received.get(a, nothing).get(b, 0.0), state.received.get(b, nothing).get(a, 0.0)) for a, b in pairs
+    ]
+    return measure_consensus(edges, distances, [state.announced[name].squared_norm for name in names])
+
+
+def _has_received(state: GossipState, receiver: str, sender: str) -> bool:
+    return sender in state.received.get(receiver, ())
 
 
 def _continue(state: GossipState) -> Step:
@@ -276,9 +303,13 @@ def _request_keys(state: GossipState) -> Step:
 def _begin_ring(state: GossipState) -> Step:
     offers = dict(sorted(state.offers.items()))
     weights = {name: state.announced[name].num_examples if state.rules.by_examples else 1.0 for name in offers}
-    total = math.fsum(weights.values())
-    if total <= 0.0:
-        return _fail(state, "the silos of a ring have no examples to weigh their models by")
+    total, num_weighed = math.fsum(weights.values()), sum(weight > 0.0 for weight in weights.values())
+    if num_weighed < state.rules.minimum:
+        return _fail(
+            state,
+            f"{num_weighed} of the {len(weights)} silos of a ring have examples to weigh their models by, and their "
+            f"mean would reveal them; expected {state.rules.minimum}",
+        )
     places = tuple(
         RingPlace(name, state.announced[name].address, offer.key, weights[name] / total)
         for name, offer in offers.items()
@@ -296,6 +327,7 @@ def _close_ring(state: GossipState) -> Step:
     digests = {event.digest for event in state.completed.values()}
     if len(digests) != 1:
         gone = ", ".join(sorted(state.offers.keys() - state.completed.keys()))
+        state = _change(state, unfinished={} if digests else state.offers)
         return _repeat_ring(state, f"no mean of {gone}" if not digests else "the silos have different means")
     away = math.fsum(event.squared_distance for event in state.completed.values()) / len(state.completed)
     norms = [state.announced[silo].squared_norm for silo in state.completed]

@@ -27,11 +27,10 @@ def find_largest(model: Vector) -> float:
 def quantize_share(model: Vector, share: float, bound: float, members: int) -> Integers:
     """Return a silo's part of the mean as integers: round(share x / step), shape [entries].
 
-    Raises `ValueError` for a share that is not above 0 and at most 1, and for entries that are not finite or beyond the
-    bound.
+    Raises `ValueError` for a share that is not from 0 to 1, and for entries that are not finite or beyond the bound.
     """
-    if not 0.0 < share <= 1.0:
-        raise ValueError(f"the share is {share}; expected above 0 and at most 1")
+    if not 0.0 <= share <= 1.0:
+        raise ValueError(f"the share is {share}; expected 0 to 1")
     largest, step = find_largest(model), _step(bound, members)
     if not largest <= bound:
         raise ValueError(f"the model has an entry of magnitude {largest:g}; expected at most the bound, {bound:g}")

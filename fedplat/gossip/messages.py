@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Literal
 
+import numpy as np
 from msgspec import Meta, Struct
 
 KEY_BYTES = 32
+MAX_NUMBER = 1e100
+"""More than the squared norm of any model of float32 numbers; sums of many of these are finite, too."""
+MAX_ENTRY = float(np.finfo(np.float32).max)
 Digest = Annotated[str, Meta(min_length=1, max_length=200)]
 SiloName = Annotated[str, Meta(min_length=1, max_length=200)]
 Number = Annotated[int, Meta(ge=0, le=2**31)]
 
 
-def check_magnitudes(owner: object, *names: str) -> None:
-    """Raise `ValueError` unless fields of a record are finite numbers of at least 0."""
+def check_magnitudes(owner: object, *names: str, largest: float = MAX_NUMBER) -> None:
+    """Raise `ValueError` unless fields of a record are numbers from 0 to `largest`."""
     for name in names:
         value: float = getattr(owner, name)
-        if not 0.0 <= value < math.inf:
-            raise ValueError(f"{name} is {value}; expected a finite number of at least 0")
+        if not 0.0 <= value <= largest:
+            raise ValueError(f"{name} is {value}; expected a number from 0 to {largest:g}")
 
 
 class Announcement(Struct, frozen=True, kw_only=True):
     """What a silo announces of the model that neighbours may get from it; with a codec, of its public copy.
 
-    `squared_norm` is ‖x‖² of its model. Raises `ValueError` for numbers that are negative or not finite.
+    `squared_norm` is ‖x‖² of its model. Raises `ValueError` for numbers that are negative, not finite or too large.
     """
 
     digest: Digest
@@ -78,7 +81,7 @@ class KeyOffered(Struct, frozen=True, kw_only=True):
     mixed_round: Number = 0
 
     def __post_init__(self) -> None:
-        check_magnitudes(self, "largest")
+        check_magnitudes(self, "largest", largest=MAX_ENTRY)
 
 
 class RingCompleted(Struct, frozen=True):
@@ -145,7 +148,10 @@ class CommitRow(Struct, frozen=True):
 
 
 class RequestKeys(Struct, frozen=True):
-    """Ask silos for fresh keys for an attempt at a ring."""
+    """Ask silos for fresh keys for an attempt at a ring.
+
+    A silo that has the mean of an earlier attempt of the round reports it again (`RingCompleted`), and offers no key.
+    """
 
     round: int
     attempt: int

@@ -16,6 +16,7 @@ theirs and reads the traffic between silos, which is encrypted (mTLS), would see
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -27,6 +28,8 @@ from fedplat.gossip.messages import RingPlace
 from fedplat.model import Vector
 from fedplat.secure_aggregation import masks
 from fedplat.secure_aggregation.primitives import KeyPair, check_public_key
+
+_ROUNDING = 1e-6
 
 
 class Ring(Struct, frozen=True, kw_only=True):
@@ -66,8 +69,9 @@ class RingMember:
     """One silo's part in an attempt. `key` is its fresh key pair, whose public key is on the ring.
 
     In each step from 0 the silo sends `outgoing(step)` to `next_silo`, and passes what comes from the silo before it to
-    `receive`; after the last step it has the `mean`. Raises `ValueError` for a ring on which it is not, or twice, or
-    for a model that does not fit, and `SecureAggregationError` for a weak key of another silo.
+    `receive`; after the last step it has the `mean`. Raises `ValueError` for a ring on which it is not, or twice, for
+    shares that do not add up to 1 and for a model that does not fit, and `SecureAggregationError` for a weak key of
+    another silo.
     """
 
     def __init__(self, ring: Ring, silo: str, key: KeyPair, model: Vector) -> None:
@@ -81,6 +85,9 @@ class RingMember:
             raise ValueError(f"the model has shape {model.shape}; expected ({ring.size},)")
         for each in keys:
             check_public_key(each)
+        total = math.fsum(member.share for member in ring.members)
+        if not abs(total - 1.0) <= _ROUNDING:
+            raise ValueError(f"the shares of the silos add up to {total}; expected 1, because more could overflow")
         self._ring, self._position, self._step = ring, names.index(silo), 0
         self.next_silo = names[(self._position + 1) % len(names)]
         share = ring.members[self._position].share

@@ -43,11 +43,15 @@ class GossipRules(Struct, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(frozen=True)
 class GossipState:
-    """The state of a job. `received` has the squared distance of each (receiver, sender), `rows` are not yet mixed.
+    """The state of a job. `rows` are not yet mixed.
 
-    `announced`, `edges`, `received`, `missed`, `offers` and `completed` are of the current round or attempt; `away`
-    are silos that left and have not announced a model since. `consensus` is of the last exchange or ring, and `average`
-    the last committed mean.
+    For each receiver of the round, `senders` are those whose models it gets, `awaited` those of which it has reported
+    neither success nor failure, and `received` has the squared distances of those that it has got.
+
+    `announced`, `edges`, `offers` and `completed` are of the current round or attempt; `away`
+    are silos that left and have not announced a model since, and `members` those that have announced one and not left.
+    `unfinished` are the offers of the last attempt of the round of which no silo has reported the mean. `consensus` is
+    of the last exchange or ring, and `average` the last committed mean.
     """
 
     rules: GossipRules
@@ -58,11 +62,14 @@ class GossipState:
     failures: int = 0
     announced: Mapping[str, Announcement] = dataclasses.field(default_factory=dict[str, Announcement])
     away: frozenset[str] = frozenset()
+    members: frozenset[str] = frozenset()
     edges: frozenset[tuple[str, str]] = frozenset()
-    received: Mapping[tuple[str, str], float] = dataclasses.field(default_factory=dict[tuple[str, str], float])
-    missed: frozenset[tuple[str, str]] = frozenset()
+    senders: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict[str, frozenset[str]])
+    awaited: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict[str, frozenset[str]])
+    received: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict[str, Mapping[str, float]])
     rows: Mapping[str, CommitRow] = dataclasses.field(default_factory=dict[str, CommitRow])
     offers: Mapping[str, KeyOffered] = dataclasses.field(default_factory=dict[str, KeyOffered])
+    unfinished: Mapping[str, KeyOffered] = dataclasses.field(default_factory=dict[str, KeyOffered])
     completed: Mapping[str, RingCompleted] = dataclasses.field(default_factory=dict[str, RingCompleted])
     confirmed: int = 0
     consensus: Consensus = dataclasses.field(default_factory=Consensus)
@@ -76,5 +83,10 @@ class GossipState:
 
     @property
     def has_all(self) -> bool:
-        """True if all silos that have not left have announced a model, and these are enough."""
-        return len(self.present) >= max(self.rules.minimum, self.rules.goal - len(self.away))
+        """True if all silos that have not left have announced a model, and these are enough.
+
+        A silo that has taken the place of one that left is waited for, as the others are.
+        """
+        goal = self.rules.goal
+        expected = max(goal - len(self.away), min(goal, len(self.members)))
+        return len(self.present) >= max(self.rules.minimum, expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fedplat import aggregate
+from fedplat.aggregate import feddyn, scaffold
 from fedplat.gossip.options import MIN_RING, Gossip
 from fedplat.job.sections import Retention, Selection, Updates
 from fedplat.job.tables import JobTables
@@ -31,6 +32,11 @@ def check_gossip(spec: JobTables, mode: Gossip) -> None:
         raise ValueError(
             f'aggregation.rule = "{name_of(spec.aggregation)}": silos mix models, and no rule combines updates; '
             'expected no table [aggregation] with mode.kind = "gossip"'
+        )
+    if (algorithm := spec.config.get("algorithm")) in (feddyn.NAME, scaffold.NAME):
+        raise ValueError(
+            f'config.algorithm = "{algorithm}": its other half is a rule of the server, which has no model; expected '
+            'an algorithm of clients alone with mode.kind = "gossip", such as "sgd" or "fedprox"'
         )
     if spec.durability != "spool" or spec.retention != Retention():
         name = "retention" if spec.durability == "spool" else "durability"

@@ -46,6 +46,8 @@ def test_a_decentralised_job() -> None:
         ("pool.ranks = 2", "pool: the server computes nothing"),
         ("aggregation.rule = 'fedadam'", 'aggregation.rule = "fedadam": silos mix models'),
         ("durability = 'memory'", "durability: the server keeps no model"),
+        ("config.algorithm = 'scaffold'", 'config.algorithm = "scaffold": its other half is a rule'),
+        ("config.algorithm = 'feddyn'\nconfig.alpha = 0.1", 'config.algorithm = "feddyn": its other half is a rule'),
         ("retention.versions = 3", "retention: the server keeps no model"),
         ("evaluation.server = 'accuracy'", "evaluation.server: rounds commit no version"),
         ("selection.over_selection = 2.0", "selection.over_selection: all silos that announce a model take part"),

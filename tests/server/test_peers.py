@@ -18,6 +18,7 @@ from fedplat.wire.v1 import admin_pb2, fleet_pb2, peer_pb2, peer_pb2_grpc
 from fedplat_client import Client, ClientOptions, IdentityError, ListenerError, Task, TrainResult
 from fedplat_client._auth.peer_access import PeerCredentials
 from fedplat_client._state import keys
+from fedplat_client._work.peers.listener import PeerListener
 from fedplat_server.auth.tls import utc_now
 from support import daemons
 from support.daemons import RawClient, Site
@@ -88,6 +89,19 @@ async def test_while_an_authority_is_replaced_clients_trust_both(place: Place) -
     place.pki.rotate(utc_now())
     authorities = (await credentials_of(client, listener=True)).authorities
     assert len(x509.load_pem_x509_certificates(authorities)) == 2
+
+
+async def test_while_an_authority_is_replaced_clients_believe_each_other(place: Place) -> None:
+    """One renews its certificate hours after the other, which does not know the new authority until then."""
+    before, after = await place.site.enroll(), await place.site.enroll()
+    old = await credentials_of(before, listener=True)
+    place.pki.rotate(utc_now())
+    new = await credentials_of(after, listener=True)
+    for listening, caller, client_id in ((new, old, after.client_id), (old, new, before.client_id)):
+        with PeerListener("127.0.0.1:0", lambda own=listening: own) as listener:
+            listener.open()
+            answer = await asyncio.to_thread(call_listener, caller, f"127.0.0.1:{listener.port}", client_id)
+            assert answer == (grpc.StatusCode.PERMISSION_DENIED, "NOT_A_NEIGHBOUR")
 
 
 @pytest.mark.parametrize("mtls", [False, True])

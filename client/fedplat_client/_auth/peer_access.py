@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc
 
@@ -95,7 +95,8 @@ class PeerAccess:
     def renew(self, signal: StopSignal) -> PeerCredentials:
         """Return the credentials; request a certificate if it is due. Raises `CallError` or `Cancelled`.
 
-        While the server does not answer, a certificate that is still valid is kept.
+        If that fails, a certificate that is still valid is kept, and the next request is made after a quarter of the
+        time for which it is.
         """
         with self._changing:
             now = self._clock()
@@ -111,6 +112,7 @@ class PeerAccess:
                     if issued is None or now >= issued.expires_at:
                         raise
                     _logger.warning("The certificate for peers cannot be renewed yet: %s", exc)
+                    self._issued = replace(issued, renew_at=now + (issued.expires_at - now) / 4)
             return self.current
 
     def _request(self, now: float, signal: StopSignal) -> _Issued:

@@ -77,9 +77,12 @@ class SiloModels:
         """Add a silo's update to its model, and return the metrics; None if the update is not finite, and not added."""
         task = self._tasks.pop(silo)
         trained = self._engine.result(task)
-        self._engine.retire(task.version)
         step = trained.update.to_vector()
-        if not np.isfinite(step).all():
+        is_finite = bool(np.isfinite(step).all())
+        if not is_finite:
+            self._engine.drop(task)
+        self._engine.retire(task.version)
+        if not is_finite:
             return None
         self.values[silo] += step
         for run in self._whole[silo].schema.segments:

@@ -23,7 +23,11 @@ _CACHE_SIZE = 10_000
 
 
 class IssuedCertificate(NamedTuple):
-    """A client's certificate, and the authorities that sign clients' certificates; both PEM."""
+    """A client's certificate, and the authorities that sign clients' certificates; both PEM.
+
+    While an authority is being replaced, the certificate is followed by that of the new authority, signed by the old
+    one: peers that do not know the new authority yet trust it, too.
+    """
 
     certificate: str
     authorities: str
@@ -54,8 +58,13 @@ class CertificateIssuer:
         name = f"{client.client_id}/{client.session_number}"
         authority = self._folder.authority_in_use()
         certificate = authority.for_client(name, key, self._now(), self.valid, listener=listener)
-        trusted = map(ca.certificate_pem, pki_folder.read(self._folder.ca))
-        return IssuedCertificate(ca.certificate_pem(certificate).decode(), b"".join(trusted).decode())
+        trusted = pki_folder.read(self._folder.ca)
+        chain = [certificate, *self._folder.cross_signed()] if len(trusted) > 1 else [certificate]
+        return IssuedCertificate(_pem(chain), _pem(trusted))
+
+
+def _pem(certificates: Sequence[x509.Certificate]) -> str:
+    return b"".join(map(ca.certificate_pem, certificates)).decode()
 
 
 def _requested_key(signing_request: bytes) -> ec.EllipticCurvePublicKey:

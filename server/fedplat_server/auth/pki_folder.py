@@ -101,10 +101,14 @@ class PkiFolder:
         """Return the names and addresses of the server's certificate. Raises `ConfigError` if it is unreadable."""
         return hosts_of(read(self.files.certificate)[0])
 
+    def cross_signed(self) -> list[x509.Certificate]:
+        """Return the certificate of the new authority that the old one has signed, while it is being replaced."""
+        return read(self.files.certificate)[1:]
+
     def renew(self, hosts: Sequence[str], now: datetime.datetime) -> None:
         """Create a new key and certificate for the server; keep the cross-signed certificate during a rotation."""
-        chain = read(self.files.certificate)
-        self._sign(self.authority(), hosts, now, chain[1:])
+        chain = self.cross_signed()
+        self._sign(self.authority(), hosts, now, chain)
 
     def rotate(self, now: datetime.datetime) -> None:
         """Create a new authority that clients of the old one trust as well.

@@ -79,13 +79,14 @@ def test_a_valid_certificate_is_kept_while_the_server_is_away(
     access = access_of(signed, tmp_path, now)
     access.renew(StopSignal())
     issuer.error = ServerUnavailableError("UNAVAILABLE", "away")
-    now[0] = 899.0
-    assert access.renew(StopSignal()).certificate == b"certificate 1"
+    for at, num_requests in ((800.0, 2), (824.0, 2), (825.0, 3), (899.0, 4)):
+        now[0] = at  # after a failure it waits for a quarter of the time that is left
+        assert access.renew(StopSignal()).certificate == b"certificate 1"
+        assert len(issuer.listener) == num_requests
     now[0] = 900.0
     with pytest.raises(ServerUnavailableError):
         access.renew(StopSignal())
     issuer.error = RevokedError("PERMISSION_DENIED", "revoked")
-    now[0] = 700.0
     with pytest.raises(RevokedError):
         access.renew(StopSignal())
 

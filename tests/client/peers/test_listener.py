@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import hashlib
 import socket
+import threading
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import pytest
 
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
 from fedplat_client import ListenerError
+from fedplat_client._auth.peer_access import PeerCredentials
 from fedplat_client._work.peers.listener import ListenerLimits, PeerListener, utc_now
+from fedplat_client.transport import connect
 from fedplat_server.auth.ca import Authority
 from support.mtls import DAY, signed_by
 from support.peers import Silos, client_id, credentials_of, refusal, silos_in
@@ -34,6 +37,26 @@ def silos(tmp_path: Path) -> Generator[Silos]:
 
 def content_of(call: Any) -> bytes:
     return b"".join(chunk.data for chunk in call)
+
+
+@contextlib.contextmanager
+def half_sent(silos: Silos, number: int, num_calls: int) -> Generator[list[Any]]:
+    """Calls of Fetch of which the requests are not sent."""
+    ended = threading.Event()
+
+    def send_nothing() -> Generator[bytes]:
+        ended.wait()
+        yield from ()
+
+    with credentials_of(number, silos.authority).connect(silos.address, client_id(1)) as channel:
+        method = channel.stream_stream("/fedplat.wire.v1.Peer/Fetch")
+        calls: list[Any] = [method(send_nothing(), timeout=60.0) for _ in range(num_calls)]
+        try:
+            yield calls
+        finally:
+            ended.set()
+            for call in calls:
+                call.cancel()
 
 
 def test_a_file_is_served_from_an_offset_on(silos: Silos) -> None:
@@ -94,6 +117,22 @@ def test_a_certificate_of_the_authority_without_a_client_is_refused(silos: Silos
         assert refusal(call) == (S.UNAUTHENTICATED, "CERTIFICATE_UNKNOWN")
 
 
+def test_the_certificate_of_a_listener_is_not_that_of_a_server(silos: Silos) -> None:
+    """A client that pretends to be the server, or another client that has no listener, is not believed."""
+    own = credentials_of(2, silos.authority)
+    shown = own.key, own.certificate
+    with (
+        silos.offer(2),
+        connect(silos.address, tls=True, ca=own.authorities.decode(), client_certificate=shown) as channel,
+    ):
+        assert refusal(channel.unary_stream("/fedplat.wire.v1.Peer/Fetch")(b""))[0] is S.UNAVAILABLE
+    key, certificate = signed_by(silos.authority, client_id(5))
+    with PeerListener("127.0.0.1:0", lambda: PeerCredentials(key, certificate, own.authorities)) as listener:
+        listener.open()
+        with own.connect(f"127.0.0.1:{listener.port}", client_id(5)) as channel:
+            assert refusal(channel.unary_stream("/fedplat.wire.v1.Peer/Fetch")(b""))[0] is S.UNAVAILABLE
+
+
 def test_a_certificate_that_expires_on_an_open_connection_is_refused(tmp_path: Path) -> None:
     ahead = [datetime.timedelta()]
     with silos_in(tmp_path, now=lambda: utc_now() + ahead[0]) as silos, silos.offer(2):
@@ -139,6 +178,31 @@ def test_streams_are_limited_in_total_and_for_each_peer(tmp_path: Path) -> None:
         until(lambda: silos.listener.num_streams == 0, "the streams have ended")
         with silos.stream(4, offset=LARGE - 10) as call:
             assert content_of(call) == silos.content[-10:]
+
+
+@pytest.mark.parametrize(
+    ("caller", "num_refused", "status"),
+    [(4, 8, S.PERMISSION_DENIED), (3, 6, S.RESOURCE_EXHAUSTED)],
+    ids=["stranger", "neighbour"],
+)
+def test_calls_without_a_request_keep_no_one_out(
+    caller: int, num_refused: int, status: grpc.StatusCode, tmp_path: Path
+) -> None:
+    """A thread for each, until it arrives: any client of the server could close a listener to its neighbours so."""
+    limits = ListenerLimits(streams=4, streams_per_peer=2, request_s=60.0)
+    with silos_in(tmp_path, limits=limits) as silos, silos.offer(2, 3), half_sent(silos, caller, 8) as calls:
+        until(lambda: sum(call.done() for call in calls) == num_refused, "the calls are refused")
+        assert {call.code() for call in calls if call.done()} == {status}
+        with silos.stream(2) as call:
+            assert content_of(call) == silos.content
+
+
+def test_a_call_without_a_request_is_cut(tmp_path: Path) -> None:
+    limits = ListenerLimits(streams_per_peer=1, request_s=0.1)
+    with silos_in(tmp_path, limits=limits) as silos, silos.offer(2), half_sent(silos, 2, 1) as calls:
+        assert refusal(calls[0])[0] is S.CANCELLED
+        with silos.stream(2) as call:
+            assert content_of(call) == silos.content
 
 
 def test_a_peer_replaces_its_own_stream_of_a_file(tmp_path: Path) -> None:

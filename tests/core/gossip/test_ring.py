@@ -93,6 +93,15 @@ def test_what_a_silo_sees_is_uniformly_random_until_the_chunks_are_complete() ->
         assert np.mean(one == other) < 1e-3
 
 
+def test_a_silo_without_examples_takes_part_and_its_share_is_masked() -> None:
+    models = np.array([[1.0, 2.0], [3.0, 4.0], [9.0, 9.0]], np.float32)
+    members = make_members(models, [0.5, 0.5, 0.0])
+    assert np.frombuffer(members[2].outgoing(0), "<u4").any()
+    run_ring(members)
+    for member in members:
+        np.testing.assert_array_equal(member.mean(), [2.0, 3.0])
+
+
 def test_another_attempt_has_other_masks() -> None:
     models = np.ones((3, 100), np.float32)
     first, second = (make_members(models, [1 / 3] * 3)[0].outgoing(0) for _ in range(2))
@@ -121,8 +130,11 @@ def test_a_member_checks_the_ring() -> None:
     weak = msgspec.structs.replace(ring.members[1], key=bytes(32))
     with pytest.raises(SecureAggregationError, match="weak"):
         RingMember(msgspec.structs.replace(ring, members=(ring.members[0], weak)), "silo-0", keys[0], models[0])
-    with pytest.raises(ValueError, match="the share is 0"):
-        quantize_share(models[0], 0.0, 1.0, 3)
+    with pytest.raises(ValueError, match="the share is -1"):
+        quantize_share(models[0], -1.0, 1.0, 3)
+    heavy = tuple(msgspec.structs.replace(member, share=1.0) for member in ring.members)
+    with pytest.raises(ValueError, match=r"add up to 3\.0; expected 1"):
+        RingMember(msgspec.structs.replace(ring, members=heavy), "silo-0", keys[0], models[0])
 
 
 def test_steps_have_an_order_and_sizes() -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import defaultdict
 from collections.abc import Collection, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -38,6 +37,14 @@ class PeerFile:
     size_bytes: int
 
 
+@dataclass(eq=False)
+class _Turn:
+    """The lock of a digest that is being fetched, and the number of fetches that have it or wait for it."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    num_fetches: int = 0
+
+
 class PeerFetcher:
     """Fetches files of peers into a folder of its own; thread-safe. Two fetches of the same digest take turns.
 
@@ -49,7 +56,7 @@ class PeerFetcher:
         self._cache = ModelCache(folder, options.cache_limit_bytes)
         self._options = options
         self._lock = threading.Lock()
-        self._fetching: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._turns: dict[str, _Turn] = {}
 
     def fetch(
         self, file: PeerFile, credentials: PeerCredentials, timeout_s: float, signal: StopSignal, max_bytes: int
@@ -89,13 +96,20 @@ class PeerFetcher:
     @contextlib.contextmanager
     def _turn(self, file: PeerFile, timeout_s: float) -> Generator[None]:
         with self._lock:
-            turn = self._fetching[file.digest]
-        if not turn.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
-            raise PeerError("TIMEOUT", f"the file {file.digest} was still being fetched from another peer")
+            turn = self._turns.setdefault(file.digest, _Turn())
+            turn.num_fetches += 1
         try:
-            yield
+            if not turn.lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+                raise PeerError("TIMEOUT", f"the file {file.digest} was still being fetched from another peer")
+            try:
+                yield
+            finally:
+                turn.lock.release()
         finally:
-            turn.release()
+            with self._lock:
+                turn.num_fetches -= 1
+                if not turn.num_fetches:
+                    del self._turns[file.digest]
 
     def _complete(
         self, channel: grpc.Channel, file: PeerFile, part: PartialDownload, ends_at: float, signal: StopSignal

@@ -58,6 +58,8 @@ class ListenerLimits:
     """Concurrent streams."""
     streams_per_peer: int = 4
     """Concurrent streams of one neighbour, of different files."""
+    request_s: float = 10.0
+    """Seconds until a call is cut of which the request has not arrived: it holds a thread."""
     stream_s: float = 600.0
     """Seconds until a stream is cut; the neighbour resumes with another one."""
     sends_per_peer: float = 4.0
@@ -108,6 +110,7 @@ class PeerListener:
         self._lock = threading.Lock()
         self._offers: list[_Offer] = []
         self._streams: set[_Stream] = set()
+        self._waiting = Counter[str]()
         self._server: grpc.Server | None = None
         self._executor: ThreadPoolExecutor | None = None
 
@@ -182,10 +185,11 @@ class PeerListener:
         # None means "keep the current configuration"; gRPC's type annotations lack it.
         return grpc.dynamic_ssl_server_credentials(_configuration(current), cast(Any, fetch), True)
 
-    def _fetch(self, message: bytes, context: Context) -> Iterator[bytes]:
+    def _fetch(self, requests: Iterator[bytes], context: Context) -> Iterator[bytes]:
         """Serve a call: yield the messages of a file."""
         caller = self._authenticate(context)
-        request = _decode(message, context)
+        self._offers_to(caller, context)  # a stranger must not hold a thread with a call without a request
+        request = _decode(self._receive(caller, requests, context), context)
         offer = self._find(caller, request.digest, context)
         if request.offset > offer.size_bytes:
             _refuse(context, _S.OUT_OF_RANGE, "WRONG_OFFSET", f"the file has {offer.size_bytes} bytes")
@@ -209,12 +213,32 @@ class PeerListener:
             _refuse(context, _S.UNAUTHENTICATED, "CERTIFICATE_EXPIRED", "the certificate has expired; renew it")
         return name.partition("/")[0]
 
-    def _find(self, caller: str, digest: str, context: Context) -> _Offer:
+    def _receive(self, caller: str, requests: Iterator[bytes], context: Context) -> bytes:
+        """Return the request of a call, for which the caller has `request_s`."""
+        with self._lock:
+            is_free = self._waiting[caller] < self._limits.streams_per_peer
+            self._waiting[caller] += is_free
+        if not is_free:
+            _refuse(context, _S.RESOURCE_EXHAUSTED, "TOO_MANY_STREAMS", "too many calls wait for their requests")
+        cut = threading.Timer(self._limits.request_s, context.cancel)
+        cut.daemon = True
+        cut.start()
+        try:
+            return next(requests, b"")
+        finally:
+            cut.cancel()
+            with self._lock:
+                self._waiting -= Counter([caller])  # drops counts of 0
+
+    def _offers_to(self, caller: str, context: Context) -> list[_Offer]:
         with self._lock:
             offers = [offer for offer in self._offers if caller in offer.neighbours]
         if not offers:
             _refuse(context, _S.PERMISSION_DENIED, "NOT_A_NEIGHBOUR", "nothing is offered to this client now")
-        for offer in offers:
+        return offers
+
+    def _find(self, caller: str, digest: str, context: Context) -> _Offer:
+        for offer in self._offers_to(caller, context):
             if offer.digest == digest:
                 return offer
         # Also for a file that is offered to other clients: the caller learns nothing about those.
@@ -265,8 +289,10 @@ class PeerListener:
 class _Handler(grpc.GenericRpcHandler):
     """Knows one method; gRPC answers all others with UNIMPLEMENTED."""
 
-    def __init__(self, fetch: Callable[[bytes, Context], Iterator[bytes]]) -> None:
-        self._method = grpc.unary_stream_rpc_method_handler(fetch)
+    def __init__(self, fetch: Callable[[Iterator[bytes], Context], Iterator[bytes]]) -> None:
+        # On the wire it is the same as one request, for which gRPC would wait in a thread, without a limit of time and
+        # before it calls `fetch`.
+        self._method = grpc.stream_stream_rpc_method_handler(fetch)
 
     def service(self, handler_call_details: Any) -> Any:
         """Return the handler of a call, or None."""
