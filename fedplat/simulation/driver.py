@@ -259,6 +259,7 @@ class Driver:
         for change in changes:
             self._statistics.on_changed(change)
             for assignment in change.assignments:
+                self._training.track(assignment)
                 if assignment.state in (AssignmentState.DROPPED, AssignmentState.REJECTED):
                     self._training.forget(assignment.key, assignment.client_id)
             attempt = change.attempt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -59,12 +59,14 @@ def check_tensor_plan(module: nn.Module, plan: ParallelPlan, size: int, *, seque
     layers = _find_layers(module, plan)
     for name, style in layers.items():
         _check_layer(name, module.get_submodule(name), style, size)
-    for name, style in layers.items():
-        if style == "colwise" and isinstance(module.get_submodule(name), nn.Linear):
-            _check_region(module, layers, name)
+    columns = [name for name, style in layers.items() if style == "colwise" and _is_linear(module, name)]
+    regions = [_find_region(module, layers, name) for name in columns]
+    for region in regions:
+        _check_region(module, layers, region)
+    inside = _inside_blocks(module, plan) if sequence else frozenset[str]()
+    _check_replicated(module, layers, frozenset(inside.union(*(region.parts for region in regions))))
     if not sequence:
         return
-    inside = _inside_blocks(module, plan)
     if not inside:
         raise ValueError(
             f"sequence = true divides the activations of blocks; expected blocks in the plan of {type(module).__name__}"
@@ -98,6 +100,14 @@ class _Reduce:
         if isinstance(gradient, DTensor) and gradient.placements != self._placements:
             return gradient.redistribute(placements=self._placements)
         return gradient
+
+
+class _Columns(NamedTuple):
+    """A layer `columns` whose outputs are divided until `rows` adds them up, and the `parts` that may be between."""
+
+    columns: str
+    rows: str
+    parts: tuple[str, ...]
 
 
 class _Region:
@@ -157,12 +167,11 @@ def _check_layer(name: str, layer: nn.Module, style: str, size: int) -> None:
         raise ValueError(f"{name} has {divided} {side}; {size} tensor ranks need a multiple of {size}")
 
 
-def _check_region(module: nn.Module, layers: Mapping[str, str], columns: str) -> None:
-    """Raise `ValueError` for a trained parameter without a style where each rank has some of a layer's outputs.
+def _find_region(module: nn.Module, layers: Mapping[str, str], columns: str) -> _Columns:
+    """Return the parts that may be between columns and rows. Raises `ValueError` if no layer adds up the columns.
 
-    Each rank would compute only its part of that parameter's gradient, and so train other values than the others. What
-    the forward pass calls between columns and rows is not known; so all in the smallest module with both counts, or in
-    a list or a sequence all between them.
+    What the forward pass calls there is not known; so all in the smallest module with both counts, or in a list or a
+    sequence all between them.
     """
     order = [name for name, _ in module.named_modules()]
     place = order.index(columns)
@@ -180,18 +189,44 @@ def _check_region(module: nn.Module, layers: Mapping[str, str], columns: str) ->
         )
     *_, end, region = min(found)
     between = order[place : order.index(end)] if _is_ordered(module, region) else order
-    for name in between:
-        is_inside = name == region or name.startswith(f"{region}." if region else "")
-        if not is_inside or any(_contains(layer, name) for layer in layers):
+    inside = (name for name in between if name == region or name.startswith(f"{region}." if region else ""))
+    return _Columns(columns, end, tuple(inside))
+
+
+def _check_region(module: nn.Module, layers: Mapping[str, str], region: _Columns) -> None:
+    """Raise `ValueError` for a trained parameter without a style where each rank has some of a layer's outputs.
+
+    Each rank would compute only its part of that parameter's gradient, and so train other values than the others.
+    """
+    for name in region.parts:
+        if any(_contains(layer, name) for layer in layers):
             continue
         for own, parameter in module.get_submodule(name).named_parameters(recurse=False):
             if parameter.requires_grad:
                 raise ValueError(
                     f"{name or type(module).__name__} has the trained parameter {own!r} and no style in the plan, and "
-                    f"may be between the columns of {columns} and the rows of {end}, where a rank computes a part of "
-                    'its gradient; expected a style: "replicated_with_grad_allreduce" if it is between them, '
-                    '"sequence_parallel" if it is not'
+                    f"may be between the columns of {region.columns} and the rows of {region.rows}, where a rank "
+                    'computes a part of its gradient; expected a style: "replicated_with_grad_allreduce" if it is '
+                    'between them, "sequence_parallel" if it is not'
                 )
+
+
+def _check_replicated(module: nn.Module, layers: Mapping[str, str], divided: frozenset[str]) -> None:
+    """Raise `ValueError` for a trained layer whose gradients would be added up though each rank has all of them.
+
+    `divided` are the parts whose activations may be divided. All ranks would have the same gradient, too large by the
+    number of ranks, so that no comparison of ranks finds it.
+    """
+    for name, style in layers.items():
+        layer = module.get_submodule(name)
+        if style != "replicated_with_grad_allreduce" or any(_contains(name, part) for part in divided):
+            continue
+        if any(parameter.requires_grad for parameter in layer.parameters()):
+            raise ValueError(
+                f'{name} has the style "replicated_with_grad_allreduce" in the plan, but is not between the columns of '
+                "a layer and the rows of another: each rank computes its whole gradient, and the sum over the ranks "
+                'would be too large; expected "sequence_parallel", or no style'
+            )
 
 
 def _is_linear(module: nn.Module, name: str) -> bool:

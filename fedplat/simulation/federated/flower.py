@@ -21,7 +21,7 @@ from fedplat.flower.grid import Exchange, NodeReply
 from fedplat.flower.server import ServerAppRun
 from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters
-from fedplat.rounds import AssignmentId, AttemptKey, JobState, ModelVersion, Verdict
+from fedplat.rounds import Assignment, AssignmentId, AttemptKey, JobState, ModelVersion, Verdict
 from fedplat.rounds.commands import Commit, Fold, Restart, RunWarmStart
 from fedplat.rounds.events import AssignmentFailed, AttemptAggregated, UpdateRejected, UpdateReported
 from fedplat.rounds.states import AttemptKind, Reason
@@ -105,6 +105,10 @@ class FlowerTraining(TrainingModel):
     @override
     def warm_start(self, command: RunWarmStart) -> AttemptAggregated:
         return self._advance(command.key, [])
+
+    @override
+    def track(self, assignment: Assignment) -> None:
+        pass  # each version is one message, which the app's open exchange has
 
     @override
     def expect(self, tasks: Sequence[DeviceAssignment]) -> None:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from fedplat.rounds import Attempt, AttemptKey, JobState, ModelVersion
+from fedplat.rounds import Assignment, Attempt, AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold, Restart, RunWarmStart
 from fedplat.rounds.events import (
     AggregationFailed,
@@ -36,6 +36,10 @@ class TrainingModel(Protocol):
 
     def first_version(self) -> ModelVersion:
         """Return the record of the initial model, and make the model available to clients."""
+        ...
+
+    def track(self, assignment: Assignment) -> None:
+        """Record a changed assignment: its base version is kept while it is open, since its client may reclaim it."""
         ...
 
     def expect(self, tasks: Sequence[DeviceAssignment]) -> None:
@@ -118,6 +122,10 @@ class NoTraining(TrainingModel):
     @override
     def first_version(self) -> ModelVersion:
         return make_version_zero(self.sizes)
+
+    @override
+    def track(self, assignment: Assignment) -> None:
+        pass
 
     @override
     def expect(self, tasks: Sequence[DeviceAssignment]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -17,13 +16,14 @@ from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters, Values, Vector
 from fedplat.plugins import name_of
 from fedplat.privacy import KEY_BYTES, Noise
-from fedplat.rounds import AssignmentId, Attempt, AttemptKey, JobState, ModelVersion, Verdict, influence
+from fedplat.rounds import Assignment, AssignmentId, Attempt, AttemptKey, JobState, ModelVersion, Verdict, influence
 from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated, UpdateRejected, UpdateReported
 from fedplat.rounds.states import AttemptKind
 from fedplat.secure_aggregation.encoding import Decoded
 from fedplat.simulation.clients.device import DeviceAssignment, Sizes
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
+from fedplat.simulation.federated.base_models import BaseModels
 from fedplat.simulation.federated.interface import Report, TrainingModel, make_version_zero
 from fedplat.simulation.federated.retention import UpdateRetention
 from fedplat.simulation.federated.snapshot import Snapshot
@@ -82,9 +82,7 @@ class RealTraining(TrainingModel):
         self._attempts: dict[AttemptKey, _OpenAttempt] = {}
         self._received: dict[AssignmentId, _Update] = {}
         self._retention = UpdateRetention() if influence.may_need_refold(spec) else None
-        self._users: Counter[int] = Counter()
-        self._models: dict[int, Parameters] = {}
-        self._version = 0
+        self._models = BaseModels(engine)
         self._failures: set[AttemptKey] = set()
         self._masked: MaskedUpdates | None = None
         if spec.secure_aggregation is not None:
@@ -118,12 +116,16 @@ class RealTraining(TrainingModel):
 
     @override
     def first_version(self) -> ModelVersion:
-        self._publish(0, self.model)
+        self._models.commit(0, self.model)
         return self.version_zero()
 
     def version_zero(self) -> ModelVersion:
         """Return the record of the initial model without making the model available to clients."""
         return make_version_zero(self._sizes)
+
+    @override
+    def track(self, assignment: Assignment) -> None:
+        self._models.track(assignment)
 
     @override
     def expect(self, tasks: Sequence[DeviceAssignment]) -> None:
@@ -184,7 +186,7 @@ class RealTraining(TrainingModel):
 
     @override
     def fold(self, command: Fold) -> AggregationFailed | None:
-        attempt = self._open(command.key)
+        attempt = self._open_attempt(command.key)
         update = self._received.pop(command.assignment, None)
         if update is None:  # dropped when the attempt closed, in the same batch
             return None
@@ -193,7 +195,7 @@ class RealTraining(TrainingModel):
             attempt.folded[command.assignment] = update
             return None
         values, base_version = update.values, update.task.version
-        if attempt.rule.from_latest and base_version != self._version:
+        if attempt.rule.from_latest and base_version != self._models.latest:
             values = rebase(values, self._models[base_version], self.model)
         kept = _NOTHING if self._retention is None else self._retention.keep(update.values)
         attempt.folded[command.assignment] = dataclasses.replace(update, values=kept)
@@ -206,7 +208,7 @@ class RealTraining(TrainingModel):
 
     @override
     def commit(self, command: Commit, job: JobState) -> AttemptAggregated | AggregationFailed:
-        attempt = self._open(command.key)
+        attempt = self._open_attempt(command.key)
         decoded: Decoded | None = None
         try:
             if self._masked is not None:
@@ -259,15 +261,12 @@ class RealTraining(TrainingModel):
             return {}
         for update in attempt.folded.values():
             self._free(update)
-            self._release(update.task.version)
+            self._models.end_task(update.task.version)
             if update.residual is not None:
                 self._residuals[update.task.client] = update.residual
-        before, self._version = self._version, version
         self.model, self._state = attempt.result
         self._scalars, self._memory = attempt.accumulator.scalars, attempt.memory
-        self._publish(version, self.model)
-        if not self._users[before]:
-            self._retire(before)
+        self._models.commit(version, self.model)
         if attempt.payloads:
             self._sizes = self._sizes._replace(step=float(len(attempt.payloads[-1])))
         if self._spec.evaluation.is_due(key.round, self._spec.rounds):
@@ -279,8 +278,8 @@ class RealTraining(TrainingModel):
         if self._received or self._attempts:
             return None
         return Snapshot(
-            version=self._version,
-            models=dict(self._models),
+            version=self._models.latest,
+            models=self._models.to_dict(),
             state=self._state,
             scalars=self._scalars,
             memory=self._memory,
@@ -291,24 +290,23 @@ class RealTraining(TrainingModel):
 
     def restore(self, snapshot: Snapshot, tasks: Sequence[DeviceAssignment]) -> None:
         """Restore a snapshot; `tasks` are those in progress whose reports are expected to matter."""
-        self._version, self.model = snapshot.version, snapshot.models[snapshot.version]
+        self.model = snapshot.models[snapshot.version]
         self._state, self._scalars, self._memory = snapshot.state, snapshot.scalars, snapshot.memory
         self._residuals = dict(snapshot.residuals)
         self._sizes = self._sizes._replace(step=snapshot.step)
         self._engine.set_client_states(snapshot.client_states)
-        for version, model in sorted(snapshot.models.items()):
-            self._publish(version, model)
+        self._models.restore(snapshot.version, snapshot.models)
         self.expect(tasks)
 
     def _make_client_task(self, task: DeviceAssignment) -> ClientTask:
-        self._users[task.version] += 1
+        self._models.begin_task(task.version)
         if task.kind is AttemptKind.EVALUATE:
             return ClientTask(task.client, task.version, seed=0, scores=True)
         return ClientTask(task.client, task.version, training_seed(self._seed, task.client, task.number), task.fraction)
 
     def _report_scores(self, task: DeviceAssignment, trained: LocalUpdate, verdict: Verdict) -> Report:
         """Return the report of an evaluation, which ends the client's task."""
-        self._release(task.version)
+        self._models.end_task(task.version)
         task.client_task = None
         if not verdict.accepted:
             return _reject(task, verdict)
@@ -326,23 +324,9 @@ class RealTraining(TrainingModel):
 
     def _drop(self, task: ClientTask) -> None:
         self._engine.drop(task)
-        self._release(task.version)
+        self._models.end_task(task.version)
 
-    def _release(self, version: int) -> None:
-        """Uncount a task that began with a version, and retire the version if it is not used any more."""
-        self._users[version] -= 1
-        if not self._users[version] and version != self._version:
-            self._retire(version)
-
-    def _publish(self, version: int, model: Parameters) -> None:
-        self._models[version] = model
-        self._engine.publish(version, model)
-
-    def _retire(self, version: int) -> None:
-        del self._models[version], self._users[version]
-        self._engine.retire(version)
-
-    def _open(self, key: AttemptKey) -> _OpenAttempt:
+    def _open_attempt(self, key: AttemptKey) -> _OpenAttempt:
         """Return the aggregation of an attempt; creates it at the first call."""
         attempt = self._attempts.get(key)
         if attempt is None:
@@ -353,7 +337,7 @@ class RealTraining(TrainingModel):
 
     def _build_rule(self, key: AttemptKey) -> tuple[Rule, list[bytes]]:
         """Return the job's rule for an attempt, and the list that it adds encoded steps to (with a downlink codec)."""
-        seed, payloads = seed_of(self._spec.name, self._version + 1), list[bytes]()
+        seed, payloads = seed_of(self._spec.name, self._models.latest + 1), list[bytes]()
         # The noise follows from the run's seed, so that runs are repeatable: a simulation protects no one's data.
         entropy = np.random.SeedSequence([self._seed, _NOISE, key.round, key.number])
         noise = Noise(entropy.generate_state(KEY_BYTES // 8, np.uint64).tobytes())

@@ -18,7 +18,7 @@ from typing import Any
 from typing_extensions import override
 
 from fedplat.errors import ReplayError
-from fedplat.rounds import Attempt, AttemptKey, JobState, ModelVersion
+from fedplat.rounds import Assignment, Attempt, AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated, UpdateRejected, UpdateReported
 from fedplat.rounds.states import Reason
@@ -87,6 +87,10 @@ class ReplayLog(TrainingModel):
     @override
     def first_version(self) -> ModelVersion:
         return self._learning.version_zero() if self._replay else self._learning.first_version()
+
+    @override
+    def track(self, assignment: Assignment) -> None:
+        self._learning.track(assignment)  # during a replay too: a checkpoint does not have the open assignments
 
     @override
     def expect(self, tasks: Sequence[DeviceAssignment]) -> None:

@@ -123,6 +123,30 @@ def test_parameters_between_columns_and_rows_need_a_style() -> None:
     check_plan(module, PLAN, Parallel(tensor=2))
 
 
+def test_gradients_that_each_rank_has_are_not_added_up() -> None:
+    def check(sequence: bool, style: Style, *names: str) -> None:
+        tensor: dict[str, Style] = {**PLAN.tensor, **dict[str, Style].fromkeys(names, style)}
+        plan = ParallelPlan(tensor=tensor, blocks=("layers.*",))
+        check_plan(Llama(), plan, Parallel(tensor=2, sequence=sequence))
+
+    style: Style = "replicated_with_grad_allreduce"
+    for sequence in (False, True):
+        with pytest.raises(ValueError, match=r"^norm has the style .* but is not between the columns"):
+            check(sequence, style, "norm")
+        check(sequence, "sequence_parallel", "norm")
+    with pytest.raises(ValueError, match=r"^layers.0.ffn_norm has the style .*; expected .sequence_parallel., or no"):
+        check(False, style, "layers.*.ffn_norm")
+    check(True, style, "layers.*.ffn_norm")  # each rank has a part of the sequence there
+    layers = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4))
+    tensor: dict[str, Style] = {"1": "colwise", "2": style, "3": "rowwise"}
+    check_plan(layers, ParallelPlan(tensor=tensor), Parallel(tensor=2))
+    for outside in ("0", "4"):
+        with pytest.raises(ValueError, match=f"^{outside} has the style"):
+            check_plan(layers, ParallelPlan(tensor={**tensor, outside: style}), Parallel(tensor=2))
+    layers[0].requires_grad_(False)
+    check_plan(layers, ParallelPlan(tensor={**tensor, "0": style}), Parallel(tensor=2))
+
+
 def test_a_list_needs_a_style_only_for_layers_between_columns_and_rows() -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(ValueError, match=r"1 has the trained parameter 'weight' and no style"):

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from fedplat.model import Parameters
+from fedplat.rounds import Proposal
+from fedplat.rounds.commands import Assign
 from fedplat.simulation.engines.interface import ClientTask, LocalUpdate
 from fedplat.simulation.federated import training
 from fedplat.simulation.federated.retention import UpdateRetention
@@ -247,6 +249,36 @@ def test_a_buffered_job_merges_stale_updates_and_converges() -> None:
     assert distances[-1] < 0.5 * distances[0]
     again = learn(LeastSquares(40, eager=True), goal=5, rounds=20, mode=mode)
     assert again.to_dict(clients=True) == result.to_dict(clients=True)
+
+
+RETURNING: dict[str, dict[str, Any]] = {
+    "buffered": {"goal": 2, "mode": {"kind": "buffered", "concurrency": 8}},
+    "fedasync": {
+        "goal": 1,
+        "mode": {"kind": "buffered", "concurrency": 8},
+        "aggregation": {"rule": "fedasync"},
+        "updates": {"outlier_factor": 0.0, "weighting": "uniform"},
+    },
+    "ssp": {"goal": 1, "mode": {"kind": "ssp", "concurrency": 8, "slack": 3}},
+}
+
+
+@pytest.mark.parametrize("name", RETURNING)
+def test_a_client_that_returns_trains_from_the_version_of_its_assignment(name: str) -> None:
+    """As on a server, a base version is kept while an assignment is open; all others but the latest are retired."""
+    sections: dict[str, Any] = {"selection": {"over_selection": 1.0, "min_fraction": 1.0}} | RETURNING[name]
+    engine = LeastSquares(20)
+    fleet = make_fleet(20, vanishes=0.3, away_s=20.0, noise=0.3, speed={"kind": "constant", "value": 1.0})
+    simulation = Simulation(spec=job(rounds=60, **sections), fleet=fleet, engine=engine, initial=initial(), seed=1)
+    batches: list[Proposal] = []
+    result = run(simulation, Hooks(trace=lambda events, now, proposal: batches.append(proposal)))
+    assert result.status == "COMPLETED"
+    latest, num_reclaimed_late = 0, 0
+    for command in (command for proposal in batches for command in proposal.commands if isinstance(command, Assign)):
+        latest = max(latest, command.base_version)
+        num_reclaimed_late += command.base_version < latest
+    assert num_reclaimed_late > 3
+    assert set(engine.published) == {60}
 
 
 def test_updates_that_grew_too_old_while_they_waited_are_forgotten() -> None:

@@ -109,8 +109,6 @@ def test_exchanges_conserve_the_sum(mode: str, seed: int, fails: float, vanishes
     """Only the steps of merged trainings move the sum: each by -η τ times the client's constant gradient."""
     speed: dict[str, Any] = {"kind": "lognormal", "median": slow, "sigma": 1.0}
     options: dict[str, Any] = {"speed": speed, "fails": fails, "vanishes": vanishes, "away_s": 30.0, "noise": 0.3}
-    if mode == "asynchronous":
-        options["vanishes"] = 0.0  # a client that comes back would ask for a version that the simulator has retired
     centre, engine = simulated(mode, seed, **options)
     slopes = INPUTS.astype("f8").reshape(NUM_CLIENTS, EACH, SIZE).mean(axis=1)
     moved = sum(RATE * TAU * engine.done[client] * slopes[client] for client in range(NUM_CLIENTS))
@@ -119,7 +117,7 @@ def test_exchanges_conserve_the_sum(mode: str, seed: int, fails: float, vanishes
 
 @pytest.mark.parametrize("mode", sorted(MODES))
 def test_without_gradients_the_sum_is_constant_and_models_meet(mode: str) -> None:
-    options = {name: value for name, value in BAD.items() if name not in ("availability", "upload", "vanishes")}
+    options = {name: value for name, value in BAD.items() if name not in ("availability", "upload")}
     centre, engine = simulated(mode, seed=3, rounds=100 if mode == "synchronous" else 300, force=0.0, **options)
     np.testing.assert_allclose(total(centre, engine), CENTRE + OWN.sum(axis=0), atol=1e-6 * (1 + NUM_CLIENTS))
     took_part = [client for client in range(NUM_CLIENTS) if engine.done[client] > 30]

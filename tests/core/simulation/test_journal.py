@@ -79,6 +79,32 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     assert len(list(tmp_path.glob("checkpoint-*"))) == 1
 
 
+@pytest.mark.parametrize("stop_at", [8, 45])
+def test_a_resumed_run_keeps_the_base_versions_of_clients_that_are_offline(tmp_path: Path, stop_at: int) -> None:
+    spec = job(
+        goal=1,
+        rounds=60,
+        mode={"kind": "buffered", "concurrency": 12},
+        selection={"over_selection": 1.0, "min_fraction": 1.0},
+    )
+    fleet = make_fleet(20, vanishes=0.5, away_s=20.0, noise=0.3, speed={"kind": "constant", "value": 1.0})
+
+    def simulate(folder: Path | None, engine: Fragile) -> Result:
+        engine.num_results_left = stop_at if folder is not None and not any(folder.iterdir()) else -1
+        return run(
+            Simulation(spec=spec, fleet=fleet, engine=engine, initial=initial(), seed=1),
+            Hooks(journal=folder, checkpoint_every=2),
+        )
+
+    with pytest.raises(StoppedError):
+        simulate(tmp_path, Fragile(20))
+    whole, resumed = simulate(None, Fragile(20)), simulate(tmp_path, engine := Fragile(20))
+    assert 0 < engine.calls["results"] < 60
+    assert resumed.to_dict(clients=True) == whole.to_dict(clients=True)
+    assert resumed.model == whole.model
+    assert engine.published == [60]
+
+
 def test_a_run_that_has_ended_is_replayed_without_training(tmp_path: Path) -> None:
     first = play(tmp_path, Fragile(30), {})
     engine = Fragile(30)

@@ -1,0 +1,73 @@
+"""The models of a job's latest version and of the earlier ones that clients still train from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from fedplat.model import Parameters
+from fedplat.rounds import Assignment, AssignmentId
+from fedplat.simulation.engines.interface import Engine
+
+
+class BaseModels:
+    """Publishes versions to an engine, and retires an earlier one when neither a task nor an open assignment has it.
+
+    A server keeps the base version of an open assignment too: a client that was offline may reclaim it.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._models: dict[int, Parameters] = {}
+        self._num_tasks: Counter[int] = Counter()
+        self._open: dict[int, set[AssignmentId]] = {}
+        self.latest = 0
+
+    def __getitem__(self, version: int) -> Parameters:
+        return self._models[version]
+
+    def to_dict(self) -> Mapping[int, Parameters]:
+        """Return the models by version."""
+        return dict(self._models)
+
+    def commit(self, version: int, model: Parameters) -> None:
+        """Publish the latest version. The one before is retired if it has no use any more."""
+        before, self.latest = self.latest, version
+        self._publish(version, model)
+        self._retire_unused(before)
+
+    def restore(self, latest: int, models: Mapping[int, Parameters]) -> None:
+        """Publish the versions of a snapshot. The caller then begins the tasks in progress."""
+        self.latest = latest
+        for version, model in sorted(models.items()):
+            self._publish(version, model)
+
+    def track(self, assignment: Assignment) -> None:
+        """Record whether an assignment is open; while results are replayed, before any version is published, too."""
+        version = assignment.base_version
+        if assignment.is_open:
+            self._open.setdefault(version, set()).add(assignment.id)
+        elif (same_base := self._open.get(version)) is not None:
+            same_base.discard(assignment.id)
+            if not same_base:
+                del self._open[version]
+                self._retire_unused(version)
+
+    def begin_task(self, version: int) -> None:
+        """Count a task that trains from a version, or scores it."""
+        self._num_tasks[version] += 1
+
+    def end_task(self, version: int) -> None:
+        """Uncount a task whose update is part of a version or not needed."""
+        self._num_tasks[version] -= 1
+        self._retire_unused(version)
+
+    def _publish(self, version: int, model: Parameters) -> None:
+        self._models[version] = model
+        self._engine.publish(version, model)
+
+    def _retire_unused(self, version: int) -> None:
+        if version == self.latest or self._num_tasks[version] or version in self._open or version not in self._models:
+            return
+        del self._models[version], self._num_tasks[version]
+        self._engine.retire(version)
