@@ -47,7 +47,7 @@ def make_gate(job: JobState) -> Gate | None:
         return None
     known = {**clocks.ahead, **clocks.clocks}
     withheld = {name for name, clock in known.items() if not mode.may_begin(clock, clocks.minimum)}
-    withheld.update(name for name in clocks.list_resting() if name not in clocks.clocks)
+    withheld.update(clocks.list_resting())
     members = None
     if len(clocks.clocks) >= mode.concurrency:
         members = frozenset(clocks.clocks)
