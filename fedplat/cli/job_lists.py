@@ -263,10 +263,12 @@ def _largest_norm(attempt: admin_pb2.Round) -> str:
 
 
 def describe_clocks(clocks: admin_pb2.Clocks) -> str:
-    """Describe the clocks of the clients of a job: the slowest, the fastest, and who waits."""
+    """Describe the clocks of the clients of a job: the slowest, the fastest, who waits, and how many rest."""
     text = f"{clocks.minimum} to {clocks.maximum}, of {format_count(clocks.num_members, 'client')}"
-    if not clocks.num_withheld:
-        return text
-    more = clocks.num_withheld - len(clocks.withheld)
-    names = ", ".join(clocks.withheld) + (f" and {more} more" if more else "")
-    return f"{text}; waiting for slower ones: {names}"
+    if clocks.num_withheld:
+        more = clocks.num_withheld - len(clocks.withheld)
+        names = ", ".join(clocks.withheld) + (f" and {more} more" if more else "")
+        text += f"; waiting for slower ones: {names}"
+    if clocks.num_resting:
+        text += f"; at rest after they have left: {format_count(clocks.num_resting, 'client')}"
+    return text

@@ -86,7 +86,9 @@ class ClockSet(Struct, frozen=True):
 
     def list_resting(self) -> list[str]:
         """Return the clients that have left and may not join yet."""
-        return [name for name, lapse in self.lapses.items() if self.minimum < lapse.rests_until]
+        return [
+            name for name, lapse in self.lapses.items() if self.minimum < lapse.rests_until and name not in self.clocks
+        ]
 
     def join(self, client_id: str) -> Self:
         """Add a client that is given work, at the minimum or at its own clock; a member is no longer expected."""

@@ -47,7 +47,7 @@ def make_gate(job: JobState) -> Gate | None:
         return None
     known = {**clocks.ahead, **clocks.clocks}
     withheld = {name for name, clock in known.items() if not mode.may_begin(clock, clocks.minimum)}
-    withheld.update(name for name in clocks.list_resting() if name not in clocks.clocks)
+    withheld.update(clocks.list_resting())
     members = None
     if len(clocks.clocks) >= mode.concurrency:
         members = frozenset(clocks.clocks)
@@ -103,14 +103,16 @@ def expect_members(job: JobState, context: Context) -> JobState:
 
 
 def on_roll_call(job: JobState, event: RollCalled, context: Context) -> Transition:
-    """Remove the members that are absent for too long. Those that are present are expected again."""
+    """Remove the members that are absent for too long, or only the revoked ones. Those present are expected again."""
+    if event.revoked:
+        working = {each.client_id for each in job.open_assignments}
+        return Transition(structs.replace(job, clocks=job.clocks.leave(event.revoked - working)))
     present = event.present | {each.client_id for each in job.open_assignments}
     expected = job.clocks.expected
     gone = [
         name
         for name in job.clocks.clocks
-        if name not in present
-        and (name in event.revoked or event.is_last or expected.get(name, context.now) <= context.now)
+        if name not in present and (event.is_last or expected.get(name, context.now) <= context.now)
     ]
     staying = [name for name in expected if name in present]
     clocks = job.clocks.leave(gone).expect(staying, context.now + job.spec.deadlines.selection_s)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -22,7 +25,7 @@ from fedplat.pytorch.training import Learner
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, EvaluateResult, Task
 from fedplat_client.trainers.torch import TorchTrainer
-from support import processes
+from support import elastic_client, processes
 from support.clients import at_work
 from support.jobs import write_job
 
@@ -190,6 +193,43 @@ def test_elastic_exchanges_conserve_the_sum_though_clients_are_restarted(
     moved = rounds * 8 * 0.1 * sum(inputs.astype("f8").mean(axis=0) for inputs in INPUTS)
     total = Parameters.open(tmp_path / "model")["weight"].astype("f8") + sum(kept.values())
     np.testing.assert_allclose(total, np.full((1, 3), 4 * 0.5) - moved, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", elastic_client.POINTS)
+def test_elastic_exchanges_conserve_the_sum_though_a_client_is_killed(
+    server: processes.Server, tmp_path: Path, point: str
+) -> None:
+    """SIGKILL between the storage of the client's model and its report, or before it learns that this was accepted."""
+    rounds, name, kept = 6, "elastic", list[Wide]()
+    trainer = elastic_client.make_trainer()
+
+    def evaluate(task: Task) -> EvaluateResult:
+        state = task.client_state.get("easgd")
+        assert state is not None
+        kept.append(state["weight"].astype("f8"))
+        return EvaluateResult(num_examples=1, metrics={"loss": 0.0})
+
+    start = Parameters.from_arrays({"weight": np.full((1, 3), 0.5, "f4")})
+    more = ELASTIC.format(rounds=rounds).replace("goal = 3", "goal = 1")
+    ticket = server.ticket(f"killed-{point[:2]}", 1)
+    with server.admin() as admin:
+        (tmp_path / f"{name}.safetensors").write_bytes(start.to_bytes())
+        text = write(name=name, rounds=rounds, more=more).replace("goal = 3", "goal = 1")
+        (tmp_path / "job.toml").write_text(text.replace('"fleet"', f'"killed-{point[:2]}"'))
+        job = submission.submit(admin, submission.load(tmp_path / "job.toml")).job_id
+        command = [sys.executable, elastic_client.__file__, ticket, str(tmp_path / "data"), point]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=processes.PATIENCE_S, check=False)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        client = Client.from_ticket(ticket, data_dir=tmp_path / "data")
+        client.add_trainer(name, trainer)
+        client.add_evaluator(name, evaluate)
+        with at_work([client]):
+            completed(admin, job)
+        admin.export_model(job, None, tmp_path / "model")
+    moved = rounds * 8 * 0.1 * elastic_client.INPUTS.astype("f8").mean(axis=0)
+    total = Parameters.open(tmp_path / "model")["weight"].astype("f8") + kept[-1]
+    np.testing.assert_allclose(total, np.full((1, 3), 2 * 0.5) - moved, atol=2e-5)
 
 
 def test_a_model_that_does_not_fit_is_named_before_anything_is_sent(tmp_path: Path) -> None:

@@ -48,6 +48,8 @@ async def test_a_client_ahead_waits_for_the_slowest_also_after_a_restart(folder:
         assert list(found.withheld) == [fast.client_id]
         text = f"0 to 1, of 2 clients; waiting for slower ones: {fast.client_id}"
         assert job_lists.describe_clocks(found) == text
+        found.num_resting = 2
+        assert job_lists.describe_clocks(found) == f"{text}; at rest after they have left: 2 clients"
         await slow.deliver(work[1].token, deltas[1])
         fresh = await waits
         assert fresh.model.version == 2

@@ -576,11 +576,14 @@ class Clocks(_message.Message):
     NUM_MEMBERS_FIELD_NUMBER: _builtins.int
     NUM_WITHHELD_FIELD_NUMBER: _builtins.int
     WITHHELD_FIELD_NUMBER: _builtins.int
+    NUM_RESTING_FIELD_NUMBER: _builtins.int
     minimum: _builtins.int
     maximum: _builtins.int
     num_members: _builtins.int
     num_withheld: _builtins.int
     """The members that wait for slower ones, and the ids of the first 10 of them."""
+    num_resting: _builtins.int
+    """The clients that have left the set and may not join it yet."""
     @_builtins.property
     def withheld(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -591,10 +594,11 @@ class Clocks(_message.Message):
         num_members: _builtins.int = ...,
         num_withheld: _builtins.int = ...,
         withheld: _abc.Iterable[_builtins.str] | None = ...,
+        num_resting: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["maximum", b"maximum", "minimum", b"minimum", "num_members", b"num_members", "num_withheld", b"num_withheld", "withheld", b"withheld"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["maximum", b"maximum", "minimum", b"minimum", "num_members", b"num_members", "num_resting", b"num_resting", "num_withheld", b"num_withheld", "withheld", b"withheld"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

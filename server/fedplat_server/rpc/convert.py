@@ -127,6 +127,7 @@ def clocks(state: JobState) -> admin_pb2.Clocks | None:
         num_members=len(found.clocks),
         num_withheld=len(withheld),
         withheld=withheld[:MAX_WITHHELD],
+        num_resting=len(found.list_resting()),
     )
 
 

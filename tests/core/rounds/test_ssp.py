@@ -137,6 +137,15 @@ def test_a_revoked_client_leaves_at_once_at_work_or_not() -> None:
     assert assigned(driver.do(ClientRevoked("c2"))) == ["c0"]
 
 
+def test_a_revoked_client_takes_no_one_with_it() -> None:
+    """c1 waits, and its time is over at this moment; only a roll call tells whether it is absent."""
+    driver = begin(3, slack=0, concurrency=3)
+    assert [work(driver, name) for name in ("c0", "c1")] == [[], []]
+    driver.now += 60.0
+    driver.do(ClientRevoked("c0"))
+    assert clocks(driver) == {"c1": 1, "c2": 0}
+
+
 def test_another_client_joins_when_one_has_failed() -> None:
     driver = begin(3, slack=0)
     first = set(clocks(driver))
