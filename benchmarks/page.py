@@ -1,4 +1,4 @@
-"""Write the tables of the last saved results into docs/performance.md and docs/pool.md.
+"""Write the tables of the last saved results into docs/performance.md, docs/pool.md and docs/decentralised.md.
 
     python benchmarks/page.py
 
@@ -16,7 +16,7 @@ import report
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "performance.md"
-PAGES = (PAGE, DOCS / "pool.md")
+PAGES = (PAGE, DOCS / "pool.md", DOCS / "decentralised.md")
 _PLACE = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

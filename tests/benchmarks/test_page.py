@@ -1,4 +1,4 @@
-"""docs/performance.md and docs/pool.md show the saved results, and nothing else."""
+"""The pages with tables of benchmarks show the saved results, and nothing else."""
 
 from __future__ import annotations
 
