@@ -181,7 +181,7 @@ def test_the_distance_from_the_mean_decides() -> None:
 
 
 def test_a_silo_in_the_place_of_one_that_left_is_waited_for() -> None:
-    """Else the exchange would begin without the slowest silo in each round, as one has left for ever."""
+    """Else the exchange would begin without the slowest silo in each round, as one has gone."""
     job = Job(rules(rounds=3))
     job.announce("a", "b", "c", "d")
     job.expire()
