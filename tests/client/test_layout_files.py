@@ -51,7 +51,7 @@ def test_ranks_map_one_private_file_on_each_host_that_is_removed(
     assert [reply["seen"] for reply in replies] == seen
     assert [reply["modes"] for reply in replies] == modes
     assert replies[0]["update"]
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.rglob("fedplat-model-*"))
 
 
 @pytest.fixture

@@ -24,7 +24,9 @@ def make_model() -> Parameters:
 
 def share(ranks: Ranks, folder: str, hosts: list[int]) -> dict[str, Any]:
     """Share a model; `hosts` are the numbers of the ranks' hosts. Rank 0 changes its mapping."""
-    os.environ["TMPDIR"] = folder
+    own_folder = Path(folder, f"host{hosts[ranks.rank]}")  # each host has its own
+    own_folder.mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = str(own_folder)
     model_file.tempfile.tempdir = None
     own = model_file.describe_host()
     real, modes = model_file.shutil.rmtree, list[str]()
@@ -39,7 +41,7 @@ def share(ranks: Ranks, folder: str, hosts: list[int]) -> dict[str, Any]:
         model = make_model() if ranks.is_first else None
         with model_file.share_model(ranks, model) as parameters:
             same = parameters == make_model()
-            left = os.listdir(folder)
+            left = os.listdir(own_folder)
             ranks.barrier()
             if ranks.is_first:
                 parameters["weight"] *= 2
