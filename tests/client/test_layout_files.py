@@ -54,6 +54,18 @@ def test_ranks_map_one_private_file_on_each_host_that_is_removed(
     assert not list(tmp_path.rglob("fedplat-model-*"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("full", [0, 1])
+def test_all_ranks_raise_if_one_has_no_space(three: RankGroup, tmp_path: Path, full: int) -> None:
+    """All ranks meet often while files are written: a very large one takes longer than a collective."""
+    replies = three.call("support.model_files:fill_disk", folder=str(tmp_path), full=full)
+    assert replies[0] == replies[1] == replies[2]
+    error, left, num_meetings, same = replies[0]
+    assert error.startswith(f"the model's file cannot be used on rank {full}: OSError: [Errno 27] File too large")
+    assert (left, same) == ("[]", "True")
+    assert int(num_meetings) >= 2 + 4  # one for each chunk of 4 MiB, the hosts, the folders, the end
+
+
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder for temporary files."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import shutil
 import socket
@@ -23,9 +24,10 @@ import torch
 from torch import distributed
 
 from fedplat.model import FLOATING, Parameters, blocks
-from fedplat.pytorch.distributed import Ranks
+from fedplat.pytorch.distributed import STEP_BYTES, Ranks, work_in_steps
 
 _CHUNK_BYTES = 4 << 20
+_STEP_CHUNKS = STEP_BYTES // _CHUNK_BYTES
 _PREFIX = "fedplat-model-"
 
 
@@ -34,7 +36,7 @@ def share_model(ranks: Ranks, model: Parameters | None = None) -> Generator[Para
     """Yield the `model` of rank 0 on all ranks, which all call it, each mapped from a file of its host.
 
     Rank 0 sends the file once to each other host. Its own mapping may be written: the result of a training then needs
-    no memory. Raises `OSError` without space.
+    no memory. Raises `TrainingError`, on all ranks alike, if a file cannot be written, such as without space.
     """
     hosts = ranks.all_gather(describe_host())
     writers = [rank for rank, host in enumerate(hosts) if hosts.index(host) == rank]
@@ -47,8 +49,10 @@ def share_model(ranks: Ranks, model: Parameters | None = None) -> Generator[Para
             remove_stale()
             own, lock = make_folder()
             chunks = _receive(ranks, sizes) if model is None else _send(ranks, model, writers[1:])
-            _write(own / "model.safetensors", chunks)
-        # Also a barrier: all files are complete.
+            steps = _write(own / "model.safetensors", chunks)
+        else:
+            steps = _wait(sizes)
+        work_in_steps(ranks, steps, "the model's file")
         folders = ranks.all_gather(b"" if own is None else os.fsencode(own))
         path = Path(os.fsdecode(folders[hosts.index(hosts[ranks.rank])])) / "model.safetensors"
         parameters = _open_writable(path) if ranks.is_first else Parameters.open(path)
@@ -116,13 +120,29 @@ def describe_host() -> bytes:
     return f"{place} {os.getuid()}".encode()
 
 
-def _write(path: Path, chunks: Iterator[memoryview]) -> None:
+def _write(path: Path, chunks: Iterator[memoryview]) -> Iterator[None]:
+    """Write chunks in steps. A failure is raised at the end of a step: its chunks are on their way to other ranks."""
+    failure: OSError | None = None
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with open(descriptor, "wb", buffering=0) as file:
-        for chunk in chunks:
+        for number, chunk in enumerate(chunks, 1):
             rest = chunk
-            while rest:
-                rest = rest[file.write(rest) :]
+            try:
+                while rest and failure is None:
+                    rest = rest[file.write(rest) :]
+            except OSError as exc:
+                failure = exc
+            if number % _STEP_CHUNKS == 0:
+                if failure is not None:
+                    raise failure
+                yield
+    if failure is not None:
+        raise failure
+
+
+def _wait(sizes: list[int]) -> Iterator[None]:
+    """Have as many empty steps as `_write` has."""
+    return itertools.repeat(None, sum(1 for size in sizes for _ in _split(size)) // _STEP_CHUNKS)
 
 
 def _send(ranks: Ranks, model: Parameters, writers: list[int]) -> Iterator[memoryview]:

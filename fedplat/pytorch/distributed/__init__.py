@@ -1,6 +1,7 @@
 """Groups of processes (extra "torch"): a `torch.distributed` group, started by torchrun, mpirun or srun.
 
-`launchers.py` reads what the launcher has set, and `group.py` is the group's interface to the rest of fedplat. NCCL
+`launchers.py` reads what the launcher has set, and `group.py` is the group's interface to the rest of fedplat;
+`steps.py` divides long work of some ranks into steps. NCCL
 carries tensors on GPUs, Gloo those on CPUs and all small messages; the code is the same. `exchange.py` adds up vectors
 of many ranks: `layout.py` assigns vectors and columns to processes, `shared_memory.py` reads the other processes'
 vectors on one host, `p2p.py` sends them.
@@ -15,6 +16,7 @@ try:
     from fedplat.pytorch.distributed.group import COLLECTIVE_S, Backend, Ranks, check_mpi, join_group, make_file_store
     from fedplat.pytorch.distributed.launchers import LaunchedRank, find_rank, open_store
     from fedplat.pytorch.distributed.layout import VectorLayout
+    from fedplat.pytorch.distributed.steps import STEP_BYTES, work_in_steps
     from fedplat.pytorch.distributed.vectors import Vectors
 except ImportError as exc:
     raise MissingExtraError(
@@ -24,6 +26,7 @@ except ImportError as exc:
 
 __all__ = [
     "COLLECTIVE_S",
+    "STEP_BYTES",
     "Backend",
     "LaunchedRank",
     "Ranks",
@@ -36,4 +39,5 @@ __all__ = [
     "make_file_store",
     "make_vectors",
     "open_store",
+    "work_in_steps",
 ]

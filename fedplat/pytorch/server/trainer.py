@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -22,8 +21,6 @@ from fedplat.pytorch.parallel import ParallelPlan
 Data: TypeAlias = Dataset[Any] | Callable[[], Dataset[Any]]
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter], ServerLearning], torch.optim.Optimizer]
 Made = TypeVar("Made")
-_MEET_S = 30.0
-"""Interval in which rank 0 informs the ranks that wait for it: far below the timeout of a collective."""
 _logger = logging.getLogger(__name__)
 
 
@@ -83,26 +80,3 @@ def make_on_all_ranks(ranks: Ranks, make: Callable[[], Made], what: str = "the t
         if error:
             raise TrainingError(f"{what} cannot be used on rank {rank}: {error.decode()}")
     return made[0]
-
-
-def wait_for_first(ranks: Ranks, work: Callable[[], Iterator[object]], what: str) -> None:
-    """Have rank 0 do work that may take longer than a collective, while the others wait; all ranks call it.
-
-    The work yields now and then, so that rank 0 can inform the waiting ranks. If it fails, all ranks raise
-    `TrainingError`; `what` names its result in errors.
-    """
-    text = ""
-    if ranks.is_first:
-        met_at = time.monotonic()
-        try:
-            for _ in work():
-                if time.monotonic() - met_at >= _MEET_S:
-                    ranks.broadcast(b"alive")
-                    met_at = time.monotonic()
-        except OSError as exc:
-            _logger.exception("On this rank %s cannot be used.", what)
-            text = f"{what} cannot be used on rank 0: {type(exc).__name__}: {exc}"
-    while (reply := ranks.broadcast(f"end {text}".encode())) == b"alive":
-        pass
-    if error := reply.decode().removeprefix("end "):
-        raise TrainingError(error)

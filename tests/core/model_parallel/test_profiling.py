@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from support.ranks.group import Zygote
 
 PNG = b"\x89PNG\r\n\x1a\n"
-LAYOUTS = ["shard=2", "pipeline=2,schedule=zero-bubble"]
+LAYOUTS = ["shard=2", "pipeline=2,schedule=zero-bubble", "pipeline=2,schedule=pipedream"]
 
 
 def timeline(*parts: tuple[profiling.Activity, float], begin_s: float = 0.0, steps: int = 1) -> RankTimeline:

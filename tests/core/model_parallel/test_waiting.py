@@ -1,4 +1,4 @@
-"""Work of rank 0 that takes longer than a collective may."""
+"""Work of some ranks that takes longer than a collective may."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from fedplat.errors import TrainingError
-from fedplat.pytorch.distributed import Ranks
-from fedplat.pytorch.server import trainer
+from fedplat.pytorch.distributed import Ranks, work_in_steps
 from support.model_parallel import piped
 
 
@@ -19,35 +18,29 @@ def copy(count: int, *, fails: bool = False) -> Iterator[int]:
         raise OSError(28, "No space left on device")
 
 
-def test_rank_0_informs_the_others_while_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_meet_after_each_step_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[bytes] = []
-    broadcast = Ranks.broadcast
+    gather = Ranks.all_gather
 
-    def record(ranks: Ranks, content: bytes = b"") -> bytes:
+    def record(ranks: Ranks, content: bytes) -> list[bytes]:
         sent.append(content)
-        return broadcast(ranks, content)
+        return gather(ranks, content)
 
-    monkeypatch.setattr(Ranks, "broadcast", record)
+    monkeypatch.setattr(Ranks, "all_gather", record)
     with piped.alone() as ranks:
-        trainer.wait_for_first(ranks, lambda: copy(5), "the file")
-        assert sent == [b"end "], "short work needs one message"
-        sent.clear()
-        monkeypatch.setattr(trainer, "_MEET_S", 0.0)
-        trainer.wait_for_first(ranks, lambda: copy(3), "the file")
-        assert sent == [b"alive"] * 3 + [b"end "]
+        work_in_steps(ranks, copy(3), "the file")
+        assert sent == [b""] * 4
         with pytest.raises(TrainingError, match=r"the file cannot be used on rank 0: OSError: \[Errno 28\] No space"):
-            trainer.wait_for_first(ranks, lambda: copy(1, fails=True), "the file")
+            work_in_steps(ranks, copy(1, fails=True), "the file")
 
 
-def test_a_rank_waits_until_the_work_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    messages = iter([b"alive", b"alive", b"end the file is lost"])
+def test_the_failure_of_another_rank_ends_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = iter([[b"", b""], [b"", b"the disk is lost"]])
 
-    def receive(_: Ranks, content: bytes = b"") -> bytes:
+    def gather(_: Ranks, content: bytes) -> list[bytes]:
         return next(messages)
 
-    monkeypatch.setattr(Ranks, "broadcast", receive)
-    with piped.alone() as ranks:
-        ranks.rank = 1
-        with pytest.raises(TrainingError, match="the file is lost"):
-            trainer.wait_for_first(ranks, lambda: copy(3), "the file")
+    monkeypatch.setattr(Ranks, "all_gather", gather)
+    with piped.alone() as ranks, pytest.raises(TrainingError, match="the file cannot be used on rank 1: the disk is"):
+        work_in_steps(ranks, copy(3), "the file")
     assert not list(messages)

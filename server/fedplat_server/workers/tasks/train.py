@@ -19,10 +19,10 @@ from fedplat.aggregate.scaffold import without_control
 from fedplat.codecs import container
 from fedplat.errors import FedplatError, TrainingError
 from fedplat.loaded_plugins import decode_with_plugins
-from fedplat.model import Parameters, Vector
+from fedplat.model import Parameters, Vector, is_finite
 from fedplat.pytorch import server
-from fedplat.pytorch.distributed import Ranks
-from fedplat.pytorch.server.trainer import make_on_all_ranks, wait_for_first
+from fedplat.pytorch.distributed import STEP_BYTES, Ranks, work_in_steps
+from fedplat.pytorch.server.trainer import make_on_all_ranks
 from fedplat_server.workers.messages import (
     EvaluateReply,
     EvaluateRequest,
@@ -35,8 +35,6 @@ from fedplat_server.workers.messages import (
 
 TURN_S = 0.25
 """About how long a training runs before it lets other tasks run."""
-
-_COPY_BYTES = 64 << 20
 
 Note: TypeAlias = Callable[[bytes], None]
 
@@ -150,7 +148,7 @@ def _train_in_file(
     """
 
     what = "the result's file"
-    wait_for_first(ranks, lambda: _copy(path, whole), what)
+    work_in_steps(ranks, _copy(path if ranks.is_first else None, whole), what)
     model = make_on_all_ranks(ranks, lambda: _map(path, whole) if ranks.is_first else whole, what)
     trained = server.train(ranks, trainer, model, run)
     if trained is not None:
@@ -169,7 +167,18 @@ def _only_hides_control(requirements: ClientRequirements, whole: Parameters) -> 
 
 def _check_finite(group: Ranks, model: Parameters) -> None:
     """Raise `TrainingError`, on all ranks alike, if rank 0 has a model with NaN or infinite values."""
-    if group.broadcast(b"" if group.is_first and not model.is_finite() else b"finite") != b"finite":
+    finite = True
+
+    def check() -> Iterator[int]:
+        nonlocal finite
+        length = STEP_BYTES // 4
+        for first in range(0, model.schema.num_floating, length):
+            columns = range(first, min(first + length, model.schema.num_floating))
+            finite = finite and (not group.is_first or is_finite(model.to_blocks(columns)))
+            yield first
+
+    work_in_steps(group, check(), "the trained model")
+    if group.broadcast(b"finite" if finite else b"") != b"finite":
         raise TrainingError(
             "the trained model holds NaN or infinite values; lower learning_rate, or set max_grad_norm or warmup_steps"
         )
@@ -211,17 +220,21 @@ def _map(path: Path, model: Parameters) -> Parameters:
     return Parameters(model.schema, np.asarray(content))
 
 
-def _copy(path: Path, model: Parameters) -> Iterator[int]:
-    """Write a model to a new file, which is not synced yet; yield after each part."""
-    path.unlink(missing_ok=True)  # left by ranks that died after writing it
-    descriptor = durable.create(path)
+def _copy(path: Path | None, model: Parameters) -> Iterator[int]:
+    """Write a model to a new file, which is not synced yet, in steps; without a path, have as many empty steps."""
+    descriptor = -1
+    if path is not None:
+        path.unlink(missing_ok=True)  # left by ranks that died after writing it
+        descriptor = durable.create(path)
     try:
         for piece in model.pieces:
-            for first in range(0, len(piece), _COPY_BYTES):
-                durable.write_all(descriptor, piece[first : first + _COPY_BYTES])
+            for first in range(0, len(piece), STEP_BYTES):
+                if path is not None:
+                    durable.write_all(descriptor, piece[first : first + STEP_BYTES])
                 yield first
     finally:
-        os.close(descriptor)
+        if path is not None:
+            os.close(descriptor)
 
 
 def _write(path: Path, model: Parameters) -> None:
