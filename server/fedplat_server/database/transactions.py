@@ -163,5 +163,5 @@ class Database:
         except asyncio.CancelledError:
             await asyncio.wait([task])
             if not task.cancelled():
-                task.exception()  # or asyncio logs that nobody retrieved it
+                task.exception()  # or asyncio logs that no one retrieved it
             raise
