@@ -9,8 +9,8 @@ its updates are no part of what they wait for; the bound would not hold either. 
 while the others are ahead of it for nothing. A client that has left ahead of the minimum gets its own clock back, for
 otherwise leaving would be a way around the bound.
 
-Whoever leaves has made the others wait. So it rests before it may join again: for 1 clock of the minimum after the
-first time, 2 after the second, then 4, 8 and so on. Otherwise one client that joins, does nothing and joins again
+A client that leaves has made the others wait. So it rests before it may join again: for 1 clock of the minimum after
+the first time, 2 after the second, then 4, 8 and so on. Otherwise one client that joins, does nothing and joins again
 would hold all others back for a deadline in each clock. Each `CLEAN_CLOCKS` clocks after a rest forgive one time.
 """
 
@@ -30,7 +30,7 @@ CLEAN_CLOCKS = 16
 MAX_LEFT = 10_000
 """The number of clients that a clock set remembers: beyond it the oldest lapses are forgotten, and no one new joins."""
 _MAX_TIMES = 6
-"""The longest rest is 32 clocks: a client that has been repaired is not kept away for ever."""
+"""The longest rest is 32 clocks: a client that has been repaired is not kept away forever."""
 
 
 class Lapse(NamedTuple):

@@ -118,7 +118,7 @@ class RollCalled:
     """The coordinator has looked which members of a job's clock set are `present`: they wait for work of the job.
 
     Absent ones leave the set if their time is over. `is_last`: that of all is over, because the attempt has waited for
-    a client as long as it may. With `revoked`, only these clients leave, and nobody has looked for the others.
+    a client as long as it may. With `revoked`, only these clients leave, and no one has looked for the others.
     """
 
     job_id: str

@@ -138,7 +138,7 @@ def test_a_revoked_client_leaves_at_once_at_work_or_not() -> None:
 
 
 def test_a_revoked_client_takes_no_one_with_it() -> None:
-    """c1 waits, and its time is over at this moment; only a roll call tells whether it is absent."""
+    """c1 waits, and its time is over at this moment; only a roll call would show that it is present."""
     driver = begin(3, slack=0, concurrency=3)
     assert [work(driver, name) for name in ("c0", "c1")] == [[], []]
     driver.now += 60.0
