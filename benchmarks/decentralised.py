@@ -224,7 +224,7 @@ def count_traffic(records: Iterable[AttemptResult]) -> list[Point]:
 
 
 def find_target(points: Iterable[Point], target: float) -> Point | None:
-    """Return the first point with at least the target accuracy; None if there is none."""
+    """Return the first point with at least the target accuracy; None if no point has."""
     return next((point for point in points if point.accuracy is not None and point.accuracy >= target), None)
 
 
