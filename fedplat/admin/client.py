@@ -187,7 +187,7 @@ class AdminClient:
             until_now=until_now,
             only_new=only_new,
         )
-        call = self._jobs.WatchJob(request, metadata=self._connection.metadata)
+        call = self._connection.stream(self._jobs.WatchJob, request)
         try:
             with self._connection.translate_errors(None):
                 yield from call
@@ -358,7 +358,7 @@ class AdminClient:
             request.version = version
         # A model may reveal its training data: only the owner may read it, whatever the umask.
         with durable.atomic_write(Path(path), 0o600) as file:
-            call = self._jobs.ExportModel(request, timeout=self._transfer_s, metadata=self._connection.metadata)
+            call = self._connection.stream(self._jobs.ExportModel, request, self._transfer_s)
             try:
                 with self._connection.translate_errors(self._transfer_s):
                     return transfer.receive_model(call, file, progress)
@@ -444,7 +444,7 @@ class AdminClient:
         `ServerUnreachableError`, and a call with the last sequence number continues.
         """
         request = events_pb2.WatchEventsRequest(after_sequence=after_sequence, types=types, job=job)
-        call = self._events.WatchEvents(request, metadata=self._connection.metadata)
+        call = self._connection.stream(self._events.WatchEvents, request)
         try:
             with self._connection.translate_errors(None):
                 yield from call

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import grpc
 
 from fedplat import __version__, texts, wire
+from fedplat.admin.interrupts import defer_interrupt
 from fedplat.admin.profile import DEFAULT_SERVER, Profile
 from fedplat.auth import METADATA_CODE, is_address
 from fedplat.errors import ServerRefusedError, ServerUnreachableError
@@ -71,6 +72,11 @@ class AdminConnection:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         with self.translate_errors(limit_s):
             return method(request, timeout=limit_s, metadata=self.metadata)
+
+    def stream(self, method: Callable[..., Any], request: object, timeout_s: float | None = None) -> Any:
+        """Start a call that returns a stream; iterate over its responses within `translate_errors`."""
+        with defer_interrupt():
+            return method(request, timeout=timeout_s, metadata=self.metadata)
 
     def pages(self, method: Callable[..., Page], request: Any) -> Iterator[Page]:
         """Yield the pages of a list, one call each; `request` is modified."""
