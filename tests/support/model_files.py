@@ -83,12 +83,13 @@ def share(ranks: Ranks, folder: str, hosts: list[int]) -> dict[str, Any]:
         model = make_model() if ranks.is_first else None
         with model_file.share_model(ranks, model) as parameters:
             same = parameters == make_model()
+            ranks.barrier()  # all files are removed
             left = os.listdir(own_folder)
-            ranks.barrier()
             if ranks.is_first:
                 parameters["weight"] *= 2
             ranks.barrier()
         seen = float(parameters["weight"][5])
+        ranks.barrier()  # rank 0 computes its update in place
         update = None
         if model is not None:
             expected = parameters.minus(model)

@@ -17,9 +17,14 @@ def interrupt() -> None:
 
 def test_an_interrupt_waits_for_the_end_of_the_block() -> None:
     before, done = signal.getsignal(signal.SIGINT), list[str]()
-    with pytest.raises(KeyboardInterrupt), defer_interrupt():
-        interrupt()
-        done.append("started")
+
+    def work() -> None:
+        with defer_interrupt():
+            interrupt()
+            done.append("started")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
     assert done == ["started"]
     assert signal.getsignal(signal.SIGINT) is before
 
