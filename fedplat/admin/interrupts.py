@@ -11,10 +11,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def defer_interrupt() -> Generator[None]:
-    """Handle a SIGINT that arrives within the block at its end; in another thread than the main one there is none.
+    """Handle a SIGINT that arrives within the block at its end. Only the main thread receives signals.
 
-    gRPC first starts a streaming call and then the thread that ends it. A `KeyboardInterrupt` between the two makes
-    closing the channel wait for ever (grpcio 1.85.1).
+    gRPC first starts a streaming call and then the thread that ends it. After a `KeyboardInterrupt` between the two,
+    closing the channel never returns (grpcio 1.85.1).
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
