@@ -18,6 +18,7 @@ FedplatError
 ├── MissingExtraError a required optional package is not installed
 ├── PrivacyLimitError a training that would cost more privacy than the owner of the data allows
 ├── SecureAggregationError   a message of secure aggregation that is invalid, or that a participant must not accept
+├── GossipError       a message of a decentralised job that is invalid, or that a silo must not accept
 ├── TrackerError      an experiment tracker (MLflow, TensorBoard) that does not answer or refuses a run
 ├── ProfileError      an operator's profile or certificates are missing or invalid
 │   └── MissingProfileError   there is neither a profile nor a token: the operator is not logged in
@@ -105,6 +106,10 @@ class SecureAggregationError(FedplatError):
     def __init__(self, message: str, *, clients: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.clients = tuple(clients)
+
+
+class GossipError(FedplatError):
+    """A message of a decentralised job that is invalid, or that a silo must not accept."""
 
 
 class TrackerError(FedplatError):

@@ -14,12 +14,19 @@ A ring attempt that loses a silo is repeated without it and with new keys. But o
 stands and others get it from that silo: the difference of two means would reveal the model of the silo that left. So a
 silo that is asked for a key and has the mean of the attempt before reports that mean again in place of a key, and it
 stands then, too. Only a silo that is away with the mean while the others repeat the ring can compute that difference.
+
+If a chunk does not arrive, or arrives changed, then the sender, the receiver or the link between them is at fault. The
+next attempt has another order, in which these two are not next to each other. A silo that failed so with more than half
+of the others is left out of the round's further attempts. So one silo cannot make all attempts fail, and only a
+majority can exclude a silo, whose model would be the difference of two means.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -38,6 +45,7 @@ from fedplat.gossip.messages import (
     ModelReceived,
     Neighbour,
     RequestKeys,
+    RingBroken,
     RingCompleted,
     RingPlace,
     SetTimer,
@@ -51,11 +59,29 @@ from fedplat.gossip.weights import metropolis, push_sum
 
 Step = tuple[GossipState, tuple[GossipCommand, ...]]
 _change = dataclasses.replace
+_RING = 0x2176
+_MAX_ORDERS = 100
 
 
 def begin(rules: GossipRules) -> Step:
     """Begin a job: round 1, for which silos train."""
     return _begin_round(GossipState(rules), 1)
+
+
+def resume(state: GossipState) -> Step:
+    """Continue a job that was stopped within a round: ask again for the models of the round.
+
+    Silos that have trained for it do not train again. A mean that a silo has of the round stands. Without a ring in each
+    round the models of a round whose rows are committed are mixed: then the next round begins.
+    """
+    is_reducing = state.phase in (GossipPhase.OFFERING_KEYS, GossipPhase.REDUCING)
+    if is_reducing and state.rules.options.exchange != "ring":
+        return _begin_round(state, state.round + 1)
+    begun, commands = _begin_round(state, state.round)
+    if is_reducing:
+        unfinished = state.offers if state.phase is GossipPhase.REDUCING else state.unfinished
+        begun = _change(begun, attempt=state.attempt, unfinished=unfinished)
+    return begun, commands
 
 
 def step(state: GossipState, event: GossipEvent) -> Step:
@@ -71,18 +97,32 @@ def step(state: GossipState, event: GossipEvent) -> Step:
             return _on_key(state, event)
         case RingCompleted():
             return _on_completed(state, event)
+        case RingBroken():
+            return _on_broken(state, event)
         case SiloDeparted():
             return _on_departed(state, event)
         case TimerPassed():
             return _on_timer(state) if event.timer == state.timer else (state, ())
 
 
-def _on_announced(state: GossipState, event: SiloAnnounced) -> Step:
+def takes_model(state: GossipState, event: SiloAnnounced) -> bool:
+    """Return whether a silo takes part in the round with the model that it announces."""
+    is_current = state.phase is GossipPhase.ANNOUNCING and event.round == state.round
+    return is_current and _find_missed(state, event) is None
+
+
+def _find_missed(state: GossipState, event: SiloAnnounced) -> CommitRow | CommitAverage | None:
+    """Return what the announced model lacks: a round that its neighbours have mixed, or the mean of a ring."""
     row, average = state.rows.get(event.silo), state.average
     if row is not None and event.mixed_round < row.round:
-        return state, (row,)  # its model lacks a round that its neighbours have mixed
-    if state.rules.options.exchange == "ring" and average is not None and event.mixed_round < average.round:
-        return state, (average,)
+        return row
+    is_ring = state.rules.options.exchange == "ring"
+    return average if is_ring and average is not None and event.mixed_round < average.round else None
+
+
+def _on_announced(state: GossipState, event: SiloAnnounced) -> Step:
+    if (missed := _find_missed(state, event)) is not None:
+        return state, (missed,)
     rows = {silo: each for silo, each in state.rows.items() if silo != event.silo}
     state = _change(state, rows=rows, away=state.away - {event.silo}, members=state.members | {event.silo})
     if state.phase is not GossipPhase.ANNOUNCING or event.round != state.round:
@@ -124,18 +164,30 @@ def _on_key(state: GossipState, event: KeyOffered) -> Step:
         state.round,
         state.attempt,
     )
-    if not is_current or event.silo not in state.present:
+    if not is_current or event.silo not in state.candidates:
         return state, ()
     state = _change(state, offers={**state.offers, event.silo: event})
-    return _begin_ring(state) if len(state.offers) == len(state.present) else (state, ())
+    return _begin_ring(state) if len(state.offers) == len(state.candidates) else (state, ())
 
 
 def _on_completed(state: GossipState, event: RingCompleted) -> Step:
     is_current = state.phase is GossipPhase.REDUCING and (event.round, event.attempt) == (state.round, state.attempt)
     if not is_current or event.silo not in state.offers:
         return _on_late_mean(state, event)
-    state = _change(state, completed={**state.completed, event.silo: event})
-    return _close_ring(state) if state.completed.keys() >= state.offers.keys() - state.away else (state, ())
+    return _close_if_reduced(_change(state, completed={**state.completed, event.silo: event}))
+
+
+def _on_broken(state: GossipState, event: RingBroken) -> Step:
+    is_current = state.phase is GossipPhase.REDUCING and (event.round, event.attempt) == (state.round, state.attempt)
+    if not is_current or event.silo not in state.offers or event.silo in state.completed:
+        return state, ()
+    return _close_if_reduced(_change(state, broken={**state.broken, event.silo: event}))
+
+
+def _close_if_reduced(state: GossipState) -> Step:
+    """Close the ring if each silo of it has the mean, has given up or has left."""
+    done = state.completed.keys() | state.broken.keys()
+    return _close_ring(state) if done >= state.offers.keys() - state.away else (state, ())
 
 
 def _on_late_mean(state: GossipState, event: RingCompleted) -> Step:
@@ -195,13 +247,16 @@ def _begin_round(state: GossipState, number: int) -> Step:
         received={},
         failures=0,
         unfinished={},
+        suspects=frozenset(),
+        excluded=frozenset(),
+        reason="",
     )
     timer = SetTimer(state.timer, state.rules.training_s)
     return state, (BeginRound(number, number <= state.rules.rounds), timer)
 
 
 def _enter(state: GossipState, phase: GossipPhase) -> GossipState:
-    return _change(state, phase=phase, timer=state.timer + 1, offers={}, completed={})
+    return _change(state, phase=phase, timer=state.timer + 1, offers={}, ring=None, completed={}, broken={})
 
 
 def _close_announcing(state: GossipState) -> Step:
@@ -211,7 +266,7 @@ def _close_announcing(state: GossipState) -> Step:
         reason = f"{len(names)} silos announced a model for round {state.round}; expected {state.rules.minimum}"
         return _try_again(state, GossipPhase.ANNOUNCING, reason, state.rules.training_s)
     if state.rules.options.exchange == "ring":
-        return _request_keys(_change(state, attempt=1))
+        return _request_keys(_change(state, attempt=state.attempt + 1))
     options = state.rules.options
     edges = [(names[a], names[b]) for a, b in draw_edges(options, names, state.round).tolist()]
     links = {name: set[str]() for name in names}  # the senders of each receiver
@@ -296,7 +351,7 @@ def _settle(state: GossipState) -> Step:
 
 def _request_keys(state: GossipState) -> Step:
     state = _enter(state, GossipPhase.OFFERING_KEYS)
-    request = RequestKeys(state.round, state.attempt, tuple(state.present))
+    request = RequestKeys(state.round, state.attempt, tuple(state.candidates))
     return state, (request, SetTimer(state.timer, state.rules.exchange_s))
 
 
@@ -311,21 +366,37 @@ def _begin_ring(state: GossipState) -> Step:
             f"mean would reveal them; expected {state.rules.minimum}",
         )
     places = tuple(
-        RingPlace(name, state.announced[name].address, offer.key, weights[name] / total)
-        for name, offer in offers.items()
+        RingPlace(name, state.announced[name].address, offers[name].key, weights[name] / total, offers[name].signature)
+        for name in _order(state, list(offers))
     )
-    bound = max(offer.largest for offer in offers.values())
-    state = _change(_enter(state, GossipPhase.REDUCING), offers=offers)
-    return state, (
-        BeginRing(state.round, state.attempt, places, bound),
-        SetTimer(state.timer, state.rules.exchange_s),
-    )
+    ring = BeginRing(state.round, state.attempt, places, max(offer.largest for offer in offers.values()))
+    state = _change(_enter(state, GossipPhase.REDUCING), offers=offers, ring=ring)
+    return state, (ring, SetTimer(state.timer, state.rules.exchange_s))
+
+
+def _order(state: GossipState, names: list[str]) -> list[str]:
+    """Return the order of a ring: of some random ones, one in which the fewest suspects are next to each other."""
+    sequence = np.random.SeedSequence([state.rules.options.seed, _RING, state.round, state.attempt])
+    rng, best, fewest = np.random.default_rng(sequence), names, len(names) + 1
+    for _ in range(_MAX_ORDERS):
+        order = [names[position] for position in rng.permutation(len(names)).tolist()]
+        number = sum(_pair(*pair) in state.suspects for pair in zip(order, [*order[1:], order[0]], strict=True))
+        if number < fewest:
+            best, fewest = order, number
+        if not fewest:
+            break
+    return best
+
+
+def _pair(one: str, other: str) -> tuple[str, str]:
+    return min(one, other), max(one, other)
 
 
 def _close_ring(state: GossipState) -> Step:
     """Commit the mean if a silo has it and all that have it agree; else repeat the ring without those that left."""
     digests = {event.digest for event in state.completed.values()}
     if len(digests) != 1:
+        state = _suspect(state, _find_broken_links(state))
         gone = ", ".join(sorted(state.offers.keys() - state.completed.keys()))
         state = _change(state, unfinished={} if digests else state.offers)
         return _repeat_ring(state, f"no mean of {gone}" if not digests else "the silos have different means")
@@ -344,25 +415,53 @@ def _close_ring(state: GossipState) -> Step:
     return ended, (average, *commands)
 
 
+def _find_broken_links(state: GossipState) -> set[tuple[str, str]]:
+    """Return the pairs of silos between which the ring broke first, or a chunk changed."""
+    reports = [event for event in state.broken.values() if event.silo not in state.away]
+    earliest = min((event.step for event in reports), default=0)
+    pairs = [(event.sender, event.silo) for event in reports if event.step == earliest]
+    order = [member.silo for member in state.ring.members] if state.ring is not None else []
+    for position, sender in enumerate(order):
+        receiver = order[(position + 1) % len(order)]
+        sent, received = state.completed.get(sender), state.completed.get(receiver)
+        if sent is None or received is None or not len(sent.chunks) == len(received.chunks) == len(order):
+            continue
+        # The receiver has made the chunk after its own position itself, and got all others from the sender.
+        own = (position + 2) % len(order)
+        if any(sent.chunks[chunk] != received.chunks[chunk] for chunk in range(len(order)) if chunk != own):
+            pairs.append((sender, receiver))
+    members = state.offers.keys() - state.away
+    return {_pair(*pair) for pair in pairs if members.issuperset(pair) and pair[0] != pair[1]}
+
+
+def _suspect(state: GossipState, pairs: Iterable[tuple[str, str]]) -> GossipState:
+    """Add pairs of suspects, and exclude silos that are suspected with more than half of the others."""
+    suspects = state.suspects.union(pairs)
+    counts = Counter(name for pair in suspects for name in pair)
+    most = (len(state.offers) - 1) // 2
+    excluded = state.excluded.union(name for name, number in counts.items() if number > most)
+    return _change(state, suspects=suspects, excluded=excluded)
+
+
 def _repeat_ring(state: GossipState, reason: str) -> Step:
     state = _change(state, attempt=state.attempt + 1)
-    if len(state.present) < state.rules.minimum:
+    if len(state.candidates) < state.rules.minimum:
         return _fail(
             state,
-            f"round {state.round}: {len(state.present)} silos are left for a ring ({reason}); expected "
+            f"round {state.round}: {len(state.candidates)} silos are left for a ring ({reason}); expected "
             f"{state.rules.minimum}",
         )
     following, commands = _try_again(state, GossipPhase.OFFERING_KEYS, reason, state.rules.exchange_s)
     if following.phase is GossipPhase.ENDED:
         return following, commands
-    return following, (RequestKeys(state.round, state.attempt, tuple(following.present)), *commands)
+    return following, (RequestKeys(state.round, state.attempt, tuple(following.candidates)), *commands)
 
 
 def _try_again(state: GossipState, phase: GossipPhase, reason: str, seconds: float) -> Step:
     failures = state.failures + 1
     if 0 < state.rules.max_attempts <= failures:
         return _fail(state, f"{reason}; {failures} attempts failed (retry.max_attempts)")
-    state = _change(_enter(state, phase), failures=failures)
+    state = _change(_enter(state, phase), failures=failures, reason=reason)
     return state, (SetTimer(state.timer, seconds),)
 
 

@@ -8,12 +8,17 @@ import numpy as np
 from msgspec import Meta, Struct
 
 KEY_BYTES = 32
+SIGNATURE_BYTES = 64
+MAX_RING = 1000
+"""Maximum number of silos in a ring."""
 MAX_NUMBER = 1e100
 """More than the squared norm of any model of float32 numbers; sums of many of these are finite, too."""
 MAX_ENTRY = float(np.finfo(np.float32).max)
 Digest = Annotated[str, Meta(min_length=1, max_length=200)]
 SiloName = Annotated[str, Meta(min_length=1, max_length=200)]
 Number = Annotated[int, Meta(ge=0, le=2**31)]
+Size = Annotated[int, Meta(ge=0, le=2**60)]
+Signature = Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)]
 
 
 def check_magnitudes(owner: object, *names: str, largest: float = MAX_NUMBER) -> None:
@@ -24,17 +29,29 @@ def check_magnitudes(owner: object, *names: str, largest: float = MAX_NUMBER) ->
             raise ValueError(f"{name} is {value}; expected a number from 0 to {largest:g}")
 
 
+class Delta(Struct, frozen=True):
+    """A smaller file for those that have the file with the digest `base`: the step from it to the announced one."""
+
+    digest: Digest
+    size_bytes: Size
+    base: Digest
+
+
 class Announcement(Struct, frozen=True, kw_only=True):
     """What a silo announces of the model that neighbours may get from it; with a codec, of its public copy.
 
-    `squared_norm` is ‖x‖² of its model. Raises `ValueError` for numbers that are negative, not finite or too large.
+    `squared_norm` is ‖x‖² of its model. `relay_key` is a public key for files through the server, with the signature by
+    the key with which the silo is enrolled. Raises `ValueError` for numbers that are negative, not finite or too large.
     """
 
     digest: Digest
-    size_bytes: Annotated[int, Meta(ge=0, le=2**60)]
+    size_bytes: Size
     address: Annotated[str, Meta(max_length=300)] = ""
     num_examples: float = 1.0
     squared_norm: float = 0.0
+    delta: Delta | None = None
+    relay_key: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""
+    relay_signature: Signature = b""
 
     def __post_init__(self) -> None:
         check_magnitudes(self, "num_examples", "squared_norm")
@@ -71,7 +88,10 @@ class ModelMissed(Struct, frozen=True):
 
 
 class KeyOffered(Struct, frozen=True, kw_only=True):
-    """A silo offers a fresh public key for one attempt at a ring; `largest` is the largest magnitude in its model."""
+    """A silo offers a fresh public key for one attempt at a ring; `largest` is the largest magnitude in its model.
+
+    The signature is by the key with which the silo is enrolled.
+    """
 
     silo: SiloName
     round: Number
@@ -79,22 +99,37 @@ class KeyOffered(Struct, frozen=True, kw_only=True):
     key: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
     largest: float
     mixed_round: Number = 0
+    signature: Signature = b""
 
     def __post_init__(self) -> None:
         check_magnitudes(self, "largest", largest=MAX_ENTRY)
 
 
 class RingCompleted(Struct, frozen=True):
-    """A silo has the mean of a ring, with this digest, at this squared distance from its own model."""
+    """A silo has the mean of a ring, with this digest, at this squared distance from its own model.
+
+    `chunks` are digests of the complete chunks, in order, from which it follows where one was changed.
+    """
 
     silo: SiloName
     round: Number
     attempt: Number
     digest: Digest
     squared_distance: float = 0.0
+    chunks: Annotated[tuple[Digest, ...], Meta(max_length=MAX_RING)] = ()
 
     def __post_init__(self) -> None:
         check_magnitudes(self, "squared_distance")
+
+
+class RingBroken(Struct, frozen=True):
+    """A silo gives up an attempt at a ring: the chunk of a step from this sender did not arrive."""
+
+    silo: SiloName
+    round: Number
+    attempt: Number
+    sender: SiloName
+    step: Number
 
 
 class SiloDeparted(Struct, frozen=True):
@@ -109,7 +144,9 @@ class TimerPassed(Struct, frozen=True):
     timer: Number
 
 
-GossipEvent = SiloAnnounced | ModelReceived | ModelMissed | KeyOffered | RingCompleted | SiloDeparted | TimerPassed
+GossipEvent = (
+    SiloAnnounced | ModelReceived | ModelMissed | KeyOffered | RingCompleted | RingBroken | SiloDeparted | TimerPassed
+)
 
 
 class BeginRound(Struct, frozen=True):
@@ -159,12 +196,13 @@ class RequestKeys(Struct, frozen=True):
 
 
 class RingPlace(Struct, frozen=True):
-    """A silo of a ring: its address, its key, and the share of its model in the mean."""
+    """A silo of a ring: its address, its key with the signature, and the share of its model in the mean."""
 
     silo: str
     address: str
     key: bytes
     share: float
+    signature: bytes = b""
 
 
 class BeginRing(Struct, frozen=True):

@@ -24,7 +24,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from fedplat.gossip.fixed_point import Integers, digest_mean, quantize_share, read_mean
-from fedplat.gossip.messages import RingPlace
+from fedplat.gossip.messages import MAX_RING, RingPlace
 from fedplat.model import Vector
 from fedplat.secure_aggregation import masks
 from fedplat.secure_aggregation.primitives import KeyPair, check_public_key
@@ -38,7 +38,7 @@ class Ring(Struct, frozen=True, kw_only=True):
     job_id: str
     round: int
     attempt: int
-    members: Annotated[tuple[RingPlace, ...], Meta(min_length=2, max_length=1000)]
+    members: Annotated[tuple[RingPlace, ...], Meta(min_length=2, max_length=MAX_RING)]
     bound: float
     size: Annotated[int, Meta(ge=1)]
 
@@ -136,3 +136,8 @@ class RingMember:
     def digest(self) -> str:
         """Return the digest of the mean."""
         return digest_mean(self.mean())
+
+    def chunk_digests(self) -> tuple[str, ...]:
+        """Return a digest of each complete chunk, in order: 128 bits, after the last step."""
+        chunks = [self._values[self._ring.chunk(number)] for number in range(len(self._ring.members))]
+        return tuple(hashlib.sha256(chunk.astype("<u4", copy=False).tobytes()).hexdigest()[:32] for chunk in chunks)

@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 from fedplat.gossip.consensus import Consensus
-from fedplat.gossip.messages import Announcement, CommitAverage, CommitRow, EndJob, KeyOffered, RingCompleted
+from fedplat.gossip.messages import (
+    Announcement,
+    BeginRing,
+    CommitAverage,
+    CommitRow,
+    EndJob,
+    KeyOffered,
+    RingBroken,
+    RingCompleted,
+)
 from fedplat.gossip.options import Gossip
 
 
@@ -48,10 +57,12 @@ class GossipState:
     For each receiver of the round, `senders` are those whose models it gets, `awaited` those of which it has reported
     neither success nor failure, and `received` has the squared distances of those that it has got.
 
-    `announced`, `edges`, `offers` and `completed` are of the current round or attempt; `away`
+    `announced`, `edges`, `offers`, `ring`, `completed` and `broken` are of the current round or attempt; `away`
     are silos that left and have not announced a model since, and `members` those that have announced one and not left.
-    `unfinished` are the offers of the last attempt of the round of which no silo has reported the mean. `consensus` is
-    of the last exchange or ring, and `average` the last committed mean.
+    `unfinished` are the offers of the last attempt of the round of which no silo has reported the mean. `suspects` are
+    pairs of silos between which rings of this round broke, and `excluded` silos that no ring of it has any more.
+    `consensus` is of the last exchange or ring, `average` the last committed mean, and `reason` why a phase was
+    repeated.
     """
 
     rules: GossipRules
@@ -70,16 +81,26 @@ class GossipState:
     rows: Mapping[str, CommitRow] = dataclasses.field(default_factory=dict[str, CommitRow])
     offers: Mapping[str, KeyOffered] = dataclasses.field(default_factory=dict[str, KeyOffered])
     unfinished: Mapping[str, KeyOffered] = dataclasses.field(default_factory=dict[str, KeyOffered])
+    ring: BeginRing | None = None
     completed: Mapping[str, RingCompleted] = dataclasses.field(default_factory=dict[str, RingCompleted])
+    broken: Mapping[str, RingBroken] = dataclasses.field(default_factory=dict[str, RingBroken])
+    suspects: frozenset[tuple[str, str]] = frozenset()
+    excluded: frozenset[str] = frozenset()
     confirmed: int = 0
     consensus: Consensus = dataclasses.field(default_factory=Consensus)
     average: CommitAverage | None = None
+    reason: str = ""
     outcome: EndJob | None = None
 
     @property
     def present(self) -> list[str]:
         """The silos that have announced a model of the round and have not left, sorted."""
         return sorted(self.announced.keys() - self.away)
+
+    @property
+    def candidates(self) -> list[str]:
+        """The silos that a ring of the round may have, sorted."""
+        return [name for name in self.present if name not in self.excluded]
 
     @property
     def has_all(self) -> bool:

@@ -3,7 +3,7 @@
 Read in this order: `states` (the allowed transitions), `records` (the stored state), `events` and `commands` (input and
 output), `sync` (the rules of a round), `reporting` (how attempts accept reports), `closing` (how attempts end),
 `operators` (their commands), `secure` (the phases of secure aggregation), `buffered` (jobs with a buffer of updates),
-`ssp` and `clock_set` (clocks of stale synchronous parallel jobs),
+`ssp` and `clock_set` (clocks of stale synchronous parallel jobs), `exchange` (rounds of decentralised jobs),
 `warm_start` (server training before round 1), `restart` (recovery after a crash), `rollback` (return to an older
 version), `selection`, `eligible` and `participation` (which clients are drawn), `coordinator` (several jobs, one
 fleet).

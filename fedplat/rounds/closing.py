@@ -141,7 +141,12 @@ def _prepend(commands: tuple[Command, ...], transition: Transition) -> Transitio
 
 
 def drop_late(job: JobState, context: Context) -> Transition:
-    """End assignments whose deadline has passed; close the attempt if it waited only for them, or if it is time."""
+    """End assignments whose deadline has passed; close the attempt if it waited only for them, or if it is time.
+
+    In a decentralised job the deadline is that of the attempt (`exchange.advance`).
+    """
+    if job.spec.gossip is not None:
+        return Transition(job)
     carried, commands = _end_late(job.carried_over, context.now)
     job = structs.replace(job, carried_over=carried) if carried is not job.carried_over else job
     attempt = job.open_attempt

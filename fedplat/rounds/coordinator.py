@@ -34,6 +34,7 @@ from fedplat.rounds.events import (
     JobEvent,
     RollCalled,
     ServerRestarted,
+    SilosLost,
     TimerFired,
 )
 from fedplat.rounds.participation import Participation, ParticipationHistory, participations_of
@@ -176,7 +177,7 @@ class Coordinator:
         if reason in (Reason.NO_WORK, Reason.LIMIT_REACHED):
             num_clients = pacing.round_up_to_power_of_two(num_clients) if summary.hides else num_clients
             return Refuse(client.client_id, reason, pacing.idle_window(num_clients))
-        if any(client.client_id in job.clocks.clocks for job in train):  # absent, it would leave the clock set
+        if any(_awaits(job, client.client_id) for job in train):  # absent, it would leave
             return Refuse(client.client_id, reason, pacing.SOON)
         window = pacing.busy_window(num_clients, summary.num_needed, summary.round_s)
         return Refuse(client.client_id, reason, pacing.after_rest(window, rest_s))
@@ -249,6 +250,8 @@ class Coordinator:
                 if assignment is not None and assignment.is_open:
                     self._step(proposal, AssignmentRevoked(assignment.key, event.client_id), context)
             latest = self._latest(proposal, job.job_id)
+            if latest is not None and latest.gossip is not None and event.client_id in latest.gossip.members:
+                self._step(proposal, SilosLost(job.job_id, (event.client_id,)), context)
             if latest is not None and event.client_id in latest.clocks.clocks:
                 revoked = frozenset({event.client_id})
                 self._step(proposal, RollCalled(job.job_id, revoked=revoked), context)
@@ -385,6 +388,12 @@ class Coordinator:
 
 def _refuse_unknown_job(job_id: str) -> Verdict:
     return Verdict(Reason.STALE, f"there is no job {job_id}")
+
+
+def _awaits(job: JobState, client_id: str) -> bool:
+    """Return whether a job waits for this client: a member of its clock set, or one of its silos."""
+    silos = job.gossip.members | job.gossip.away if job.gossip is not None else ()
+    return client_id in job.clocks.clocks or client_id in silos
 
 
 def _num_needed(job: JobState) -> int:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from enum import StrEnum
 
+from fedplat.gossip.messages import GossipEvent
 from fedplat.loaded_plugins import PluginVersion
 from fedplat.rounds.records import AttemptKey, ModelVersion
 from fedplat.rounds.states import Reason
@@ -128,6 +129,14 @@ class RollCalled:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SilosLost:
+    """Silos of a decentralised job have been silent for too long."""
+
+    job_id: str
+    client_ids: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class AttemptEvent:
     """Base of the events of one attempt."""
 
@@ -201,6 +210,18 @@ class MasksAnswered(AttemptEvent):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SiloReported(AttemptEvent):
+    """A silo of a decentralised job reports what it has done; the events are validated and are the silo's own.
+
+    `metrics` are those of its training, if it announces a model.
+    """
+
+    client_id: str
+    events: tuple[GossipEvent, ...]
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class UpdateRejected(AttemptEvent):
     """An update was received and refused."""
 
@@ -255,12 +276,14 @@ JobEvent = (
     | ServerRestarted
     | CandidatesDrawn
     | RollCalled
+    | SilosLost
     | AssignmentReclaimed
     | UploadStarted
     | KeysAdvertised
     | SharesSent
     | SurvivorsConfirmed
     | MasksAnswered
+    | SiloReported
     | UpdateReported
     | UpdateRejected
     | AssignmentFailed

@@ -16,6 +16,7 @@ from typing import NamedTuple, Self
 from msgspec import Struct, field, structs
 
 from fedplat.aggregate import Contribution
+from fedplat.gossip.state import GossipState
 from fedplat.job import JobSpec
 from fedplat.loaded_plugins import PluginVersion
 from fedplat.rounds.clock_set import NO_CLOCKS, ClockSet
@@ -202,12 +203,13 @@ def make_assignment_set(assignments: Iterable[Assignment]) -> AssignmentSet:
 class Attempt(AssignmentSet, frozen=True, kw_only=True):
     """One try at one round, the federated evaluation of a committed version, or a warm start (in round 0).
 
-    `goal` reports close it, `minimum` reports are enough when no client is left to wait for, and `target` clients work
-    for it. It waits for clients until `selection_ends_at`. If it hides its sample, it collects until `closes_at` in any
-    case. In a step of secure aggregation in which no client is busy, `step_ends_at` is the deadline, and at least
-    `num_awaited` messages are missing; neither is stored. `num_survivors` is the number of updates in the sum of its
-    smallest group, from the moment on at which the clients were asked to remove the masks; 0 before. `num_checked_in`
-    and `num_eligible` are the largest numbers of a draw (`count_draw`).
+    `goal` reports close it, `minimum` reports are enough when no client is left to wait for, and `target` clients
+    work for it. It waits for clients until `selection_ends_at`. If it hides its sample, it collects until
+    `closes_at` in any case. In a step of secure aggregation in which no client is busy, and in all phases of a
+    decentralised job, `step_ends_at` is the deadline; at least `num_awaited` messages are missing then. Neither is
+    stored. `num_survivors` is the number of updates in the sum of its smallest group, from the moment on at which
+    the clients were asked to remove the masks; 0 before. `num_checked_in` and `num_eligible` are the largest
+    numbers of a draw (`count_draw`).
     """
 
     key: AttemptKey
@@ -260,7 +262,7 @@ class ModelVersion(Struct, frozen=True):
     Version 0 is the initial model. A later version of round 0 is the result of a warm start, or of a rollback, and then
     has the bytes of the version `restored_from`. `state_digest` is empty for rules without state. The delta is the
     encoded step to this version from the version whose digest is `delta_base`; both digests are empty if there is no
-    delta.
+    delta. The mean of a decentralised job `is_held_by_clients`: the server has its digest only.
     """
 
     version: int
@@ -275,6 +277,7 @@ class ModelVersion(Struct, frozen=True):
     num_updates: int = 0
     total_weight: float = 0.0
     restored_from: int | None = None
+    is_held_by_clients: bool = False
 
     @property
     def is_aggregate(self) -> bool:
@@ -303,7 +306,8 @@ class JobState(Struct, frozen=True):
     (`Attempt.num_survivors`) of all attempts of a job with `privacy.trust = "none"` whose masks were requested: each is
     a release, whether its attempt has committed or not. `barred` are clients that a job with secure aggregation
     does not draw again, because their messages were invalid (`REJECTED_MESSAGE`) in an earlier attempt. `clocks` is the
-    clock set of a stale synchronous parallel job; the moments in it are not stored.
+    clock set of a stale synchronous parallel job; the moments in it are not stored. `gossip` is the state of a
+    decentralised job that has begun.
     """
 
     job_id: str
@@ -324,6 +328,7 @@ class JobState(Struct, frozen=True):
     unmasked: tuple[int, ...] = ()
     barred: tuple[str, ...] = ()
     clocks: ClockSet = NO_CLOCKS
+    gossip: GossipState | None = None
 
     @property
     def algorithms(self) -> frozenset[str]:
@@ -339,7 +344,9 @@ class JobState(Struct, frozen=True):
     def selects(self) -> bool:
         """True if the open attempt waits for clients to check in: for its first ones, or for more of a cohort."""
         attempt = self.open_attempt
-        return attempt is not None and (attempt.awaits_clients or self.fills_cohort)
+        if attempt is None or self.spec.gossip is not None:
+            return False  # silos of a decentralised job are assigned as they arrive
+        return attempt.awaits_clients or self.fills_cohort
 
     @property
     def fills_cohort(self) -> bool:
@@ -375,6 +382,8 @@ class JobState(Struct, frozen=True):
     def next_deadline(self) -> float | None:
         """The moment of the next change of this job that needs no other event, if there is one."""
         attempt, moments = self.open_attempt, list[float | None]()
+        if self.spec.gossip is not None:
+            return attempt.step_ends_at if attempt is not None else None
         if attempt is None:
             moments.append(self.resume_at if self.status is JobStatus.RUNNING else None)
         elif attempt.awaits_clients:

@@ -76,7 +76,7 @@ def needs_update(job: JobState, assignment: Assignment) -> bool:
     This applies to open assignments, and to every update that the open attempt has accepted: one that was dropped since
     may be in use at this moment.
     """
-    if assignment.kind is not AttemptKind.TRAIN:
+    if assignment.kind is not AttemptKind.TRAIN or job.spec.gossip is not None:
         return False
     attempt = job.open_attempt
     return assignment.is_open or (attempt is not None and assignment.folded_into == attempt.key)

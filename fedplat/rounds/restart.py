@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import structs
 
 from fedplat.job.secure import require_secure
-from fedplat.rounds import buffered, closing, plugin_rules, privacy_rules, reporting, secure, ssp, warm_start
+from fedplat.rounds import buffered, closing, exchange, plugin_rules, privacy_rules, reporting, secure, ssp, warm_start
 from fedplat.rounds.commands import Command, Commit
 from fedplat.rounds.events import ServerRestarted
 from fedplat.rounds.records import Assignment, Attempt, JobState
@@ -36,6 +36,8 @@ def on_restart(job: JobState, event: ServerRestarted, context: Context) -> Trans
     attempt = job.open_attempt
     if attempt is None:
         return Transition(fresh)
+    if exchange.is_gossip(job):
+        return exchange.restart(fresh, context)
     if warm_start.is_warm_start(attempt):
         return Transition(fresh, (warm_start.make_command(attempt),))
     fresh = _bound_deadlines(fresh, context.now)

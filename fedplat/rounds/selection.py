@@ -9,7 +9,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from fedplat import label_expressions, sampling
-from fedplat.rounds import reporting, ssp
+from fedplat.gossip import steps as gossip_steps
+from fedplat.rounds import exchange, reporting, ssp
 from fedplat.rounds.eligible import EligibleClients
 from fedplat.rounds.events import CandidatesDrawn, ClientCheckedIn
 from fedplat.rounds.participation import ParticipationHistory
@@ -81,6 +82,9 @@ def make_demand(job: JobState) -> Demand | None:
     attempt = job.open_attempt
     if attempt is None:
         return None
+    if exchange.is_gossip(job):
+        free = attempt.target - attempt.num_busy
+        return _training_demand(job, attempt, free, 1) if exchange.wants_silos(attempt) and free > 0 else None
     if reporting.fills_buffer(job, attempt):
         free = attempt.target - attempt.num_busy
         if not reporting.wants_clients(job, attempt) or free <= 0:
@@ -146,6 +150,8 @@ def _training_demand(job: JobState, attempt: Attempt, target: int, min_eligible:
 
 def needed_features(job: JobState) -> frozenset[str]:
     """Return the optional parts of the protocol that a client must implement to train."""
+    if job.spec.gossip is not None:
+        return frozenset({gossip_steps.FEATURE})
     return frozenset({FEATURE}) if job.spec.secure_aggregation is not None else frozenset()
 
 

@@ -35,6 +35,9 @@ class AttemptPhase(StrEnum):
     With secure aggregation: while ADVERTISING, clients train and then send their keys; while SHARING, the shares of
     their secrets. COLLECTING is for the masked updates; while CONFIRMING clients confirm who survives (only with
     `secure_aggregation.confirm`), and while UNMASKING they answer the shares with which the masks are removed.
+
+    In a decentralised job: while COLLECTING, silos train and announce their models; while EXCHANGING, they get those of
+    their neighbours, and while REDUCING the mean of all, in a ring.
     """
 
     SELECTING = "SELECTING"
@@ -43,6 +46,8 @@ class AttemptPhase(StrEnum):
     COLLECTING = "COLLECTING"
     CONFIRMING = "CONFIRMING"
     UNMASKING = "UNMASKING"
+    EXCHANGING = "EXCHANGING"
+    REDUCING = "REDUCING"
     COMMITTING = "COMMITTING"
     COMMITTED = "COMMITTED"
     ABANDONED = "ABANDONED"
@@ -52,7 +57,8 @@ class AssignmentState(StrEnum):
     """The progress of an assignment.
 
     With secure aggregation: ADVERTISED clients have trained and sent their keys, SHARED ones the shares of their
-    secrets; both still work for the attempt. LATE: its deadline passed, or its base version became too old. REJECTED:
+    secrets; both still work for the attempt. In a decentralised job ADVERTISED silos have announced their model. LATE:
+    its deadline passed, its base version became too old, or the client became silent. REJECTED:
     the update (or a message of secure aggregation) is not acceptable, which may show only in comparison with others.
     DROPPED: the assignment ended for a reason other than the client's own behaviour, such as an abandoned attempt.
     """
@@ -96,6 +102,7 @@ class Reason(StrEnum):
     PRIVACY_LIMIT = "PRIVACY_LIMIT"
     UNSAFE_AGGREGATION = "UNSAFE_AGGREGATION"
     KEYS_LOST = "KEYS_LOST"
+    UNREACHABLE = "UNREACHABLE"
     REVOKED = "REVOKED"
     REJECTED_SCHEMA = "REJECTED_SCHEMA"
     REJECTED_NONFINITE = "REJECTED_NONFINITE"
@@ -132,6 +139,7 @@ REASON_TEXTS: Mapping[Reason, str] = {
     Reason.PRIVACY_LIMIT: "the training would cost more privacy than the owner of the client's data allows",
     Reason.UNSAFE_AGGREGATION: "the client's own limits do not allow this secure aggregation",
     Reason.KEYS_LOST: "the client was restarted after it had sent its keys, which are in its memory only",
+    Reason.UNREACHABLE: "the server received nothing from the client for three heartbeats",
     Reason.REVOKED: "an operator revoked the client",
     Reason.REJECTED_SCHEMA: "the update's tensors are not those of the base version",
     Reason.REJECTED_NONFINITE: "the update holds NaN or infinite values",
@@ -172,10 +180,20 @@ ATTEMPT_TRANSITIONS: Mapping[AttemptPhase, frozenset[AttemptPhase]] = {
     AttemptPhase.ADVERTISING: frozenset({AttemptPhase.SHARING, AttemptPhase.ABANDONED}),
     AttemptPhase.SHARING: frozenset({AttemptPhase.COLLECTING, AttemptPhase.ABANDONED}),
     AttemptPhase.COLLECTING: frozenset(
-        {AttemptPhase.CONFIRMING, AttemptPhase.UNMASKING, AttemptPhase.COMMITTING, AttemptPhase.ABANDONED}
+        {
+            AttemptPhase.CONFIRMING,
+            AttemptPhase.UNMASKING,
+            AttemptPhase.EXCHANGING,
+            AttemptPhase.REDUCING,
+            AttemptPhase.COMMITTING,
+            AttemptPhase.COMMITTED,  # of silos between which the topology has no edge
+            AttemptPhase.ABANDONED,
+        }
     ),
     AttemptPhase.CONFIRMING: frozenset({AttemptPhase.UNMASKING, AttemptPhase.ABANDONED}),
     AttemptPhase.UNMASKING: frozenset({AttemptPhase.COMMITTING, AttemptPhase.ABANDONED}),
+    AttemptPhase.EXCHANGING: frozenset({AttemptPhase.REDUCING, AttemptPhase.COMMITTED, AttemptPhase.ABANDONED}),
+    AttemptPhase.REDUCING: frozenset({AttemptPhase.COMMITTED, AttemptPhase.ABANDONED}),
     AttemptPhase.COMMITTING: frozenset({AttemptPhase.COMMITTED, AttemptPhase.ABANDONED}),
     AttemptPhase.COMMITTED: frozenset(),
     AttemptPhase.ABANDONED: frozenset(),
@@ -195,7 +213,7 @@ _S = AssignmentState
 _ENDED_OPEN = frozenset({_S.LATE, _S.FAILED, _S.REJECTED, _S.SURPLUS, _S.DROPPED})
 ASSIGNMENT_TRANSITIONS: Mapping[AssignmentState, frozenset[AssignmentState]] = {
     _S.TRAINING: frozenset({_S.ADVERTISED, _S.UPLOADING, _S.REPORTED}) | _ENDED_OPEN,
-    _S.ADVERTISED: frozenset({_S.SHARED}) | _ENDED_OPEN,
+    _S.ADVERTISED: frozenset({_S.SHARED, _S.MERGED}) | _ENDED_OPEN,
     _S.SHARED: frozenset({_S.UPLOADING, _S.REPORTED}) | _ENDED_OPEN,
     _S.UPLOADING: frozenset({_S.REPORTED}) | _ENDED_OPEN,
     _S.REPORTED: frozenset({_S.MERGED, _S.DROPPED, _S.REJECTED}),
@@ -210,7 +228,15 @@ ASSIGNMENT_TRANSITIONS: Mapping[AssignmentState, frozenset[AssignmentState]] = {
 OPEN_PHASES = frozenset(AttemptPhase) - {AttemptPhase.COMMITTED, AttemptPhase.ABANDONED}
 """Phases of an attempt that has not ended."""
 
-WORKING_PHASES = frozenset({AttemptPhase.ADVERTISING, AttemptPhase.SHARING, AttemptPhase.COLLECTING})
+WORKING_PHASES = frozenset(
+    {
+        AttemptPhase.ADVERTISING,
+        AttemptPhase.SHARING,
+        AttemptPhase.COLLECTING,
+        AttemptPhase.EXCHANGING,
+        AttemptPhase.REDUCING,
+    }
+)
 """Phases of an attempt in which clients may be busy."""
 
 BUSY_STATES = frozenset({_S.TRAINING, _S.ADVERTISED, _S.SHARED, _S.UPLOADING})

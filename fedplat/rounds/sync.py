@@ -4,7 +4,8 @@ Read `HANDLERS` first: it has one function for each kind of event except `TimerF
 itself. `advance` has the transitions that need no event: it opens the next attempt, begins the next phase of a secure
 aggregation, commits an evaluation, or ends the job. `reporting` defines how attempts accept reports, `closing` how they
 end, `restart` how they resume after a crash, `secure` the phases of a secure aggregation, `buffered` the differences of
-a job with a buffer, `ssp` the clocks of its clients if they have some, and `states` the allowed transitions.
+a job with a buffer, `ssp` the clocks of its clients if they have some, `exchange` the rounds of a decentralised job,
+and `states` the allowed transitions.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from fedplat.rounds import (
     assignments,
     buffered,
     closing,
+    exchange,
     influence,
     operators,
     pacing,
@@ -48,6 +50,8 @@ from fedplat.rounds.events import (
     RollCalled,
     ServerRestarted,
     SharesSent,
+    SiloReported,
+    SilosLost,
     SurvivorsConfirmed,
     UpdateRejected,
     UpdateReported,
@@ -75,15 +79,23 @@ def step(job: JobState, event: JobEvent, context: Context) -> Transition:
 
 def advance(job: JobState, context: Context) -> Transition | None:
     """Open the next attempt or end the job, if it is time to; None if there is nothing to do."""
+    if exchange.is_gossip(job):
+        return exchange.advance(job, context)
     attempt = job.open_attempt
-    if attempt is not None and attempt.kind is AttemptKind.EVALUATE and attempt.phase is AttemptPhase.COMMITTING:
+    return _begin_next(job, context) if attempt is None else _advance_attempt(job, attempt, context)
+
+
+def _advance_attempt(job: JobState, attempt: Attempt, context: Context) -> Transition | None:
+    if attempt.kind is AttemptKind.EVALUATE and attempt.phase is AttemptPhase.COMMITTING:
         # There is nothing to aggregate. The commit is a step of its own, because the history has a row for each state.
         return Transition(closing.commit(job, attempt, context))
-    if attempt is not None and reporting.fills_buffer(job, attempt):
+    if reporting.fills_buffer(job, attempt):
         return _advance_buffer(job, attempt, context)
-    if attempt is not None and reporting.is_secure(job, attempt):
-        return secure.advance(job, attempt, context)
-    if job.status is not JobStatus.RUNNING or attempt is not None:
+    return secure.advance(job, attempt, context) if reporting.is_secure(job, attempt) else None
+
+
+def _begin_next(job: JobState, context: Context) -> Transition | None:
+    if job.status is not JobStatus.RUNNING:
         return None
     if job.resume_at is not None and job.resume_at > context.now:
         return None
@@ -154,6 +166,8 @@ def _flower_sizes(job: JobState) -> tuple[int, int, int]:
 
 def _on_candidates(job: JobState, event: CandidatesDrawn, context: Context) -> Transition:
     attempt = job.open_attempt
+    if attempt is not None and exchange.is_gossip(job) and exchange.wants_silos(attempt):
+        return exchange.assign(job, event, context)
     if attempt is None or not reporting.wants_clients(job, attempt):
         return Transition(job, verdict=Verdict(Reason.NOT_SELECTED))
     attempt = attempt.count_draw(event.num_waiting, event.num_eligible)
@@ -234,6 +248,8 @@ def _on_reclaimed(job: JobState, event: AssignmentReclaimed, context: Context) -
     assignment = job.find(event.key, event.client_id)
     if assignment is None or not assignment.is_busy:
         return Transition(job, verdict=Verdict(Reason.STALE))
+    if exchange.is_gossip(job):
+        return exchange.reassign(job, assignment, context)
     if assignment.deadline_at <= context.now:  # the timer is about to fire, and no time remains
         late = closing.drop_late(job, context)
         return structs.replace(late, verdict=Verdict(Reason.STALE))
@@ -344,6 +360,8 @@ def _end_one(
         same = assignment is not None and (assignment.state, assignment.reason) == (state, event.reason)
         return Transition(job, verdict=ACCEPTED if same else reporting.verdict_on_ended(assignment))
     after = assignments.put(job, assignments.end(assignment, state, event.reason, event.text))
+    if exchange.is_gossip(job):
+        return exchange.on_ended(after, event.client_id, context)
     return closing.close_if_due(after, (), context) if reporting.is_in_attempt(job, assignment) else Transition(after)
 
 
@@ -382,6 +400,8 @@ HANDLERS: Mapping[type[Any], Callable[[JobState, Any, Context], Transition]] = {
     ServerRestarted: restart.on_restart,
     CandidatesDrawn: _on_candidates,
     RollCalled: ssp.on_roll_call,
+    SiloReported: exchange.on_reported,
+    SilosLost: exchange.on_lost,
     AssignmentReclaimed: _on_reclaimed,
     UploadStarted: _on_upload_started,
     KeysAdvertised: secure_messages.on_keys,

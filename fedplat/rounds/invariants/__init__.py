@@ -61,6 +61,7 @@ CHECKS: Sequence[Check] = (
     Check("secure", StoredAttempt, secure.unmasked_above_the_minimum),
     Check("secure", StoredAttempt, secure.messages_are_removed),
     Check("clocks", StoredJob, jobs.clocks_are_close),
+    Check("gossip", StoredJob, jobs.gossip_agrees),
     Check("limits", ParticipationRounds, jobs.takes_part_seldom_enough),
     Check("history", StoredJob, histories.of_job),
     Check("history", StoredJob, histories.of_versions),

@@ -11,10 +11,12 @@ from collections.abc import Iterator
 
 import msgspec
 
+from fedplat.gossip.storage import state_from_builtins
 from fedplat.job import build_rule
 from fedplat.plugins import has_absent
 from fedplat.rounds import warm_start
 from fedplat.rounds.clock_set import clocks_from_builtins
+from fedplat.rounds.exchange import make_rules
 from fedplat.rounds.invariants.records import (
     Location,
     ParticipationRounds,
@@ -43,6 +45,8 @@ def versions_have_one_attempt(job: StoredJob) -> Iterator[Violation]:
         if row.kind not in MAKE_VERSIONS or row.phase != AttemptPhase.COMMITTED:
             continue
         version = made.get((row.round, row.number))
+        if version is None and job.is_gossip:
+            continue
         if version is None:
             yield Violation(attempt_location(row), "it is COMMITTED and has no version", "one version of its own")
             continue
@@ -110,7 +114,7 @@ def deltas_are_kept(job: StoredJob) -> Iterator[Violation]:
 
 
 def counters_agree(job: StoredJob) -> Iterator[Violation]:
-    """Check I2: the counters of a job match its last version."""
+    """Check I2: the counters of a job match its last version, or the last round of a decentralised job."""
     if not job.versions:
         return
     last = job.versions[-1]
@@ -118,9 +122,12 @@ def counters_agree(job: StoredJob) -> Iterator[Violation]:
         found = f"the job's latest version is {job.row.latest_version}"
         yield Violation(Location(job.row.job_id), found, f"{last.version}, the last stored version")
     committed = max(version.round for version in job.versions)
+    if job.is_gossip:
+        ended = [row.round for row in job.attempts if row.phase == AttemptPhase.COMMITTED]
+        committed = max([committed, *ended])
     if job.row.round != committed:
         found = f"the job's round is {job.row.round}"
-        yield Violation(Location(job.row.job_id), found, f"{committed}, the last round that made a version")
+        yield Violation(Location(job.row.job_id), found, f"{committed}, the last committed round")
 
 
 def rollbacks_repeat_a_version(job: StoredJob) -> Iterator[Violation]:
@@ -203,6 +210,33 @@ def clocks_are_close(job: StoredJob) -> Iterator[Violation]:
     if len(found.clocks) > mode.concurrency:
         text = f"its clock set has {len(found.clocks)} members"
         yield Violation(Location(job.row.job_id), text, f"at most mode.concurrency = {mode.concurrency}")
+
+
+def gossip_agrees(job: StoredJob) -> Iterator[Violation]:
+    """Check that the state of a decentralised job is that of its last attempt, and that its version is the mean.
+
+    No other job has such a state.
+    """
+    place = Location(job.row.job_id)
+    if job.row.gossip is None or job.spec is None:
+        return
+    if not job.is_gossip:
+        yield Violation(place, "it has the state of a decentralised job", 'mode.kind = "gossip"')
+        return
+    try:
+        state = state_from_builtins(job.row.gossip, make_rules(job.spec))
+    except msgspec.ValidationError as exc:
+        yield Violation(place, f"the state of its exchange cannot be read ({exc})", "a state")
+        return
+    last = max((row.round for row in job.attempts), default=0)
+    begins = not any(row.is_open for row in job.attempts)
+    if state.round not in ((last, last + 1) if begins else (last,)):
+        yield Violation(place, f"its exchange is in round {state.round}", f"round {last}, that of its last attempt")
+    mean = state.outcome.digest if state.outcome is not None else ""
+    found = [version.digest for version in job.versions if version.is_held_by_clients]
+    if found != ([mean] if mean else []):
+        expected = f"one with the digest {mean}" if mean else "none before the silos agree"
+        yield Violation(place, f"it has {len(found)} versions that clients hold", expected)
 
 
 def job_file_is_readable(job: StoredJob) -> Iterator[Violation]:

@@ -26,6 +26,7 @@ class JobRow:
     privacy: Mapping[str, object] | None
     plugins: Sequence[object] | None = None
     clocks: Mapping[str, object] | None = None
+    gossip: Mapping[str, object] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,6 +101,7 @@ class VersionRow:
     restored_from: int | None
     model_removed_unix_s: float | None
     state_removed_unix_s: float | None
+    is_held_by_clients: bool = False
 
     @property
     def is_aggregate(self) -> bool:
@@ -148,6 +150,11 @@ class StoredJob:
     ledger: tuple[ReleaseRow, ...]
     attempts: tuple[AttemptRow, ...]
     history: tuple[StepRow, ...]
+
+    @property
+    def is_gossip(self) -> bool:
+        """True if it is a decentralised job, whose rounds make no versions."""
+        return self.spec is not None and self.spec.gossip is not None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,11 +7,14 @@ compares them with the coordinator, its commands and its answers.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from msgspec import structs
 
+from fedplat.gossip.state import GossipPhase
+from fedplat.gossip.storage import state_from_builtins, state_to_builtins
 from fedplat.modes import Buffered
 from fedplat.rounds import (
     Assignment,
@@ -161,7 +164,11 @@ class Ledger:
             bare = self.attempts[last.key] if last is not None else None
             self.jobs[job_id] = structs.replace(job, attempt=bare, resume_at=None)
             stored_clocks = clocks_from_builtins(clocks_to_builtins(job.clocks))
-            self.jobs[job_id] = structs.replace(self.jobs[job_id], clocks=stored_clocks)
+            exchange = None
+            if job.gossip is not None:
+                exchange = state_from_builtins(json.loads(json.dumps(state_to_builtins(job.gossip))), job.gossip.rules)
+                assert exchange == job.gossip
+            self.jobs[job_id] = structs.replace(self.jobs[job_id], clocks=stored_clocks, gossip=exchange)
             recalled = structs.replace(self.jobs[job_id], attempt=last, carried_over=carried)
             coordinator.add(recalled, self.participations(job_id))
 
@@ -280,7 +287,9 @@ class Ledger:
             elif isinstance(command, Abandon):
                 assert self.attempts[command.key].phase is AttemptPhase.ABANDONED
         for change in proposal.changes:
-            if change.version is not None and change.version.restored_from is None:
+            if change.version is not None and change.version.is_held_by_clients:
+                assert change.job.spec.gossip is not None
+            elif change.version is not None and change.version.restored_from is None:
                 assert change.attempt is not None
                 merged = [a for a in change.attempt.assignments.values() if a.state is AssignmentState.MERGED]
                 merged.sort(key=lambda each: each.report_number or 0)
@@ -424,7 +433,9 @@ class Ledger:
             assert not job.carried_over.assignments
         else:
             crews.check_buffer(job, list(self.unended[job.job_id].values()), self.coordinator.room)
-        if attempt.num_busy or (attempt.phase is AttemptPhase.COLLECTING and job.spec.buffered is None):
+        if job.spec.gossip is not None:
+            self._check_exchange(job, attempt)
+        elif attempt.num_busy or (attempt.phase is AttemptPhase.COLLECTING and job.spec.buffered is None):
             waits = attempt.num_busy or attempt.closes_at is not None or job.fills_cohort
             assert waits, "no client is left to wait for"
             secured = attempt.kind is AttemptKind.TRAIN and job.spec.secure_aggregation is not None
@@ -435,6 +446,20 @@ class Ledger:
             dropped = {name for name, row in attempt.assignments.items() if row.reason in _TAKEN_OUT}
             folded = [name for name in self.folded.get(attempt.key, []) if name not in dropped]
             assert folded == [each.client_id for each in attempt.reported]
+
+    def _check_exchange(self, job: JobState, attempt: Attempt) -> None:
+        """A round of a decentralised job has a deadline, and the silos that announced a model are those at work."""
+        state = job.gossip
+        assert state is not None
+        assert attempt.key.round == state.round
+        if not attempt.is_open:
+            return
+        assert attempt.step_ends_at is not None
+        assert all(each.deadline_at == attempt.step_ends_at for each in attempt.busy)
+        for each in attempt.busy:
+            has_announced = each.client_id in state.announced
+            assert each.state is (AssignmentState.ADVERTISED if has_announced else AssignmentState.TRAINING)
+            assert has_announced or state.phase is GossipPhase.ANNOUNCING
 
     def _check_deadlines(self, job: JobState, now: float) -> None:
         """Once the timer has fired nothing is open past its deadline."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import structs
 
+from fedplat.gossip.storage import state_to_builtins
 from fedplat.rounds import Assignment, Attempt, HistoryRow, JobState, ModelVersion, Participation, invariants
 from fedplat.rounds.clock_set import clocks_to_builtins
 from fedplat.rounds.invariants.records import (
@@ -94,7 +95,9 @@ def participation_rounds(job: JobState, participations: Iterable[Participation])
 
 def _job_row(job: JobState) -> JobRow:
     clocks = clocks_to_builtins(job.clocks)
-    return JobRow(job.job_id, "", job.status, job.round, job.latest.version, job.revision, None, clocks=clocks)
+    gossip = state_to_builtins(job.gossip) if job.gossip is not None else None
+    numbers = job.status, job.round, job.latest.version, job.revision
+    return JobRow(job.job_id, "", *numbers, None, clocks=clocks, gossip=gossip)
 
 
 def _version_row(version: ModelVersion) -> VersionRow:

@@ -1,0 +1,325 @@
+"""What a silo and the server say to each other in a decentralised job, as JSON, and what a silo has to do now.
+
+A silo sends a message (`SiloMessage`) or none, and gets an instruction (`Instruction`). `instruct` derives it from the
+stored state of the job and from what the silo has done, so that a message may be repeated, and a silo or a server that
+was restarted continues where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from fedplat.decoding import prepare_type
+from fedplat.errors import GossipError
+from fedplat.gossip.messages import (
+    KEY_BYTES,
+    MAX_RING,
+    Announcement,
+    BeginRing,
+    CommitRow,
+    Delta,
+    Digest,
+    GossipEvent,
+    KeyOffered,
+    ModelMissed,
+    ModelReceived,
+    Number,
+    RingBroken,
+    RingCompleted,
+    Signature,
+    SiloAnnounced,
+    SiloName,
+    Size,
+    check_magnitudes,
+)
+from fedplat.gossip.options import Exchange
+from fedplat.gossip.state import GossipPhase, GossipState
+
+FEATURE = "gossip.1"
+"""The feature of clients whose owner allows that they exchange models with other clients."""
+MAX_SILOS = 200
+"""Maximum number of silos that a server coordinates in a job."""
+MAX_MESSAGE_BYTES = 64 * 2**10
+"""Maximum size of a silo's message."""
+MAX_INSTRUCTION_BYTES = 2**20
+"""Maximum size of an instruction."""
+Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+
+
+class ExchangeSetup(Struct, frozen=True, kw_only=True):
+    """What a silo is told with its assignment.
+
+    Whether it trains in this round, how models are exchanged, and the step size of compressed gossip.
+    """
+
+    trains: bool
+    exchange: Exchange
+    gamma: float | None = None
+    mixed_round: Number = 0
+
+
+# --- from a silo -------------------------------------------------------------------------------------------
+
+
+class Announce(Struct, frozen=True, tag="announce"):
+    """The silo has trained; neighbours can have its model. `metrics` are those of the training."""
+
+    model: Announcement
+    metrics: Annotated[dict[str, float], Meta(max_length=100)] = {}
+
+
+class Received(Struct, frozen=True):
+    """The silo has stored a neighbour's model, at this squared distance from its own."""
+
+    sender: SiloName
+    digest: Digest
+    squared_distance: float
+
+    def __post_init__(self) -> None:
+        check_magnitudes(self, "squared_distance")
+
+
+class Exchanged(Struct, frozen=True, tag="exchanged"):
+    """Models that the silo has stored, and senders whose models it cannot get."""
+
+    received: Annotated[tuple[Received, ...], Meta(max_length=MAX_SILOS)] = ()
+    missed: Annotated[tuple[SiloName, ...], Meta(max_length=MAX_SILOS)] = ()
+
+
+class OfferKey(Struct, frozen=True, tag="key"):
+    """A fresh key for an attempt at a ring, and the largest magnitude in the silo's model."""
+
+    attempt: Number
+    key: Key
+    signature: Signature
+    largest: float
+
+
+class Completed(Struct, frozen=True, tag="completed"):
+    """The silo has the mean of a ring (`RingCompleted`)."""
+
+    attempt: Number
+    digest: Digest
+    squared_distance: float
+    chunks: Annotated[tuple[Digest, ...], Meta(max_length=MAX_RING)] = ()
+
+
+class Broken(Struct, frozen=True, tag="broken"):
+    """The silo gives up an attempt at a ring: the chunk of a step from this sender did not arrive."""
+
+    attempt: Number
+    sender: SiloName
+    step: Number
+
+
+SiloMessage = Announce | Exchanged | OfferKey | Completed | Broken
+
+
+def to_events(silo: str, round_number: int, mixed_round: int, message: SiloMessage) -> list[GossipEvent]:
+    """Return the events that a silo's message stands for. Raises `GossipError` for numbers that are out of range."""
+    try:
+        match message:
+            case Announce():
+                return [SiloAnnounced(silo, round_number, message.model, mixed_round)]
+            case Exchanged():
+                received = [
+                    ModelReceived(silo, each.sender, round_number, each.digest, each.squared_distance)
+                    for each in message.received
+                ]
+                return [*received, *(ModelMissed(silo, each, round_number) for each in message.missed)]
+            case OfferKey():
+                return [
+                    KeyOffered(
+                        silo=silo,
+                        round=round_number,
+                        attempt=message.attempt,
+                        key=message.key,
+                        largest=message.largest,
+                        mixed_round=mixed_round,
+                        signature=message.signature,
+                    )
+                ]
+            case Completed():
+                distance, chunks = message.squared_distance, message.chunks
+                return [RingCompleted(silo, round_number, message.attempt, message.digest, distance, chunks)]
+            case Broken():
+                return [RingBroken(silo, round_number, message.attempt, message.sender, message.step)]
+    except ValueError as exc:
+        raise GossipError(str(exc)) from exc
+
+
+# --- to a silo ---------------------------------------------------------------------------------------------
+
+
+class Contact(Struct, frozen=True):
+    """A silo as another one sees it: the key with which it is enrolled, its address, and its key for the relay.
+
+    Without an address its files come through the server's relay.
+    """
+
+    silo: SiloName
+    public_key: Key
+    address: Annotated[str, Meta(max_length=300)] = ""
+    relay_key: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""
+    relay_signature: Signature = b""
+
+
+class Offered(Struct, frozen=True):
+    """A model that a silo offers."""
+
+    contact: Contact
+    digest: Digest
+    size_bytes: Size
+    delta: Delta | None = None
+
+
+class Wait(Struct, frozen=True, tag="wait"):
+    """There is nothing to do yet."""
+
+
+class FetchModels(Struct, frozen=True, tag="fetch"):
+    """Get these models, store them, and report each."""
+
+    models: Annotated[tuple[Offered, ...], Meta(max_length=MAX_SILOS)]
+
+
+class MixModels(Struct, frozen=True, tag="mix"):
+    """Mix the stored models by this row of W."""
+
+    row: CommitRow
+
+
+class SendKey(Struct, frozen=True, tag="key"):
+    """Offer a fresh key for an attempt at a ring."""
+
+    attempt: Number
+
+
+class ReduceModels(Struct, frozen=True, tag="reduce"):
+    """Take part in a ring; `contacts` are its members in order."""
+
+    ring: BeginRing
+    contacts: Annotated[tuple[Contact, ...], Meta(max_length=MAX_RING)]
+
+
+class AdoptMean(Struct, frozen=True, tag="adopt"):
+    """Replace the model by the mean of a ring, which these silos have. `is_last`: the job exports it."""
+
+    round: Number
+    digest: Digest
+    holders: Annotated[tuple[Contact, ...], Meta(max_length=MAX_RING)]
+    is_last: bool
+
+
+class Leave(Struct, frozen=True, tag="leave"):
+    """The round is over for this silo; it checks in for the next one."""
+
+
+Instruction = Wait | FetchModels | MixModels | SendKey | ReduceModels | AdoptMean | Leave
+
+
+class Step(Struct, frozen=True, kw_only=True):
+    """An instruction, the time for it, and the silos that may get this silo's model and the last mean from it.
+
+    `mean_receivers` of which the contact has a relay key wait for the mean in the relay.
+    """
+
+    instruction: Instruction
+    round: Number
+    remaining_s: float
+    model_receivers: Annotated[tuple[Contact, ...], Meta(max_length=MAX_SILOS)] = ()
+    mean_receivers: Annotated[tuple[Contact, ...], Meta(max_length=2 * MAX_SILOS)] = ()
+
+
+def instruct(
+    state: GossipState, silo: str, done: Progress, contact: Callable[[str], Contact]
+) -> Wait | FetchModels | MixModels | SendKey | ReduceModels | AdoptMean:
+    """Return what a silo has to do now. `contact` returns a silo as others see it."""
+    row, average = state.rows.get(silo), state.average
+    if row is not None and done.mixed_round < row.round:
+        return MixModels(row)
+    if average is not None and done.adopted_round < average.round and _is_for(state, silo):
+        holders = tuple(contact(name) for name in average.holders if name != silo)
+        return AdoptMean(average.round, average.digest, holders, state.phase is GossipPhase.ENDED)
+    match state.phase:
+        case GossipPhase.EXCHANGING if awaited := state.awaited.get(silo):
+            return FetchModels(
+                tuple(
+                    Offered(contact(name), model.digest, model.size_bytes, model.delta)
+                    for name in sorted(awaited)
+                    if (model := state.announced[name])
+                )
+            )
+        case GossipPhase.OFFERING_KEYS if silo in state.candidates and silo not in state.offers:
+            return SendKey(state.attempt)
+        case GossipPhase.REDUCING if silo in state.offers and not _has_reported(state, silo):
+            assert state.ring is not None
+            return ReduceModels(state.ring, tuple(contact(member.silo) for member in state.ring.members))
+        case _:
+            return Wait()
+
+
+def list_model_receivers(state: GossipState, silo: str) -> list[str]:
+    """Return the silos that still await the model of a silo."""
+    if state.phase is not GossipPhase.EXCHANGING:
+        return []
+    return sorted(receiver for receiver, senders in state.awaited.items() if silo in senders)
+
+
+def list_mean_receivers(state: GossipState, silo: str) -> list[str]:
+    """Return the silos that may get the last mean from a silo that has it: all that take part in the job."""
+    if state.average is None or silo not in state.average.holders:
+        return []
+    return sorted((state.members | state.away | state.announced.keys()) - {silo})[: 2 * MAX_SILOS]
+
+
+class Progress(Struct, frozen=True):
+    """What a silo has done: the last round that it has mixed, and that of the last mean that it has adopted."""
+
+    mixed_round: Number = 0
+    adopted_round: Number = 0
+
+
+def _is_for(state: GossipState, silo: str) -> bool:
+    """Return whether a silo may have the last mean: all do if rings are the exchange, else those of the last round."""
+    return state.rules.options.exchange == "ring" or silo in state.announced
+
+
+def _has_reported(state: GossipState, silo: str) -> bool:
+    return silo in state.completed or silo in state.broken
+
+
+# --- encoding ----------------------------------------------------------------------------------------------
+
+
+def encode(record: SiloMessage | Step | ExchangeSetup) -> bytes:
+    """Encode a record."""
+    return msgspec.json.encode(record)
+
+
+def decode_message(content: bytes) -> SiloMessage:
+    """Decode a silo's message. Raises `GossipError`."""
+    return _decode(content, SiloMessage, "message of a silo", MAX_MESSAGE_BYTES)
+
+
+def decode_step(content: bytes) -> Step:
+    """Decode what the server answers. Raises `GossipError`."""
+    return _decode(content, Step, "step of an exchange", MAX_INSTRUCTION_BYTES)
+
+
+def decode_setup(content: bytes) -> ExchangeSetup:
+    """Decode the setup of an assignment. Raises `GossipError`."""
+    return _decode(content, ExchangeSetup, "setup of an exchange", MAX_MESSAGE_BYTES)
+
+
+def _decode(content: bytes, kind: Any, name: str, limit: int) -> Any:
+    if len(content) > limit:
+        raise GossipError(f"a {name} has {len(content)} bytes; expected at most {limit}")
+    try:
+        return msgspec.json.decode(content, type=prepare_type(kind))
+    except (msgspec.MsgspecError, ValueError) as exc:
+        raise GossipError(f"the bytes are no {name}: {exc}") from exc

@@ -1,0 +1,336 @@
+"""The rounds of a decentralised job (`[mode] kind = "gossip"`), which make no versions. Pure functions.
+
+`fedplat.gossip.coordinator` decides what happens: which silos exchange models, what counts, and when the job ends. Its
+state is part of the job's (`JobState.gossip`). This module gives that coordinator a place among the others: each of its
+rounds is an attempt to train, each silo's part an assignment, and its timer is the deadline of the attempt
+(`step_ends_at`).
+
+A silo that checks in while models are announced gets an assignment. It is TRAINING until its model is announced, then
+ADVERTISED until the round is over, and MERGED if it is in the round: mixed, or part of a mean. The job's only version
+besides the initial model is the mean that the silos agree on in the end, of which the server has the digest alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from msgspec import structs
+
+from fedplat.gossip import coordinator as gossip
+from fedplat.gossip.messages import (
+    BeginRound,
+    EndJob,
+    GossipCommand,
+    GossipEvent,
+    SetTimer,
+    SiloAnnounced,
+    SiloDeparted,
+    TimerPassed,
+)
+from fedplat.gossip.state import GossipPhase, GossipRules, GossipState
+from fedplat.job import JobSpec
+from fedplat.rounds import assignments, closing, privacy_rules, reporting
+from fedplat.rounds.commands import Assign, Command, NextStep
+from fedplat.rounds.events import CandidatesDrawn, SiloReported, SilosLost
+from fedplat.rounds.records import Assignment, Attempt, AttemptKey, JobState, ModelVersion
+from fedplat.rounds.states import (
+    ASSIGNMENT_TRANSITIONS,
+    ATTEMPT_TRANSITIONS,
+    AssignmentState,
+    AttemptKind,
+    AttemptPhase,
+    JobStatus,
+    Reason,
+    require,
+)
+from fedplat.rounds.transition import Context, Transition
+
+_PHASES: Mapping[GossipPhase, AttemptPhase] = {
+    GossipPhase.EXCHANGING: AttemptPhase.EXCHANGING,
+    GossipPhase.OFFERING_KEYS: AttemptPhase.REDUCING,
+    GossipPhase.REDUCING: AttemptPhase.REDUCING,
+}
+
+
+def make_rules(spec: JobSpec) -> GossipRules:
+    """Return the rules of a decentralised job."""
+    assert spec.gossip is not None
+    return GossipRules(
+        options=spec.gossip,
+        rounds=spec.rounds,
+        goal=spec.selection.goal,
+        minimum=spec.selection.minimum,
+        training_s=spec.deadlines.training_s,
+        exchange_s=spec.deadlines.upload_s,
+        max_attempts=spec.retry.max_attempts,
+        by_examples=spec.updates.weighting == "examples",
+    )
+
+
+def is_gossip(job: JobState) -> bool:
+    """Return whether the job is a decentralised one."""
+    return job.spec.gossip is not None
+
+
+def wants_silos(attempt: Attempt) -> bool:
+    """Return whether silos that check in still take part in the round."""
+    return attempt.phase in (AttemptPhase.SELECTING, AttemptPhase.COLLECTING)
+
+
+def advance(job: JobState, context: Context) -> Transition | None:
+    """Begin a round, continue one that was stopped, or process a timer that has passed; None if there is nothing to do."""
+    attempt, state = job.open_attempt, job.gossip
+    if attempt is not None:
+        is_over = attempt.step_ends_at is not None and attempt.step_ends_at <= context.now
+        return _step(job, TimerPassed(state_of(job).timer), context) if is_over else None
+    if job.status is not JobStatus.RUNNING:
+        return None
+    if state is None:
+        state, _ = gossip.begin(make_rules(job.spec))
+    elif job.attempt is not None and job.attempt.key.round == state.round:
+        state, _ = gossip.resume(state)  # it was paused
+    opened = _open(structs.replace(job, gossip=state), context)
+    return Transition(_set_timer(opened, context.now + _phase_s(state)))
+
+
+def state_of(job: JobState) -> GossipState:
+    """Return the state of a decentralised job that has begun."""
+    assert job.gossip is not None
+    return job.gossip
+
+
+def assign(job: JobState, event: CandidatesDrawn, context: Context) -> Transition:
+    """Give silos that have checked in their part in the round."""
+    attempt = job.open_attempt
+    assert attempt is not None
+    attempt = attempt.count_draw(event.num_waiting, event.num_eligible)
+    left = _remaining_s(attempt, context)
+    made: list[Assignment] = []
+    commands: list[Command] = []
+    for client_id in event.client_ids:
+        secret, token_hash = context.new_token()
+        made.append(
+            Assignment(
+                key=attempt.key,
+                client_id=client_id,
+                kind=attempt.kind,
+                token_hash=token_hash,
+                state=AssignmentState.TRAINING,
+                base_version=attempt.base_version,
+                assigned_at=context.now,
+                deadline_at=context.now + left,
+            )
+        )
+        commands.append(Assign(attempt.key, client_id, attempt.kind, attempt.base_version, secret, left, 0.0))
+    if made and attempt.phase is AttemptPhase.SELECTING:
+        phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COLLECTING)
+        attempt = structs.replace(attempt, phase=phase)
+    return Transition(structs.replace(job, attempt=attempt.with_assignments(made)), tuple(commands))
+
+
+def reassign(job: JobState, assignment: Assignment, context: Context) -> Transition:
+    """Give a silo that lost the reply or was restarted its open assignment again, with a new token."""
+    attempt = job.open_attempt
+    assert attempt is not None
+    secret, token_hash = context.new_token()
+    left = _remaining_s(attempt, context)
+    again = Assign(assignment.key, assignment.client_id, assignment.kind, assignment.base_version, secret, left, 0.0)
+    return Transition(assignments.put(job, structs.replace(assignment, token_hash=token_hash)), (again,))
+
+
+def on_reported(job: JobState, event: SiloReported, context: Context) -> Transition:
+    """Process what a silo reports; of its assignment only if it is open."""
+    assignment = job.find(event.key, event.client_id)
+    if assignment is None or not assignment.is_busy:
+        return Transition(job, verdict=reporting.verdict_on_ended(assignment))
+    after, commands = Transition(job), list[Command]()
+    for each in event.events:
+        if after.job.open_attempt is None or after.job.open_attempt.key != event.key:
+            break  # its last report has ended the round
+        if isinstance(each, SiloAnnounced) and gossip.takes_model(state_of(after.job), each):
+            after = structs.replace(after, job=_advertise(after.job, each, event, context))
+        after = _step(after.job, each, context)
+        commands.extend(after.commands)
+    return structs.replace(after, commands=tuple(commands))
+
+
+def on_lost(job: JobState, event: SilosLost, context: Context) -> Transition:
+    """End the parts of silos that are silent, and continue without them."""
+    after, commands = Transition(job), list[Command]()
+    for client_id in event.client_ids:
+        attempt = after.job.open_attempt
+        if attempt is None:
+            break
+        assignment = attempt.assignments.get(client_id)
+        if assignment is not None and assignment.is_busy:
+            ended = assignments.end(assignment, AssignmentState.LATE, Reason.UNREACHABLE)
+            after = Transition(assignments.put(after.job, ended))
+            commands.extend(assignments.abort_commands([ended]))
+        after = _step(after.job, SiloDeparted(client_id), context)
+        commands.extend(after.commands)
+    return structs.replace(after, commands=tuple(commands))
+
+
+def on_ended(job: JobState, client_id: str, context: Context) -> Transition:
+    """Continue without a silo whose assignment has ended: it failed, or was revoked."""
+    return _step(job, SiloDeparted(client_id), context) if job.open_attempt is not None else Transition(job)
+
+
+def restart(job: JobState, context: Context) -> Transition:
+    """Give the open phase its whole time again after a restart of the server: silos have to reconnect."""
+    attempt = job.open_attempt
+    if attempt is None:
+        return Transition(job)
+    return Transition(_set_timer(job, context.now + _phase_s(state_of(job))))
+
+
+# --- from the commands of the decentralised job to attempts and assignments --------------------------------
+
+
+def _step(job: JobState, event: GossipEvent, context: Context) -> Transition:
+    before = state_of(job)
+    state, commands = gossip.step(before, event)
+    if state is before and not commands:
+        return Transition(job)
+    return _follow(structs.replace(job, gossip=state, reason=state.reason), before, commands, context)
+
+
+def _follow(job: JobState, before: GossipState, commands: Iterable[GossipCommand], context: Context) -> Transition:
+    """Carry out commands; the others (models to get, rows, rings) silos find in the state."""
+    found: list[Command] = []
+    for command in commands:
+        match command:
+            case BeginRound():
+                job, more = _commit(job, before, context)  # `advance` opens the next attempt
+            case EndJob():
+                job, more = _end(job, before, command, context)
+            case SetTimer():
+                job, more = _set_timer(job, context.now + command.seconds), ()
+            case _:
+                more = ()
+        found.extend(more)
+    job, more = _enter_phase(job)
+    return Transition(job, (*found, *more))
+
+
+def _phase_s(state: GossipState) -> float:
+    return state.rules.training_s if state.phase is GossipPhase.ANNOUNCING else state.rules.exchange_s
+
+
+def _open(job: JobState, context: Context) -> JobState:
+    last, round_number = job.attempt, state_of(job).round
+    number = last.key.number + 1 if last is not None and last.key.round == round_number else 1
+    attempt = Attempt(
+        key=AttemptKey(job.job_id, round_number, number),
+        kind=AttemptKind.TRAIN,
+        phase=AttemptPhase.SELECTING,
+        base_version=job.latest.version,
+        goal=job.spec.selection.goal,
+        minimum=job.spec.selection.minimum,
+        target=job.spec.selection.goal,
+        opened_at=context.now,
+        selection_ends_at=context.now + job.spec.deadlines.training_s,
+    )
+    return structs.replace(job, attempt=attempt)
+
+
+def _set_timer(job: JobState, ends_at: float) -> JobState:
+    """Set the deadline of the open attempt, and of the silos that work for it."""
+    attempt = job.open_attempt
+    if attempt is None:
+        return job
+    busy = [structs.replace(each, deadline_at=ends_at) for each in attempt.busy]
+    attempt = structs.replace(attempt, step_ends_at=ends_at, next_deadline=None).with_assignments(busy)
+    return structs.replace(job, attempt=attempt)
+
+
+def _enter_phase(job: JobState) -> tuple[JobState, tuple[Command, ...]]:
+    """Let the attempt follow the phase of the exchange; silos that are still training then are late."""
+    attempt = job.open_attempt
+    if attempt is None or (phase := _PHASES.get(state_of(job).phase)) is None:
+        return job, ()
+    commands: tuple[Command, ...] = (NextStep(attempt.key, phase),)
+    if attempt.phase is not phase:
+        attempt, late = _end_late(attempt)
+        attempt = structs.replace(attempt, phase=require(ATTEMPT_TRANSITIONS, attempt.phase, phase))
+        job, commands = structs.replace(job, attempt=attempt), (*late, *commands)
+    return job, commands
+
+
+def _end_late(attempt: Attempt) -> tuple[Attempt, tuple[Command, ...]]:
+    late = [
+        assignments.end(each, AssignmentState.LATE, Reason.TRAIN_TIMEOUT)
+        for each in attempt.busy
+        if each.state is AssignmentState.TRAINING
+    ]
+    return attempt.with_assignments(late), assignments.abort_commands(late)
+
+
+def _advertise(job: JobState, announced: SiloAnnounced, event: SiloReported, context: Context) -> JobState:
+    """Record that a silo has announced its model."""
+    assignment, model = job.find(event.key, event.client_id), announced.model
+    if assignment is None or assignment.state is not AssignmentState.TRAINING:
+        return job
+    advertised = structs.replace(
+        assignment,
+        state=require(ASSIGNMENT_TRANSITIONS, assignment.state, AssignmentState.ADVERTISED),
+        digest=model.digest,
+        num_examples=model.num_examples,
+        weight=model.num_examples if state_of(job).rules.by_examples else 1.0,
+        metrics=privacy_rules.kept_metrics(job, event.metrics),
+        took_s=context.now - assignment.assigned_at,
+        update_bytes=model.size_bytes,
+        staleness=0,
+    )
+    return reporting.measure_duration(assignments.put(job, advertised), assignment, context)
+
+
+def _commit(job: JobState, before: GossipState, context: Context) -> tuple[JobState, tuple[Command, ...]]:
+    """End the round: the silos that announced a model were part of it."""
+    attempt = job.open_attempt
+    assert attempt is not None
+    attempt, late = _end_late(attempt)
+    merged = [
+        structs.replace(each, state=require(ASSIGNMENT_TRANSITIONS, each.state, AssignmentState.MERGED))
+        for each in attempt.busy
+    ]
+    metrics = {**closing.average_metrics(merged), **_describe(before, state_of(job))}
+    job = closing.commit(job, attempt.with_assignments(merged), context, metrics)
+    return structs.replace(job, round=attempt.key.round, reason=""), (*late, NextStep(attempt.key, attempt.phase))
+
+
+def _describe(before: GossipState, after: GossipState) -> dict[str, float]:
+    """Return the numbers of an exchange, as metrics of its attempt."""
+    found = {"silos": float(len(before.announced))}
+    if before.edges:
+        found |= {"edges": float(len(before.edges)), "confirmed_edges": float(after.confirmed)}
+    relative = after.consensus.relative
+    return found | ({"relative_distance": relative} if math.isfinite(relative) else {})
+
+
+def _end(job: JobState, before: GossipState, end: EndJob, context: Context) -> tuple[JobState, tuple[Command, ...]]:
+    """End the job: with the mean as its version, or with the reason why there is none."""
+    if end.status == "FAILED":
+        failed, commands = closing.abandon_all(job, Reason.ATTEMPT_ABANDONED, end.reason, context)
+        return closing.set_status(failed, JobStatus.FAILED, end.reason), commands
+    assert job.attempt is not None
+    key = job.attempt.key
+    job, commands = _commit(job, before, context)
+    assert job.attempt is not None
+    merged = [each for each in job.attempt.assignments.values() if each.state is AssignmentState.MERGED]
+    version = ModelVersion(
+        version=job.latest.version + 1,
+        round=key.round,
+        attempt=key.number,
+        digest=end.digest,
+        size_bytes=job.latest.size_bytes,
+        num_updates=len(merged),
+        total_weight=math.fsum(each.weight for each in merged),
+        is_held_by_clients=True,
+    )
+    return closing.set_status(structs.replace(job, latest=version), JobStatus.COMPLETED, ""), commands
+
+
+def _remaining_s(attempt: Attempt, context: Context) -> float:
+    return max(attempt.step_ends_at - context.now, 0.0) if attempt.step_ends_at is not None else 0.0
