@@ -71,8 +71,8 @@ def begin(rules: GossipRules) -> Step:
 def resume(state: GossipState) -> Step:
     """Continue a job that was stopped within a round: ask again for the models of the round.
 
-    Silos that have trained for it do not train again. A mean that a silo has of the round stands. Without a ring in each
-    round the models of a round whose rows are committed are mixed: then the next round begins.
+    Silos that have trained for it do not train again. A mean that a silo has of the round stands. If the rows of the
+    round are committed, its models are mixed: then the next round begins.
     """
     is_reducing = state.phase in (GossipPhase.OFFERING_KEYS, GossipPhase.REDUCING)
     if is_reducing and state.rules.options.exchange != "ring":

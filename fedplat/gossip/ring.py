@@ -28,8 +28,15 @@ from fedplat.gossip.messages import MAX_RING, RingPlace
 from fedplat.model import Vector
 from fedplat.secure_aggregation import masks
 from fedplat.secure_aggregation.primitives import KeyPair, check_public_key
+from fedplat.secure_aggregation.setup import hash_parts
 
 _ROUNDING = 1e-6
+
+
+def key_payload(job_id: str, round_number: int, attempt: int, silo: str, key: bytes) -> bytes:
+    """Return what a silo signs with the key with which it is enrolled, for its key of an attempt."""
+    numbers = round_number.to_bytes(8, "big"), attempt.to_bytes(8, "big")
+    return hash_parts(b"fedplat ring key 1", job_id.encode(), *numbers, silo.encode(), key)
 
 
 class Ring(Struct, frozen=True, kw_only=True):

@@ -225,10 +225,12 @@ Instruction = Wait | FetchModels | MixModels | SendKey | ReduceModels | AdoptMea
 class Step(Struct, frozen=True, kw_only=True):
     """An instruction, the time for it, and the silos that may get this silo's model and the last mean from it.
 
-    `mean_receivers` of which the contact has a relay key wait for the mean in the relay.
+    `known` changes with the phase: a silo that sends it back gets an answer when what it does is over. Those of the
+    `mean_receivers` that have a relay key wait for the mean in the relay.
     """
 
     instruction: Instruction
+    known: Annotated[str, Meta(max_length=100)]
     round: Number
     remaining_s: float
     model_receivers: Annotated[tuple[Contact, ...], Meta(max_length=MAX_SILOS)] = ()

@@ -104,6 +104,9 @@ class _AttemptPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AttemptP
     ATTEMPT_PHASE_SHARING: _AttemptPhase.ValueType  # 7
     ATTEMPT_PHASE_CONFIRMING: _AttemptPhase.ValueType  # 8
     ATTEMPT_PHASE_UNMASKING: _AttemptPhase.ValueType  # 9
+    ATTEMPT_PHASE_EXCHANGING: _AttemptPhase.ValueType  # 10
+    """The exchanges of a decentralised job."""
+    ATTEMPT_PHASE_REDUCING: _AttemptPhase.ValueType  # 11
 
 class AttemptPhase(_AttemptPhase, metaclass=_AttemptPhaseEnumTypeWrapper): ...
 
@@ -118,6 +121,9 @@ ATTEMPT_PHASE_ADVERTISING: AttemptPhase.ValueType  # 6
 ATTEMPT_PHASE_SHARING: AttemptPhase.ValueType  # 7
 ATTEMPT_PHASE_CONFIRMING: AttemptPhase.ValueType  # 8
 ATTEMPT_PHASE_UNMASKING: AttemptPhase.ValueType  # 9
+ATTEMPT_PHASE_EXCHANGING: AttemptPhase.ValueType  # 10
+"""The exchanges of a decentralised job."""
+ATTEMPT_PHASE_REDUCING: AttemptPhase.ValueType  # 11
 Global___AttemptPhase: _TypeAlias = AttemptPhase  # noqa: Y015
 
 @_typing.final
@@ -510,6 +516,7 @@ class Job(_message.Message):
     RESTORED_FROM_FIELD_NUMBER: _builtins.int
     PLUGINS_FIELD_NUMBER: _builtins.int
     CLOCKS_FIELD_NUMBER: _builtins.int
+    EXCHANGE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     name: _builtins.str
     population: _builtins.str
@@ -537,6 +544,10 @@ class Job(_message.Message):
     def clocks(self) -> Global___Clocks:
         """Only of a job with [mode] kind = "ssp"."""
 
+    @_builtins.property
+    def exchange(self) -> Global___Exchange:
+        """Only of a job with [mode] kind = "gossip" that has begun."""
+
     def __init__(
         self,
         *,
@@ -554,16 +565,83 @@ class Job(_message.Message):
         restored_from: _builtins.int | None = ...,
         plugins: _abc.Iterable[Global___Plugin] | None = ...,
         clocks: Global___Clocks | None = ...,
+        exchange: Global___Exchange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from", "clocks", b"clocks", "current", b"current", "model", b"model", "restored_from", b"restored_from"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from", "clocks", b"clocks", "current", b"current", "exchange", b"exchange", "model", b"model", "restored_from", b"restored_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from", "clocks", b"clocks", "created_unix_s", b"created_unix_s", "current", b"current", "job_file", b"job_file", "job_id", b"job_id", "model", b"model", "name", b"name", "num_rounds", b"num_rounds", "plugins", b"plugins", "population", b"population", "reason", b"reason", "restored_from", b"restored_from", "round", b"round", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from", "clocks", b"clocks", "created_unix_s", b"created_unix_s", "current", b"current", "exchange", b"exchange", "job_file", b"job_file", "job_id", b"job_id", "model", b"model", "name", b"name", "num_rounds", b"num_rounds", "plugins", b"plugins", "population", b"population", "reason", b"reason", "restored_from", b"restored_from", "round", b"round", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__restored_from: _TypeAlias = _typing.Literal["restored_from"]  # noqa: Y015
     _WhichOneofArgType__restored_from: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__restored_from) -> _WhichOneofReturnType__restored_from | None: ...
 
 Global___Job: _TypeAlias = Job  # noqa: Y015
+
+@_typing.final
+class Exchange(_message.Message):
+    """The exchanges of a decentralised job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPOLOGY_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    NUM_SILOS_FIELD_NUMBER: _builtins.int
+    NUM_EDGES_FIELD_NUMBER: _builtins.int
+    NUM_CONFIRMED_FIELD_NUMBER: _builtins.int
+    RELATIVE_DISTANCE_FIELD_NUMBER: _builtins.int
+    TOLERANCE_FIELD_NUMBER: _builtins.int
+    NUM_UNREACHABLE_FIELD_NUMBER: _builtins.int
+    UNREACHABLE_FIELD_NUMBER: _builtins.int
+    RING_ATTEMPT_FIELD_NUMBER: _builtins.int
+    EXCLUDED_FIELD_NUMBER: _builtins.int
+    topology: _builtins.str
+    """As in the job file, such as "ring" or "exponential"; and "neighbours", "push-sum" or "ring"."""
+    kind: _builtins.str
+    num_silos: _builtins.int
+    """The silos that take part: those that have announced a model and have not left."""
+    num_edges: _builtins.int
+    """Of the last exchange: the edges that were drawn, and those that both ends have confirmed."""
+    num_confirmed: _builtins.int
+    relative_distance: _builtins.float
+    """Of the last exchange: the root mean square distance of the models from their mean, as a part of their norm. Unset if
+    it is unknown.
+    """
+    tolerance: _builtins.float
+    """What this distance must be at most for the mean to be exported."""
+    num_unreachable: _builtins.int
+    """The silos that were lost or have failed, and have not come back: their number, and the ids of the first 10 of them."""
+    ring_attempt: _builtins.int
+    """The attempt at the ring of this round; 0 without one."""
+    @_builtins.property
+    def unreachable(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def excluded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The silos that the rings of this round leave out, because chunks did not arrive from or at them."""
+
+    def __init__(
+        self,
+        *,
+        topology: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        num_silos: _builtins.int = ...,
+        num_edges: _builtins.int = ...,
+        num_confirmed: _builtins.int = ...,
+        relative_distance: _builtins.float | None = ...,
+        tolerance: _builtins.float = ...,
+        num_unreachable: _builtins.int = ...,
+        unreachable: _abc.Iterable[_builtins.str] | None = ...,
+        ring_attempt: _builtins.int = ...,
+        excluded: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_relative_distance", b"_relative_distance", "relative_distance", b"relative_distance"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_relative_distance", b"_relative_distance", "excluded", b"excluded", "kind", b"kind", "num_confirmed", b"num_confirmed", "num_edges", b"num_edges", "num_silos", b"num_silos", "num_unreachable", b"num_unreachable", "relative_distance", b"relative_distance", "ring_attempt", b"ring_attempt", "tolerance", b"tolerance", "topology", b"topology", "unreachable", b"unreachable"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__relative_distance: _TypeAlias = _typing.Literal["relative_distance"]  # noqa: Y015
+    _WhichOneofArgType__relative_distance: _TypeAlias = _typing.Literal["_relative_distance", b"_relative_distance"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__relative_distance) -> _WhichOneofReturnType__relative_distance | None: ...
+
+Global___Exchange: _TypeAlias = Exchange  # noqa: Y015
 
 @_typing.final
 class Clocks(_message.Message):
@@ -2099,6 +2177,7 @@ class ModelVersion(_message.Message):
     MODEL_REMOVED_UNIX_S_FIELD_NUMBER: _builtins.int
     STATE_REMOVED_UNIX_S_FIELD_NUMBER: _builtins.int
     HAS_STATE_FIELD_NUMBER: _builtins.int
+    HELD_BY_CLIENTS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     created_unix_s: _builtins.float
     num_updates: _builtins.int
@@ -2113,6 +2192,8 @@ class ModelVersion(_message.Message):
     state_removed_unix_s: _builtins.float
     has_state: _builtins.bool
     """Whether the rule's state is stored with this version."""
+    held_by_clients: _builtins.bool
+    """The model is the mean of a decentralised job: the silos have it, and the server has its digest only."""
     @_builtins.property
     def model(self) -> _model_pb2.ModelRef: ...
     @_builtins.property
@@ -2131,10 +2212,11 @@ class ModelVersion(_message.Message):
         model_removed_unix_s: _builtins.float = ...,
         state_removed_unix_s: _builtins.float = ...,
         has_state: _builtins.bool = ...,
+        held_by_clients: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from", "model", b"model", "restored_from", b"restored_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from", "created_unix_s", b"created_unix_s", "delta_size_bytes", b"delta_size_bytes", "has_state", b"has_state", "metrics", b"metrics", "model", b"model", "model_removed_unix_s", b"model_removed_unix_s", "num_updates", b"num_updates", "restored_from", b"restored_from", "round", b"round", "state_removed_unix_s", b"state_removed_unix_s", "total_weight", b"total_weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from", "created_unix_s", b"created_unix_s", "delta_size_bytes", b"delta_size_bytes", "has_state", b"has_state", "held_by_clients", b"held_by_clients", "metrics", b"metrics", "model", b"model", "model_removed_unix_s", b"model_removed_unix_s", "num_updates", b"num_updates", "restored_from", b"restored_from", "round", b"round", "state_removed_unix_s", b"state_removed_unix_s", "total_weight", b"total_weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__restored_from: _TypeAlias = _typing.Literal["restored_from"]  # noqa: Y015
     _WhichOneofArgType__restored_from: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from"]  # noqa: Y015

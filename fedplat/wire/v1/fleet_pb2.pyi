@@ -450,6 +450,7 @@ class Assignment(_message.Message):
     DELTA_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SECURE_SETUP_FIELD_NUMBER: _builtins.int
+    EXCHANGE_SETUP_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     """Secret, for this assignment only; all later calls for it send the token."""
     job_id: _builtins.str
@@ -473,6 +474,10 @@ class Assignment(_message.Message):
     secure_setup: _builtins.bytes
     """The setup of the secure aggregation, as fedplat.secure_aggregation.setup encodes it; empty: the job has none. With
     it, the client sends its keys and shares with SecureStep between the training and the upload.
+    """
+    exchange_setup: _builtins.bytes
+    """The setup of a decentralised job's round, as fedplat.gossip.steps encodes it; empty: the job is none. With it, the
+    client does not report an update, and takes steps with ExchangeStep instead.
     """
     @_builtins.property
     def model(self) -> _model_pb2.ModelRef: ...
@@ -502,10 +507,11 @@ class Assignment(_message.Message):
         delta: Global___ModelDelta | None = ...,
         traceparent: _builtins.str = ...,
         secure_setup: _builtins.bytes = ...,
+        exchange_setup: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "config", b"config", "delta", b"delta", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "model", b"model", "model_bytes", b"model_bytes", "round", b"round", "secure_setup", b"secure_setup", "task", b"task", "token", b"token", "traceparent", b"traceparent", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "config", b"config", "delta", b"delta", "exchange_setup", b"exchange_setup", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "model", b"model", "model_bytes", b"model_bytes", "round", b"round", "secure_setup", b"secure_setup", "task", b"task", "token", b"token", "traceparent", b"traceparent", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -550,17 +556,33 @@ class DownloadRequest(_message.Message):
 
     DIGEST_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    SENDER_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     offset: _builtins.int
+    token: _builtins.str
+    """For a file from another client, which the sender has encrypted (fedplat.secure_aggregation.relay), instead of the
+    digest: the token of the caller's assignment, the sender's client id, the name of the file, and the longest time to
+    wait for it, in seconds.
+    """
+    sender: _builtins.str
+    name: _builtins.str
+    wait_s: _builtins.float
     def __init__(
         self,
         *,
         digest: _builtins.str = ...,
         offset: _builtins.int = ...,
+        token: _builtins.str = ...,
+        sender: _builtins.str = ...,
+        name: _builtins.str = ...,
+        wait_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "offset", b"offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "offset", b"offset", "sender", b"sender", "token", b"token", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -599,11 +621,18 @@ class UploadHeader(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
+    RECEIVER_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     digest: _builtins.str
     size_bytes: _builtins.int
     offset: _builtins.int
     """Must be the number of bytes that the server has already stored."""
+    receiver: _builtins.str
+    """Only for a file for another client: its client id, and the name of the file. The server keeps it until the attempt
+    ends.
+    """
+    name: _builtins.str
     def __init__(
         self,
         *,
@@ -611,10 +640,12 @@ class UploadHeader(_message.Message):
         digest: _builtins.str = ...,
         size_bytes: _builtins.int = ...,
         offset: _builtins.int = ...,
+        receiver: _builtins.str = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "offset", b"offset", "size_bytes", b"size_bytes", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "offset", b"offset", "receiver", b"receiver", "size_bytes", b"size_bytes", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -645,17 +676,24 @@ class QueryUploadRequest(_message.Message):
 
     TOKEN_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    RECEIVER_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     digest: _builtins.str
+    receiver: _builtins.str
+    """As in UploadHeader."""
+    name: _builtins.str
     def __init__(
         self,
         *,
         token: _builtins.str = ...,
         digest: _builtins.str = ...,
+        receiver: _builtins.str = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "receiver", b"receiver", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -913,6 +951,74 @@ class Done(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Done: _TypeAlias = Done  # noqa: Y015
+
+@_typing.final
+class ExchangeStepRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    MIXED_ROUND_FIELD_NUMBER: _builtins.int
+    ADOPTED_ROUND_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    KNOWN_FIELD_NUMBER: _builtins.int
+    token: _builtins.str
+    wait_s: _builtins.float
+    """The longest time to wait, in seconds."""
+    mixed_round: _builtins.int
+    """The last round that the client has mixed, and that of the last mean that it has adopted."""
+    adopted_round: _builtins.int
+    message: _builtins.bytes
+    """What it reports, as fedplat.gossip.steps encodes it; empty: nothing."""
+    known: _builtins.str
+    """`known` of the last step: the server waits while it is the same. Empty: the server waits only if there is nothing to
+    do.
+    """
+    def __init__(
+        self,
+        *,
+        token: _builtins.str = ...,
+        wait_s: _builtins.float = ...,
+        mixed_round: _builtins.int = ...,
+        adopted_round: _builtins.int = ...,
+        message: _builtins.bytes = ...,
+        known: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted_round", b"adopted_round", "known", b"known", "message", b"message", "mixed_round", b"mixed_round", "token", b"token", "wait_s", b"wait_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExchangeStepRequest: _TypeAlias = ExchangeStepRequest  # noqa: Y015
+
+@_typing.final
+class ExchangeStepResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    step: _builtins.bytes
+    """What the client has to do, as fedplat.gossip.steps encodes it."""
+    @_builtins.property
+    def refusal(self) -> Global___Refusal:
+        """The assignment has ended."""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.bytes = ...,
+        refusal: Global___Refusal | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "refusal", b"refusal", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "refusal", b"refusal", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["step", "refusal"]  # noqa: Y015
+    _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
+
+Global___ExchangeStepResponse: _TypeAlias = ExchangeStepResponse  # noqa: Y015
 
 @_typing.final
 class FailRequest(_message.Message):

@@ -85,6 +85,11 @@ class FleetStub:
                 request_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.SecureStepRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.SecureStepResponse.FromString,
                 _registered_method=True)
+        self.ExchangeStep = channel.unary_unary(
+                '/fedplat.wire.v1.Fleet/ExchangeStep',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.ExchangeStepRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.ExchangeStepResponse.FromString,
+                _registered_method=True)
         self.Fail = channel.unary_unary(
                 '/fedplat.wire.v1.Fleet/Fail',
                 request_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.FailRequest.SerializeToString,
@@ -136,14 +141,16 @@ class FleetServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Download(self, request, context):
-        """Returns the bytes of a model or delta from an offset on; only files of jobs of the client's population.
+        """Returns the bytes of a model or delta from an offset on, only files of jobs of the client's population; or of a file
+        that another client of its attempt has sent to it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Upload(self, request_iterator, context):
-        """Uploads the bytes of an update: a header first, then data. May stop at any byte, and resumes there.
+        """Uploads the bytes of an update, or of a file for another client of its attempt: a header first, then data. May stop
+        at any byte, and resumes there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -166,6 +173,14 @@ class FleetServicer:
     def SecureStep(self, request, context):
         """Takes a step of secure aggregation: sends the client's message of the step, if it has one, and waits until the
         input of the next step is there, at most wait_s. Idempotent: the same message again is accepted again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExchangeStep(self, request, context):
+        """Takes a step of a decentralised job: reports what the client has done, if anything, and waits until there is
+        something to do for it, at most wait_s. Idempotent: the same message again is accepted again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -238,6 +253,11 @@ def add_FleetServicer_to_server(servicer, server):
                     servicer.SecureStep,
                     request_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.SecureStepRequest.FromString,
                     response_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.SecureStepResponse.SerializeToString,
+            ),
+            'ExchangeStep': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExchangeStep,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.ExchangeStepRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.ExchangeStepResponse.SerializeToString,
             ),
             'Fail': grpc.unary_unary_rpc_method_handler(
                     servicer.Fail,
@@ -520,6 +540,33 @@ class Fleet:
             '/fedplat.wire.v1.Fleet/SecureStep',
             fedplat_dot_wire_dot_v1_dot_fleet__pb2.SecureStepRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_fleet__pb2.SecureStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExchangeStep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Fleet/ExchangeStep',
+            fedplat_dot_wire_dot_v1_dot_fleet__pb2.ExchangeStepRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_fleet__pb2.ExchangeStepResponse.FromString,
             options,
             channel_credentials,
             insecure,

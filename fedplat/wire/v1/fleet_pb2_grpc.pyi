@@ -53,9 +53,13 @@ class FleetStub:
     CheckIn: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.CheckInRequest, _fleet_pb2.CheckInResponse]
     """Long poll for work: returns as soon as there is an assignment, or after wait_s with a reason and a retry window."""
     Download: _grpc.UnaryStreamMultiCallable[_fleet_pb2.DownloadRequest, _model_pb2.Chunk]
-    """Returns the bytes of a model or delta from an offset on; only files of jobs of the client's population."""
+    """Returns the bytes of a model or delta from an offset on, only files of jobs of the client's population; or of a file
+    that another client of its attempt has sent to it.
+    """
     Upload: _grpc.StreamUnaryMultiCallable[_fleet_pb2.UploadRequest, _fleet_pb2.UploadResponse]
-    """Uploads the bytes of an update: a header first, then data. May stop at any byte, and resumes there."""
+    """Uploads the bytes of an update, or of a file for another client of its attempt: a header first, then data. May stop
+    at any byte, and resumes there.
+    """
     QueryUpload: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.QueryUploadRequest, _fleet_pb2.QueryUploadResponse]
     """Returns the offset at which an interrupted upload resumes."""
     Report: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ReportRequest, _fleet_pb2.ReportResponse]
@@ -63,6 +67,10 @@ class FleetStub:
     SecureStep: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.SecureStepRequest, _fleet_pb2.SecureStepResponse]
     """Takes a step of secure aggregation: sends the client's message of the step, if it has one, and waits until the
     input of the next step is there, at most wait_s. Idempotent: the same message again is accepted again.
+    """
+    ExchangeStep: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ExchangeStepRequest, _fleet_pb2.ExchangeStepResponse]
+    """Takes a step of a decentralised job: reports what the client has done, if anything, and waits until there is
+    something to do for it, at most wait_s. Idempotent: the same message again is accepted again.
     """
     Fail: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.FailRequest, _fleet_pb2.FailResponse]
     """Ends an assignment with a failure. Idempotent."""
@@ -85,9 +93,13 @@ class FleetAsyncStub(FleetStub):
     CheckIn: _aio.UnaryUnaryMultiCallable[_fleet_pb2.CheckInRequest, _fleet_pb2.CheckInResponse]  # type: ignore[assignment]
     """Long poll for work: returns as soon as there is an assignment, or after wait_s with a reason and a retry window."""
     Download: _aio.UnaryStreamMultiCallable[_fleet_pb2.DownloadRequest, _model_pb2.Chunk]  # type: ignore[assignment]
-    """Returns the bytes of a model or delta from an offset on; only files of jobs of the client's population."""
+    """Returns the bytes of a model or delta from an offset on, only files of jobs of the client's population; or of a file
+    that another client of its attempt has sent to it.
+    """
     Upload: _aio.StreamUnaryMultiCallable[_fleet_pb2.UploadRequest, _fleet_pb2.UploadResponse]  # type: ignore[assignment]
-    """Uploads the bytes of an update: a header first, then data. May stop at any byte, and resumes there."""
+    """Uploads the bytes of an update, or of a file for another client of its attempt: a header first, then data. May stop
+    at any byte, and resumes there.
+    """
     QueryUpload: _aio.UnaryUnaryMultiCallable[_fleet_pb2.QueryUploadRequest, _fleet_pb2.QueryUploadResponse]  # type: ignore[assignment]
     """Returns the offset at which an interrupted upload resumes."""
     Report: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ReportRequest, _fleet_pb2.ReportResponse]  # type: ignore[assignment]
@@ -95,6 +107,10 @@ class FleetAsyncStub(FleetStub):
     SecureStep: _aio.UnaryUnaryMultiCallable[_fleet_pb2.SecureStepRequest, _fleet_pb2.SecureStepResponse]  # type: ignore[assignment]
     """Takes a step of secure aggregation: sends the client's message of the step, if it has one, and waits until the
     input of the next step is there, at most wait_s. Idempotent: the same message again is accepted again.
+    """
+    ExchangeStep: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ExchangeStepRequest, _fleet_pb2.ExchangeStepResponse]  # type: ignore[assignment]
+    """Takes a step of a decentralised job: reports what the client has done, if anything, and waits until there is
+    something to do for it, at most wait_s. Idempotent: the same message again is accepted again.
     """
     Fail: _aio.UnaryUnaryMultiCallable[_fleet_pb2.FailRequest, _fleet_pb2.FailResponse]  # type: ignore[assignment]
     """Ends an assignment with a failure. Idempotent."""
@@ -150,7 +166,9 @@ class FleetServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_pb2.DownloadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_model_pb2.Chunk], _abc.AsyncIterator[_model_pb2.Chunk]]:
-        """Returns the bytes of a model or delta from an offset on; only files of jobs of the client's population."""
+        """Returns the bytes of a model or delta from an offset on, only files of jobs of the client's population; or of a file
+        that another client of its attempt has sent to it.
+        """
 
     @_abc_1.abstractmethod
     def Upload(
@@ -158,7 +176,9 @@ class FleetServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_fleet_pb2.UploadRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.UploadResponse, _abc.Awaitable[_fleet_pb2.UploadResponse]]:
-        """Uploads the bytes of an update: a header first, then data. May stop at any byte, and resumes there."""
+        """Uploads the bytes of an update, or of a file for another client of its attempt: a header first, then data. May stop
+        at any byte, and resumes there.
+        """
 
     @_abc_1.abstractmethod
     def QueryUpload(
@@ -184,6 +204,16 @@ class FleetServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_fleet_pb2.SecureStepResponse, _abc.Awaitable[_fleet_pb2.SecureStepResponse]]:
         """Takes a step of secure aggregation: sends the client's message of the step, if it has one, and waits until the
         input of the next step is there, at most wait_s. Idempotent: the same message again is accepted again.
+        """
+
+    @_abc_1.abstractmethod
+    def ExchangeStep(
+        self,
+        request: _fleet_pb2.ExchangeStepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.ExchangeStepResponse, _abc.Awaitable[_fleet_pb2.ExchangeStepResponse]]:
+        """Takes a step of a decentralised job: reports what the client has done, if anything, and waits until there is
+        something to do for it, at most wait_s. Idempotent: the same message again is accepted again.
         """
 
     @_abc_1.abstractmethod

@@ -72,6 +72,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """The client was restarted after it had sent its keys, which are in its memory only."""
     REASON_REVOKED: _Reason.ValueType  # 24
     """An operator revoked the client."""
+    REASON_UNREACHABLE: _Reason.ValueType  # 29
+    """The server received nothing from the client for three heartbeats."""
     REASON_REJECTED_SCHEMA: _Reason.ValueType  # 30
     """The update has other tensors, shapes or dtypes than the base version."""
     REASON_REJECTED_NONFINITE: _Reason.ValueType  # 31
@@ -143,6 +145,8 @@ REASON_KEYS_LOST: Reason.ValueType  # 28
 """The client was restarted after it had sent its keys, which are in its memory only."""
 REASON_REVOKED: Reason.ValueType  # 24
 """An operator revoked the client."""
+REASON_UNREACHABLE: Reason.ValueType  # 29
+"""The server received nothing from the client for three heartbeats."""
 REASON_REJECTED_SCHEMA: Reason.ValueType  # 30
 """The update has other tensors, shapes or dtypes than the base version."""
 REASON_REJECTED_NONFINITE: Reason.ValueType  # 31
