@@ -7,7 +7,7 @@ was restarted continues where it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Annotated, Any
 
 import msgspec
@@ -45,21 +45,19 @@ MAX_SILOS = 200
 """Maximum number of silos that a server coordinates in a job."""
 MAX_MESSAGE_BYTES = 64 * 2**10
 """Maximum size of a silo's message."""
+_MEAN_FACTOR = 2
+"""A model file may have entries that silos do not exchange, which are few."""
 MAX_INSTRUCTION_BYTES = 2**20
 """Maximum size of an instruction."""
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 
 
 class ExchangeSetup(Struct, frozen=True, kw_only=True):
-    """What a silo is told with its assignment.
-
-    Whether it trains in this round, how models are exchanged, and the step size of compressed gossip.
-    """
+    """What a silo gets with its assignment: whether it trains, how models are exchanged, and the step size of CHOCO."""
 
     trains: bool
     exchange: Exchange
     gamma: float | None = None
-    mixed_round: Number = 0
 
 
 # --- from a silo -------------------------------------------------------------------------------------------
@@ -277,6 +275,33 @@ def list_mean_receivers(state: GossipState, silo: str) -> list[str]:
     if state.average is None or silo not in state.average.holders:
         return []
     return sorted((state.members | state.away | state.announced.keys()) - {silo})[: 2 * MAX_SILOS]
+
+
+def relayed_bytes(
+    state: GossipState, sender: str, receiver: str, name: str, waiting: Collection[str] = ()
+) -> int | None:
+    """Return the size of the file of this name that a silo may send to another through the server; None: it may not.
+
+    It is the size before encryption. `waiting` are the silos that wait for the last mean.
+    """
+    own = state.announced.get(sender)
+    if own is not None and receiver in list_model_receivers(state, sender):
+        files = {own.digest: own.size_bytes} | ({own.delta.digest: own.delta.size_bytes} if own.delta else {})
+        return files.get(name)
+    if state.phase is GossipPhase.REDUCING and state.ring is not None and own is not None:
+        names = [member.silo for member in state.ring.members]
+        is_next = sender in names and names[(names.index(sender) + 1) % len(names)] == receiver
+        known = {chunk_name(state.attempt, step) for step in range(2 * (len(names) - 1))}
+        return own.size_bytes // len(names) + 4 if is_next and name in known else None
+    average = state.average
+    if average is not None and own is not None and sender in average.holders and receiver in waiting:
+        return _MEAN_FACTOR * own.size_bytes if name == average.digest else None
+    return None
+
+
+def chunk_name(attempt: int, step: int) -> str:
+    """Return the name under which the chunk of a step of a ring goes through the server."""
+    return f"ring/{attempt}/{step}"
 
 
 class Progress(Struct, frozen=True):

@@ -79,7 +79,7 @@ def wants_silos(attempt: Attempt) -> bool:
 
 
 def advance(job: JobState, context: Context) -> Transition | None:
-    """Begin a round, continue one that was paused, or process a timer that has passed; None if there is nothing to do."""
+    """Begin a round, continue a paused one, or process a timer that has passed; None if there is nothing to do."""
     attempt, state = job.open_attempt, job.gossip
     if attempt is not None:
         is_over = attempt.step_ends_at is not None and attempt.step_ends_at <= context.now

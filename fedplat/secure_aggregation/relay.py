@@ -39,6 +39,11 @@ MAX_CHUNKS = 2**31
 _PURPOSE = "fedplat relay chunk 1"
 
 
+def sealed_bytes(size_bytes: int) -> int:
+    """Return the size of an encrypted file of this size."""
+    return size_bytes + TAG_BYTES * max(1, -(-size_bytes // CHUNK_BYTES))
+
+
 class RelayKey(Message, frozen=True):
     """The public key of a client for one exchange, signed with the key with which it is enrolled."""
 
@@ -112,7 +117,7 @@ class RelayLink:
     @property
     def sealed_bytes(self) -> int:
         """Size of the encrypted file."""
-        return self.size_bytes + TAG_BYTES * self._num_chunks
+        return sealed_bytes(self.size_bytes)
 
     def seal(self, own: KeyPair, plain: BinaryIO, sealed: BinaryIO) -> None:
         """Encrypt a file at its sender, with the key pair of the exchange; the same file gives the same bytes.

@@ -195,6 +195,7 @@ class Code(StrEnum):
     NO_SUCH_ROUND = "NO_SUCH_ROUND"
     NO_SUCH_VERSION = "NO_SUCH_VERSION"
     VERSION_REMOVED = "VERSION_REMOVED"
+    HELD_BY_CLIENTS = "HELD_BY_CLIENTS"
     NO_SUCH_MODEL = "NO_SUCH_MODEL"
     NO_SUCH_EVALUATOR = "NO_SUCH_EVALUATOR"
     NO_SUCH_TRAINER = "NO_SUCH_TRAINER"
@@ -204,6 +205,7 @@ class Code(StrEnum):
     WRONG_OFFSET = "WRONG_OFFSET"
     TOO_LARGE = "TOO_LARGE"
     UPLOAD_INCOMPLETE = "UPLOAD_INCOMPLETE"
+    NOT_SENT_YET = "NOT_SENT_YET"
     TOO_SLOW = "TOO_SLOW"
     TOO_MANY_CALLS = "TOO_MANY_CALLS"
     TOO_MANY_STREAMS = "TOO_MANY_STREAMS"
@@ -255,6 +257,10 @@ PUBLIC_MESSAGES: Mapping[Code, str] = {
     Code.NO_SUCH_ROUND: "there is no such round or attempt",
     Code.NO_SUCH_VERSION: "there is no such model version",
     Code.VERSION_REMOVED: "the model file of this version was removed",
+    Code.HELD_BY_CLIENTS: (
+        "the server does not have this model: it is the mean of a decentralised job, which each of its clients stores "
+        "as exports/JOB_ID.safetensors in its data folder"
+    ),
     Code.NO_SUCH_MODEL: "there is no such model for this client",
     Code.NO_SUCH_EVALUATOR: "the server has no such evaluator",
     Code.NO_SUCH_TRAINER: "there is no such server trainer",
@@ -264,6 +270,7 @@ PUBLIC_MESSAGES: Mapping[Code, str] = {
     Code.WRONG_OFFSET: "the upload does not continue at the offset where it stopped",
     Code.TOO_LARGE: "more bytes than are accepted here",
     Code.UPLOAD_INCOMPLETE: "the update has not arrived completely",
+    Code.NOT_SENT_YET: "the other client has not sent the file yet; try again",
     Code.TOO_SLOW: "the stream has made no progress",
     Code.TOO_MANY_CALLS: "the caller has too many calls open",
     Code.TOO_MANY_STREAMS: "this client has too many transfers open",
@@ -280,6 +287,7 @@ PUBLIC_MESSAGES: Mapping[Code, str] = {
 
 RETRY_WINDOWS: Mapping[Code, RetryWindow] = {
     Code.UPLOAD_INCOMPLETE: RetryWindow(0.0, 1.0),
+    Code.NOT_SENT_YET: RetryWindow(0.0, 1.0),
     Code.TOO_SLOW: RetryWindow(1.0, 10.0),
     Code.TOO_MANY_CALLS: RetryWindow(1.0, 5.0),
     Code.TOO_MANY_STREAMS: RetryWindow(1.0, 5.0),

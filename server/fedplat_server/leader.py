@@ -48,6 +48,7 @@ from fedplat_server.coordination.progress import ProgressTracker
 from fedplat_server.coordination.retention import RetentionTask
 from fedplat_server.coordination.revocation import Revocation
 from fedplat_server.coordination.runner import Runner
+from fedplat_server.coordination.silence import SilenceMonitor
 from fedplat_server.database.ports import Store, recall_participations
 from fedplat_server.flower.runs import FlowerRuns
 from fedplat_server.instruments import Instruments
@@ -59,6 +60,7 @@ from fedplat_server.rpc.services import JobRegistry, Services, has_pending_warm_
 from fedplat_server.storage.blob_stores import BlobPlace, reconcile
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.read_cache import Chunks, InlineModels
+from fedplat_server.storage.relay_store import RelayStore
 from fedplat_server.storage.spool import Spool
 from fedplat_server.storage.spool_backend import FolderBackend, SpoolBackend, open_backend
 from fedplat_server.storage.store_health import StoreHealth
@@ -111,6 +113,8 @@ class LeaderParts:
             jobs.add(record, await recall_participations(store.jobs, record.state))
         health = StoreHealth(config.spool_url) if config.spool_url else None
         spool = await _open_spool(config, store, lease.term, jobs, health)
+        relay = await asyncio.to_thread(RelayStore, config.data_dir / "relay")
+        await asyncio.to_thread(relay.keep, jobs.open_exchanges())
         clients = ClientDirectory(store.clients)
         bounded_audit = BoundedAudit(store.audit, config.limits.notes_per_minute, loop.time)
         if config.plugins.versions:
@@ -159,6 +163,8 @@ class LeaderParts:
             chunks=Chunks(),
             inline_models=InlineModels(blobs),
             spool=spool,
+            relay=relay,
+            silence=SilenceMonitor(runner.coordinator, clients, runner.post, loop.time),
             secure=secure,
             evaluation=evaluation,
             quotas=Quotas(config.limits, loop.time),
@@ -208,6 +214,7 @@ class LeaderParts:
         services.alerts.begin(services.store)
         await self._alert_recorder.begin()
         services.availability.begin()
+        services.silence.begin()
         self._retention.begin()
         self.services.webhooks.begin()
 
@@ -237,6 +244,7 @@ class LeaderParts:
         if self._traces is not None:
             self._traces.on_stored(changes)
         self.services.spool.apply_changes(changes)
+        self.services.relay.apply_changes(changes)
         self.services.progress.drop_ended(changes)
         self.services.downloads.apply_changes(changes)
         self.services.alerts.apply_changes(changes)
@@ -277,9 +285,11 @@ class LeaderParts:
         await self._alert_recorder.close()
         await self.services.alerts.close()
         await self.services.availability.close()
+        await self.services.silence.close()
         await self._retention.close()
         await self._aggregation.close()
         await self.services.spool.close()
+        await self.services.relay.close()
         await self.services.evaluation.close()
         await self._training.close()
         await self._flower.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import time
@@ -37,17 +38,30 @@ class ClientDirectory:
 
     async def find(self, client_id: str) -> ClientRecord:
         """Return the client. Raises `RefusedError` if it is unknown or revoked."""
+        record = await self._load(client_id)
+        if record is None:
+            raise RefusedError(Code.CLIENT_UNKNOWN)
+        if record.revoked_unix_s is not None:
+            raise RefusedError(Code.REVOKED)
+        return record
+
+    async def find_all(self, client_ids: Iterable[str]) -> dict[str, ClientRecord]:
+        """Return these clients by id, also revoked ones; unknown ones are left out."""
+        records = await asyncio.gather(*map(self._load, client_ids))
+        return {record.client_id: record for record in records if record is not None}
+
+    async def _load(self, client_id: str) -> ClientRecord | None:
         record = self._cache.get(client_id)
         if record is None:
             before = self._num_changes
             record = await self._records.load(client_id)
-            if record is None:
-                raise RefusedError(Code.CLIENT_UNKNOWN)
-            if before == self._num_changes:  # else the record may have changed since it was read
+            if record is not None and before == self._num_changes:  # else it may have changed since it was read
                 self._remember(record)
-        if record.revoked_unix_s is not None:
-            raise RefusedError(Code.REVOKED)
         return record
+
+    def has_open_call(self, client_id: str) -> bool:
+        """Return whether a call of the client is open, such as a long poll."""
+        return self._num_calls[client_id] > 0
 
     async def list_able(self, job: JobState, client_ids: Iterable[str]) -> list[str]:
         """Return those of some clients that a job may have train, in the order of their enrollment.

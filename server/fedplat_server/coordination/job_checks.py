@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fedplat import report_validation, user_code
 from fedplat.errors import FedplatError, JobFileError, ModelError, PluginError, UserCodeError
+from fedplat.gossip.steps import MAX_SILOS
 from fedplat.job import JobSpec, build_rule, parse_job
 from fedplat.model import Parameters
 from fedplat.plugins import BUILTIN, Plugins, name_of
@@ -40,11 +41,11 @@ def check_is_runnable(
     spec: JobSpec, evaluators: Sequence[str], trainers: Sequence[str], flower_apps: Sequence[str] = ()
 ) -> None:
     """Check that the server has the job's evaluator, trainers and Flower app, and supports its `durability`."""
-    if spec.gossip is not None:
+    if spec.gossip is not None and spec.selection.goal > MAX_SILOS:
         raise RefusedError(
             Code.INVALID_JOB_FILE,
-            'mode.kind = "gossip": servers cannot run decentralised jobs yet; simulate it (fedplat simulate JOB.toml), '
-            "or leave the table [mode] out for synchronous rounds",
+            f"selection.goal = {spec.selection.goal}: a server coordinates at most {MAX_SILOS} silos of a "
+            "decentralised job; simulate larger ones (fedplat simulate JOB.toml)",
         )
     evaluator = spec.evaluation.server
     if evaluator is not None and evaluator not in evaluators:

@@ -13,11 +13,23 @@ import msgspec
 import sqlalchemy
 from sqlalchemy.dialects import postgresql, sqlite
 
+from fedplat.gossip.state import GossipState
+from fedplat.gossip.storage import state_from_builtins, state_to_builtins
 from fedplat.job import JobSpec, find_mechanism, read_newer
 from fedplat.job.privacy import find_mechanism_of
 from fedplat.loaded_plugins import versions_to_builtins
 from fedplat.privacy import Mechanism
-from fedplat.rounds import Assignment, AssignmentSet, Attempt, AttemptKey, HistoryRow, JobState, ModelVersion, influence
+from fedplat.rounds import (
+    Assignment,
+    AssignmentSet,
+    Attempt,
+    AttemptKey,
+    HistoryRow,
+    JobState,
+    ModelVersion,
+    exchange,
+    influence,
+)
 from fedplat.rounds.clock_set import clocks_from_builtins, clocks_to_builtins
 from fedplat.rounds.records import NO_ASSIGNMENTS, Claim, SecureMessages
 from fedplat.rounds.states import AssignmentState, JobStatus
@@ -273,6 +285,7 @@ def job_values(state: JobState) -> Values:
         "plugins": versions_to_builtins(state.plugins) or None,
         "cohort": list(state.cohort) or None,
         "clocks": clocks_to_builtins(state.clocks),
+        "gossip": state_to_builtins(state.gossip) if state.gossip is not None else None,
     }
 
 
@@ -327,10 +340,18 @@ def job_record(
         plugins=job_files.job_plugins(row),
         cohort=tuple(row.cohort or ()),
         clocks=clocks_from_builtins(row.clocks),
+        gossip=_gossip_state(row, spec),
         unmasked=past.unmasked,
         barred=past.barred if spec.secure_aggregation is not None else (),
     )
     return JobRecord(state, row.job_file, row.created_unix_s, problem)
+
+
+def _gossip_state(row: Row, spec: JobSpec) -> GossipState | None:
+    """Read the state of a decentralised job; None for other jobs, and before it begins."""
+    if row.gossip is None or spec.gossip is None:
+        return None
+    return state_from_builtins(row.gossip, exchange.make_rules(spec))
 
 
 def privacy_values(spec: JobSpec) -> Values:

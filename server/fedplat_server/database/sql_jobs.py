@@ -273,7 +273,8 @@ class SqlJobs(JobStore):
     @override
     async def find_populations(self, digest: str) -> frozenset[str]:
         named = (model_versions.c.digest == digest) | (model_versions.c.delta_digest == digest)
-        mine = (model_versions.c.job_id == jobs.c.job_id) & named & model_versions.c.model_removed_unix_s.is_(None)
+        has_file = model_versions.c.model_removed_unix_s.is_(None) & ~model_versions.c.is_held_by_clients
+        mine = (model_versions.c.job_id == jobs.c.job_id) & named & has_file
         found = await self._database.fetch(select(jobs.c.population).where(mine).distinct())
         return frozenset(row.population for row in found)
 

@@ -25,7 +25,7 @@ from fedplat_server.database.tables import (
 from fedplat_server.database.transactions import Clock, Database
 
 _V = model_versions.c
-_KEEPS_MODEL = _V.model_removed_unix_s.is_(None)
+_KEEPS_MODEL = _V.model_removed_unix_s.is_(None) & ~_V.is_held_by_clients
 _KEEPS_STATE = (_V.state_digest != "") & _V.state_removed_unix_s.is_(None)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from sqlalchemy import (
     JSON,
     BigInteger,
+    Boolean,
     Column,
     Dialect,
     Float,
@@ -29,6 +30,7 @@ from sqlalchemy import (
     TypeDecorator,
     case,
     cast,
+    false,
     func,
     literal_column,
     text,
@@ -160,6 +162,8 @@ jobs = Table(
     Column("cohort", JSON(none_as_null=True)),
     # The clock set of a stale synchronous parallel job (`clocks_to_builtins`); NULL: none.
     Column("clocks", JSON(none_as_null=True)),
+    # The state of a decentralised job (`state_to_builtins`); NULL: it has none, or has not begun.
+    Column("gossip", JSON(none_as_null=True)),
 )
 
 attempts = Table(
@@ -295,6 +299,8 @@ model_versions = Table(
     # The times at which the files were removed (those of the model and its delta, that of the state); NULL: kept.
     Column("model_removed_unix_s", Float),
     Column("state_removed_unix_s", Float),
+    # The mean of a decentralised job: there is no file.
+    Column("is_held_by_clients", Boolean, nullable=False, server_default=false()),
     PrimaryKeyConstraint("job_id", "version"),
 )
 # Round 0 may have two: the initial model, and that of a warm start.

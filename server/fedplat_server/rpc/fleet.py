@@ -27,6 +27,8 @@ from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.rpc import convert, streams, validation
 from fedplat_server.rpc.enrollment import EnrollmentService
+from fedplat_server.rpc.exchange_steps import ExchangeSteps
+from fedplat_server.rpc.relay import Relay
 from fedplat_server.rpc.report_intake import ReportIntake
 from fedplat_server.rpc.secure_steps import SecureSteps
 from fedplat_server.rpc.services import Services
@@ -43,6 +45,8 @@ class FleetService(EnrollmentService):
         super().__init__(services)
         self._intake = ReportIntake(services)
         self._secure_steps = SecureSteps(services)
+        self._exchange_steps = ExchangeSteps(services)
+        self._relay = Relay(services, self._exchange_steps.list_waiting)
         self._report_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by client id
 
     @override
@@ -98,6 +102,12 @@ class FleetService(EnrollmentService):
         self, request: fleet_pb2.DownloadRequest, context: Context
     ) -> AsyncIterator[bytes]:
         client = await self._client(context)
+        if request.sender:
+            assignment = await self._find_busy(client, request.token)
+            with self._services.quotas.stream(client.client_id):
+                async for message in self._relay.send(assignment, request):
+                    yield message
+            return
         digest = validation.digest(request.digest)
         if not await self._may_read(client, digest):
             raise RefusedError(Code.NO_SUCH_MODEL, digest)
@@ -121,7 +131,8 @@ class FleetService(EnrollmentService):
             raise RefusedError(Code.INVALID_REQUEST, "an upload must begin with a header")
         with self._services.quotas.stream(client.client_id):
             assignment = await self._find_busy(client, first.header.token)
-            received = await self._intake.receive_upload(assignment, first.header, messages)
+            receive = self._relay.receive if first.header.receiver else self._intake.receive_upload
+            received = await receive(assignment, first.header, messages)
         return fleet_pb2.UploadResponse(received_bytes=received)
 
     @override
@@ -130,6 +141,9 @@ class FleetService(EnrollmentService):
     ) -> fleet_pb2.QueryUploadResponse:
         client = await self._client(context)
         assignment = await self._find_busy(client, request.token)
+        if request.receiver:
+            received = await self._relay.count_received(assignment, request)
+            return fleet_pb2.QueryUploadResponse(received_bytes=received)
         digest = validation.digest(request.digest)
         received = await asyncio.to_thread(self._services.spool.count_received, assignment.id, digest)
         return fleet_pb2.QueryUploadResponse(received_bytes=received)
@@ -166,6 +180,16 @@ class FleetService(EnrollmentService):
         if assignment is None:
             return fleet_pb2.SecureStepResponse(refusal=convert.refusal(Reason.STALE, RETRY_SOON))
         return await self._secure_steps.take(client, assignment, request)
+
+    @override
+    async def ExchangeStep(
+        self, request: fleet_pb2.ExchangeStepRequest, context: Context
+    ) -> fleet_pb2.ExchangeStepResponse:
+        client = await self._client(context)
+        assignment = await self._find(client, request.token)
+        if assignment is None:
+            return fleet_pb2.ExchangeStepResponse(refusal=convert.refusal(Reason.STALE, RETRY_SOON))
+        return await self._exchange_steps.take(client, assignment, request)
 
     @override
     async def Fail(self, request: fleet_pb2.FailRequest, context: Context) -> fleet_pb2.FailResponse:
@@ -244,6 +268,7 @@ class FleetService(EnrollmentService):
             delta=None if model_bytes else convert.model_delta(model, spec),
             traceparent=ids.traceparent(assignment, spec.num_wanted) if self._services.is_tracing else "",
             secure_setup=await self._secure_setup(job, command.key),
+            exchange_setup=self._exchange_steps.setup(job),
         )
 
     async def _secure_setup(self, job: JobState, key: AttemptKey) -> bytes:

@@ -291,6 +291,8 @@ class JobsService(admin_pb2_grpc.JobsServicer):
             records = await store.jobs.list_versions(job.job_id, after=number - 1, limit=1)
         if not records:
             raise RefusedError(Code.NO_SUCH_VERSION, f"{number}; the latest is {job.latest.version}")
+        if records[0].version.is_held_by_clients:
+            raise RefusedError(Code.HELD_BY_CLIENTS, f"version {number} has the digest {records[0].version.digest}")
         if records[0].model_removed_unix_s is None:
             return records[0]
         kept: list[int] = []

@@ -35,6 +35,7 @@ from fedplat_server.storage.spool import Spool
 
 Validate = Callable[[Path], float | Verdict | None]
 """A function that returns the norm of the update in a file, or its refusal. None: it is masked, and has no norm."""
+_IS_GOSSIP = "silos of a decentralised job send no updates to the server; expected ExchangeStep"
 _MASKING_STATES = frozenset({AssignmentState.SHARED, AssignmentState.UPLOADING})
 """States in which a client of a secure aggregation has the masks for its update."""
 
@@ -61,6 +62,8 @@ class ReportIntake:
         Raises `RefusedError`.
         """
         services = self._services
+        if services.jobs.state(assignment.key.job_id).spec.gossip is not None:
+            raise RefusedError(Code.INVALID_REQUEST, _IS_GOSSIP)
         if (refusal := self._refuse_unmasked(assignment)) is not None:
             await self._reject(assignment, refusal)
             raise RefusedError(Code.STALE_ASSIGNMENT, refusal.text)
@@ -77,11 +80,14 @@ class ReportIntake:
 
         async with services.memory.uploads.share(size_bytes):
             is_busy = functools.partial(self._is_busy, assignment)
-            return await streams.receive(services.spool, assignment.id, header, parts(), is_busy)
+            open_upload = functools.partial(services.spool.open, assignment.id)
+            return await streams.receive(open_upload, header, parts(), is_busy)
 
     async def submit_report(self, assignment: Assignment, request: fleet_pb2.ReportRequest) -> Verdict:
         """Validate a report and submit it to the coordinator. Raises `RefusedError` if it must be sent again."""
         services, update_bytes, norm = self._services, 0, None
+        if services.jobs.state(assignment.key.job_id).spec.gossip is not None:
+            raise RefusedError(Code.INVALID_REQUEST, _IS_GOSSIP)
         try:
             rule = build_rule(services.jobs.state(assignment.key.job_id).spec)
         except (PluginError, UserCodeError) as exc:  # of a plugin, which may fail at any call

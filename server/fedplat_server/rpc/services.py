@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from fedplat.rounds import AssignmentId, JobState, Participation, warm_start
+from fedplat.rounds import AssignmentId, AttemptKey, JobState, Participation, warm_start
 from fedplat.rounds.states import ENDED_JOBS, AttemptKind, Reason
 from fedplat_server.aggregation.secure_attempts import SecureAttempts
 from fedplat_server.auth.addresses import Origins
@@ -29,6 +29,7 @@ from fedplat_server.coordination.long_polls import LongPolls
 from fedplat_server.coordination.progress import ProgressTracker
 from fedplat_server.coordination.revocation import Revocation
 from fedplat_server.coordination.runner import Runner
+from fedplat_server.coordination.silence import SilenceMonitor
 from fedplat_server.database.jobs import JobRecord
 from fedplat_server.database.ports import Store
 from fedplat_server.errors import Code, RefusedError
@@ -37,6 +38,7 @@ from fedplat_server.records.lease import Lease
 from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.read_cache import Chunks, InlineModels
+from fedplat_server.storage.relay_store import RelayStore
 from fedplat_server.storage.spool import Spool
 from fedplat_server.training.evaluation import EvaluationScheduler
 from fedplat_server.webhooks.delivery import DeliveryTask
@@ -110,8 +112,14 @@ class JobRegistry:
     def needed_updates(self) -> list[AssignmentId]:
         """Return the updates that are needed after a restart: those of open assignments."""
         states = [self.state(job_id) for job_id in self._records]
-        open_assignments = [assignment for state in states for assignment in state.open_assignments]
+        with_updates = [state for state in states if state.spec.gossip is None]
+        open_assignments = [assignment for state in with_updates for assignment in state.open_assignments]
         return [assignment.id for assignment in open_assignments if assignment.kind is AttemptKind.TRAIN]
+
+    def open_exchanges(self) -> list[AttemptKey]:
+        """Return the open attempts of decentralised jobs."""
+        attempts = [self.state(job_id).open_attempt for job_id in self._records]
+        return [each.key for each in attempts if each is not None and self.state(each.key.job_id).spec.gossip]
 
     def pending_warm_starts(self) -> frozenset[str]:
         """Return the ids of the jobs whose warm start is still to run or running."""
@@ -161,6 +169,8 @@ class Services:
     chunks: Chunks
     inline_models: InlineModels
     spool: Spool
+    relay: RelayStore
+    silence: SilenceMonitor
     secure: SecureAttempts
     evaluation: EvaluationScheduler
     quotas: Quotas

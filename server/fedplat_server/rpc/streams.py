@@ -12,7 +12,6 @@ from typing import NamedTuple, Protocol, TypeVar
 from fedplat import durable
 from fedplat.errors import ModelError
 from fedplat.model import Parameters
-from fedplat.rounds import AssignmentId
 from fedplat.wire import pieces
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import crash_points
@@ -23,7 +22,6 @@ from fedplat_server.rpc import validation
 from fedplat_server.storage import files
 from fedplat_server.storage.blobs import Blob, BlobStore
 from fedplat_server.storage.read_cache import Chunks
-from fedplat_server.storage.spool import Spool
 from fedplat_server.storage.spool_file import OpenUpload
 
 
@@ -88,19 +86,19 @@ async def send(chunks: Chunks, blobs: BlobStore, digest: str, offset: int) -> As
 
 
 async def receive(
-    spool: Spool,
-    key: AssignmentId,
+    open_upload: Callable[[str, int, int], OpenUpload],
     header: fleet_pb2.UploadHeader,
     parts: AsyncIterator[durable.Bytes],
     is_busy: Callable[[], bool],
 ) -> int:
     """Append parts to an upload until they end; return the number of bytes stored so far.
 
-    Raises `RefusedError` if the offset is wrong, or once the client no longer works on the assignment (`is_busy`).
+    `open_upload` blocks; it gets the digest, the size and the offset. Raises `RefusedError` if the offset is wrong, or
+    once the file is not wanted any more (`is_busy`).
     """
     digest = validation.digest(header.digest)
     try:
-        upload = await asyncio.to_thread(spool.open, key, digest, header.size_bytes, header.offset)
+        upload = await asyncio.to_thread(open_upload, digest, header.size_bytes, header.offset)
         try:
             await _write(upload, parts, is_busy)
             if upload.received == header.size_bytes:

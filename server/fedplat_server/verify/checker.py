@@ -112,6 +112,8 @@ def _count(report: Report, unit: Unit) -> None:
 
 def _add_references(needed: dict[str, files.ReferencedFiles], job: StoredJob) -> None:
     for version in job.versions:
+        if version.is_held_by_clients:
+            continue
         place = Location(job.row.job_id, version=version.version)
         # Versions may share blobs: an entry with a size must not be replaced by one without.
         if version.model_removed_unix_s is None:

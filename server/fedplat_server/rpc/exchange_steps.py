@@ -1,0 +1,214 @@
+"""The steps of decentralised jobs: validates what silos report, submits it, and returns what they have to do.
+
+`fedplat.gossip.steps.instruct` derives an instruction from the stored state of the job, so a silo may repeat a call,
+and a restarted server answers as before. No message has a model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Collection, Mapping
+from typing import TypeAlias
+
+from fedplat import auth, claims
+from fedplat.errors import GossipError, SecureAggregationError
+from fedplat.gossip import ring, steps
+from fedplat.gossip.messages import Announcement
+from fedplat.gossip.state import GossipState
+from fedplat.gossip.steps import AdoptMean, Announce, Contact, MixModels, OfferKey, Progress, SiloMessage, Step, Wait
+from fedplat.rounds import Assignment, AttemptKey, JobState
+from fedplat.rounds.events import SiloReported
+from fedplat.rounds.exchange import state_of
+from fedplat.rounds.states import AssignmentState, Reason
+from fedplat.secure_aggregation.messages import KEY_BYTES, SIGNATURE_BYTES
+from fedplat.secure_aggregation.primitives import is_signature
+from fedplat.secure_aggregation.relay import RelayExchange, RelayKey, RelayMember
+from fedplat.wire.v1 import fleet_pb2
+from fedplat_server.coordination.check_in import RETRY_SOON
+from fedplat_server.database.clients import ClientRecord
+from fedplat_server.errors import Code, RefusedError
+from fedplat_server.rpc import convert, validation
+from fedplat_server.rpc.services import Services
+from fedplat_server.storage import files
+
+_MAX_ROUND_BYTES = 64 * steps.MAX_MESSAGE_BYTES
+"""Total size of a silo's messages in a round, with those that it repeats."""
+_FILE_FACTOR = 4
+_FILE_EXTRA = 64 * 2**10
+"""A silo's file has at most `_FILE_FACTOR` times the bytes of the model (float64 for bf16), and so many more."""
+_MAX_KNOWN = 100
+_Response: TypeAlias = fleet_pb2.ExchangeStepResponse
+
+
+class ExchangeSteps:
+    """Handles the steps of silos for their assignments."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._waiting: dict[str, dict[str, Contact]] = {}  # by job: who waits for the mean in the relay
+
+    def setup(self, job: JobState) -> bytes:
+        """Return the setup of a silo's assignment; b"" for jobs that are not decentralised."""
+        mode = job.spec.gossip
+        if mode is None:
+            return b""
+        trains = state_of(job).round <= job.spec.rounds
+        return steps.encode(steps.ExchangeSetup(trains=trains, exchange=mode.exchange, gamma=mode.gamma))
+
+    def list_waiting(self, job_id: str) -> Collection[str]:
+        """Return the silos of a job that wait for the last mean in the relay."""
+        return self._waiting.get(job_id, {}).keys()
+
+    async def take(
+        self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.ExchangeStepRequest
+    ) -> fleet_pb2.ExchangeStepResponse:
+        """Take a step; return what the silo has to do once there is something, after at most `request.wait_s`.
+
+        Raises `RefusedError` if the message is invalid, or if the job is not a decentralised one.
+        """
+        if self._services.jobs.state(assignment.key.job_id).spec.gossip is None:
+            raise RefusedError(Code.INVALID_REQUEST, "the job of this assignment is not a decentralised one")
+        if len(request.known) > _MAX_KNOWN:
+            raise RefusedError(Code.INVALID_REQUEST, f"known has more than {_MAX_KNOWN} characters")
+        done = Progress(
+            validation.number(request.mixed_round, "mixed_round"),
+            validation.number(request.adopted_round, "adopted_round"),
+        )
+        if request.message:
+            await self._receive(client, assignment, request.message, done)
+        wait_s = validation.wait_s(request.wait_s, self._services.config.limits)
+        return await self._wait(assignment, done, request.known, wait_s)
+
+    # --- what silos report -----------------------------------------------------------------------------------
+
+    async def _receive(self, client: ClientRecord, assignment: Assignment, content: bytes, done: Progress) -> None:
+        """Validate a message, and submit it if the silo's round is not over."""
+        job, key = self._services.jobs.state(assignment.key.job_id), assignment.key
+        if not assignment.is_busy:
+            return
+        self._services.quotas.step(client.client_id, key, _MAX_ROUND_BYTES, len(content))
+        try:
+            message = steps.decode_message(content)
+            self._check(client, job, key, message)
+            events = steps.to_events(client.client_id, key.round, done.mixed_round, message)
+        except (GossipError, SecureAggregationError) as exc:
+            limit = self._services.config.limits.max_text
+            raise RefusedError(Code.INVALID_REQUEST, validation.text(str(exc), limit)) from exc
+        metrics: Mapping[str, float] = message.metrics if isinstance(message, Announce) else {}
+        await self._services.runner.submit(SiloReported(key, client.client_id, tuple(events), metrics))
+        if isinstance(message, Announce):
+            self._await_mean(client, job.job_id, message.model, done)
+
+    def _check(self, client: ClientRecord, job: JobState, key: AttemptKey, message: SiloMessage) -> None:
+        """Raise `GossipError` or `SecureAggregationError` for a message that no honest silo sends."""
+        match message:
+            case Announce():
+                problem = claims.check_examples(message.model.num_examples)
+                problem = problem or claims.check_metrics(message.metrics, self._services.config.limits.metrics)
+                if problem:
+                    raise GossipError(problem)
+                _check_files(message.model, _FILE_FACTOR * job.latest.size_bytes + _FILE_EXTRA)
+                _check_relay_key(client, key, message.model)
+            case OfferKey():
+                payload = ring.key_payload(key.job_id, key.round, message.attempt, client.client_id, message.key)
+                if not is_signature(client.public_key, message.signature, payload):
+                    raise GossipError("the key for the ring is not signed with the key with which the silo is enrolled")
+            case _:
+                pass
+
+    def _await_mean(self, client: ClientRecord, job_id: str, model: Announcement, done: Progress) -> None:
+        """Ask the silos that have the mean for it, if one has announced a model without it and may need the relay."""
+        job = self._services.jobs.state(job_id)
+        state, attempt = state_of(job), job.open_attempt
+        found = steps.instruct(state, client.client_id, done, lambda name: Contact(name, client.public_key))
+        if not isinstance(found, AdoptMean) or attempt is None:
+            self._waiting.get(job_id, {}).pop(client.client_id, None)
+            return
+        own = Contact(client.client_id, client.public_key, model.address, model.relay_key, model.relay_signature)
+        self._waiting.setdefault(job_id, {})[client.client_id] = own
+        self._services.long_polls.advance(attempt.key)
+
+    # --- what silos have to do -------------------------------------------------------------------------------
+
+    async def _wait(self, assignment: Assignment, done: Progress, known: str, wait_s: float) -> _Response:
+        clock = asyncio.get_running_loop().time
+        ends_at = clock() + wait_s
+        while True:
+            with self._services.long_polls.open_step(*assignment.id) as changed:
+                response, is_new = await self._find(assignment, done, known)
+                if is_new or clock() >= ends_at:
+                    return response
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), ends_at - clock())
+            await self._services.clients.find(assignment.client_id)  # it may have been revoked meanwhile
+
+    async def _find(self, before: Assignment, done: Progress, known: str) -> tuple[_Response, bool]:
+        """Return what a silo has to do now, and whether it should be told at once."""
+        job = self._services.jobs.state(before.key.job_id)
+        assignment = job.find(*before.id) or await self._services.store.jobs.find_assignment(before.token_hash)
+        if assignment is None or not (assignment.is_busy or assignment.state is AssignmentState.MERGED):
+            reason = assignment.reason if assignment is not None else None
+            return _Response(refusal=convert.refusal(reason or Reason.STALE, RETRY_SOON)), True
+        step = await self._make_step(job, assignment, done)
+        is_waiting = isinstance(step.instruction, Wait)
+        is_new = step.known != known if known else not is_waiting
+        is_over = isinstance(step.instruction, steps.Leave)
+        return _Response(step=steps.encode(step)), is_new or is_over
+
+    async def _make_step(self, job: JobState, assignment: Assignment, done: Progress) -> Step:
+        state, silo = state_of(job), assignment.client_id
+        records = await self._services.clients.find_all(_list_silos(state))
+        contacts = {name: _make_contact(record, state.announced.get(name)) for name, record in records.items()}
+        instruction = steps.instruct(state, silo, done, contacts.__getitem__)
+        is_over = not assignment.is_busy and not isinstance(instruction, MixModels | AdoptMean)
+        waiting = self._waiting.get(job.job_id, {})
+        receivers = {name: waiting.get(name, Contact(name, records[name].public_key)) for name in records}
+        revoked = {name for name, record in records.items() if record.revoked_unix_s is not None}
+        return Step(
+            instruction=steps.Leave() if is_over else instruction,
+            known=f"{assignment.key.number}.{state.timer}.{len(waiting)}",
+            round=assignment.key.round,
+            remaining_s=max(assignment.deadline_at - self._services.runner.now, 0.0) if assignment.is_busy else 0.0,
+            model_receivers=tuple(
+                contacts[name] for name in steps.list_model_receivers(state, silo) if name not in revoked
+            ),
+            mean_receivers=tuple(
+                receivers[name] for name in steps.list_mean_receivers(state, silo) if name not in revoked
+            ),
+        )
+
+
+def _list_silos(state: GossipState) -> list[str]:
+    """Return all silos that a step may name."""
+    holders = state.average.holders if state.average is not None else ()
+    return sorted({*state.announced, *state.members, *state.away, *holders})
+
+
+def _make_contact(record: ClientRecord, model: Announcement | None) -> Contact:
+    """Return a silo as others see it; without what it has announced in this round, if it has not."""
+    if model is None:
+        return Contact(record.client_id, record.public_key)
+    return Contact(record.client_id, record.public_key, model.address, model.relay_key, model.relay_signature)
+
+
+def _check_files(model: Announcement, limit: int) -> None:
+    """Raise `GossipError` for files that are no model of the job, or an address that is none."""
+    if model.address and not auth.is_address(model.address):
+        raise GossipError(f"the address is {model.address[:100]!r}; expected host:port")
+    digests = [model.digest, *((model.delta.digest, model.delta.base) if model.delta is not None else ())]
+    if not all(map(files.is_digest, digests)):
+        raise GossipError("a digest must be 64 lower-case hexadecimal digits")
+    largest = max(model.size_bytes, model.delta.size_bytes if model.delta is not None else 0)
+    if largest > limit:
+        raise GossipError(f"the file has {largest} bytes; expected at most {limit} for this model")
+
+
+def _check_relay_key(client: ClientRecord, key: AttemptKey, model: Announcement) -> None:
+    """Raise `GossipError` or `SecureAggregationError` unless the silo's key for the relay is its own, if it has one."""
+    if not model.relay_key and not model.relay_signature:
+        return
+    if len(model.relay_key) != KEY_BYTES or len(model.relay_signature) != SIGNATURE_BYTES:
+        raise GossipError(f"the relay key has {len(model.relay_key)} bytes; expected {KEY_BYTES}, with a signature")
+    member = RelayMember(client.client_id, client.public_key, RelayKey(model.relay_key, model.relay_signature))
+    RelayExchange(*key).verify(member)

@@ -1,0 +1,126 @@
+"""The relay: files that silos of a decentralised job send each other, encrypted, within what the job's state allows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Callable, Collection, Generator
+from pathlib import Path
+
+from fedplat import durable
+from fedplat.gossip import steps
+from fedplat.rounds import Assignment
+from fedplat.rounds.exchange import state_of
+from fedplat.secure_aggregation.relay import sealed_bytes
+from fedplat.wire.v1 import fleet_pb2
+from fedplat_server.errors import Code, RefusedError
+from fedplat_server.rpc import memory, streams, validation
+from fedplat_server.rpc.services import Services
+from fedplat_server.storage.relay_store import RelayedFile
+
+MAX_NAME = 200
+"""Maximum length of a file's name, and of a client's id."""
+
+
+class Relay:
+    """Receives files from silos and sends them to their receivers. `list_waiting` returns who waits for a mean."""
+
+    def __init__(self, services: Services, list_waiting: Callable[[str], Collection[str]]) -> None:
+        self._services = services
+        self._list_waiting = list_waiting
+        self._waiting: dict[RelayedFile, set[asyncio.Event]] = {}
+
+    async def receive(
+        self, assignment: Assignment, header: fleet_pb2.UploadHeader, messages: AsyncIterator[streams.UploadMessage]
+    ) -> int:
+        """Receive a file from the header's offset on; return the number of bytes stored so far.
+
+        Raises `RefusedError`, also for a file that the job does not need from this silo.
+        """
+        services, key = self._services, _key(assignment, header.receiver, header.name)
+        limit = self._find_limit(assignment, key)
+        if limit is None:
+            raise RefusedError(Code.STALE_ASSIGNMENT, "no silo waits for this file")
+        if header.size_bytes > limit:
+            text = f"the file has {header.size_bytes} bytes; at most {limit} are accepted for it"
+            raise RefusedError(Code.TOO_LARGE, text)
+        num_silos = max(len(state_of(services.jobs.state(key.attempt.job_id)).announced), 1)
+
+        async def parts() -> AsyncIterator[durable.Bytes]:
+            async for part in messages:
+                services.quotas.upload(assignment.client_id, key.attempt, num_silos * limit, len(part.data))
+                yield part.data
+
+        size_bytes = min(max(header.size_bytes - header.offset, 0), memory.UPLOAD_BYTES)
+        async with services.memory.uploads.share(size_bytes):
+            open_upload = functools.partial(services.relay.open, key)
+            is_wanted = functools.partial(self._is_wanted, assignment, key)
+            received = await streams.receive(open_upload, header, parts(), is_wanted)
+        if received == header.size_bytes:
+            for event in self._waiting.get(key, ()):
+                event.set()
+        return received
+
+    async def count_received(self, assignment: Assignment, request: fleet_pb2.QueryUploadRequest) -> int:
+        """Return the number of bytes of a file that were received, where its upload resumes."""
+        key, digest = _key(assignment, request.receiver, request.name), validation.digest(request.digest)
+        return await asyncio.to_thread(self._services.relay.count_received, key, digest)
+
+    async def send(self, assignment: Assignment, request: fleet_pb2.DownloadRequest) -> AsyncIterator[bytes]:
+        """Yield a file for a silo, as messages `Chunk`; wait for it at most `request.wait_s`. Raises `RefusedError`."""
+        key = RelayedFile(assignment.key, _name(request.sender), assignment.client_id, _name(request.name))
+        path = await self._wait(key, validation.wait_s(request.wait_s, self._services.config.limits))
+        size_bytes = (await asyncio.to_thread(path.stat)).st_size
+        if request.offset > size_bytes:
+            text = f"the offset is {request.offset}, but the file has {size_bytes} bytes"
+            raise RefusedError(Code.WRONG_OFFSET, text)
+        async with contextlib.aclosing(self._services.chunks.messages(path, request.offset, size_bytes)) as messages:
+            async for message in messages:
+                yield message
+
+    async def _wait(self, key: RelayedFile, wait_s: float) -> Path:
+        with self._arrival(key) as arrived:
+            path = await asyncio.to_thread(self._services.relay.find, key)
+            if path is None:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(arrived.wait(), wait_s)
+                path = await asyncio.to_thread(self._services.relay.find, key)
+        if path is None:
+            raise RefusedError(Code.NOT_SENT_YET)
+        return path
+
+    @contextlib.contextmanager
+    def _arrival(self, key: RelayedFile) -> Generator[asyncio.Event]:
+        """Yield an event that is set when the file has arrived."""
+        event = asyncio.Event()
+        self._waiting.setdefault(key, set()).add(event)
+        try:
+            yield event
+        finally:
+            self._waiting[key].discard(event)
+            if not self._waiting[key]:
+                del self._waiting[key]
+
+    def _is_wanted(self, assignment: Assignment, key: RelayedFile) -> bool:
+        return self._find_limit(assignment, key) is not None
+
+    def _find_limit(self, assignment: Assignment, key: RelayedFile) -> int | None:
+        """Return the bytes that a file may have; None if the silo may not send it now."""
+        job = self._services.jobs.state(key.attempt.job_id)
+        current = job.find(*assignment.id)
+        if job.gossip is None or current is None or not current.is_busy:
+            return None
+        waiting = self._list_waiting(job.job_id)
+        size_bytes = steps.relayed_bytes(job.gossip, key.sender, key.receiver, key.name, waiting)
+        return None if size_bytes is None else sealed_bytes(size_bytes)
+
+
+def _key(assignment: Assignment, receiver: str, name: str) -> RelayedFile:
+    return RelayedFile(assignment.key, assignment.client_id, _name(receiver), _name(name))
+
+
+def _name(text: str) -> str:
+    if not 1 <= len(text) <= MAX_NAME:
+        raise RefusedError(Code.INVALID_REQUEST, f"a client or file must be named by 1 to {MAX_NAME} characters")
+    return text
