@@ -18,6 +18,8 @@ _STEPS = {
     admin_pb2.ATTEMPT_PHASE_COLLECTING: "have sent their masked update",
     admin_pb2.ATTEMPT_PHASE_CONFIRMING: "have confirmed whose updates are in the sum",
     admin_pb2.ATTEMPT_PHASE_UNMASKING: "have sent the shares that remove the masks",
+    admin_pb2.ATTEMPT_PHASE_EXCHANGING: "have the models of their neighbours",
+    admin_pb2.ATTEMPT_PHASE_REDUCING: "have the mean of the ring",
 }
 
 
@@ -93,7 +95,7 @@ def largest_loss(attempt: admin_pb2.Round) -> str:
 
 
 def describe_step(progress: admin_pb2.AttemptProgress) -> str:
-    """Return how far a step of secure aggregation is: `8 of 10 clients have sent ...`; empty without one."""
+    """Return how far a step of secure aggregation or of an exchange is: `8 of 10 clients ...`; empty without one."""
     step = progress.step
     if step.phase not in _STEPS:
         return ""

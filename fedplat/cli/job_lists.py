@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fedplat.admin import exchange
 from fedplat.cli import assignments, completion, formats, lists, times, watch
 from fedplat.cli.assignments import StateOption
 from fedplat.cli.lists import LimitOption, Order, WatchOption
@@ -194,6 +195,10 @@ def job_fields(job: admin_pb2.Job) -> dict[str, str]:
         "updates": _encoding(job),
         "created": formats.moment(job.created_unix_s),
     }
+    if job.HasField("exchange"):
+        fields["exchange"] = exchange.describe(job.exchange)
+        if job.exchange.num_unreachable:
+            fields["unreachable"] = exchange.join_names(job.exchange.unreachable, job.exchange.num_unreachable)
     if job.HasField("clocks"):
         fields["clocks"] = describe_clocks(job.clocks)
     if job.plugins:
@@ -266,9 +271,7 @@ def describe_clocks(clocks: admin_pb2.Clocks) -> str:
     """Describe the clocks of the clients of a job: the slowest, the fastest, who waits, and how many rest."""
     text = f"{clocks.minimum} to {clocks.maximum}, of {format_count(clocks.num_members, 'client')}"
     if clocks.num_withheld:
-        more = clocks.num_withheld - len(clocks.withheld)
-        names = ", ".join(clocks.withheld) + (f" and {more} more" if more else "")
-        text += f"; waiting for slower ones: {names}"
+        text += f"; waiting for slower ones: {exchange.join_names(clocks.withheld, clocks.num_withheld)}"
     if clocks.num_resting:
         text += f"; at rest after they have left: {format_count(clocks.num_resting, 'client')}"
     return text

@@ -66,6 +66,8 @@ def _delta_size(version: admin_pb2.ModelVersion) -> str:
 def _files(version: admin_pb2.ModelVersion) -> str:
     """Describe the files of a version that are kept, and the version that it repeats."""
     kept = "removed" if version.model_removed_unix_s else "model"
+    if version.held_by_clients:
+        kept = "at the clients"
     if version.has_state:
         kept += ", state"
     return kept + (f" (restored from {version.restored_from})" if version.HasField("restored_from") else "")

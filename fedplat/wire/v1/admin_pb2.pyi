@@ -1317,7 +1317,7 @@ class AttemptProgress(_message.Message):
     """The client with the least progress."""
     @_builtins.property
     def step(self) -> Global___SecureStepProgress:
-        """The step of a secure aggregation; unset without one."""
+        """The step of a secure aggregation, or of the exchange of a decentralised job; unset without one."""
 
     def __init__(
         self,

@@ -9,13 +9,14 @@ import dataclasses
 import statistics
 from collections.abc import Iterable
 
+from fedplat.gossip.state import GossipPhase, GossipState
 from fedplat.rounds import Assignment, Attempt, AttemptKey, Change
 from fedplat.rounds.states import AssignmentState, AttemptPhase
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SecureStepProgress:
-    """How many clients have done their part of a step of secure aggregation, and how many are to do it."""
+class StepProgress:
+    """How many clients have done their part of a step of secure aggregation or of an exchange, and how many are to."""
 
     phase: AttemptPhase
     num_done: int
@@ -27,7 +28,8 @@ class ProgressSummary:
     """The progress of an attempt's clients: fractions of the work, 0 to 1, of those that train and sent a heartbeat.
 
     `median` and `minimum` are None, and `slowest_client_id` is empty, while no such client is known. Of several clients
-    with the least fraction the slowest is the one that began first. `step` is that of a secure aggregation.
+    with the least fraction the slowest is the one that began first. `step` is that of a secure aggregation, or of the
+    exchange of a decentralised job.
     """
 
     num_training: int
@@ -36,7 +38,7 @@ class ProgressSummary:
     median: float | None = None
     minimum: float | None = None
     slowest_client_id: str = ""
-    step: SecureStepProgress | None = None
+    step: StepProgress | None = None
 
 
 class ProgressTracker:
@@ -65,9 +67,12 @@ class ProgressTracker:
                 if not assignment.is_busy:
                     self._fractions.pop((assignment.key, assignment.client_id), None)
 
-    def summarize(self, attempt: Attempt) -> ProgressSummary | None:
-        """Return the progress of an attempt's clients; None if the attempt waits for none."""
-        step = find_step(attempt)
+    def summarize(self, attempt: Attempt, exchange: GossipState | None = None) -> ProgressSummary | None:
+        """Return the progress of an attempt's clients; None if the attempt waits for none.
+
+        `exchange` is the state of a decentralised job.
+        """
+        step = find_step(attempt) if exchange is None else find_exchange_step(exchange)
         if not attempt.num_busy and step is None:
             return None
         training = [each for each in attempt.busy if each.state is AssignmentState.TRAINING]
@@ -85,7 +90,7 @@ class ProgressTracker:
         return dataclasses.replace(summary, median=median, minimum=minimum, slowest_client_id=slowest)
 
 
-def find_step(attempt: Attempt) -> SecureStepProgress | None:
+def find_step(attempt: Attempt) -> StepProgress | None:
     """Return the progress of a step of secure aggregation; None if the attempt is in no step."""
     counts, phase = attempt.counts, attempt.phase
     advertised, shared, uploading, reported = (
@@ -99,15 +104,28 @@ def find_step(attempt: Attempt) -> SecureStepProgress | None:
     )
     match phase:
         case AttemptPhase.ADVERTISING:
-            return SecureStepProgress(phase, advertised, attempt.goal)
+            return StepProgress(phase, advertised, attempt.goal)
         case AttemptPhase.SHARING:
-            return SecureStepProgress(phase, shared, advertised + shared)
+            return StepProgress(phase, shared, advertised + shared)
         case AttemptPhase.COLLECTING if any(each.secure is not None for each in attempt.assignments.values()):
-            return SecureStepProgress(phase, reported, shared + uploading + reported)
+            return StepProgress(phase, reported, shared + uploading + reported)
         case AttemptPhase.CONFIRMING:
-            return SecureStepProgress(phase, _count_messages(attempt, "confirmation"), reported)
+            return StepProgress(phase, _count_messages(attempt, "confirmation"), reported)
         case AttemptPhase.UNMASKING:
-            return SecureStepProgress(phase, _count_messages(attempt, "answer"), reported)
+            return StepProgress(phase, _count_messages(attempt, "answer"), reported)
+        case _:
+            return None
+
+
+def find_exchange_step(state: GossipState) -> StepProgress | None:
+    """Return how many silos have the models of their neighbours, or the mean; None while models are announced."""
+    match state.phase:
+        case GossipPhase.EXCHANGING:
+            num_silos = len(state.announced)
+            return StepProgress(AttemptPhase.EXCHANGING, num_silos - len(state.awaited), num_silos)
+        case GossipPhase.OFFERING_KEYS | GossipPhase.REDUCING:
+            num_silos = len(state.offers) or len(state.candidates)
+            return StepProgress(AttemptPhase.REDUCING, len(state.completed), num_silos)
         case _:
             return None
 

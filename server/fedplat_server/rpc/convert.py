@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 from msgspec import structs
@@ -25,8 +26,8 @@ from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
 from fedplat_server.coordination.progress import ProgressSummary
 from fedplat_server.database.jobs import AttemptRecord, HistoryRecord, JobRecord, VersionRecord
 
-MAX_WITHHELD = 10
-"""Number of clients of a job that wait for slower ones which a description of the job names."""
+MAX_NAMED = 10
+"""Number of clients which a description of a job names: those that wait for slower ones, or are unreachable."""
 
 REASONS: Mapping[Reason, model_pb2.Reason.ValueType] = {
     reason: model_pb2.Reason.Value(f"REASON_{reason.name}") for reason in Reason
@@ -35,6 +36,8 @@ _REASONS_BACK = {wire: reason for reason, wire in REASONS.items()}
 STATUSES = {status: admin_pb2.JobStatus.Value(f"JOB_STATUS_{status.name}") for status in JobStatus}
 KINDS = {kind: admin_pb2.AttemptKind.Value(f"ATTEMPT_KIND_{kind.name}") for kind in AttemptKind}
 _PHASES = {phase: admin_pb2.AttemptPhase.Value(f"ATTEMPT_PHASE_{phase.name}") for phase in AttemptPhase}
+_ANNOUNCED_PHASES = frozenset({AttemptPhase.COLLECTING, AttemptPhase.EXCHANGING, AttemptPhase.REDUCING})
+"""Phases in which only silos of a decentralised job are ADVERTISED."""
 TASKS = {AttemptKind.TRAIN: fleet_pb2.TASK_TRAIN, AttemptKind.EVALUATE: fleet_pb2.TASK_EVALUATE}
 
 
@@ -113,6 +116,7 @@ def job(record: JobRecord, current: admin_pb2.Round | None) -> admin_pb2.Job:
         restored_from=state.latest.restored_from,
         plugins=plugins(state.plugins),
         clocks=clocks(state),
+        exchange=exchange(state),
     )
 
 
@@ -126,8 +130,29 @@ def clocks(state: JobState) -> admin_pb2.Clocks | None:
         maximum=found.maximum,
         num_members=len(found.clocks),
         num_withheld=len(withheld),
-        withheld=withheld[:MAX_WITHHELD],
+        withheld=withheld[:MAX_NAMED],
         num_resting=len(found.list_resting()),
+    )
+
+
+def exchange(state: JobState) -> admin_pb2.Exchange | None:
+    """Encode the exchanges of a decentralised job; None for other jobs, and before it begins."""
+    mode, found = state.spec.gossip, state.gossip
+    if mode is None or found is None:
+        return None
+    relative = found.consensus.relative
+    return admin_pb2.Exchange(
+        topology=mode.topology,
+        kind=mode.exchange,
+        num_silos=len(found.members),
+        num_edges=len(found.edges),
+        num_confirmed=found.confirmed,
+        relative_distance=relative if math.isfinite(relative) else None,
+        tolerance=mode.tolerance,
+        num_unreachable=len(found.away),
+        unreachable=sorted(found.away)[:MAX_NAMED],
+        ring_attempt=found.attempt,
+        excluded=sorted(found.excluded)[:MAX_NAMED],
     )
 
 
@@ -168,7 +193,7 @@ def round_(
         goal=attempt.goal,
         minimum=attempt.minimum,
         assigned=sum(counts.values()),
-        reported=counts[AssignmentState.REPORTED] + counts[AssignmentState.MERGED],
+        reported=_count_reported(attempt),
         late=counts[AssignmentState.LATE],
         failed=counts[AssignmentState.FAILED],
         rejected=counts[AssignmentState.REJECTED],
@@ -194,6 +219,14 @@ def round_(
     )
 
 
+def _count_reported(attempt: AttemptRecord) -> int:
+    """Return how many clients have reported; silos of a decentralised job have announced their model."""
+    states = [AssignmentState.REPORTED, AssignmentState.MERGED]
+    if attempt.phase in _ANNOUNCED_PHASES:
+        states.append(AssignmentState.ADVERTISED)
+    return sum(attempt.counts.get(state, 0) for state in states)
+
+
 def version(record: VersionRecord, spec: JobSpec) -> admin_pb2.ModelVersion:
     """Encode a model version; for a private job without the total weight, which depends on the clients' examples."""
     return admin_pb2.ModelVersion(
@@ -207,6 +240,7 @@ def version(record: VersionRecord, spec: JobSpec) -> admin_pb2.ModelVersion:
         restored_from=record.version.restored_from,
         model_removed_unix_s=record.model_removed_unix_s or 0.0,
         state_removed_unix_s=record.state_removed_unix_s or 0.0,
+        held_by_clients=record.version.is_held_by_clients,
         has_state=bool(record.version.state_digest) and record.state_removed_unix_s is None,
     )
 

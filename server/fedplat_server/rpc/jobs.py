@@ -278,10 +278,11 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         return [self._round(attempt, metrics.get(attempt.key[1:], {})) for attempt in attempts]
 
     def _round(self, record: AttemptRecord, server_metrics: Mapping[str, float]) -> admin_pb2.Round:
-        attempt = self._services.jobs.state(record.key.job_id).open_attempt
+        job = self._services.jobs.state(record.key.job_id)
+        attempt = job.open_attempt
         if attempt is None or attempt.key != record.key:
             return convert.round_(record, server_metrics)
-        return convert.round_(record, server_metrics, self._services.progress.summarize(attempt))
+        return convert.round_(record, server_metrics, self._services.progress.summarize(attempt, job.gossip))
 
     async def _find_version(self, job: JobState, number: int) -> VersionRecord:
         """Return the version of this number. Raises `RefusedError` if it is unknown, or its file was removed."""

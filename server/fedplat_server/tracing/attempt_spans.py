@@ -29,6 +29,8 @@ _PHASES = {
     AttemptPhase.COLLECTING: "collect",
     AttemptPhase.CONFIRMING: "confirm",
     AttemptPhase.UNMASKING: "unmask",
+    AttemptPhase.EXCHANGING: "exchange",
+    AttemptPhase.REDUCING: "reduce",
     AttemptPhase.COMMITTING: "commit",
 }
 _FAILED = frozenset({AssignmentState.FAILED, AssignmentState.REJECTED, AssignmentState.LATE})
