@@ -51,6 +51,7 @@ from fedplat.gossip.messages import (
     SetTimer,
     SiloAnnounced,
     SiloDeparted,
+    SiloReturned,
     TimerPassed,
 )
 from fedplat.gossip.state import GossipPhase, GossipRules, GossipState
@@ -101,6 +102,8 @@ def step(state: GossipState, event: GossipEvent) -> Step:
             return _on_broken(state, event)
         case SiloDeparted():
             return _on_departed(state, event)
+        case SiloReturned():
+            return _on_returned(state, event)
         case TimerPassed():
             return _on_timer(state) if event.timer == state.timer else (state, ())
 
@@ -216,6 +219,12 @@ def _on_departed(state: GossipState, event: SiloDeparted) -> Step:
             return _close_ring(state)
         case _:
             return state, ()
+
+
+def _on_returned(state: GossipState, event: SiloReturned) -> Step:
+    if event.silo not in state.away or event.silo in state.announced:
+        return state, ()  # what it announced before it left does not count
+    return _change(state, away=state.away - {event.silo}, members=state.members | {event.silo}), ()
 
 
 def _on_timer(state: GossipState) -> Step:

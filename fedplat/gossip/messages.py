@@ -138,6 +138,12 @@ class SiloDeparted(Struct, frozen=True):
     silo: SiloName
 
 
+class SiloReturned(Struct, frozen=True):
+    """A silo that was gone is back and works for the round, so that the others wait for it again."""
+
+    silo: SiloName
+
+
 class TimerPassed(Struct, frozen=True):
     """The time of a phase is over; `timer` is that of its `SetTimer`."""
 
@@ -145,7 +151,15 @@ class TimerPassed(Struct, frozen=True):
 
 
 GossipEvent = (
-    SiloAnnounced | ModelReceived | ModelMissed | KeyOffered | RingCompleted | RingBroken | SiloDeparted | TimerPassed
+    SiloAnnounced
+    | ModelReceived
+    | ModelMissed
+    | KeyOffered
+    | RingCompleted
+    | RingBroken
+    | SiloDeparted
+    | SiloReturned
+    | TimerPassed
 )
 
 

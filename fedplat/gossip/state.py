@@ -58,7 +58,7 @@ class GossipState:
     neither success nor failure, and `received` has the squared distances of those that it has got.
 
     `announced`, `edges`, `offers`, `ring`, `completed` and `broken` are of the current round or attempt; `away`
-    are silos that left and have not announced a model since, and `members` those that have announced one and not left.
+    are silos that left and have not come back, and `members` those that have announced a model or come back since.
     `unfinished` are the offers of the last attempt of the round of which no silo has reported the mean. `suspects` are
     pairs of silos between which rings of this round broke, and `excluded` silos that no ring of it has any more.
     `consensus` is of the last exchange or ring, `average` the last committed mean, and `reason` why a phase was

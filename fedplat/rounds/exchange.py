@@ -26,6 +26,7 @@ from fedplat.gossip.messages import (
     SetTimer,
     SiloAnnounced,
     SiloDeparted,
+    SiloReturned,
     TimerPassed,
 )
 from fedplat.gossip.state import GossipPhase, GossipRules, GossipState
@@ -126,7 +127,10 @@ def assign(job: JobState, event: CandidatesDrawn, context: Context) -> Transitio
     if made and attempt.phase is AttemptPhase.SELECTING:
         phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COLLECTING)
         attempt = structs.replace(attempt, phase=phase)
-    return Transition(structs.replace(job, attempt=attempt.with_assignments(made)), tuple(commands))
+    state = state_of(job)
+    for client_id in event.client_ids:
+        state, _ = gossip.step(state, SiloReturned(client_id))
+    return Transition(structs.replace(job, attempt=attempt.with_assignments(made), gossip=state), tuple(commands))
 
 
 def reassign(job: JobState, assignment: Assignment, context: Context) -> Transition:

@@ -255,6 +255,23 @@ class RawClient(Signing):
             setattr(request, name, content)
         return await again(lambda: self.stub.SecureStep(request, metadata=self.signed("SecureStep", request)))
 
+    async def exchange_step(
+        self, token: str, wait_s: float = PATIENCE_S, **fields: Any
+    ) -> fleet_pb2.ExchangeStepResponse:
+        """Takes a step of a decentralised job."""
+        request = fleet_pb2.ExchangeStepRequest(token=token, wait_s=wait_s, **fields)
+        return await again(lambda: self.stub.ExchangeStep(request, metadata=self.signed("ExchangeStep", request)))
+
+    async def receive_file(self, token: str, sender: str, name: str, wait_s: float = PATIENCE_S) -> bytes:
+        """Downloads what another silo has sent to this one."""
+        request = fleet_pb2.DownloadRequest(token=token, sender=sender, name=name, wait_s=wait_s)
+
+        async def whole() -> bytes:
+            call = self.stub.Download(request, metadata=self.signed("Download", request))
+            return b"".join([chunk.data async for chunk in call])
+
+        return await again(whole)
+
     async def fail(self, token: str, reason: model_pb2.Reason.ValueType, text: str = "") -> None:
         request = fleet_pb2.FailRequest(token=token, reason=reason, text=text)
         await again(lambda: self.stub.Fail(request, metadata=self.signed("Fail", request)))

@@ -34,6 +34,7 @@ from fedplat.gossip.messages import (
     SetTimer,
     SiloAnnounced,
     SiloDeparted,
+    SiloReturned,
     TimerPassed,
 )
 from fedplat.gossip.state import GossipPhase, GossipRules, GossipState
@@ -172,6 +173,8 @@ class GossipDriver:
         here = [silo for silo in range(self._models.count) if self._takes_part(silo, number)]
         for silo in here:
             self._catch_up(silo)
+            if str(silo) in self.state.away:
+                self._after(0.0, SiloReturned, str(silo))
         for silo in range(self._models.count):
             if silo not in here and str(silo) not in self.state.away:
                 self._after(_SILENCES * self._spec.deadlines.heartbeat_s, self._depart, silo, number)
