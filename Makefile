@@ -22,7 +22,7 @@ BENCHMARKS := \
 	both_ways.py \
 	papers/private_utility.py
 
-.PHONY: all demo private secure warm-start large test test-slow test-all faults faults-page hostile fuzz flower soak soak-attackers check format proto bench bench-peers references papers papers-page bench-page job-reference metrics-page job-schema manifests dist compat docs images clean
+.PHONY: all demo private secure warm-start gossip large test test-slow test-all faults faults-page hostile fuzz flower soak soak-attackers check format proto bench bench-peers references papers papers-page bench-page job-reference metrics-page job-schema manifests dist compat docs images clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
@@ -44,6 +44,9 @@ secure: $(STAMP) ## the digits with secure aggregation: one server, forty client
 
 warm-start: $(STAMP) ## the server's ranks: a warm start on public digits, ten rounds, and the same without the pool
 	$(BIN)/python examples/warm_start/run.py
+
+gossip: $(STAMP) ## eight silos exchange models, two of them through the server, encrypted; the same work with FedAvg
+	$(BIN)/python examples/gossip/run.py
 
 large: $(STAMP) ## a model divided among ranks: a pool of four, two silos of two; the same losses in single processes
 	$(BIN)/python examples/large/run.py

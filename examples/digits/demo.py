@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -60,7 +60,7 @@ class Processes:
         # Many processes share this machine: with more than one thread each, they would slow each other down.
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "ERROR"}
 
-    def start(self, name: str, command: Sequence[str]) -> None:
+    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         """Start a process; its output goes to a log file with its name."""
         with (self._folder / f"{name}.log").open("ab") as log:
             self._running[name] = subprocess.Popen(
@@ -68,7 +68,7 @@ class Processes:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=self._environment,
+                env={**self._environment, **(environment or {})},
                 start_new_session=True,  # Ctrl-C reaches only the demo, which then stops them in order
             )
 
