@@ -31,9 +31,9 @@ OptionsOf = Callable[[int], dict[str, Any]]
 
 
 def make_setup(base: Parameters, *, noise: LocalNoise | None = None, minimum: int = 3, **options: Any) -> Setup:
-    """The setup of an attempt with this model."""
-    given: dict[str, Any] = {"metrics": {"loss": (0.0, 5.0)}} | options
-    chosen = SecureAggregation(**given)
+    """The setup of an attempt with this model; with noise, the metrics are not those of the options."""
+    bounds: dict[str, tuple[float, float]] = options.pop("metrics", {"loss": (0.0, 5.0)})
+    chosen = SecureAggregation(**options, metrics=bounds if noise is None else {})
     return Setup(
         job_id="job-1",
         round=1,
@@ -47,7 +47,7 @@ def make_setup(base: Parameters, *, noise: LocalNoise | None = None, minimum: in
             modulus=chosen.modulus,
             max_examples=100.0,
             max_clients=10,
-            metrics=tuple((name, *chosen.metrics[name]) for name in sorted(chosen.metrics)),
+            metrics=tuple((name, *bounds[name]) for name in sorted(bounds)),
             noise=noise,
         ),
         minimum=minimum,

@@ -200,10 +200,14 @@ def _read_setup(assignment: fleet_pb2.Assignment, options: ClientOptions) -> Set
 
 
 def _check_encoding(setup: Setup) -> None:
-    """Check that the client encodes its update as the job's options say."""
+    """Check that the client encodes its update as the job's options say.
+
+    With noise the metrics are those of `[privacy.metrics]`, which have noise of their own, and the options have none.
+    """
     options, encoding_ = setup.options, setup.encoding
-    metrics = tuple((name, *options.metrics[name]) for name in sorted(options.metrics))
-    if (encoding_.bits, encoding_.modulus, encoding_.metrics) != (options.bits, options.modulus, metrics):
+    stated = tuple((name, *options.metrics[name]) for name in sorted(options.metrics))
+    found = encoding_.metrics if encoding_.noise is None else ()
+    if (encoding_.bits, encoding_.modulus, found) != (options.bits, options.modulus, stated):
         raise SecureAggregationError("the encoding of the secure aggregation does not have the job's options")
 
 
