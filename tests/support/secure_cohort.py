@@ -17,7 +17,7 @@ import pytest
 from fedplat.model import Parameters
 from fedplat.secure_aggregation import encoding
 from fedplat.secure_aggregation.options import SecureAggregation
-from fedplat.secure_aggregation.setup import Encoding, LocalNoise, Setup
+from fedplat.secure_aggregation.setup import Encoding, LocalNoise, Setup, digest_task
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult
 from fedplat_client.cancellation import StopSignal
@@ -39,6 +39,7 @@ def make_setup(base: Parameters, *, noise: LocalNoise | None = None, minimum: in
         round=1,
         attempt=1,
         model_digest=hashlib.sha256(base.to_bytes()).hexdigest(),
+        task_digest=digest_task("digits", "digits", {}),
         options=chosen,
         encoding=Encoding(
             size=base.schema.num_floating,
