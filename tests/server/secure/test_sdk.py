@@ -85,7 +85,7 @@ async def test_clients_add_noise_to_their_updates_and_metrics(
     )
     job = await site.operator.start(text)
     own_floor = 1.0 / math.hypot(1.0 / deviation, 1.0 / of_metrics)  # of the model and the metrics together
-    async with running(site, tmp_path, ClientOptions(require_local_noise=True)):
+    async with running(site, tmp_path, ClientOptions(min_local_noise_multiplier=0.999 * own_floor)):
         await site.operator.until(job, "job", "COMPLETED")
     model, start = await site.operator.model(job), initial_model()
     spread = 6.0 * math.sqrt(2.0) * deviation * clip * math.sqrt(5 / 3) / len(NUMBERS)
