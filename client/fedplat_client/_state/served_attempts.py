@@ -26,9 +26,9 @@ class ServedAttempts:
         self._path = path
         self._limit = limit
 
-    def __contains__(self, attempt: tuple[str, int, int]) -> bool:
-        """Return whether an attempt was added: its job, round and number."""
-        return _digest(*attempt) in self._read()
+    def is_new(self, job_id: str, round: int, number: int) -> bool:
+        """Return whether an attempt was not added yet."""
+        return _digest(job_id, round, number) not in self._read()
 
     def add(self, job_id: str, round: int, number: int) -> bool:
         """Store an attempt durably; return False if it was there before."""

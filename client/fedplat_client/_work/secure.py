@@ -182,7 +182,7 @@ def open_exchange(
         setup = _read_setup(assignment, config)
         _check_limits(setup, options)
         participant = Participant(setup, key.public, key.sign, options.secure_limits(key.public))
-    _require_first(setup, lambda *attempt: attempt not in served)
+    _require_first(setup, served.is_new)
     return SecureExchange(setup, participant, served, connection, assignment.token, control)
 
 
