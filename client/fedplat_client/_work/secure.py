@@ -233,7 +233,7 @@ def _check_limits(setup: Setup, options: ClientOptions) -> None:
     if setup.minimum < options.min_secure_clients:
         raise SecureAggregationError(
             f"the job unmasks sums of {setup.minimum} clients; the owner of this client requires at least "
-            f"{options.min_secure_clients}: raise minimum_fraction or the goal in [selection]"
+            f"{options.min_secure_clients}: raise min_fraction or the goal in [selection]"
         )
     if options.requires_noise and setup.encoding.noise is None:
         raise SecureAggregationError(
