@@ -191,7 +191,7 @@ def count_masks(graph: Graph, survivors: Survivors) -> int:
 def make_setup(size: int, num_parameters: int) -> Setup:
     """Return the setup of a group of a job with the default options."""
     encoding = Encoding(size=num_parameters, clip=1.0, bits=20, modulus=32, max_examples=0.0, max_clients=size)
-    return Setup("j-benchmark", 1, 1, "0" * 64, SecureAggregation(), encoding, minimum=2)
+    return Setup("j-benchmark", 1, 1, "0" * 64, "0" * 64, SecureAggregation(), encoding, minimum=2)
 
 
 class Stopwatch:

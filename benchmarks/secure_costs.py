@@ -53,7 +53,7 @@ def run(num_clients: int, size: int, num_dropped: int) -> tuple[report.Cell, ...
     """Carry out one aggregation, and return its row."""
     options = SecureAggregation()
     described = Encoding(size=size, clip=1.0, bits=20, modulus=32, max_examples=0.0, max_clients=num_clients)
-    setup = Setup("bench", 1, 1, "digest", options, described, 3)
+    setup = Setup("bench", 1, 1, "digest", "task", options, described, 3)
     keys = [Ed25519PrivateKey.generate() for _ in range(num_clients)]
     clients, server = Clock(), Clock()
     public = [key.public_key().public_bytes_raw() for key in keys]

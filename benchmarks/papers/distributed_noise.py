@@ -1,6 +1,6 @@
 """Noise of clients compared with noise of the server: the 2NN on MNIST with 3,383 users, at the same epsilon.
 
-    python benchmarks/papers/distributed_noise.py --seeds 0 1
+    python benchmarks/papers/distributed_noise.py --seeds 0 1 2
     python benchmarks/papers/distributed_noise.py --quick
 
 As many users as EMNIST has in Andrew et al. 2021 (arXiv 1905.03871), with 17 or 18 images each. Each round draws 300 of

@@ -73,6 +73,8 @@ class _ClientCommandOptions(_IdentityOptions):
     mtls: bool
     require_secure_aggregation: bool
     require_local_noise: bool
+    min_local_noise_multiplier: float
+    require_confirmation: bool
     min_secure_clients: int
     min_secure_threshold: float
     trusted_clients: Path | None
@@ -170,6 +172,21 @@ _RUN_OPTIONS = (
         envvar="FEDPLAT_REQUIRE_LOCAL_NOISE",
         show_envvar=True,
         help='Refuse to train unless the client adds noise to its update itself: [privacy] trust = "none".',
+    ),
+    click.option(
+        "--min-local-noise-multiplier",
+        type=click.FloatRange(min=0.0),
+        default=0.0,
+        help="Smallest noise multiplier of a sum, from the noise that clients add to their updates; above 0 it implies "
+        "--require-local-noise.",
+    ),
+    click.option(
+        "--require-confirmation",
+        is_flag=True,
+        envvar="FEDPLAT_REQUIRE_CONFIRMATION",
+        show_envvar=True,
+        help="Refuse secure aggregations in which clients do not confirm the survivors to each other: "
+        "[secure_aggregation] confirm = true.",
     ),
     click.option(
         "--min-secure-clients",
@@ -383,6 +400,8 @@ def _read_arguments(options: _ClientCommandOptions) -> _ClientArguments:
             mtls=options["mtls"],
             require_secure_aggregation=options["require_secure_aggregation"],
             require_local_noise=options["require_local_noise"],
+            min_local_noise_multiplier=options["min_local_noise_multiplier"],
+            require_confirmation=options["require_confirmation"],
             min_secure_clients=options["min_secure_clients"],
             min_secure_threshold=options["min_secure_threshold"],
             trusted_clients=options["trusted_clients"],

@@ -24,6 +24,7 @@ from fedplat_client._state.client_state import ClientStateStore
 from fedplat_client._state.model_cache import ModelCache
 from fedplat_client._state.privacy_ledger import PrivacyLedger
 from fedplat_client._state.residuals import Residuals
+from fedplat_client._state.served_attempts import ServedAttempts
 from fedplat_client._work import assignment, process_group
 from fedplat_client._work.peers.listener import PeerListener
 from fedplat_client.backoff import Backoff, draw_s
@@ -230,6 +231,7 @@ class Client:
                 residuals=Residuals(self._directory.residuals, self._options.cache_limit_bytes),
                 client_states=ClientStateStore(self._directory.client_states, self._options.cache_limit_bytes),
                 ledger=PrivacyLedger(self._directory.privacy, f"{self._server} {self._population}"),
+                served=ServedAttempts(self._directory.served),
                 trainers=self._trainers,
                 evaluators=self._evaluators,
                 options=self._options,

@@ -51,6 +51,12 @@ class ClientOptions:
     """Refuse to train without secure aggregation, so that the server never receives an update that it can read."""
     require_local_noise: bool = False
     """Refuse to train unless the client itself adds noise to its update: `[privacy] trust = "none"`."""
+    min_local_noise_multiplier: float = 0.0
+    """Smallest noise multiplier of a sum with the fewest clients that the job allows: the deviation of the noise that
+    they add together, over what one client can change. Above 0, it implies `require_local_noise`."""
+    require_confirmation: bool = False
+    """Refuse jobs without `confirm` in `[secure_aggregation]`, in which the server could tell clients different
+    survivors."""
     min_secure_clients: int = MIN_GROUP
     """Smallest number of updates in a sum of secure aggregation, 3 to 1,000."""
     min_secure_threshold: float = 0.5
@@ -82,15 +88,7 @@ class ClientOptions:
             number: int = getattr(self, name)
             if number < least:
                 raise ValueError(f"{name} is {number}; expected at least {least}")
-        if not MIN_GROUP <= self.min_secure_clients <= MAX_GROUP:
-            raise ValueError(
-                f"min_secure_clients is {self.min_secure_clients}; expected at least {MIN_GROUP} and "
-                f"at most {MAX_GROUP}"
-            )
-        if not 0.5 <= self.min_secure_threshold <= 1.0:
-            raise ValueError(
-                f"min_secure_threshold is {self.min_secure_threshold}; expected at least 0.5 and at most 1"
-            )
+        self._check_secure_limits()
         if self.trusted_clients is not None:
             keys = _parse_keys(_read_lines(self.trusted_clients))
             if len(keys) + 1 < self.min_secure_clients:
@@ -102,10 +100,30 @@ class ClientOptions:
 
         _check_listener(self.peer_listen, self.peer_address)
 
+    def _check_secure_limits(self) -> None:
+        if not MIN_GROUP <= self.min_secure_clients <= MAX_GROUP:
+            raise ValueError(
+                f"min_secure_clients is {self.min_secure_clients}; expected at least {MIN_GROUP} and "
+                f"at most {MAX_GROUP}"
+            )
+        if not 0.5 <= self.min_secure_threshold <= 1.0:
+            raise ValueError(
+                f"min_secure_threshold is {self.min_secure_threshold}; expected at least 0.5 and at most 1"
+            )
+        if not (math.isfinite(self.min_local_noise_multiplier) and self.min_local_noise_multiplier >= 0.0):
+            raise ValueError(
+                f"min_local_noise_multiplier is {self.min_local_noise_multiplier}; expected a number of at least 0"
+            )
+
+    @property
+    def requires_noise(self) -> bool:
+        """True if the client trains only with noise that it adds to its update itself."""
+        return self.require_local_noise or self.min_local_noise_multiplier > 0.0
+
     def secure_limits(self, own_key: bytes) -> ParticipantLimits:
         """Return the owner's limits for secure aggregations; `own_key` is the client's public key."""
         trusted = None if self._trusted_keys is None else self._trusted_keys | {own_key}
-        return ParticipantLimits(self.min_secure_clients, self.min_secure_threshold, trusted)
+        return ParticipantLimits(self.min_secure_clients, self.min_secure_threshold, trusted, self.require_confirmation)
 
 
 def _check_listener(listen: str, address: str) -> None:

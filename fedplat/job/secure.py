@@ -15,7 +15,7 @@ from fedplat.model import Vector
 from fedplat.privacy import Privacy, skellam
 from fedplat.secure_aggregation.encoding import Decoded
 from fedplat.secure_aggregation.options import MIN_GROUP, SecureAggregation
-from fedplat.secure_aggregation.setup import EXTRAS_LEVELS, Encoding, LocalNoise, Setup
+from fedplat.secure_aggregation.setup import EXTRAS_LEVELS, Encoding, LocalNoise, Setup, digest_task
 
 MAX_INFLATION = 2.0
 """Maximum factor by which rounding may increase what one client can change, and so the noise."""
@@ -48,6 +48,7 @@ def build_setup(spec: JobTables, job_id: str, round: int, attempt: int, model_di
         round=round,
         attempt=attempt,
         model_digest=model_digest,
+        task_digest=digest_task(spec.trainer, spec.name, spec.client_config),
         options=require_secure(spec),
         encoding=build_encoding(spec, size),
         minimum=group_minimum(spec),

@@ -162,6 +162,7 @@ FAILURES = frozenset(
         Reason.UNKNOWN_CODEC,
         Reason.PRIVACY_LIMIT,
         Reason.UNSAFE_AGGREGATION,
+        Reason.KEYS_LOST,
     }
 )
 """Reasons that a client may state when it gives up an assignment."""

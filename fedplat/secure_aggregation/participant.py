@@ -44,12 +44,14 @@ class ParticipantLimits(Struct, frozen=True, forbid_unknown_fields=True):
 
     `min_survivors` is the minimum number of clients in a sum, of those that share masks with this one and itself.
     `min_threshold` is the minimum part of the holders of a secret that must answer to recover it. `trusted_keys` are
-    the only others that may be in its group, by the public keys with which they are enrolled; None: any.
+    the only others that may be in its group, by the public keys with which they are enrolled; None: any. With
+    `require_confirmation`, clients must confirm the survivors to each other.
     """
 
     min_survivors: Annotated[int, Meta(ge=3)] = 3
     min_threshold: Annotated[float, Meta(ge=0.5, le=1.0)] = 0.5
     trusted_keys: frozenset[bytes] | None = None
+    require_confirmation: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +109,11 @@ class Participant:
         if setup.options.threshold < limits.min_threshold:
             raise SecureAggregationError(
                 f"the job's threshold is {setup.options.threshold:g}; this client requires {limits.min_threshold:g}"
+            )
+        if limits.require_confirmation and not setup.options.confirm:
+            raise SecureAggregationError(
+                "this client requires that clients confirm the survivors to each other; the job needs "
+                "[secure_aggregation] confirm = true"
             )
         self._setup = setup
         self._public_key = public_key

@@ -47,6 +47,7 @@ class KeyPair:
 
     def __init__(self, secret: bytes) -> None:
         self._private = X25519PrivateKey.from_private_bytes(secret)
+        self._agreed: dict[bytes, bytes] = {}
         self.public = self._private.public_key().public_bytes_raw()
 
     @classmethod
@@ -60,11 +61,16 @@ class KeyPair:
         return self._private.private_bytes_raw()
 
     def agree(self, public: bytes) -> bytes:
-        """Return the secret shared with the owner of a public key. Raises `SecureAggregationError` for a weak key."""
-        try:
-            return self._private.exchange(X25519PublicKey.from_public_bytes(public))
-        except ValueError as exc:  # the shared secret is zero: the point has a low order
-            raise SecureAggregationError("a public key is weak: anyone can compute secrets agreed with it") from exc
+        """Return the secret shared with the owner of a public key. Raises `SecureAggregationError` for a weak key.
+
+        It is kept as long as the key pair, since a client needs it to encrypt shares and to decrypt those in return.
+        """
+        if public not in self._agreed:
+            try:
+                self._agreed[public] = self._private.exchange(X25519PublicKey.from_public_bytes(public))
+            except ValueError as exc:  # the shared secret is zero: the point has a low order
+                raise SecureAggregationError("a public key is weak: anyone can compute secrets agreed with it") from exc
+        return self._agreed[public]
 
 
 def check_public_key(public: bytes) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -113,13 +113,16 @@ class Encoding(Struct, frozen=True, forbid_unknown_fields=True):
 class Setup(Struct, frozen=True, forbid_unknown_fields=True):
     """The setup of an attempt, which the server sends with each assignment.
 
-    `minimum` is the number of survivors below which a group's sum is not unmasked.
+    `task_digest` is that of what all trainers get besides the model (`digest_task`): with other hyper-parameters for
+    the others, such as no steps, the sum would be the update of one client. `minimum` is the number of survivors below
+    which a group's sum is not unmasked.
     """
 
     job_id: str
     round: int
     attempt: int
     model_digest: str
+    task_digest: str
     options: SecureAggregation
     encoding: Encoding
     minimum: Annotated[int, Meta(ge=2)]
@@ -150,6 +153,12 @@ class Setup(Struct, frozen=True, forbid_unknown_fields=True):
     def context(self, members: Sequence[Member]) -> bytes:
         """Return the digest of the setup and of a group's members, which is bound into every derived key."""
         return hash_parts(b"fedplat secure aggregation context 1", self.digest, *(each.to_bytes() for each in members))
+
+
+def digest_task(trainer: str, job_name: str, config: Mapping[str, bool | int | float | str]) -> str:
+    """Return the SHA-256 of what the trainers of an attempt get besides the model, hexadecimal."""
+    content = msgspec.msgpack.encode((trainer, job_name, dict(config)), order="deterministic")
+    return hash_parts(b"fedplat secure aggregation task 1", content).hex()
 
 
 def keys_payload(setup: Setup, encryption_key: bytes, masking_key: bytes) -> bytes:

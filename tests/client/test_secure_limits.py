@@ -43,6 +43,7 @@ def encode_setup(setup: Setup, change: dict[str, Any] | bytes) -> bytes:
         ({"round": 2}, {}, "is for the round 2; the assignment is for 1"),
         ({"attempt": 2}, {}, "is for the attempt 2; the assignment is for 1"),
         ({"model_digest": "0" * 64}, {}, f"is for the model digest '{'0' * 64}'"),
+        ({"task_digest": "0" * 64}, {}, f"is for the task digest '{'0' * 64}'"),
         ({"version": 2}, {}, "the secure aggregation has version 2; this program has 1"),
         (
             {"size": 7},
@@ -73,8 +74,11 @@ def encode_setup(setup: Setup, change: dict[str, Any] | bytes) -> bytes:
             "the job's threshold is 0.666667; this client requires 0.7",
         ),
         ({}, {"require_local_noise": True}, 'the job needs [privacy] trust = "none"'),
+        ({}, {"min_local_noise_multiplier": 0.1}, 'the job needs [privacy] trust = "none"'),
+        ({}, {"require_confirmation": True}, "the job needs [secure_aggregation] confirm = true"),
         ({"noise": LocalNoise(1.0, float("nan"), 1, 1.0)}, {}, "the setup of the secure aggregation cannot be read"),
         (b"", {"require_local_noise": True}, "only with secure aggregation; the job has none"),
+        (b"", {"min_local_noise_multiplier": 0.1}, "only with secure aggregation; the job has none"),
         (b"", {"require_secure_aggregation": True}, "only with secure aggregation; the job has none"),
     ],
 )
@@ -84,16 +88,92 @@ def test_what_the_owner_or_the_protocol_does_not_allow_is_not_trained(
     cohort = make_cohort(1)
     cohort.fleet.work.clear()
     cohort.assign(secure_setup=encode_setup(cohort.fleet.setup, change))
-
-    def train(task: Task) -> TrainResult:
-        raise AssertionError("the client trained")
-
     with serving(cohort.fleet):
-        cohort.client(1, train, **options).run(max_tasks=1)
+        cohort.client(1, refuse_to_train, **options).run(max_tasks=1)
     (failure,) = cohort.failures
     assert failure.reason == UNSAFE
     assert text in failure.text
     assert "SecureStep" not in cohort.fleet.calls
+
+
+def refuse_to_train(task: Task) -> TrainResult:
+    raise AssertionError("the client trained")
+
+
+@pytest.mark.fault("S4")
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"config": {"steps": model_pb2.Value(int_value=0)}},
+        {"trainer": "idle"},
+        {"job_name": "other"},
+    ],
+)
+def test_a_client_does_not_train_if_it_is_told_something_else_than_the_others(
+    make_cohort: MakeCohort, told: dict[str, Any]
+) -> None:
+    """A server that lets all others make no step would learn the update of one from the sum."""
+    cohort = make_cohort(1)
+    cohort.fleet.work.clear()
+    cohort.assign(**told)
+    with serving(cohort.fleet):
+        client = cohort.client(1, refuse_to_train)
+        client.add_trainer("idle", refuse_to_train)
+        client.run(max_tasks=1)
+    (failure,) = cohort.failures
+    assert failure.reason == UNSAFE
+    assert "is for the task digest" in failure.text
+    assert "SecureStep" not in cohort.fleet.calls
+
+
+@pytest.mark.parametrize(("floor", "is_enough"), [(0.0017, True), (0.0018, False)])
+def test_the_owner_sets_the_least_noise_of_a_sum(
+    make_cohort: MakeCohort, tmp_path: Path, floor: float, is_enough: bool
+) -> None:
+    """The update of 2050 entries is clipped to 1000 steps, and each client's noise has a deviation of 1."""
+    cohort = make_cohort(4, noise=LocalNoise(1000.0, 1.0), metrics={})
+    sensitivity = cohort.fleet.setup.encoding.sensitivity
+    assert 1000.0 < sensitivity < 1000.0 + 2050**0.5
+    assert (3**0.5 / sensitivity >= floor) == is_enough
+    cohort.run(options_of=lambda number: {"min_local_noise_multiplier": floor})
+    if is_enough:
+        assert len(cohort.check_sum(tmp_path)) == 4
+        return
+    assert [each.reason for each in cohort.failures] == [UNSAFE] * 4
+    assert "the noise multiplier of a sum of 3 clients is 0.001" in cohort.failures[0].text
+
+
+@pytest.mark.fault("S10")
+def test_a_client_takes_part_in_an_attempt_once(make_cohort: MakeCohort, tmp_path: Path) -> None:
+    """The server gives out the attempt again after a restart of the client, which has nothing of it but its record."""
+    cohort = make_cohort(3)
+    with serving(cohort.fleet):
+        with cohort.running():
+            pass
+        cohort.assign()
+        cohort.assign(attempt=2, secure_setup=replace(cohort.fleet.setup, attempt=2, version=9).to_bytes())
+        cohort.client(1, refuse_to_train).run(max_tasks=2)
+    again, other = cohort.failures
+    assert again.reason == model_pb2.REASON_KEYS_LOST
+    assert again.text == (
+        "the client has sent its keys for attempt 1 of round 1 before, and takes part in an attempt once"
+    )
+    assert "has version 9" in other.text  # the next attempt is another one
+    assert len(cohort.fleet.messages["token-1", "keys"]) == 1
+    assert len(cohort.check_sum(tmp_path)) == 3
+
+
+def test_a_client_that_cannot_record_the_attempt_does_not_take_part(make_cohort: MakeCohort) -> None:
+    cohort = make_cohort(1)
+    with serving(cohort.fleet):
+        client = cohort.client(1, refuse_to_train)
+        client.load_public_key()
+        (found,) = (cohort.folder / "data-1").glob("*/*/identity.json")
+        (found.parent / "served").mkdir()
+        client.run(max_tasks=1)
+    (failure,) = cohort.failures
+    assert failure.reason == UNSAFE
+    assert "the client cannot record the attempts that it takes part in" in failure.text
 
 
 def test_evaluations_need_no_secure_aggregation(
@@ -235,6 +315,8 @@ def test_only_trusted_clients_may_be_in_the_sum(make_cohort: MakeCohort, tmp_pat
         ({"min_secure_clients": 1001}, "min_secure_clients is 1001; expected at least 3"),
         ({"min_secure_threshold": 0.4}, "min_secure_threshold is 0.4; expected at least 0.5 and at most 1"),
         ({"min_secure_threshold": float("nan")}, "min_secure_threshold is nan"),
+        ({"min_local_noise_multiplier": -1.0}, "min_local_noise_multiplier is -1.0; expected a number of at least 0"),
+        ({"min_local_noise_multiplier": float("inf")}, "min_local_noise_multiplier is inf"),
         ({"trusted_clients": KEYS[0]}, "trusted_clients is text; expected a set of public keys, or a Path"),
         ({"trusted_clients": ["abc"]}, "trusted_clients has 'abc'; expected a public key of 64 hexadecimal digits"),
         ({"trusted_clients": [KEYS[0][2:]]}, "expected a public key of 64 hexadecimal digits"),
@@ -249,10 +331,10 @@ def test_wrong_limits_are_refused_where_they_are_set(options: dict[str, Any], te
 
 
 def test_limits_survive_a_copy_of_the_options() -> None:
-    options = ClientOptions(trusted_clients=KEYS, min_secure_clients=4)
+    options = ClientOptions(trusted_clients=KEYS, min_secure_clients=4, require_confirmation=True)
     copy = dataclasses.replace(options, min_secure_threshold=0.75)
     limits = copy.secure_limits(b"own" + bytes(29))
-    assert (limits.min_survivors, limits.min_threshold) == (4, 0.75)
+    assert (limits.min_survivors, limits.min_threshold, limits.require_confirmation) == (4, 0.75, True)
     assert limits.trusted_keys == {b"own" + bytes(29), *map(bytes.fromhex, KEYS)}
     assert ClientOptions().secure_limits(b"").trusted_keys is None
 
@@ -272,10 +354,17 @@ def test_the_command_has_the_limits_as_options(
         monkeypatch.setenv("FEDPLAT_TICKET", cohort.fleet.ticket.to_text())
         done = CliRunner().invoke(main, [*arguments, *limits, "--trusted-clients", "silos", "--max-tasks", "2"])
         wrong = CliRunner().invoke(main, [*arguments, "--trusted-clients", "few"])
+        for _ in range(2):
+            cohort.assign()
+        noise = ["--min-local-noise-multiplier", "1"]
+        for more in (["--require-confirmation"], noise):
+            assert CliRunner().invoke(main, [*arguments, *more, "--max-tasks", "1"]).exit_code == 0
     assert done.exit_code == 0, done.output
     texts = [each.text for each in cohort.failures]
     assert "requires at least 4" in texts[0]
     assert "the job has none" in texts[1]
+    assert "confirm = true" in texts[2]
+    assert 'trust = "none"' in texts[3]
     assert (wrong.exit_code, wrong.stderr.count("\n")) == (2, 1)
     assert "trusted_clients has 1 public keys" in wrong.stderr
 

@@ -17,7 +17,7 @@ import pytest
 from fedplat.model import Parameters
 from fedplat.secure_aggregation import encoding
 from fedplat.secure_aggregation.options import SecureAggregation
-from fedplat.secure_aggregation.setup import Encoding, LocalNoise, Setup
+from fedplat.secure_aggregation.setup import Encoding, LocalNoise, Setup, digest_task
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult
 from fedplat_client.cancellation import StopSignal
@@ -31,14 +31,15 @@ OptionsOf = Callable[[int], dict[str, Any]]
 
 
 def make_setup(base: Parameters, *, noise: LocalNoise | None = None, minimum: int = 3, **options: Any) -> Setup:
-    """The setup of an attempt with this model."""
-    given: dict[str, Any] = {"metrics": {"loss": (0.0, 5.0)}} | options
-    chosen = SecureAggregation(**given)
+    """The setup of an attempt with this model; with noise, the metrics are not those of the options."""
+    bounds: dict[str, tuple[float, float]] = options.pop("metrics", {"loss": (0.0, 5.0)})
+    chosen = SecureAggregation(**options, metrics=bounds if noise is None else {})
     return Setup(
         job_id="job-1",
         round=1,
         attempt=1,
         model_digest=hashlib.sha256(base.to_bytes()).hexdigest(),
+        task_digest=digest_task("digits", "digits", {}),
         options=chosen,
         encoding=Encoding(
             size=base.schema.num_floating,
@@ -47,7 +48,7 @@ def make_setup(base: Parameters, *, noise: LocalNoise | None = None, minimum: in
             modulus=chosen.modulus,
             max_examples=100.0,
             max_clients=10,
-            metrics=tuple((name, *chosen.metrics[name]) for name in sorted(chosen.metrics)),
+            metrics=tuple((name, *bounds[name]) for name in sorted(bounds)),
             noise=noise,
         ),
         minimum=minimum,

@@ -48,6 +48,7 @@ def random_of(name: str) -> Callable[[int], bytes]:
 def make_setup(size: int, *, length: int = 20, **changes: Any) -> Setup:
     """Return a setup for a group; `changes` are of the options, or of the setup itself."""
     own: dict[str, Any] = {"job_id": "job", "round": 3, "attempt": 1, "model_digest": "model", "minimum": 3}
+    own["task_digest"] = "task"
     own |= {name: changes.pop(name) for name in list(changes) if name in own}
     options = SecureAggregation(**changes)
     encoding = Encoding(length - 1, 1.0, options.bits, options.modulus, 0.0, size)

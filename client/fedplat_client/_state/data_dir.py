@@ -8,6 +8,7 @@
                                  models/         the model cache (fedplat_client._state.model_cache)
                                  residuals/      the codecs' residuals (fedplat_client._state.residuals)
                                  memories/       the client states (fedplat_client._state.client_state)
+                                 served          attempts of secure aggregations (fedplat_client._state.served_attempts)
            privacy.json          the privacy ledger, for all servers (fedplat_client._state.privacy_ledger)
 ```
 Files are readable by their owner only.
@@ -69,6 +70,7 @@ class DataDirectory:
         self.models = self.path / "models"
         self.residuals = self.path / "residuals"
         self.client_states = self.path / "memories"
+        self.served = self.path / "served"
         self.privacy = data_dir / "privacy.json"
         self._server = server
         self._population = population

@@ -23,6 +23,7 @@ from fedplat_client._state.keys import SigningKey
 from fedplat_client._state.model_cache import ModelCache
 from fedplat_client._state.privacy_ledger import PrivacyLedger
 from fedplat_client._state.residuals import Residuals
+from fedplat_client._state.served_attempts import ServedAttempts
 from fedplat_client._state.two_phase import SentReport, WasMerged
 from fedplat_client._work import encoding, secure, transfer
 from fedplat_client._work.failures import AssignmentFailedError
@@ -74,6 +75,7 @@ class AssignmentWorker:
     residuals: Residuals
     client_states: ClientStateStore
     ledger: PrivacyLedger
+    served: ServedAttempts
     trainers: Mapping[str, TrainFunction]
     evaluators: Mapping[str, EvaluateFunction]
     options: ClientOptions
@@ -88,7 +90,9 @@ class AssignmentWorker:
         span = functools.partial(spans.start, assignment.traceparent)
         _logger.info("The task started.", extra=fields)
         try:
-            exchange = secure.open_exchange(assignment, self.key, self.connection, control)
+            exchange = secure.open_exchange(
+                assignment, _read_config(assignment), self.key, self.served, self.connection, control
+            )
             request, content = self._produce(assignment, exchange, control, span)
             with span("report"):
                 outcome = self._report(request, content, control, fields)
@@ -181,7 +185,7 @@ class AssignmentWorker:
         return Task(
             name=assignment.trainer,
             parameters=working,
-            config={name: _scalar(value) for name, value in assignment.config.items()},
+            config=_read_config(assignment),
             job_id=assignment.job_id,
             job_name=assignment.job_name,
             round=assignment.round,
@@ -352,6 +356,10 @@ def _call(function: Callable[[Task], Result], task: Task, expected: type[Result]
         raise AssignmentFailedError(reason, str(exc) if limited else f"{type(exc).__name__}: {exc}") from exc
     task.control.signal.check()
     return result
+
+
+def _read_config(assignment: fleet_pb2.Assignment) -> dict[str, Scalar]:
+    return {name: _scalar(value) for name, value in assignment.config.items()}
 
 
 def _scalar(value: model_pb2.Value) -> Scalar:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator, Mapping
 from typing import TypeAlias
 
 import numpy as np
@@ -18,17 +18,18 @@ from fedplat.errors import SecureAggregationError
 from fedplat.model import Parameters
 from fedplat.secure_aggregation import encoding
 from fedplat.secure_aggregation.participant import Participant
-from fedplat.secure_aggregation.setup import Setup
+from fedplat.secure_aggregation.setup import Setup, digest_task
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._auth.calls import Connection
 from fedplat_client._state.keys import SigningKey
+from fedplat_client._state.served_attempts import ServedAttempts
 from fedplat_client._work.failures import AssignmentFailedError
 from fedplat_client._work.transfer import Content
 from fedplat_client.backoff import retry
 from fedplat_client.cancellation import read_stop
 from fedplat_client.errors import CallRefusedError, ServerUnavailableError
 from fedplat_client.options import ClientOptions
-from fedplat_client.task import Control, TrainResult
+from fedplat_client.task import Control, Scalar, TrainResult
 
 _MAX_SETUP_BYTES = 65_536
 # A server that answers long polls at once would make a busy loop.
@@ -44,10 +45,17 @@ class SecureExchange:
     """
 
     def __init__(
-        self, setup: Setup, participant: Participant, connection: Connection, token: str, control: Control
+        self,
+        setup: Setup,
+        participant: Participant,
+        served: ServedAttempts,
+        connection: Connection,
+        token: str,
+        control: Control,
     ) -> None:
         self._setup = setup
         self._participant = participant
+        self._served = served
         self._connection = connection
         self._token = token
         self._control = control
@@ -74,9 +82,13 @@ class SecureExchange:
             ) from exc
 
     def mask(self) -> Content:
-        """Exchange keys and shares with the other clients, and return the file with the masked vector."""
+        """Exchange keys and shares with the other clients, and return the file with the masked vector.
+
+        The attempt is recorded before the first message, so that the client never takes part in it again.
+        """
         vector, self._vector = self._vector, None
         assert vector is not None
+        _require_first(self._setup, self._served.add)
         with _unsafe_messages():
             _, roster = self._send({"roster"}, keys=self._participant.advertise())
             _, held = self._send({"shares"}, shares=self._participant.share(roster))
@@ -145,30 +157,56 @@ class SecureExchange:
 
 
 def open_exchange(
-    assignment: fleet_pb2.Assignment, key: SigningKey, connection: Connection, control: Control
+    assignment: fleet_pb2.Assignment,
+    config: Mapping[str, Scalar],
+    key: SigningKey,
+    served: ServedAttempts,
+    connection: Connection,
+    control: Control,
 ) -> SecureExchange | None:
     """Return the client's part in the secure aggregation of a training; None if the assignment has none.
 
-    Raises `AssignmentFailedError` if the client's owner does not allow the assignment.
+    `config` is what the trainer gets of the assignment. Raises `AssignmentFailedError` if the client's owner does not
+    allow the assignment, or if the client has sent keys for this attempt before.
     """
     options = control.options
     if assignment.task == fleet_pb2.TASK_EVALUATE:
         return None
     with _unsafe_messages():
         if not assignment.secure_setup:
-            if options.require_secure_aggregation or options.require_local_noise:
+            if options.require_secure_aggregation or options.requires_noise:
                 raise SecureAggregationError(
                     "the owner of this client allows training only with secure aggregation; the job has none"
                 )
             return None
-        setup = _read_setup(assignment, options)
-        limits = options.secure_limits(key.public)
-        participant = Participant(setup, key.public, key.sign, limits)
-        return SecureExchange(setup, participant, connection, assignment.token, control)
+        setup = _read_setup(assignment, config)
+        _check_limits(setup, options)
+        participant = Participant(setup, key.public, key.sign, options.secure_limits(key.public))
+    _require_first(setup, served.is_new)
+    return SecureExchange(setup, participant, served, connection, assignment.token, control)
 
 
-def _read_setup(assignment: fleet_pb2.Assignment, options: ClientOptions) -> Setup:
-    """Decode the setup of an assignment, and check it against the assignment and the owner's limits."""
+def _require_first(setup: Setup, is_first: Callable[[str, int, int], bool]) -> None:
+    """Raise `AssignmentFailedError` unless the client takes part in an attempt for the first time.
+
+    With other secrets, the server would get a second sum; and those of the first time are lost.
+    """
+    try:
+        if is_first(setup.job_id, setup.round, setup.attempt):
+            return
+    except OSError as exc:
+        raise AssignmentFailedError(
+            model_pb2.REASON_UNSAFE_AGGREGATION, f"the client cannot record the attempts that it takes part in: {exc}"
+        ) from exc
+    raise AssignmentFailedError(
+        model_pb2.REASON_KEYS_LOST,
+        f"the client has sent its keys for attempt {setup.attempt} of round {setup.round} before, and takes part in an "
+        "attempt once",
+    )
+
+
+def _read_setup(assignment: fleet_pb2.Assignment, config: Mapping[str, Scalar]) -> Setup:
+    """Decode the setup of an assignment, and check that it is for the assignment."""
     if len(assignment.secure_setup) > _MAX_SETUP_BYTES:
         raise SecureAggregationError(
             f"the setup of the secure aggregation has {len(assignment.secure_setup)} bytes; "
@@ -180,30 +218,45 @@ def _read_setup(assignment: fleet_pb2.Assignment, options: ClientOptions) -> Set
         ("round", setup.round, assignment.round),
         ("attempt", setup.attempt, assignment.attempt),
         ("model digest", setup.model_digest, assignment.model.digest),
+        ("task digest", setup.task_digest, digest_task(assignment.trainer, assignment.job_name, config)),
     ):
         if value != expected:
             raise SecureAggregationError(
                 f"the secure aggregation is for the {name} {value!r}; the assignment is for {expected!r}"
             )
     _check_encoding(setup)
+    return setup
+
+
+def _check_limits(setup: Setup, options: ClientOptions) -> None:
+    """Check a setup against the limits of the client's owner that are not those of `Participant`."""
     if setup.minimum < options.min_secure_clients:
         raise SecureAggregationError(
             f"the job unmasks sums of {setup.minimum} clients; the owner of this client requires at least "
-            f"{options.min_secure_clients}: raise minimum_fraction or the goal in [selection]"
+            f"{options.min_secure_clients}: raise min_fraction or the goal in [selection]"
         )
-    if options.require_local_noise and setup.encoding.noise is None:
+    if options.requires_noise and setup.encoding.noise is None:
         raise SecureAggregationError(
             "the owner of this client allows only updates to which the client adds noise; "
             'the job needs [privacy] trust = "none"'
         )
-    return setup
+    multiplier = setup.encoding.noise_multiplier(setup.minimum)
+    if multiplier < options.min_local_noise_multiplier:
+        raise SecureAggregationError(
+            f"the noise multiplier of a sum of {setup.minimum} clients is {multiplier:.4g}; the owner of this client "
+            f"requires at least {options.min_local_noise_multiplier:g}: lower epsilon in [privacy]"
+        )
 
 
 def _check_encoding(setup: Setup) -> None:
-    """Check that the client encodes its update as the job's options say."""
+    """Check that the client encodes its update as the job's options say.
+
+    With noise the metrics are those of `[privacy.metrics]`, which have noise of their own, and the options have none.
+    """
     options, encoding_ = setup.options, setup.encoding
-    metrics = tuple((name, *options.metrics[name]) for name in sorted(options.metrics))
-    if (encoding_.bits, encoding_.modulus, encoding_.metrics) != (options.bits, options.modulus, metrics):
+    stated = tuple((name, *options.metrics[name]) for name in sorted(options.metrics))
+    found = encoding_.metrics if encoding_.noise is None else ()
+    if (encoding_.bits, encoding_.modulus, found) != (options.bits, options.modulus, stated):
         raise SecureAggregationError("the encoding of the secure aggregation does not have the job's options")
 
 

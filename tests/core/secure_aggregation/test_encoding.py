@@ -43,7 +43,7 @@ def total_of(vectors: list[npt.NDArray[np.uint32]]) -> npt.NDArray[np.uint32]:
 
 def setup_of(encoding: Encoding) -> Setup:
     options = SecureAggregation(bits=encoding.bits, modulus=encoding.modulus)
-    return Setup("job", 1, 1, "digest", options, encoding, minimum=2)
+    return Setup("job", 1, 1, "digest", "task", options, encoding, minimum=2)
 
 
 @pytest.mark.parametrize(("bits", "modulus"), [(16, 32), (8, 13), (20, 25), (2, 8)])

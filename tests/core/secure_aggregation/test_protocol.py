@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +15,7 @@ from fedplat.errors import SecureAggregationError
 from fedplat.secure_aggregation.unmasking import make_roster
 from support.secure_group import SecureGroup, make_setup
 
-STAYS, LEAVES_BEFORE_SHARING, LEAVES_BEFORE_MASKING, LEAVES_BEFORE_ANSWERING = range(4)
+STAYS, LEAVES_BEFORE_SHARING, LEAVES_BEFORE_MASKING, LEAVES_BEFORE_ANSWERING, LEAVES_BEFORE_CONFIRMING = range(5)
 
 
 def circle(size: int, neighbours: int, position: int) -> set[int]:
@@ -81,6 +84,40 @@ def test_the_sum_is_exact_for_every_admissible_pattern_of_drop_outs(
         with pytest.raises(SecureAggregationError, match="cannot be removed"):
             group.unmask()
         assert group.total.tobytes() == masked_total.tobytes()
+
+
+def run_four(exits: Sequence[int], *, confirm: bool) -> SecureGroup:
+    """Four clients, of which any three recover a secret, take their steps until they leave."""
+    group = SecureGroup(make_setup(4, threshold=0.51, confirm=confirm), 4)
+
+    def remaining(*left: int) -> list[int]:
+        return [position for position, each in enumerate(exits) if each not in left]
+
+    group.share(remaining(LEAVES_BEFORE_SHARING))
+    for position in remaining(LEAVES_BEFORE_SHARING, LEAVES_BEFORE_MASKING):
+        group.mask(position)
+    left = [LEAVES_BEFORE_SHARING, LEAVES_BEFORE_MASKING, LEAVES_BEFORE_CONFIRMING]
+    request = group.request(confirming=remaining(*left) if confirm else ())
+    for position in remaining(*left, LEAVES_BEFORE_ANSWERING):
+        group.answer(position, request)
+    group.unmask()
+    return group
+
+
+@pytest.mark.parametrize("confirm", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_sum_of_four_clients_is_exact_for_every_pattern_with_three_that_stay_and_for_no_other(
+    confirm: bool,
+) -> None:
+    num_exact = 0
+    for exits in itertools.product(range(5 if confirm else 4), repeat=4):
+        with contextlib.suppress(SecureAggregationError):
+            group = run_four(exits, confirm=confirm)
+            if not group.vectors:  # all have left, and no client or server refuses the sum of none
+                continue
+            assert group.total.tobytes() == group.expected.tobytes()
+            assert exits.count(STAYS) >= 3
+            num_exact += 1
+    assert num_exact == 1 + 4 * (4 if confirm else 3)  # all stay, or one of four leaves before any of the steps
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -103,6 +103,7 @@ def test_a_client_refuses_keys_signed_for_another_attempt() -> None:
         {"round": 4},
         {"job_id": "other"},
         {"model_digest": "other"},
+        {"task_digest": "other"},
         {"minimum": 4},
     ]
     for change in changes:
@@ -206,7 +207,15 @@ def test_a_client_stops_if_the_shares_were_changed(forge: Callable[[SecureGroup]
 
 @pytest.mark.fault("S4")
 @pytest.mark.parametrize(
-    "change", [{"model_digest": "other"}, {"attempt": 2}, {"round": 9}, {"job_id": "other"}, {"bits": 19}]
+    "change",
+    [
+        {"model_digest": "other"},
+        {"task_digest": "other"},
+        {"attempt": 2},
+        {"round": 9},
+        {"job_id": "other"},
+        {"bits": 19},
+    ],
 )
 def test_a_client_stops_if_the_others_were_told_another_setup(change: dict[str, Any]) -> None:
     group, rival = SecureGroup(make_setup(SIZE), SIZE), SecureGroup(make_setup(SIZE, **change), SIZE)

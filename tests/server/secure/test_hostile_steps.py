@@ -246,6 +246,18 @@ async def test_a_restarted_client_has_lost_its_keys(site: Site) -> None:
     await model_is_of(site, job, others)
 
 
+@pytest.mark.fault("S9")
+async def test_a_client_that_knows_of_lost_keys_leaves_the_attempt(site: Site) -> None:
+    """It was stopped after it had recorded the attempt, and before the server had its keys."""
+    job, works = await begin_job(site)
+    restarted, *others = works
+    assignment = await restarted.client.assignment(features=(FEATURE,))
+    assert assignment.secure_setup == restarted.setup.to_bytes()
+    await restarted.client.fail(assignment.token, model_pb2.REASON_KEYS_LOST, "its keys were in its memory")
+    await together(others, "take_part")
+    await model_is_of(site, job, others)
+
+
 @pytest.mark.fault("S10")
 async def test_two_attempts_at_once_have_nothing_in_common(site: Site) -> None:
     first_job, first = await begin_job(site)
