@@ -78,6 +78,7 @@ class _ClientCommandOptions(_IdentityOptions):
     min_secure_clients: int
     min_secure_threshold: float
     trusted_clients: Path | None
+    exchange_models: bool
     peer_listen: str
     peer_address: str
     max_tasks: int | None
@@ -206,8 +207,16 @@ _RUN_OPTIONS = (
     click.option(
         "--trusted-clients",
         type=click.Path(path_type=Path, dir_okay=False),
-        help="File with the public keys of the clients that may take part in a secure aggregation with this one, one "
-        "in each line as the command identity shows it; default: any client.",
+        help="File with the public keys of the clients that may take part in a secure aggregation or exchange models "
+        "with this one, one in each line as the command identity shows it; default: any client.",
+    ),
+    click.option(
+        "--exchange-models",
+        is_flag=True,
+        envvar="FEDPLAT_EXCHANGE_MODELS",
+        show_envvar=True,
+        help="Take part in decentralised jobs, in which other clients get this client's model; --peer-listen implies "
+        "it. Without a port files go through the server, which cannot read them.",
     ),
     click.option(
         "--peer-listen",
@@ -405,6 +414,7 @@ def _read_arguments(options: _ClientCommandOptions) -> _ClientArguments:
             min_secure_clients=options["min_secure_clients"],
             min_secure_threshold=options["min_secure_threshold"],
             trusted_clients=options["trusted_clients"],
+            exchange_models=options["exchange_models"],
             peer_listen=options["peer_listen"],
             peer_address=options["peer_address"],
         ),

@@ -7,10 +7,12 @@ import logging
 import os
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeVar
 
 from fedplat.auth import Ticket
+from fedplat.gossip import steps
 from fedplat.loaded_plugins import CLIENT_KINDS, load_plugins
+from fedplat.secure_aggregation import setup
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import cancellation, transport
 from fedplat_client._auth import tickets
@@ -25,8 +27,12 @@ from fedplat_client._state.model_cache import ModelCache
 from fedplat_client._state.privacy_ledger import PrivacyLedger
 from fedplat_client._state.residuals import Residuals
 from fedplat_client._state.served_attempts import ServedAttempts
+from fedplat_client._state.silo_store import SiloStore
 from fedplat_client._work import assignment, process_group
+from fedplat_client._work.outcomes import CheckInResult
 from fedplat_client._work.peers.listener import PeerListener
+from fedplat_client._work.silos.worker import SiloWorker
+from fedplat_client._work.training import Training
 from fedplat_client.backoff import Backoff, draw_s
 from fedplat_client.errors import (
     CallError,
@@ -40,8 +46,22 @@ from fedplat_client.options import ClientOptions
 from fedplat_client.task import EvaluateFunction, TrainFunction
 
 Function = TypeVar("Function", TrainFunction, EvaluateFunction)
-RunAssignment: TypeAlias = Callable[[fleet_pb2.Assignment], assignment.CheckInResult]
 _logger = logging.getLogger(__name__)
+
+
+class _Peers(NamedTuple):
+    """The client's port for other clients, and its certificate towards them, if it has them."""
+
+    listener: PeerListener | None
+    access: PeerAccess | None
+
+
+class _Session(NamedTuple):
+    """What a running client uses."""
+
+    session: ClientSession
+    peers: _Peers
+    worker: assignment.AssignmentWorker
 
 
 class Client:
@@ -171,19 +191,21 @@ class Client:
             raise ValueError(f"max_tasks is {max_tasks}; expected 0 or more, or None for no limit")
         if process_group.run_follower(self._trainers, self._evaluators, self._plugins.table):
             return
-        with process_group.lead(), self._open_session() as (session, keep_listening, run_assignment):
+        with process_group.lead(), self._open_session() as (session, peers, worker):
             backoff = Backoff(self._options)
+            unfinished = worker.silos.find_unfinished()
             num_tasks = 0
             delay_s = 0.0
             enrolled_again = False  # whether the client has enrolled again since its last success
             while num_tasks != max_tasks and not self._stopped_within(delay_s):
                 try:
                     session.enroll()
-                    keep_listening()
+                    self._keep_listening(peers)
+                    _finish(unfinished, worker)
                     reply = session.check_in(self._options.check_in_wait_s)
                     if reply.HasField("assignment"):
                         num_tasks += 1
-                        outcome = run_assignment(reply.assignment)
+                        outcome = worker.run(reply.assignment)
                     else:
                         outcome = _read_refusal(reply)
                     enrolled_again = enrolled_again and outcome.failed
@@ -203,7 +225,7 @@ class Client:
                     _logger.warning("The server cannot be used: %s", session.explain_error(exc), extra=fields)
 
     @contextlib.contextmanager
-    def _open_session(self) -> Generator[tuple[ClientSession, Callable[[], None], RunAssignment]]:
+    def _open_session(self) -> Generator[_Session]:
         with self._directory.lock(), cancellation.on_signals(self.stop), contextlib.ExitStack() as stack:
             identity = self._directory.load_identity(self._ticket)
             key = self._directory.load_signing_key(identity)
@@ -218,6 +240,7 @@ class Client:
                 trainers=sorted(self._trainers),
                 evaluators=sorted(self._evaluators),
                 plugins=self._plugins,
+                features=[setup.FEATURE, *([steps.FEATURE] if self._options.takes_part_in_exchanges else [])],
             )
             try:
                 cache = ModelCache(self._directory.models, self._options.cache_limit_bytes)
@@ -225,49 +248,69 @@ class Client:
                 raise DataDirectoryError(
                     f"{self._directory.models} cannot be used: {exc}; free space or make it writable"
                 ) from exc
-            worker = assignment.AssignmentWorker(
+            peers = stack.enter_context(self._open_peers(signed, identity))
+            training = Training(
                 connection=connection,
                 cache=cache,
-                residuals=Residuals(self._directory.residuals, self._options.cache_limit_bytes),
                 client_states=ClientStateStore(self._directory.client_states, self._options.cache_limit_bytes),
                 ledger=PrivacyLedger(self._directory.privacy, f"{self._server} {self._population}"),
-                served=ServedAttempts(self._directory.served),
                 trainers=self._trainers,
                 evaluators=self._evaluators,
                 options=self._options,
-                stop=self._stop,
-                key=key,
                 plugins=self._plugins.table,
             )
+            silos = SiloWorker(
+                connection=connection,
+                training=training,
+                store=SiloStore(self._directory.silos, self._directory.exports, self._options.cache_limit_bytes),
+                options=self._options,
+                key=key,
+                client_id=lambda: signed.client_id,
+                listener=peers.listener,
+                access=peers.access,
+            )
+            worker = assignment.AssignmentWorker(
+                connection=connection,
+                training=training,
+                silos=stack.enter_context(silos),
+                residuals=Residuals(self._directory.residuals, self._options.cache_limit_bytes),
+                served=ServedAttempts(self._directory.served),
+                options=self._options,
+                stop=self._stop,
+                key=key,
+            )
             endpoints = Endpoints(signed, connection)
-            session = ClientSession(endpoints, self._directory, identity, description, self._stop)
-            yield session, stack.enter_context(self._peer_listener(signed, identity)), worker.run
+            yield _Session(ClientSession(endpoints, self._directory, identity, description, self._stop), peers, worker)
 
     def _certificates(self, signed: SignedAccess, identity: data_directory.Identity) -> CertificateAccess:
         return CertificateAccess(signed, self._directory, identity, self._options.call_timeout_s, self._options.clock)
 
     @contextlib.contextmanager
-    def _peer_listener(self, signed: SignedAccess, identity: data_directory.Identity) -> Generator[Callable[[], None]]:
-        """Yield a function that opens the port for peers, if the client has one, and renews its certificate."""
-        options = self._options
-        if not options.peer_listen:
-            yield lambda: None
+    def _open_peers(self, signed: SignedAccess, identity: data_directory.Identity) -> Generator[_Peers]:
+        """Yield the ways to other clients: those that the owner allows."""
+        options, listens = self._options, bool(self._options.peer_listen)
+        if not (listens or (options.exchange_models and identity.tls)):
+            yield _Peers(None, None)
             return
         access = PeerAccess(
-            signed, self._directory, identity, options.call_timeout_s, listens=True, clock=options.clock
+            signed, self._directory, identity, options.call_timeout_s, listens=listens, clock=options.clock
         )
+        if not listens:
+            yield _Peers(None, access)
+            return
         with PeerListener(options.peer_listen, lambda: access.current) as listener:
+            yield _Peers(listener, access)
 
-            def keep_listening() -> None:
-                access.renew(self._stop)
-                listener.open()
-
-            yield keep_listening
+    def _keep_listening(self, peers: _Peers) -> None:
+        """Open the port for peers, if the client has one, and renew its certificate."""
+        if peers.listener is not None and peers.access is not None:
+            peers.access.renew(self._stop)
+            peers.listener.open()
 
     def _stopped_within(self, delay_s: float) -> bool:
         return self._options.wait(self._stop, delay_s) if delay_s > 0 else self._stop.is_set()
 
-    def _delay_s(self, outcome: assignment.CheckInResult, backoff: Backoff) -> float:
+    def _delay_s(self, outcome: CheckInResult, backoff: Backoff) -> float:
         if not outcome.failed:
             backoff.reset()
         if outcome.retry is not None:
@@ -290,13 +333,19 @@ def _validate_labels(labels: Mapping[str, str]) -> dict[str, str]:
     return dict(labels)
 
 
-def _read_refusal(reply: fleet_pb2.CheckInResponse) -> assignment.CheckInResult:
+def _finish(unfinished: list[fleet_pb2.Assignment], worker: assignment.AssignmentWorker) -> None:
+    """Continue the rounds of decentralised jobs that were not over when the client ended."""
+    while unfinished:
+        worker.run(unfinished.pop())
+
+
+def _read_refusal(reply: fleet_pb2.CheckInResponse) -> CheckInResult:
     """Convert a check-in without an assignment; if the server names no retry window, the client backs off."""
     refusal = reply.refusal
     _logger.debug("No assignment: %s", refusal.text, extra={"reason": cancellation.reason_name(refusal.reason)})
     if refusal.HasField("retry"):
-        return assignment.CheckInResult(failed=False, retry=refusal.retry)
-    return assignment.CheckInResult(failed=True)
+        return CheckInResult(failed=False, retry=refusal.retry)
+    return CheckInResult(failed=True)
 
 
 def _register(table: dict[str, Function], kind: str, name: str, function: Function) -> Function:

@@ -63,8 +63,12 @@ class ClientOptions:
     """Smallest `threshold` of `[secure_aggregation]`, 0.5 to 1: the part of the clients with shares of this client's
     secrets that have to collude with the server to read its update."""
     trusted_clients: Collection[str] | os.PathLike[str] | None = None
-    """Public keys of the clients that may take part in a secure aggregation with this one, as `fedplat-client identity`
-    shows them, or a file with one in each line; otherwise the server could add clients of its own. None: any client."""
+    """Public keys of the clients that may take part in a secure aggregation or exchange models with this one, as
+    `fedplat-client identity` shows them, or a file with one in each line; otherwise the server could add clients of its
+    own. None: any client."""
+    exchange_models: bool = False
+    """Take part in decentralised jobs, in which other clients get this client's model; so does a client with
+    `peer_listen`. Without a port its files go through the server, encrypted for each receiver."""
     peer_listen: str = ""
     """`host:port` of a port of this client for its neighbours in decentralised jobs; by default it opens none."""
     peer_address: str = ""
@@ -119,6 +123,16 @@ class ClientOptions:
     def requires_noise(self) -> bool:
         """True if the client trains only with noise that it adds to its update itself."""
         return self.require_local_noise or self.min_local_noise_multiplier > 0.0
+
+    @property
+    def takes_part_in_exchanges(self) -> bool:
+        """True if the owner allows that other clients get this client's model in decentralised jobs."""
+        return self.exchange_models or bool(self.peer_listen)
+
+    @property
+    def trusted_keys(self) -> frozenset[bytes] | None:
+        """The public keys of `trusted_clients`; None: the owner trusts any client."""
+        return self._trusted_keys
 
     def secure_limits(self, own_key: bytes) -> ParticipantLimits:
         """Return the owner's limits for secure aggregations; `own_key` is the client's public key."""

@@ -38,6 +38,8 @@ class Control:
     """The completed fraction of the training, 0 to 1."""
     trained: bool = False
     """True if training has ended and the upload has begun."""
+    has_deadline: bool = True
+    """False for silos of decentralised jobs: a training that ends after the deadline counts in the next round."""
 
     def __post_init__(self) -> None:
         self._training_deadline_at = self.options.clock() + self.training_timeout_s
@@ -61,6 +63,11 @@ class Control:
     def remaining_s(self) -> float:
         """Seconds until the assignment is void; negative afterwards."""
         return self._deadline_at - self.options.clock()
+
+    @property
+    def is_training_over(self) -> bool:
+        """True if the time for the training is up, and the task must stop."""
+        return self.has_deadline and self.training_remaining_s <= 0
 
     def expire(self) -> None:
         """Stop the task because its deadline has passed."""
@@ -110,7 +117,7 @@ class Task:
     @property
     def cancelled(self) -> bool:
         """True if the task must stop; the next `progress` then raises `Cancelled`."""
-        return self.control.signal.is_set() or self.control.training_remaining_s <= 0
+        return self.control.signal.is_set() or self.control.is_training_over
 
     def progress(self, fraction: float) -> None:
         """Set the completed fraction of the work, 0 to 1; cheap enough to call for every batch.
@@ -121,7 +128,7 @@ class Task:
         if not 0.0 <= fraction <= 1.0:
             raise ValueError(f"the progress is {fraction}; expected a fraction between 0 and 1")
         self.control.fraction = fraction
-        if self.control.training_remaining_s <= 0:
+        if self.control.is_training_over:
             self.control.expire()
         self.control.signal.check()
 

@@ -12,7 +12,6 @@ from fedplat import wire
 from fedplat.auth import Ticket
 from fedplat.codecs import CODECS
 from fedplat.loaded_plugins import NO_PLUGINS, LoadedPlugins
-from fedplat.secure_aggregation.setup import FEATURE
 from fedplat.wire import handshake
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client._auth.authenticator import SignedAccess
@@ -43,6 +42,7 @@ class ClientDescription:
     trainers: Sequence[str]
     evaluators: Sequence[str]
     plugins: LoadedPlugins = NO_PLUGINS
+    features: Sequence[str] = ()
     ticket: Ticket | None = None
 
 
@@ -114,7 +114,7 @@ class ClientSession:
             evaluators=self._description.evaluators,
             codecs=sorted([*CODECS, *self._description.plugins.names("codecs")]),
             algorithms=self._description.plugins.names("algorithms"),
-            features=[FEATURE],
+            features=self._description.features,
             wait_s=wait_s,
         )
         return self._endpoints.connection.check_in(request, self._stop)

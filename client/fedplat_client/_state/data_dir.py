@@ -8,7 +8,9 @@
                                  models/         the model cache (fedplat_client._state.model_cache)
                                  residuals/      the codecs' residuals (fedplat_client._state.residuals)
                                  memories/       the client states (fedplat_client._state.client_state)
+                                 silos/          models of decentralised jobs (fedplat_client._state.silo_store)
                                  served          attempts of secure aggregations (fedplat_client._state.served_attempts)
+           exports/<job>.safetensors   the last model of a decentralised job
            privacy.json          the privacy ledger, for all servers (fedplat_client._state.privacy_ledger)
 ```
 Files are readable by their owner only.
@@ -70,6 +72,8 @@ class DataDirectory:
         self.models = self.path / "models"
         self.residuals = self.path / "residuals"
         self.client_states = self.path / "memories"
+        self.silos = self.path / "silos"
+        self.exports = data_dir / "exports"
         self.served = self.path / "served"
         self.privacy = data_dir / "privacy.json"
         self._server = server

@@ -24,7 +24,7 @@ from msgspec import Meta, Struct
 
 from fedplat import durable
 from fedplat.decoding import prepare_type
-from fedplat.gossip.messages import Delta, Digest, Number, Size
+from fedplat.gossip.messages import Delta, Digest, Number, SiloName, Size
 from fedplat.model import Parameters
 
 _STATE = "state.json"
@@ -42,39 +42,57 @@ class PendingMean(Struct, frozen=True):
     chunks: tuple[str, ...]
 
 
+class RelaySecret(Struct, frozen=True):
+    """The private key of the silo for files through the server in one attempt."""
+
+    round: Number
+    attempt: Number
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"RelaySecret(round={self.round}, attempt={self.attempt})"
+
+
 class SiloState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a silo has done in a job, and the digests of its files.
 
     `model` is the file of its model (`fedplat.gossip.files`) and `carried` that of the model's other entries. With a
     codec `copy` is the public copy that neighbours have, and `delta` the step to it. `is_trained`: the model was
     trained and is not mixed yet; `prepared` is the round for which the model (or the copy) was made ready to announce.
-    `stored` are the files of neighbours in that round, by their ids. Bytes are those of models, since the beginning and
-    until the last announcement.
+    `trained_token` is the token of the assignment in which the model was trained last. `stored` are the files of
+    neighbours in that round, by their ids. `assignment` is one that is not over, and `relay` the key for its relay.
+    `sent_bytes` and `received_bytes` are those of models since the beginning; `announced_bytes` until `prepared`, and
+    `round_bytes` those between the last two.
     """
 
     mixed_round: Number = 0
     adopted_round: Number = 0
     is_trained: bool = False
-    trained_digest: str = ""
+    trained_token: str = ""
     num_examples: float = 1.0
     metrics: dict[str, float] = {}
+    initial: str = ""
     model: str = ""
     carried: str = ""
     copy: str = ""
     delta: Delta | None = None
     prepared: Number = 0
+    followers: tuple[SiloName, ...] | None = None
     stored: dict[str, str] = {}
     mean: PendingMean | None = None
     sent_bytes: Annotated[int, Meta(ge=0)] = 0
     received_bytes: Annotated[int, Meta(ge=0)] = 0
     announced_bytes: tuple[Size, Size] = (0, 0)
+    round_bytes: tuple[Size, Size] = (0, 0)
+    assignment: bytes = b""
+    relay: RelaySecret | None = None
 
     @property
     def digests(self) -> set[str]:
         """The files that the silo needs."""
         delta = self.delta.digest if self.delta is not None else ""
         mean = self.mean.digest if self.mean is not None else ""
-        return {self.model, self.carried, self.copy, delta, mean, *self.stored.values()} - {""}
+        return {self.initial, self.model, self.carried, self.copy, delta, mean, *self.stored.values()} - {""}
 
 
 class SiloFolder:
@@ -126,12 +144,8 @@ class SiloFolder:
 
     def _load(self) -> SiloState:
         """Return the stored state; a new one if there is none, or if it or one of its files is damaged."""
-        try:
-            state = msgspec.json.decode((self.path / _STATE).read_bytes(), type=prepare_type(SiloState))
-        except FileNotFoundError:
-            return SiloState()
-        except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as exc:
-            _logger.warning("The silo's state cannot be read, and begins again: %s", exc)
+        state = read_state(self.path)
+        if state is None:
             return SiloState()
         if damaged := sorted(digest for digest in state.digests if not self._is_intact(digest)):
             _logger.warning("The silo's files are damaged, and begin again.", extra={"first": damaged[0]})
@@ -144,6 +158,17 @@ class SiloFolder:
             return False
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest() == digest
+
+
+def read_state(folder: Path) -> SiloState | None:
+    """Return the state in a folder; None if there is none, or if it is damaged."""
+    try:
+        return msgspec.json.decode((folder / _STATE).read_bytes(), type=prepare_type(SiloState))
+    except FileNotFoundError:
+        return None
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as exc:
+        _logger.warning("The silo's state cannot be read, and begins again: %s", exc)
+        return None
 
 
 class SiloStore:
@@ -164,6 +189,12 @@ class SiloStore:
         if self._last is None or self._last.path != path:
             self._last = SiloFolder(path)
         return self._last
+
+    def find_unfinished(self) -> list[bytes]:
+        """Return the assignments that were not over when the client ended."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        states = [read_state(path) for path in sorted(self._folder.iterdir())]
+        return [state.assignment for state in states if state is not None and state.assignment]
 
     def export(self, job_id: str, model: Path) -> Path:
         """Store the mean that a job exports, durably, and return its path."""

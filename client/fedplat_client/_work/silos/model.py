@@ -7,7 +7,8 @@ silo before it or after it. The numbers are those of `fedplat.gossip`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,13 @@ from fedplat.codecs import Codec
 from fedplat.errors import CodecError, GossipError
 from fedplat.gossip import combine, compress, files, follow, mix
 from fedplat.gossip.fixed_point import find_largest
-from fedplat.gossip.messages import CommitRow, Delta
-from fedplat.gossip.steps import ExchangeSetup, Offered
+from fedplat.gossip.messages import Announcement, CommitRow, Delta
+from fedplat.gossip.steps import Contact, ExchangeSetup, Offered
 from fedplat.model import FLOATING, Parameters, Vector
-from fedplat_client._state.silo_store import PendingMean, SiloFolder, SiloState
+from fedplat.secure_aggregation.messages import KEY_BYTES
+from fedplat.secure_aggregation.primitives import KeyPair
+from fedplat.secure_aggregation.relay import RelayKey
+from fedplat_client._state.silo_store import PendingMean, RelaySecret, SiloFolder, SiloState
 
 _logger = logging.getLogger(__name__)
 
@@ -41,12 +45,18 @@ class SiloModel:
             vector = initial.to_vector()
             first = files.make_sum_file(vector.astype(np.float64), 1.0) if self.is_directed else self._plain(vector)
             digest = folder.put(first)
-            self._save(model=digest, copy=digest if codec is not None else "")
+            copy = digest if codec is not None else ""
+            self._save(initial=folder.put(initial), model=digest, copy=copy)
 
     @property
     def state(self) -> SiloState:
         """What the silo has done."""
         return self._folder.state
+
+    @property
+    def mean_bytes(self) -> int:
+        """The size of the file of a mean."""
+        return self._initial.schema.file_size_bytes
 
     @property
     def file_bytes(self) -> int:
@@ -56,13 +66,13 @@ class SiloModel:
     def vector(self) -> Vector:
         """Return the silo's model, float32 [entries]; with push-sum the sum divided by the weight."""
         if not self.is_directed:
-            return files.read_model_file(self._path(self.state.model), self.size)
-        total, weight = files.read_sum_file(self._path(self.state.model), self.size)
+            return files.read_model_file(self.path(self.state.model), self.size)
+        total, weight = files.read_sum_file(self.path(self.state.model), self.size)
         return (total / weight).astype(np.float32)
 
     def begin_training(self) -> Parameters:
         """Return a copy of the silo's model for a trainer."""
-        carried = Parameters.open(self._path(self.state.carried)) if self.state.carried else self._initial
+        carried = Parameters.open(self.path(self.state.carried)) if self.state.carried else self._initial
         return files.replace_entries(carried, self.vector())
 
     def add_update(self, update: Parameters) -> str:
@@ -74,22 +84,22 @@ class SiloModel:
         if not np.isfinite(step).all():
             raise GossipError("the trainer's result has NaN or infinite entries")
         if self.is_directed:
-            total, weight = files.read_sum_file(self._path(self.state.model), self.size)
+            total, weight = files.read_sum_file(self.path(self.state.model), self.size)
             trained = files.make_sum_file(total + step, weight)
         else:
             trained = self._plain(self.vector() + step)
         return self._folder.put(trained)
 
     def finish_training(
-        self, digest: str, update: Parameters, num_examples: float, metrics: Mapping[str, float]
+        self, digest: str, token: str, update: Parameters, num_examples: float, metrics: Mapping[str, float]
     ) -> None:
-        """Make a trained model the silo's."""
+        """Make a trained model the silo's; `token` is that of the assignment, and `update` has its other entries."""
         carried = ""
         if any(run.dtype not in FLOATING for run in update.schema.segments):
             carried = self._folder.put(update)
         self._save(
             is_trained=True,
-            trained_digest=digest,
+            trained_token=token,
             model=digest,
             carried=carried,
             num_examples=num_examples,
@@ -98,30 +108,68 @@ class SiloModel:
 
     def prepare(self, round_number: int, rng: np.random.Generator) -> None:
         """Make the model ready for neighbours in a round; with a codec as one more step of the public copy."""
-        if self.state.prepared == round_number:
+        state = self.state
+        if state.prepared == round_number:
             return
-        changes: dict[str, object] = {"prepared": round_number, "stored": dict[str, str]()}
+        bytes_now = state.sent_bytes, state.received_bytes
+        changes: dict[str, object] = {
+            "prepared": round_number,
+            "stored": dict[str, str](),
+            "announced_bytes": bytes_now,
+            "round_bytes": (bytes_now[0] - state.announced_bytes[0], bytes_now[1] - state.announced_bytes[1]),
+        }
         if self._codec is not None:
-            copy = self._read_copy(self.state.copy)
+            if state.mixed_round < state.prepared:
+                changes["followers"] = ()  # who has the last copy is not known
+            copy = self._read_copy(state.copy)
             payload, following = compress(self._codec, self.vector(), copy, rng)
-            delta = Delta(self._folder.put(payload), len(payload), self.state.copy)
+            delta = Delta(self._folder.put(payload), len(payload), state.copy)
             changes |= {"copy": self._folder.put(self._plain(following)), "delta": delta}
         self._save(**changes)
+
+    def relay_key(self, round_number: int, attempt: int) -> KeyPair:
+        """Return the silo's key pair for files through the server in an attempt: the same one after a restart."""
+        stored = self.state.relay
+        if stored is None or (stored.round, stored.attempt) != (round_number, attempt):
+            stored = RelaySecret(round_number, attempt, os.urandom(KEY_BYTES))
+            self._save(relay=stored)
+        return KeyPair(stored.secret)
+
+    def describe(self, address: str, key: RelayKey) -> Announcement:
+        """Return what the silo announces of its model."""
+        vector = self.vector().astype(np.float64)
+        return Announcement(
+            digest=self.announced,
+            size_bytes=self.path(self.announced).stat().st_size,
+            address=address,
+            num_examples=self.state.num_examples,
+            squared_norm=float(vector @ vector),
+            delta=self.state.delta,
+            relay_key=key.encryption_key,
+            relay_signature=key.signature,
+        )
 
     @property
     def announced(self) -> str:
         """The digest of the file that neighbours get."""
         return self.state.copy if self._codec is not None else self.state.model
 
-    def offered_files(self) -> dict[str, Path]:
-        """Return the files that neighbours may get, by digest."""
-        digests = [self.announced] + ([self.state.delta.digest] if self.state.delta is not None else [])
-        return {digest: self._path(digest) for digest in digests}
+    def list_files(self, receivers: Sequence[Contact]) -> list[tuple[str, Sequence[Contact]]]:
+        """Return the digest of the file that each silo needs, with those that need it.
 
-    def squared_norm(self) -> float:
-        """Return the squared norm of the silo's model."""
-        vector = self.vector().astype(np.float64)
-        return float(vector @ vector)
+        With a codec it is the step to the public copy for those that have the copy before, and the whole copy for the
+        others.
+        """
+        delta, followers = self.state.delta, self.state.followers
+        if delta is None:
+            return [(self.announced, receivers)]
+        following = [each for each in receivers if followers is None or each.silo in followers]
+        return [(delta.digest, following), (self.announced, [each for each in receivers if each not in following])]
+
+    def adopted_mean(self) -> str:
+        """Return the digest of the last mean that all silos may have from this one; "" if it has none."""
+        mean = self.state.mean
+        return mean.digest if mean is not None and mean.round == self.state.adopted_round else ""
 
     def largest(self) -> float:
         """Return the largest magnitude of an entry."""
@@ -130,8 +178,14 @@ class SiloModel:
     # --- neighbours ------------------------------------------------------------------------------------------
 
     def find(self, digest: str) -> Path | None:
-        """Return a file that the silo has."""
+        """Return the path of a file; None if the silo does not have it."""
         return self._folder.find(digest)
+
+    def path(self, digest: str) -> Path:
+        """Return the path of a file that the silo has."""
+        path = self._folder.find(digest)
+        assert path is not None, "the state names a file that is missing"
+        return path
 
     def rebuild(self, offered: Offered, payload: Path) -> Path:
         """Return the file of a neighbour's public copy, made of the one before and a step.
@@ -148,20 +202,21 @@ class SiloModel:
         digest = self._folder.put(self._plain(copy))
         if digest != offered.digest:
             raise GossipError(f"the neighbour's step leads to a file with the digest {digest}")
-        return self._path(digest)
+        return self.path(digest)
 
     def store(self, sender: str, digest: str, path: Path) -> float:
         """Store a neighbour's verified file; return the squared distance of its model from the silo's.
 
         Raises `GossipError` if it is no model of the job.
         """
+        path = self._folder.find(digest) or path
         if self.is_directed:
             total, weight = files.read_sum_file(path, self.size)
-            own, own_weight = files.read_sum_file(self._path(self.state.model), self.size)
+            own, own_weight = files.read_sum_file(self.path(self.state.model), self.size)
             away = total / weight - own / own_weight
         else:
             away = files.read_model_file(path, self.size) - self._read_copy(self.announced).astype(np.float64)
-        if path.parent != self._folder.path:
+        if self._folder.find(digest) is None:  # another neighbour may have the same model
             self._folder.admit(path, digest)
         self._save(stored={**self.state.stored, sender: digest})
         return float(away @ away)
@@ -173,6 +228,7 @@ class SiloModel:
         stored = [(weight, self.state.stored.get(name, "")) for name, weight in row.neighbours]
         is_complete = all(digest and self._folder.find(digest) is not None for _, digest in stored)
         changes: dict[str, object] = {"mixed_round": row.round, "is_trained": False, "stored": dict[str, str]()}
+        changes["followers"] = tuple(name for name, _ in row.neighbours)
         if is_complete and stored:
             mixed = self._mix_sums(row, stored) if self.is_directed else self._mix_models(stored)
             changes["model"] = self._folder.put(mixed)
@@ -188,8 +244,8 @@ class SiloModel:
         return self._plain(mix(self.vector(), neighbours, self._read_copy(self.announced), self._gamma))
 
     def _mix_sums(self, row: CommitRow, stored: list[tuple[float, str]]) -> Parameters:
-        total, weight = files.read_sum_file(self._path(self.state.model), self.size)
-        others = [(share, *files.read_sum_file(self._path(digest), self.size)) for share, digest in stored]
+        total, weight = files.read_sum_file(self.path(self.state.model), self.size)
+        others = [(share, *files.read_sum_file(self.path(digest), self.size)) for share, digest in stored]
         mixed, mass = combine((row.own, total, weight), others)  # type: ignore[arg-type] -- sums are float64
         return files.make_sum_file(mixed.astype(np.float64, copy=False), mass)
 
@@ -213,8 +269,8 @@ class SiloModel:
         """Replace the silo's model by a mean, of which the file is verified."""
         vector = Parameters.open(mean).to_vector()
         file = files.make_sum_file(vector.astype(np.float64), 1.0) if self.is_directed else self._plain(vector)
-        if mean.parent != self._folder.path:
-            mean = self._folder.admit(mean, digest)
+        if self._folder.find(digest) is None:
+            self._folder.admit(mean, digest)
         pending = self.state.mean
         if pending is None or pending.digest != digest:
             pending = PendingMean(round_number, 0, digest, 0.0, ())
@@ -225,21 +281,16 @@ class SiloModel:
         self._folder.keep_only()
 
     def count_bytes(self, sent: int, received: int) -> None:
-        """Add bytes of models that were sent and received; they are stored with the next change."""
-        self._folder.state = structs.replace(
-            self.state, sent_bytes=self.state.sent_bytes + sent, received_bytes=self.state.received_bytes + received
-        )
+        """Add bytes of models that were sent and received."""
+        if sent or received:
+            total_sent, total_received = self.state.sent_bytes + sent, self.state.received_bytes + received
+            self._save(sent_bytes=total_sent, received_bytes=total_received)
 
     def _save(self, **changes: object) -> None:
         self._folder.save(structs.replace(self.state, **changes))
 
-    def _path(self, digest: str) -> Path:
-        path = self._folder.find(digest)
-        assert path is not None, "the state names a file that is missing"
-        return path
-
     def _read_copy(self, digest: str) -> Vector:
-        return files.read_model_file(self._path(digest), self.size)
+        return files.read_model_file(self.path(digest), self.size)
 
     def _plain(self, vector: Vector) -> Parameters:
         return files.make_model_file(vector)

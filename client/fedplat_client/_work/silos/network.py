@@ -7,9 +7,10 @@ the server, encrypted for each receiver (`fedplat.secure_aggregation.relay`). Th
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,6 +84,14 @@ class ChunkName(NamedTuple):
     relayed: str
 
 
+class Offer(NamedTuple):
+    """A file for some silos, by its digest."""
+
+    digest: str
+    path: Path
+    receivers: Sequence[Contact]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PeerNetwork:
     """A silo's way to others in one assignment; a context manager that closes its connections.
@@ -115,34 +124,37 @@ class PeerNetwork:
     # --- sending ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def serve(self, files: Mapping[str, Path], receivers: Sequence[Contact], control: Control) -> Generator[None]:
-        """Let other silos get some files, by their digests, within the block."""
+    def serve(self, offers: Iterable[Offer], control: Control) -> Generator[None]:
+        """Let other silos get some files within the block: at the silo's own port, or through the server."""
         if self.listener is not None:
             with contextlib.ExitStack() as stack:
-                for digest, path in files.items():
-                    stack.enter_context(self.offer(digest, path, receivers))
+                for offer in offers:
+                    stack.enter_context(self.offer(offer.digest, offer.path, offer.receivers))
                 yield
             return
         executor = ThreadPoolExecutor(_SENDERS, "fedplat-relay")
         try:
-            for receiver in receivers:
-                for digest, path in files.items():
-                    executor.submit(self._send_file, receiver, digest, path, control)
+            for offer in offers:
+                for receiver in filter(self._is_trusted, offer.receivers):
+                    executor.submit(self._send_file, receiver, offer.digest, offer.path, control)
             yield
         finally:
             executor.shutdown(cancel_futures=True)
 
     @contextlib.contextmanager
-    def offer(self, name: str, content: Path | bytes, receivers: Sequence[Contact]) -> Generator[None]:
+    def offer(self, name: str, content: Path | bytes, receivers: Iterable[Contact]) -> Generator[None]:
         """Offer a file or a chunk at the silo's own port within the block."""
         assert self.listener is not None
-        names = {each.silo for each in receivers}
+        names = {each.silo for each in receivers if self._is_trusted(each)}
         with self.listener.offer(name, content, names, lambda number: self.counter.add(sent=number)):
             yield
 
+    def _is_trusted(self, contact: Contact) -> bool:
+        return self.trusted is None or contact.public_key in self.trusted
+
     def _send_file(self, receiver: Contact, digest: str, path: Path, control: Control) -> None:
         """Send a file through the server. What fails is logged: the receiver then does without it."""
-        sealed = self.folder / f"sealed-{digest}-{receiver.silo.encode().hex()[:64]}"
+        sealed = self.folder / f"sealed-{hashlib.sha256(receiver.silo.encode()).hexdigest()}-{digest}"
         try:
             link = RelayLink(self.exchange, self.own, self.verify(receiver), digest, path.stat().st_size)
             seal_file(link, self.key, path, sealed)
@@ -179,7 +191,8 @@ class PeerNetwork:
             self.counter.add(received=size_bytes)
             return path
         link = RelayLink(self.exchange, member, self.own, digest, size_bytes)
-        sealed, plain = self.folder / f"received-{digest}", self.folder / f"opened-{digest}"
+        name = f"{hashlib.sha256(sender.silo.encode()).hexdigest()}-{digest}"
+        sealed, plain = self.folder / f"received-{name}", self.folder / f"opened-{name}"
         try:
             with sealed.open("wb") as target:
                 self._receive(sender.silo, digest, link.sealed_bytes, target.write, control)
@@ -215,7 +228,7 @@ class PeerNetwork:
 
         Raises `PeerError` for one that the owner does not trust, or that needs the relay and has no signed key for it.
         """
-        if self.trusted is not None and contact.public_key not in self.trusted:
+        if not self._is_trusted(contact):
             raise PeerError("REFUSED", f"{contact.silo} is not one of the trusted clients")
         if not contact.relay_key:
             if contact.address:

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Collection, Generator, Sequence
 
 from fedplat.errors import SecureAggregationError
-from fedplat.gossip.messages import BeginRing
 from fedplat.gossip.ring import Ring, RingMember, key_payload
 from fedplat.gossip.steps import Contact, chunk_name
 from fedplat.model import Vector
@@ -28,39 +27,26 @@ class BrokenRingError(PeerError):
 
 
 class RingRun:
-    """One attempt at a ring. `contacts` are its members in order; raises `BrokenRingError` if it must not begin."""
+    """One attempt at a ring, with the silo's fresh key pair for it; `contacts` are the members in order."""
 
     def __init__(
-        self,
-        job_id: str,
-        begun: BeginRing,
-        contacts: Sequence[Contact],
-        key: KeyPair,
-        model: Vector,
-        network: PeerNetwork,
+        self, ring: Ring, contacts: Sequence[Contact], key: KeyPair, model: Vector, network: PeerNetwork
     ) -> None:
+        """Raise `SecureAggregationError` for a ring in which the silo must not take part."""
         own = network.own.client_id
+        _check_keys(ring, contacts, network.trusted, own)
         try:
-            _check_keys(job_id, begun, contacts, network.trusted, own)
-            ring = Ring(
-                job_id=job_id,
-                round=begun.round,
-                attempt=begun.attempt,
-                members=begun.members,
-                bound=begun.bound,
-                size=model.size,
-            )
             self.member = RingMember(ring, own, key, model)
-        except (SecureAggregationError, ValueError) as exc:
-            raise BrokenRingError(own, 0, f"the ring cannot be trusted: {exc}") from exc
-        names = [contact.silo for contact in contacts]
-        self._ring, self._network, self._position = ring, network, names.index(own)
+        except ValueError as exc:
+            raise SecureAggregationError(f"the ring is none for this silo: {exc}") from exc
+        self._ring, self._network = ring, network
+        self._position = [contact.silo for contact in contacts].index(own)
         self._next = contacts[(self._position + 1) % len(contacts)]
         self._before = contacts[self._position - 1]
 
     @contextlib.contextmanager
     def run(self, control: Control) -> Generator[None]:
-        """Take all steps, and keep the last chunks for the next silo within the block.
+        """Take all steps; within the block, the next silo can get the last chunks.
 
         Raises `BrokenRingError` or `Cancelled`. A chunk is kept until the next silo must have had it: when this silo
         gets a chunk, the next one has got all but its last n - 1.
@@ -108,14 +94,12 @@ class RingRun:
         return ChunkName(offered, chunk_name(self._ring.attempt, step))
 
 
-def _check_keys(
-    job_id: str, begun: BeginRing, contacts: Sequence[Contact], trusted: Collection[bytes] | None, own: str
-) -> None:
+def _check_keys(ring: Ring, contacts: Sequence[Contact], trusted: Collection[bytes] | None, own: str) -> None:
     """Raise `SecureAggregationError` unless each key is signed by its silo, which the owner trusts."""
-    if [contact.silo for contact in contacts] != [member.silo for member in begun.members]:
+    if [contact.silo for contact in contacts] != [member.silo for member in ring.members]:
         raise SecureAggregationError("the members of the ring are not those of the contacts")
-    for contact, member in zip(contacts, begun.members, strict=True):
-        payload = key_payload(job_id, begun.round, begun.attempt, member.silo, member.key)
+    for contact, member in zip(contacts, ring.members, strict=True):
+        payload = key_payload(ring.job_id, ring.round, ring.attempt, member.silo, member.key)
         if not is_signature(contact.public_key, member.signature, payload):
             raise SecureAggregationError(f"the key of {member.silo} is not signed by it")
         if trusted is not None and contact.silo != own and contact.public_key not in trusted:
