@@ -11,6 +11,7 @@ import sys
 import traceback
 from typing import cast
 
+import fedplat.pytorch.server  # noqa: F401 - once here, not in each rank
 from fedplat.pytorch.distributed import Backend, join_group
 
 
@@ -28,8 +29,7 @@ def main() -> None:
                 for other in descriptors:
                     if other != descriptor:
                         os.close(other)
-                place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(descriptors))}
-                os.environ.update(place | {"LOCAL_WORLD_SIZE": place["WORLD_SIZE"]} | request["environment"])
+                os.environ.update(request["environment"] | request["ranks"][rank])
                 serve(socket.socket(fileno=descriptor))
                 os._exit(0)
         for descriptor in descriptors:
