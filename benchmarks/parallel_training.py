@@ -101,23 +101,29 @@ def count_ranks(layout: str) -> int:
     return Parallel.from_text(layout).num_ranks if layout else 1
 
 
-def sleep(ranks: int, schedule: str, micro_batches: int) -> list[RankResult]:
-    """Run pipelines of stages that sleep."""
+def sleep(ranks: int, schedule: str, micro_batches: int, seconds: float = SLEEP_S) -> list[RankResult]:
+    """Run pipelines of stages that sleep, `seconds` in a rank's forward pass and twice as long in its backward pass."""
     layout = f"pipeline={ranks},schedule={schedule},micro_batches={micro_batches}"
-    return run(ranks, "measure_sleeping", layout=layout, seconds=SLEEP_S)
+    return run(ranks, "measure_sleeping", layout=layout, seconds=seconds)
 
 
 def measure_bubble(results: Sequence[RankResult]) -> float:
-    """Return the mean over the steps of the idle part of a rank's time, from its first operation to its last one.
+    """Return the mean of the steps' bubbles."""
+    bubbles = measure_bubbles(results)
+    return sum(bubbles) / len(bubbles)
+
+
+def measure_bubbles(results: Sequence[RankResult]) -> list[float]:
+    """Return for each step the idle part of a rank's time, from its first operation to its last one.
 
     That is the time of the rank for which it is longest.
     """
-    shares: list[float] = []
+    bubbles: list[float] = []
     for ranks in zip(*(each.steps for each in results), strict=True):
         longest = max(operations[-1].end_s - operations[0].begin_s for operations in ranks)
         work = sum(each.end_s - each.begin_s for operations in ranks for each in operations) / len(ranks)
-        shares.append(1 - work / longest)
-    return sum(shares) / len(shares)
+        bubbles.append(1 - work / longest)
+    return bubbles
 
 
 def formula(schedule: str, ranks: int, micro_batches: int) -> float:
