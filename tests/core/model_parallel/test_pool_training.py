@@ -26,6 +26,7 @@ MODES: dict[str, bool] = {
     **dict.fromkeys(("tensor=2", "tensor=2,sequence=true", "shard=2,tensor=2"), False),
 }
 """Layouts, and whether fewer processes than ranks give the same bits; others add up in another order."""
+HYBRIDS: tuple[str, ...] = ("shard=2,tensor=2", "pipeline=2,shard=2", "pipeline=2,tensor=2")
 
 
 def train_each(zygote: Zygote, count: int, runs: list[Run], backend: str = "gloo") -> list[Run]:
@@ -139,3 +140,20 @@ def test_a_checkpoint_resumes_in_another_layout(zygote: Zygote, backend: str, ki
     alone = [{"layout": each, "folder": copy(each, "alone"), **kind} for each in TWO]
     for layout, found in zip(TWO, train_each(zygote, 1, alone, backend), strict=True):
         assert_close(found, uninterrupted[layout], bits="tensor" not in layout, backend=backend)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_hybrid_layout_resumes_in_another_one(zygote: Zygote, tmp_path: Path) -> None:
+    pairs = [(before, after) for before in HYBRIDS for after in HYBRIDS if before != after]
+    with zygote.group(4) as group:
+        whole = group.call(f"{HERE}:train_all", runs=[run_of(each) for each in HYBRIDS])[0]
+        uninterrupted = dict(zip(HYBRIDS, whole, strict=True))
+        stopped = [{**run_of(each, tmp_path / each), "stop_at": 6} for each in HYBRIDS]
+        group.call(f"{HERE}:train_all", runs=stopped)
+        for before, after in pairs:
+            shutil.copytree(tmp_path / before, tmp_path / f"{before} to {after}")
+        runs = [run_of(after, tmp_path / f"{before} to {after}") for before, after in pairs]
+        resumed = group.call(f"{HERE}:train_all", runs=runs)[0]
+    for (_, after), found in zip(pairs, resumed, strict=True):
+        assert found["done"][0] == 5
+        assert_close(found, uninterrupted[after], bits=False)

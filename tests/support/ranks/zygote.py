@@ -11,11 +11,11 @@ import sys
 import traceback
 from typing import cast
 
-import fedplat.pytorch.server  # noqa: F401 - once here, not in each rank
 from fedplat.pytorch.distributed import Backend, join_group
 
 
 def main() -> None:
+    importlib.import_module("fedplat.pytorch.server")  # once, not in each rank
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # this process does not wait for the ranks
     while True:
