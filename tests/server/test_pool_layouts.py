@@ -182,6 +182,7 @@ async def assert_consistent(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(500)  # the ranks restart three times
 @pytest.mark.fault("F35")
 @pytest.mark.calm
 async def test_a_pool_divides_the_model_and_survives_the_death_of_ranks(
