@@ -203,7 +203,7 @@ def test_local_training_with_a_pull_and_a_bound_of_the_gradient(zygote: Zygote) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["shard=2", "tensor=2"])
+@pytest.mark.parametrize("layout", ["shard=2", "tensor=2", "pipeline=2"])
 def test_no_rank_needs_the_whole_model(zygote: Zygote, tmp_path: Path, layout: str) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(divided.Learner(model=Llama).initial(3).to_bytes())
