@@ -197,6 +197,7 @@ async def test_a_pool_divides_the_model_and_survives_the_death_of_ranks(
         said = await failure(site, "pipeline = 2", "unplanned")
         assert "the plan of Net has 0 parts in its stages; 2 stages need at least as many" in said
         for layout in LAYOUTS:
+            await ranks.ready()  # again: otherwise the daemon might train by itself, and no rank would die
             again, _ = await warmed(site, job_of(layout, trainer="killed"))
             assert_equal(again, together[layout], bits=bits[layout])
             (ranks.folder / "died").unlink()
