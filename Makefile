@@ -22,7 +22,7 @@ BENCHMARKS := \
 	both_ways.py \
 	papers/private_utility.py
 
-.PHONY: all demo private secure warm-start gossip large test test-slow test-all faults faults-page hostile fuzz flower soak soak-attackers check format proto bench bench-peers references papers papers-page bench-page job-reference metrics-page job-schema manifests dist compat docs images clean
+.PHONY: all demo private secure warm-start gossip large test test-slow test-all test-gpu faults faults-page hostile fuzz flower soak soak-attackers check format proto bench bench-peers references papers papers-page bench-page job-reference metrics-page job-schema manifests dist compat docs images clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
@@ -58,6 +58,9 @@ test-slow: $(STAMP) ## slow tests: both databases at every crash point, failing 
 	$(PYTEST) -n $(SLOW_WORKERS) -m slow
 
 test-all: test test-slow ## every test
+
+test-gpu: $(STAMP) ## tests that need CUDA devices, in a PyTorch with CUDA; SHARED_GPU=1 lets all ranks of a test share one
+	$(PYTEST) -m gpu
 
 faults: $(STAMP) ## the tests that prove the rows of docs/reliability.md; fails if a row has no test
 	$(BIN)/python tests/faults/run.py -n auto --dist worksteal -q

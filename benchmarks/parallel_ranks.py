@@ -28,6 +28,8 @@ from fedplat.parallel import Parallel
 from fedplat.pytorch.distributed import Ranks, join_group
 from fedplat.pytorch.parallel import ParallelTrainee, make_gradients, make_layout
 from fedplat.pytorch.parallel.pipeline import Operation, PipelineGradients
+from fedplat.pytorch.parallel.profiling import TracedExamples
+from fedplat.pytorch.server import profiling
 from fedplat.pytorch.training import (
     GradientComputation,
     Learner,
@@ -46,6 +48,8 @@ ROWS = 16
 TRANSFORMER = Learner(model=parallel_models.Transformer)
 _NOT_TIMED = 2
 """Steps before the timed ones: the first one makes buffers, and the second one's messages are counted."""
+_TRACED = 5
+"""Steps of a trace: one that is skipped, one for the profiler's warm-up, and three."""
 _FACTORS = {"allreduce": 2.0, "all_reduce": 2.0, "reduce_scatter": 1.0, "allgather": 1.0, "all_gather": 1.0}
 
 
@@ -185,6 +189,21 @@ def measure(ranks: Ranks, layout: str, model: str, num_steps: int) -> RankResult
         loss=gradients.sum_scores(sums).means()["loss"],  # type: ignore[arg-type]
         steps=tuple(operations),
     )
+
+
+def trace(ranks: Ranks, layout: str, model: str, folder: str) -> RankResult:
+    """Train the transformer for a few steps; write what each rank did in three of them into a folder."""
+    trainee, gradients, _ = _make(ranks, layout, TRANSFORMER, parallel_models.PLAN)
+    trainee.load(Parameters.open(model), ClientState())
+    stepper, _ = _make_stepper(trainee)
+    options = LocalOptions(learning_rate=1e-4, batch_size=ROWS, epochs=_TRACED)
+    plan = StepSchedule(num_examples=ROWS, options=options, seed=7)
+    data = TracedExamples(check_examples(TensorDataset(*parallel_models.make_tokens(ROWS)), ranks.device))
+    with profiling.trace_steps(Path(folder), ranks, _TRACED) as note:
+        for _ in gradients.compute_steps(trainee, stepper, plan, data):
+            stepper.step()
+            note()
+    return RankResult(step_s=0.0, peak=0, state=0, sent=0.0, loss=0.0)
 
 
 def measure_sleeping(ranks: Ranks, layout: str, seconds: float) -> RankResult:

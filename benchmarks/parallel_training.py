@@ -1,10 +1,12 @@
 """Measure the training of one model by several ranks in every mode: memory, time, bytes sent, and pipelines' bubbles.
 
     python benchmarks/parallel_training.py [--steps 3] [--only NAME] [--picture PATH] [--json] [--save]
+    python benchmarks/parallel_training.py --timelines PATH
 
 Each mode has new processes, which train the same transformer on the same 16 rows, with AdamW. The bubble is that of
 stages that sleep for a fixed time, four ranks of them, since ranks that share cores also wait for those. `--picture`
-draws one step of these pipelines. The key `bubbles` of the JSON object is the table of bubbles.
+draws one step of these pipelines. `--timelines` only draws what two ranks do in three steps of some modes. The key
+`bubbles` of the JSON object is the table of bubbles.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from rich.progress import track
 import parallel_models
 import report
 from fedplat.parallel import Parallel
-from fedplat.pytorch.parallel.profiling import COLOURS
+from fedplat.pytorch.parallel.profiling import COLOURS, RankTimeline, draw_rows, make_profile, read_trace
 from parallel_ranks import ROWS, TRANSFORMER, RankOperation, RankResult, run
 from report import Report
 
@@ -63,6 +65,7 @@ SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved-1f1b": "interleaved 
 SLEEPING_RANKS, SLEEP_S = 4, 0.04
 MICRO_BATCHES = (8, 16)
 """At least one for each stage; two of the schedules have eight stages."""
+TRACED = ("shard", "tensor", "pipeline, GPipe", "pipeline, 1F1B", "pipeline, PipeDream")
 _console = Console(stderr=True, soft_wrap=True)
 
 
@@ -70,10 +73,13 @@ def main(
     steps: Annotated[int, typer.Option(help="Timed steps of each mode.")] = 3,
     only: Annotated[str, typer.Option(help="Measure the modes whose name contains this.")] = "",
     picture: Annotated[Path | None, typer.Option(help="Draw a step of each schedule into this PNG file.")] = None,
+    timelines: Annotated[Path | None, typer.Option(help="Only draw what ranks do in some modes.")] = None,
     as_json: report.JsonOption = False,
     save: report.SaveOption = False,
 ) -> None:
     """Measure every mode, then the bubbles of every schedule."""
+    if timelines is not None:
+        return draw_timelines({name: trace(MODES[name]) for name in TRACED}, timelines)
     modes = {name: layout for name, layout in MODES.items() if only in name}
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model.safetensors"
@@ -101,23 +107,38 @@ def count_ranks(layout: str) -> int:
     return Parallel.from_text(layout).num_ranks if layout else 1
 
 
-def sleep(ranks: int, schedule: str, micro_batches: int) -> list[RankResult]:
-    """Run pipelines of stages that sleep."""
+def sleep(ranks: int, schedule: str, micro_batches: int, seconds: float = SLEEP_S) -> list[RankResult]:
+    """Run pipelines of stages that sleep, `seconds` in a rank's forward pass and twice as long in its backward pass."""
     layout = f"pipeline={ranks},schedule={schedule},micro_batches={micro_batches}"
-    return run(ranks, "measure_sleeping", layout=layout, seconds=SLEEP_S)
+    return run(ranks, "measure_sleeping", layout=layout, seconds=seconds)
+
+
+def trace(layout: str) -> list[RankTimeline]:
+    """Return what each rank of a mode did in three steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model.safetensors"
+        model.write_bytes(TRANSFORMER.initial(3).to_bytes())
+        run(count_ranks(layout), "trace", layout=layout, model=str(model), folder=folder)
+        return [read_trace(path) for path in sorted(Path(folder).glob("rank*.pt.trace.json"))]
 
 
 def measure_bubble(results: Sequence[RankResult]) -> float:
-    """Return the mean over the steps of the idle part of a rank's time, from its first operation to its last one.
+    """Return the mean of the steps' bubbles."""
+    bubbles = measure_bubbles(results)
+    return sum(bubbles) / len(bubbles)
+
+
+def measure_bubbles(results: Sequence[RankResult]) -> list[float]:
+    """Return for each step the idle part of a rank's time, from its first operation to its last one.
 
     That is the time of the rank for which it is longest.
     """
-    shares: list[float] = []
+    bubbles: list[float] = []
     for ranks in zip(*(each.steps for each in results), strict=True):
         longest = max(operations[-1].end_s - operations[0].begin_s for operations in ranks)
         work = sum(each.end_s - each.begin_s for operations in ranks for each in operations) / len(ranks)
-        shares.append(1 - work / longest)
-    return sum(shares) / len(shares)
+        bubbles.append(1 - work / longest)
+    return bubbles
 
 
 def formula(schedule: str, ranks: int, micro_batches: int) -> float:
@@ -200,6 +221,24 @@ def draw(found: dict[str, list[RankResult]], path: Path) -> None:
         ranks = [each.steps[-1] for each in results]
         _draw_schedule(axis, ranks)
         axis.set_title(f"{name}: bubble {measure_bubble(results):.0%}", fontsize="medium", loc="left")
+    axes[-1].set_xlabel("seconds")
+    handles, labels = axes[-1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def draw_timelines(found: dict[str, list[RankTimeline]], path: Path) -> None:
+    """Draw what the ranks of some modes did, each mode with a scale of its own, and with its bottleneck."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure((11, 1.2 * len(found) + 0.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes: Sequence[Axes] = figure.subplots(len(found), 1)
+    for axis, (name, ranks) in zip(axes, found.items(), strict=True):
+        draw_rows(axis, ranks)
+        axis.set_title(f"{name}: {make_profile(ranks).describe()}", fontsize="small", loc="left")
     axes[-1].set_xlabel("seconds")
     handles, labels = axes[-1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize="small")

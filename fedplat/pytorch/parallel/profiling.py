@@ -33,6 +33,7 @@ from fedplat.pytorch.training.examples import Batch
 from fedplat.pytorch.training.schedule import Indices
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Activity: TypeAlias = Literal["input", "forward", "backward", "update", "communication", "waiting"]
@@ -223,6 +224,15 @@ def draw_timeline(figure: Figure, timelines: Sequence[RankTimeline], title: str 
     """Draw a row for each rank, with time from left to right."""
     figure.set_size_inches(10, 1.4 + 0.45 * len(timelines))
     axis = figure.subplots()
+    draw_rows(axis, timelines)
+    axis.set_xlabel("seconds")
+    figure.legend(loc="outside upper center", ncols=len(COLOURS), frameon=False, fontsize="small")
+    if title:
+        axis.set_title(title, fontsize="medium")
+
+
+def draw_rows(axis: Axes, timelines: Sequence[RankTimeline]) -> None:
+    """Draw a row for each rank into a part of a picture, whose legend has the activities."""
     origin = min(each.spans[0].begin_s for each in timelines)
     for activity, colour in COLOURS.items():
         for rank, timeline in enumerate(timelines):
@@ -233,11 +243,7 @@ def draw_timeline(figure: Figure, timelines: Sequence[RankTimeline], title: str 
     axis.set_yticks(range(len(timelines)), [f"rank {rank}" for rank in range(len(timelines))])
     axis.set_ylim(len(timelines) - 0.5, -0.5)
     axis.set_xlim(0, max(each.spans[-1].end_s for each in timelines) - origin)
-    axis.set_xlabel("seconds")
     axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=len(COLOURS), frameon=False, fontsize="small")
-    if title:
-        axis.set_title(title, fontsize="medium")
 
 
 def save_timeline(path: Path, timelines: Sequence[RankTimeline], title: str = "") -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -132,13 +134,17 @@ def test_few_micro_batches_are_in_flight(of_four: Measured[tuple[str, int]], cou
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_an_error_in_one_stage_ends_all_ranks(zygote: Zygote, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_an_error_in_one_stage_ends_all_ranks(zygote: Zygote, schedule: str, tmp_path: Path) -> None:
+    note, layout = tmp_path / "time", f"pipeline=4,schedule={schedule}"
     with zygote.group(4) as group:
-        group.begin("support.model_parallel.piped:end_with_a_failure", layout=f"pipeline=4,schedule={schedule}")
+        group.begin("support.model_parallel.piped:end_with_a_failure", layout=layout, note=str(note))
         for rank in range(4):
             with pytest.raises(RankError, match="gone"):
                 group.result(rank)
+    seconds = time.monotonic() - float(note.read_text())
+    print(f"{schedule}: all ranks ended within {seconds:.2f} s")
+    assert seconds < 10.0
 
 
 def test_few_micro_batches_are_refused_in_words() -> None:

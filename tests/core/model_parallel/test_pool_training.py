@@ -9,14 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedplat.parallel import Parallel
 from support.ranks.backends import backends, bound
 from support.ranks.group import RankError, Zygote
 
 HERE = "support.model_parallel.pool"
+Run = dict[str, Any]
 SGD: dict[str, Any] = {"options": {"epochs": 6, "checkpoint_every": 4, "momentum": 0.9, "max_grad_norm": 0.5}}
 ADAM: dict[str, Any] = {"options": {"epochs": 6, "checkpoint_every": 4}, "with_adam": True, "dropout": True}
 TWO: tuple[str, ...] = ("shard=2", "data=2", "pipeline=2", "tensor=2")
-Run = dict[str, Any]
+MODES: dict[str, bool] = {
+    **dict.fromkeys(("data=2", "shard=2", "shard=2,reshard=false", "shard=2,offload=cpu"), True),
+    **dict.fromkeys(("shard=2,recompute=blocks", "pipeline=2,schedule=gpipe", "pipeline=2"), True),
+    **dict.fromkeys(("pipeline=2,schedule=pipedream", "pipeline=2,shard=2"), True),
+    **dict.fromkeys(("pipeline=2,schedule=interleaved-1f1b", "pipeline=2,schedule=zero-bubble"), False),
+    **dict.fromkeys(("tensor=2", "tensor=2,sequence=true", "shard=2,tensor=2"), False),
+}
+"""Layouts, and whether fewer processes than ranks give the same bits; others add up in another order."""
+HYBRIDS: tuple[str, ...] = ("shard=2,tensor=2", "pipeline=2,shard=2", "pipeline=2,tensor=2")
 
 
 def train_each(zygote: Zygote, count: int, runs: list[Run], backend: str = "gloo") -> list[Run]:
@@ -43,9 +53,8 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def in_turn(zygote: Zygote, backend: str) -> dict[str, Run]:
     """The same trainings, uninterrupted, by one process that computes everything in turn."""
-    layouts = [*TWO, "shard=2,tensor=2", "pipeline=2,shard=2"]
-    runs = [{"layout": each, **SGD} for each in layouts]
-    return dict(zip(layouts, train_each(zygote, 1, runs, backend), strict=True))
+    runs = [{"layout": each, **SGD} for each in TWO]
+    return dict(zip(TWO, train_each(zygote, 1, runs, backend), strict=True))
 
 
 @pytest.mark.slow
@@ -68,23 +77,45 @@ def test_an_evaluation_in_a_layout_is_that_of_one_process(zygote: Zygote, librar
         assert each == pytest.approx(expected, rel=bound(library, 1e-5))
 
 
+@pytest.fixture(scope="module")
+def whole(zygote: Zygote) -> dict[str, Run]:
+    """The same trainings, uninterrupted, by all ranks of each layout."""
+    found: dict[str, Run] = {}
+    for count in (2, 4):
+        layouts = [layout for layout in MODES if count_ranks(layout) == count]
+        found |= zip(layouts, train_each(zygote, count, [run_of(layout) for layout in layouts]), strict=True)
+    return found
+
+
+def count_ranks(layout: str) -> int:
+    return Parallel.from_text(layout).num_ranks
+
+
+def run_of(layout: str, folder: Path | None = None) -> Run:
+    options = SGD["options"]
+    if "pipedream" in layout:  # which has no norm of all gradients
+        options = options | {"max_grad_norm": 0.0}
+    return {"layout": layout, "options": options, "folder": "" if folder is None else str(folder)}
+
+
+# With NCCL only torchrun, which these lack, ends the others.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "backend", ["gloo"], indirect=True
-)  # with NCCL only torchrun, which these lack, ends the others
-@pytest.mark.parametrize("layout", ["shard=2,tensor=2", "pipeline=2,shard=2"])  # two ranks: test_pool_layouts.py
-def test_a_killed_rank_does_not_change_the_result(
-    zygote: Zygote, in_turn: dict[str, Run], layout: str, tmp_path: Path
-) -> None:
-    count = 2 ** (1 + layout.count(","))
+@pytest.mark.fault("F35")
+@pytest.mark.parametrize("layout", MODES)
+def test_a_killed_rank_changes_no_bit(zygote: Zygote, whole: dict[str, Run], layout: str, tmp_path: Path) -> None:
+    """All ranks resume as a new group, or those that are left do."""
+    count = count_ranks(layout)
     with zygote.group(count) as group:
-        group.begin(f"{HERE}:train", layout=layout, folder=str(tmp_path), kill=count - 1, stop_at=6, **SGD)
+        group.begin(f"{HERE}:train", kill=count - 1, stop_at=6, **run_of(layout, tmp_path / "all"))
         for rank in range(count):
             with pytest.raises(RankError, match="gone"):
                 group.result(rank)
-    (found,) = train_each(zygote, 1, [{"layout": layout, "folder": str(tmp_path), **SGD}])
-    assert found["done"][0] == 5, "it resumed after step 4"
-    assert_close(found, in_turn[layout], bits="tensor" not in layout)
+    shutil.copytree(tmp_path / "all", tmp_path / "left")
+    (again,) = train_each(zygote, count, [run_of(layout, tmp_path / "all")])
+    (left,) = train_each(zygote, count - 1, [run_of(layout, tmp_path / "left")])
+    assert again["done"][0] == left["done"][0] == 5, "they resumed after step 4"
+    assert_close(again, whole[layout], bits=True)
+    assert_close(left, whole[layout], bits=MODES[layout])
 
 
 @pytest.mark.slow
@@ -109,3 +140,20 @@ def test_a_checkpoint_resumes_in_another_layout(zygote: Zygote, backend: str, ki
     alone = [{"layout": each, "folder": copy(each, "alone"), **kind} for each in TWO]
     for layout, found in zip(TWO, train_each(zygote, 1, alone, backend), strict=True):
         assert_close(found, uninterrupted[layout], bits="tensor" not in layout, backend=backend)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_hybrid_layout_resumes_in_another_one(zygote: Zygote, tmp_path: Path) -> None:
+    pairs = [(before, after) for before in HYBRIDS for after in HYBRIDS if before != after]
+    with zygote.group(4) as group:
+        whole = group.call(f"{HERE}:train_all", runs=[run_of(each) for each in HYBRIDS])[0]
+        uninterrupted = dict(zip(HYBRIDS, whole, strict=True))
+        stopped = [{**run_of(each, tmp_path / each), "stop_at": 6} for each in HYBRIDS]
+        group.call(f"{HERE}:train_all", runs=stopped)
+        for before, after in pairs:
+            shutil.copytree(tmp_path / before, tmp_path / f"{before} to {after}")
+        runs = [run_of(after, tmp_path / f"{before} to {after}") for before, after in pairs]
+        resumed = group.call(f"{HERE}:train_all", runs=runs)[0]
+    for (_, after), found in zip(pairs, resumed, strict=True):
+        assert found["done"][0] == 5
+        assert_close(found, uninterrupted[after], bits=False)

@@ -175,6 +175,7 @@ def test_tensor_ranks_have_their_parts_of_the_layers_of_the_plan(of_two: Measure
 
 @pytest.mark.slow
 def test_tensor_ranks_reduce_twice_in_each_pass_of_a_layer(of_two: Measured) -> None:
+    assert [found.forward_collectives for found in of_two["tensor"]] == 2 * [{"all_reduce": 2 * LAYERS}]
     assert [found.collectives for found in of_two["tensor"]] == 2 * [{"all_reduce": (2 + 2) * LAYERS}]
 
 
@@ -183,6 +184,7 @@ def test_collectives_of_sharded_units(of_two: Measured) -> None:
     """The outermost unit is gathered once: its backward pass begins when its forward pass ends."""
     for name, gathers in (("measured", 2 * UNITS - 1), ("gathered once", UNITS)):
         for found in of_two[name]:
+            assert found.forward_collectives == {"_allgather_base_": UNITS}
             assert found.collectives == {"_allgather_base_": gathers, "_reduce_scatter_base_": UNITS}
 
 
@@ -201,7 +203,7 @@ def test_local_training_with_a_pull_and_a_bound_of_the_gradient(zygote: Zygote) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["shard=2", "tensor=2"])
+@pytest.mark.parametrize("layout", ["shard=2", "tensor=2", "pipeline=2"])
 def test_no_rank_needs_the_whole_model(zygote: Zygote, tmp_path: Path, layout: str) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(divided.Learner(model=Llama).initial(3).to_bytes())

@@ -6,6 +6,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -67,6 +68,8 @@ class Found(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     num_bytes: int = 0
     devices: list[str] = []
     collectives: dict[str, int] = {}
+    forward_collectives: dict[str, int] = {}
+    """Those of `collectives` before the backward pass."""
     saved_bytes: int = 0
 
 
@@ -78,6 +81,7 @@ class Tied(Llama):
         assert self.embedding is not None
         assert self.output is not None
         self.output.weight = self.embedding.weight
+        nn.init.normal_(self.output.weight, std=llama.WIDTH**-0.5)  # scores of about 1, as for any output
 
 
 def make_frozen() -> nn.Module:
@@ -112,7 +116,7 @@ def run_one(ranks: Ranks, case: Case, logical_ranks: int = 0) -> Found:
     gradients: GradientComputation
     if case.layout:
         parallel = Parallel.from_text(case.layout)
-        layout = make_layout(ranks, parallel) if ranks.size > 1 else Layout(parallel, ranks, None)
+        layout = make_layout(ranks, parallel) if ranks.size == parallel.num_ranks else Layout(parallel, ranks, None)
         plan = TIED_PLAN if case.model == "tied" else PLAN
         trainee: Trainee = ParallelTrainee(learner, layout, plan, case.precision)  # type: ignore[arg-type]
         gradients = make_gradients(layout, SEED)
@@ -152,7 +156,7 @@ def train(trainee: Trainee, gradients: GradientComputation, case: Case) -> Found
     )
     found = Found()
     steps = gradients.compute_steps(trainee, stepper, plan, examples)
-    for scores in _measure_second(steps, found) if case.measure else steps:
+    for scores in _measure_second(steps, stepper, found) if case.measure else steps:
         if not found.losses:
             found.weights = sum(map(local_size, trained.values()))
             slopes = [each.grad for each in trained.values() if each.grad is not None]
@@ -170,10 +174,19 @@ def train(trainee: Trainee, gradients: GradientComputation, case: Case) -> Found
     return found
 
 
-def _measure_second(steps: Iterator[Any], found: Found) -> Iterator[Any]:
+def _measure_second(steps: Iterator[Any], stepper: Stepper, found: Found) -> Iterator[Any]:
     """Yield the steps; count the collectives of the second one, and the bytes that its backward pass needs."""
     yield next(steps)
     sizes: dict[int, int] = {}
+    backward = stepper.backward
+
+    def count(communication: CommDebugMode) -> dict[str, int]:
+        counts = communication.get_comm_counts()
+        return {str(operation).rpartition(".")[2]: number for operation, number in counts.items()}
+
+    def note_and_go_backward(*arguments: Any) -> None:
+        found.forward_collectives = count(communication)
+        backward(*arguments)
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) is torch.Tensor:  # others, such as parameters, are not what a block computes
@@ -181,10 +194,13 @@ def _measure_second(steps: Iterator[Any], found: Found) -> Iterator[Any]:
             sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with CommDebugMode() as communication, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with (
+        CommDebugMode() as communication,
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        mock.patch.object(stepper, "backward", note_and_go_backward),
+    ):
         scores = next(steps)
-    counts = communication.get_comm_counts()
-    found.collectives = {str(operation).rpartition(".")[2]: count for operation, count in counts.items()}
+    found.collectives = count(communication)
     found.saved_bytes = sum(sizes.values())
     yield scores
     yield from steps

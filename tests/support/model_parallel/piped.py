@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
@@ -270,11 +272,16 @@ def digests(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
     }
 
 
-def end_with_a_failure(ranks: Ranks, layout: str) -> None:
-    """Train a model that raises on one rank; a rank that fails leaves the group, as any program does."""
+def end_with_a_failure(ranks: Ranks, layout: str, note: str) -> None:
+    """Train a model that raises on one rank; a rank that fails leaves the group, as any program does.
+
+    The time of the error in the model, of the clock that all processes have, is written into the file `note`.
+    """
     try:
         train(make_layout(ranks, Parallel.from_text(layout)), Case(layout=layout, model="failing"))
     except Exception as exc:
+        if isinstance(exc.__cause__, ArithmeticError):  # PyTorch adds the number of the stage
+            Path(note).write_text(str(time.monotonic()))
         raise SystemExit(3) from exc
 
 

@@ -2,6 +2,9 @@
 
 On CPUs the tests compare bits. GPUs add in other orders than CPUs, and some of their kernels in another one each time,
 so there the results have to be close.
+
+With `SHARED_GPU=1` in the environment, all ranks use the first GPU. That is slow, but so the tests with NCCL run on a
+machine with one GPU.
 """
 
 from __future__ import annotations
@@ -11,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from support.ranks.group import SHARED_GPU
+
 
 def on_gpus(count: int) -> list[pytest.MarkDecorator]:
     """The marks of a test that needs a GPU for each of `count` ranks."""
     found = torch.cuda.device_count()
-    reason = f"needs {count} CUDA devices, one for each rank; there are {found}"
-    return [pytest.mark.gpu, pytest.mark.skipif(found < count, reason=reason)]
+    reason = f"needs {count} CUDA devices, one for each rank, or SHARED_GPU=1 with one; there are {found}"
+    return [pytest.mark.gpu, pytest.mark.skipif(found < (1 if SHARED_GPU else count), reason=reason)]
 
 
 def backends(count: int) -> list[Any]:

@@ -16,6 +16,8 @@ from typing import Any
 TESTS = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
 
+SHARED_GPU = os.environ.get("SHARED_GPU") == "1"
+
 
 class RankError(Exception):
     """A function of the test raised on a rank, or the rank is gone."""
@@ -79,7 +81,11 @@ class Zygote:
             port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             port.bind(("127.0.0.1", 0))
             pairs = [socket.socketpair() for _ in range(count)]
-            request = {"environment": {"MASTER_PORT": str(port.getsockname()[1]), **environment}}
+            backend = environment.get("BACKEND", "gloo")
+            request = {
+                "environment": {"MASTER_PORT": str(port.getsockname()[1]), **environment},
+                "ranks": [environment_of(rank, count, backend) for rank in range(count)],
+            }
             socket.send_fds(self._control, [json.dumps(request).encode()], [theirs.fileno() for _, theirs in pairs])
             for ours, theirs in pairs:
                 stack.enter_context(ours)
@@ -91,3 +97,13 @@ class Zygote:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # with every rank that it forked
         self._process.wait()
+
+
+def environment_of(rank: int, count: int, backend: str) -> dict[str, str]:
+    """The variables that a launcher sets for a rank."""
+    place = {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
+    if backend == "nccl" and SHARED_GPU:
+        # NCCL refuses two ranks of one host on one GPU, so each is on a host of its own, as far as NCCL knows.
+        place |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NCCL_HOSTID": f"rank{rank}"}
+        place |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    return place

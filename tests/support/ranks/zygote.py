@@ -15,6 +15,7 @@ from fedplat.pytorch.distributed import Backend, join_group
 
 
 def main() -> None:
+    importlib.import_module("fedplat.pytorch.server")  # once, not in each rank
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # this process does not wait for the ranks
     while True:
@@ -28,8 +29,7 @@ def main() -> None:
                 for other in descriptors:
                     if other != descriptor:
                         os.close(other)
-                place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(descriptors))}
-                os.environ.update(place | {"LOCAL_WORLD_SIZE": place["WORLD_SIZE"]} | request["environment"])
+                os.environ.update(request["environment"] | request["ranks"][rank])
                 serve(socket.socket(fileno=descriptor))
                 os._exit(0)
         for descriptor in descriptors:
