@@ -77,6 +77,8 @@ class Stepper:
         self._scaler = torch.amp.GradScaler(device.type) if self._dtype == torch.float16 else None
         if make_optimizer is not None:
             self._optimizer = cast(_Optimizer, make_optimizer(parameters.values()))
+            if len({type(each) for each in parameters.values()}) > 1:
+                _update_singly(self._optimizer)
         else:
             sgd = Sgd(
                 learning_rate=learning_rate,
@@ -197,6 +199,16 @@ class Stepper:
                     slope.add_(weight - start, alpha=pull)
                 if name in drift:
                     slope.add_(drift[name])
+
+
+def _update_singly(optimizer: _Optimizer) -> None:
+    """Let an optimizer update one parameter at a time.
+
+    On a GPU it would update many with one kernel, which takes no mixture of whole tensors and parts of divided ones.
+    """
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None:  # the default
+            group["foreach"] = False
 
 
 def _dtype(options: LocalOptions, device: torch.device) -> torch.dtype | None:

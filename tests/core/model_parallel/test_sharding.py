@@ -9,9 +9,14 @@ import msgspec
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fedplat.pytorch.distributed import join_group
 from fedplat.pytorch.parallel.divided_module import materialize
+from fedplat.pytorch.training import Learner, LocalOptions
+from fedplat.pytorch.training.losses import make_loss
+from fedplat.pytorch.training.stepper import StepAlgorithm, Stepper
 from support.model_parallel import divided, piped
 from support.model_parallel.divided import Case, Found
 from support.model_parallel.llama import LAYERS, WIDTH, Llama
@@ -234,3 +239,17 @@ def test_tensors_of_all_dtypes_reach_rank_0(zygote: Zygote) -> None:
         group.begin("support.model_parallel.divided:save_mixed")
         assert group.result(1) == [False, False], "only the values of rank 0 are written"
         assert group.result(0) == [True, True]
+
+
+@pytest.mark.parametrize("divided_too", [False, True])
+def test_optimizers_update_a_mixture_of_whole_and_divided_parameters_one_by_one(divided_too: bool) -> None:
+    """On a GPU, where they update many with one kernel, that kernel refuses the mixture."""
+    with piped.alone("gloo"):
+        mesh = init_device_mesh("cpu", (1,))
+        parameters = {"norm": nn.Parameter(torch.ones(4)), "weight": nn.Parameter(torch.ones(4, 4))}
+        if divided_too:
+            parameters["weight"] = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+        made = torch.optim.SGD(parameters.values(), lr=0.1)
+        options = LocalOptions(epochs=1, batch_size=1, learning_rate=0.1)
+        Stepper(parameters, options, 0.1, StepAlgorithm(loss=make_loss(Learner(model=Llama))), lambda _: made)
+        assert made.param_groups[0]["foreach"] is (False if divided_too else None)

@@ -121,7 +121,7 @@ def run_one(ranks: Ranks, case: Case, logical_ranks: int = 0) -> Found:
         trainee: Trainee = ParallelTrainee(learner, layout, plan, case.precision)  # type: ignore[arg-type]
         gradients = make_gradients(layout, SEED)
     else:
-        trainee = Trainee(learner)
+        trainee = Trainee(learner, ranks.device)
         gradients = DataParallelGradients(ranks, logical_ranks, SEED) if logical_ranks else SingleProcessGradients()
     return train(trainee, gradients, case)
 
