@@ -161,6 +161,8 @@ def do(ranks: Ranks, folder: str) -> None:
     """All scenarios; what rank 0 has found is left in the folder."""
     torch.set_num_threads(1)
     for scenario in SCENARIOS:
+        if scenario is traced and ranks.device.type == "cuda":
+            continue  # PyTorch's profiler ends a process that was forked, as these are, with a segmentation fault
         with warnings.catch_warnings(action="error"):
             found = scenario(ranks, Path(folder))
         if ranks.is_first:
