@@ -193,7 +193,7 @@ def _make_contact(record: ClientRecord, model: Announcement | None) -> Contact:
 
 
 def _check_files(model: Announcement, limit: int) -> None:
-    """Raise `GossipError` for files that are no model of the job, or an address that is none."""
+    """Raise `GossipError` for files that are no model of the job, or for an invalid address."""
     if model.address and not auth.is_address(model.address):
         raise GossipError(f"the address is {model.address[:100]!r}; expected host:port")
     digests = [model.digest, *((model.delta.digest, model.delta.base) if model.delta is not None else ())]

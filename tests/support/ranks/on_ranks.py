@@ -17,7 +17,7 @@ import torch
 from fedplat.pytorch.distributed import Ranks, Transport, VectorLayout, make_vectors
 from fedplat.pytorch.distributed.bench.buffers import Buffers
 from fedplat.pytorch.distributed.bench.measure import MakeTrials, measure
-from fedplat.pytorch.distributed.bench.records import FACTORS, BenchPlan, Step
+from fedplat.pytorch.distributed.bench.records import FACTORS, BenchPlan, BenchStep
 from fedplat.pytorch.distributed.group import prove_key
 from fedplat.pytorch.distributed.p2p import P2PVectors
 
@@ -131,7 +131,7 @@ def gather_or_die(ranks: Ranks, victim: int) -> None:
 
 def bench(ranks: Ranks, sizes: list[int], trials: str = LIBRARY_TRIALS) -> dict[str, Any]:
     """The report, and the steps."""
-    steps: list[Step] = []
+    steps: list[BenchStep] = []
     plan = BenchPlan(sizes=sizes, collectives=list(FACTORS), seconds=0.0, probe=2**20)
     make_trials: MakeTrials = pkgutil.resolve_name(trials)
     report = measure(ranks, plan, steps.append, make_trials)

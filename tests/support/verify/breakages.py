@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from fedplat.rounds.invariants import attempts, histories, jobs, secure
 from fedplat_server.verify import checks, files
-from support.jobs import job_file
+from support.jobs import job_file, write_job
 
 
 def job(name: str, values: str) -> str:
@@ -53,6 +53,14 @@ def clocks(stored: str) -> str:
     """Makes the draft a job with clocks, and gives it these."""
     text = job_file("draft", goal=1, more='[mode]\nkind = "ssp"\nconcurrency = 2\nslack = 1\n').replace("'", "''")
     return job("draft", f"job_file = '{text}', clocks = '{stored}'".replace("{", "{{").replace("}", "}}"))
+
+
+def exchange(stored: str) -> str:
+    """Makes the draft a decentralised job, whose exchange has this state."""
+    more = '[mode]\nkind = "gossip"\n[updates]\nweighting = "uniform"\n'
+    selection = {"goal": 3, "over_selection": 1.3, "min_fraction": 0.6}
+    text = write_job("draft", selection=selection, more=more).replace("'", "''")
+    return job("draft", f"job_file = '{text}', gossip = '{stored}'".replace("{", "{{").replace("}", "}}"))
 
 
 BREAKAGES: Mapping[str, tuple[Callable[..., object], str]] = {
@@ -218,6 +226,13 @@ BREAKAGES: Mapping[str, tuple[Callable[..., object], str]] = {
         clocks('{"clocks": {"a": 1, "b": 1, "c": 1}, "ahead": {}, "minimum": 1}'),
     ),
     "clocks that are none": (jobs.clocks_are_close, clocks('{"clocks": 3}')),
+    "an exchange of another job": (jobs.gossip_agrees, job("done", "gossip = '{{}}'")),
+    "an exchange of no shape": (jobs.gossip_agrees, exchange("3")),
+    "an exchange in another round": (jobs.gossip_agrees, exchange('{"round": 7}')),
+    "a mean without a version": (
+        jobs.gossip_agrees,
+        exchange('{"round": 1, "outcome": {"status": "COMPLETED", "digest": "abc"}}'),
+    ),
     "a job file of another world": (jobs.job_file_is_readable, job("draft", "job_file = 'name = 3'")),
     "a state that nobody noted": (histories.of_job, job("draft", "status = 'RUNNING'")),
     "a state that nobody knows": (

@@ -17,7 +17,7 @@ import torch
 from fedplat.decoding import prepare_type
 from fedplat.pytorch.distributed import Backend, join_group, make_file_store
 from fedplat.pytorch.distributed.bench.measure import MakeTrials, make_library_trials, measure
-from fedplat.pytorch.distributed.bench.records import BenchFailed, BenchFinished, BenchPlan, Step
+from fedplat.pytorch.distributed.bench.records import BenchFailed, BenchFinished, BenchPlan, BenchStep
 
 
 def main(make_trials: MakeTrials = make_library_trials) -> int:
@@ -29,7 +29,7 @@ def main(make_trials: MakeTrials = make_library_trials) -> int:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
 
-        def send(message: Step | BenchFinished | BenchFailed) -> None:
+        def send(message: BenchStep | BenchFinished | BenchFailed) -> None:
             connection.sendall(msgspec.json.encode(message) + b"\n")
 
         try:

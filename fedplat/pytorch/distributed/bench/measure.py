@@ -21,7 +21,7 @@ from fedplat.pytorch.distributed.bench.records import (
     BenchReport,
     Link,
     Measurement,
-    Step,
+    BenchStep,
     bandwidths,
 )
 
@@ -50,26 +50,26 @@ def make_library_trials(buffers: Buffers, collectives: Sequence[str]) -> list[Tr
 
 
 def measure(
-    ranks: Ranks, plan: BenchPlan, note: Callable[[Step], None], make_trials: MakeTrials = make_library_trials
+    ranks: Ranks, plan: BenchPlan, note: Callable[[BenchStep], None], make_trials: MakeTrials = make_library_trials
 ) -> BenchReport:
     """Measure everything in the plan, and return the report on every rank; `note` is called before each step."""
     load = os.getloadavg()[0]
     pairs = links.choose_pairs(ranks)
     num_trials = len(make_trials(Buffers.allocate(ranks, plan.sizes[0]), plan.collectives))
     total = 2 + len(pairs) + len(plan.sizes) * num_trials
-    note(Step(0, total, "the memory of all ranks"))
+    note(BenchStep(0, total, "the memory of all ranks"))
     copies = links.measure_copies(ranks, plan.probe)
-    note(Step(1, total, "TCP"))
+    note(BenchStep(1, total, "TCP"))
     tcp = links.measure_tcp(ranks, plan.probe)
     measured_links: list[Link] = []
     for pair in pairs:
-        note(Step(2 + len(measured_links), total, f"the link from rank {pair[0]} to rank {pair[1]}"))
+        note(BenchStep(2 + len(measured_links), total, f"the link from rank {pair[0]} to rank {pair[1]}"))
         measured_links.append(links.measure_link(ranks, pair, plan.probe))
     measurements: list[Measurement] = []
     for size in plan.sizes:
         for trial in make_trials(Buffers.allocate(ranks, size), plan.collectives):
             doing = f"{trial.collective} ({trial.implementation}), {4 * trial.buffers.count} bytes"
-            note(Step(2 + len(pairs) + len(measurements), total, doing))
+            note(BenchStep(2 + len(pairs) + len(measurements), total, doing))
             measurements.append(_measure_trial(ranks, plan, trial))
     return BenchReport(
         ranks=ranks.size,

@@ -80,7 +80,7 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     measurements: list[Measurement]
 
 
-class Step(msgspec.Struct, frozen=True, tag="step"):
+class BenchStep(msgspec.Struct, frozen=True, tag="step"):
     """The step that rank 0 starts now."""
 
     done: int

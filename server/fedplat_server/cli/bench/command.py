@@ -18,7 +18,7 @@ from fedplat_server.cli.bench import sizes
 from fedplat_server.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedplat.pytorch.distributed.bench.records import BenchPlan, BenchReport, Step
+    from fedplat.pytorch.distributed.bench.records import BenchPlan, BenchReport, BenchStep
 
 Backend = Literal["auto", "gloo", "nccl"]
 _MIN_BYTES, _MAX_BYTES = 2**10, 2**30
@@ -135,7 +135,7 @@ def _available_memory(ranks: int, backend: Backend) -> int:
 
 
 @contextlib.contextmanager
-def _show_progress() -> Generator[Callable[[Step], None]]:
+def _show_progress() -> Generator[Callable[[BenchStep], None]]:
     console = Console(stderr=True, markup=False, highlight=False)
     if not console.is_terminal:
         yield lambda step: None

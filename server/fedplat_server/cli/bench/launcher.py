@@ -17,21 +17,21 @@ import msgspec
 from typing_extensions import override
 
 from fedplat.pytorch.distributed import Backend
-from fedplat.pytorch.distributed.bench.records import BenchFailed, BenchFinished, BenchPlan, BenchReport, Step
+from fedplat.pytorch.distributed.bench.records import BenchFailed, BenchFinished, BenchPlan, BenchReport, BenchStep
 from fedplat_server.errors import PoolError
 from fedplat_server.workers import torchrun
 
 LIBRARY_PROGRAM = ("-P", "-m", "fedplat.pytorch.distributed.bench")
 """Python's arguments for ranks that measure the library's collectives."""
-_decoder: msgspec.json.Decoder[Step | BenchFinished | BenchFailed] = msgspec.json.Decoder(
-    Step | BenchFinished | BenchFailed
+_decoder: msgspec.json.Decoder[BenchStep | BenchFinished | BenchFailed] = msgspec.json.Decoder(
+    BenchStep | BenchFinished | BenchFailed
 )
 
 
 class _ResultServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     """The server that ranks send their results to, with a thread for each; leaving the context joins the threads."""
 
-    def __init__(self, path: Path, note: Callable[[Step], None]) -> None:
+    def __init__(self, path: Path, note: Callable[[BenchStep], None]) -> None:
         super().__init__(str(path), _Connection)
         self.note = note
         self.report: BenchReport | None = None
@@ -48,7 +48,7 @@ class _Connection(socketserver.StreamRequestHandler):
         with contextlib.suppress(ConnectionError):  # the rank was killed
             for line in self.rfile:
                 match _decoder.decode(line):
-                    case Step() as step:
+                    case BenchStep() as step:
                         results.note(step)
                     case BenchFailed() as failure:
                         results.failures.append(failure)
@@ -60,7 +60,7 @@ def measure(
     num_ranks: int,
     backend: Backend,
     plan: BenchPlan,
-    note: Callable[[Step], None],
+    note: Callable[[BenchStep], None],
     program: Sequence[str] = LIBRARY_PROGRAM,
 ) -> BenchReport:
     """Start ranks on this host that measure a plan; return their report. Raises `PoolError` if they fail."""
