@@ -37,6 +37,7 @@ CHUNK_BYTES = 2**20
 TAG_BYTES = 16
 MAX_CHUNKS = 2**31
 _PURPOSE = "fedplat relay chunk 1"
+_MESSAGE_PURPOSE = "fedplat relay message 1"
 
 
 def sealed_bytes(size_bytes: int) -> int:
@@ -182,6 +183,31 @@ class RelayLink:
             self.digest.encode(),
             self.size_bytes.to_bytes(8, "big"),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class RelayMessage:
+    """The way of one short message of known size, by its name, which both ends know.
+
+    The keys are those of the exchange. A name must be used once only in an exchange, from one sender to one receiver.
+    """
+
+    exchange: RelayExchange
+    sender: RelayMember
+    receiver: RelayMember
+    name: str
+
+    def seal(self, own: KeyPair, content: bytes) -> bytes:
+        """Encrypt the message at its sender."""
+        return encrypt(self._derive_key(_agree(own, self.sender, self.receiver)), content, b"")
+
+    def open(self, own: KeyPair, sealed: bytes) -> bytes:
+        """Decrypt the message at its receiver. Raises `SecureAggregationError` if it is another one, or was changed."""
+        return decrypt(self._derive_key(_agree(own, self.receiver, self.sender)), sealed, b"")
+
+    def _derive_key(self, secret: bytes) -> bytes:
+        parts = (self.exchange.to_bytes(), self.sender.to_bytes(), self.receiver.to_bytes(), self.name.encode())
+        return derive_key(secret, _MESSAGE_PURPOSE, hash_parts(b"fedplat relay message 1", *parts), (0, 0))
 
 
 def _agree(own: KeyPair, at: RelayMember, peer: RelayMember) -> bytes:

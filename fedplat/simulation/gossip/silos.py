@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from fedplat.codecs import Codec
 from fedplat.gossip import combine, compress, mix
+from fedplat.gossip.files import replace_entries
 from fedplat.gossip.fixed_point import add_parts, digest_mean, find_largest, quantize_share, read_mean
 from fedplat.gossip.messages import BeginRing, CommitRow
 from fedplat.job import JobSpec
@@ -67,7 +68,7 @@ class SiloModels:
         """Begin to train silos, each from its own model."""
         for silo in silos:
             version = next(self._versions)
-            self._whole[silo] = self._parameters(silo, self.model_of(silo))
+            self._whole[silo] = replace_entries(self._whole[silo], self.model_of(silo))
             self._engine.publish(version, self._whole[silo])
             seed = training_seed(self._seed, silo, round_number)
             self._tasks[silo] = ClientTask(silo, version, seed, round_number=round_number)
@@ -142,7 +143,7 @@ class SiloModels:
             quantize_share(self.model_of(int(each.silo)), each.share, ring.bound, members) for each in ring.members
         ]
         mean = read_mean(add_parts(parts), ring.bound, members)
-        return self._parameters(int(ring.members[0].silo), mean), digest_mean(mean)
+        return replace_entries(self._whole[int(ring.members[0].silo)], mean), digest_mean(mean)
 
     def distance_from(self, silo: int, mean: Parameters) -> float:
         """Return the squared distance of a silo's model from a mean."""
@@ -158,13 +159,4 @@ class SiloModels:
         return self._engine.evaluate(self._mean())
 
     def _mean(self) -> Parameters:
-        return self._parameters(0, self.models().mean(axis=0).astype(np.float32))
-
-    def _parameters(self, silo: int, vector: Vector) -> Parameters:
-        """Return a model with the carried entries of a silo's."""
-        model, start = self._whole[silo].copy(), 0
-        for run in model.schema.segments:
-            if run.dtype in FLOATING:
-                model.segment(run)[:] = vector[start : start + run.count]
-                start += run.count
-        return model
+        return replace_entries(self._whole[0], self.models().mean(axis=0).astype(np.float32))

@@ -158,11 +158,11 @@ class ExchangeSteps:
 
     async def _make_step(self, job: JobState, assignment: Assignment, done: Progress) -> Step:
         state, silo = state_of(job), assignment.client_id
-        records = await self._services.clients.find_all(_list_silos(state))
+        waiting = dict(self._waiting.get(job.job_id, {}))
+        records = await self._services.clients.find_all(sorted({*_list_silos(state), *waiting}))
         contacts = {name: _make_contact(record, state.announced.get(name)) for name, record in records.items()}
         instruction = steps.instruct(state, silo, done, contacts.__getitem__)
         is_over = not assignment.is_busy and not isinstance(instruction, MixModels | AdoptMean)
-        waiting = self._waiting.get(job.job_id, {})
         receivers = {name: waiting.get(name, Contact(name, records[name].public_key)) for name in records}
         revoked = {name for name, record in records.items() if record.revoked_unix_s is not None}
         return Step(
@@ -174,7 +174,7 @@ class ExchangeSteps:
                 contacts[name] for name in steps.list_model_receivers(state, silo) if name not in revoked
             ),
             mean_receivers=tuple(
-                receivers[name] for name in steps.list_mean_receivers(state, silo) if name not in revoked
+                receivers[name] for name in steps.list_mean_receivers(state, silo, waiting) if name not in revoked
             ),
         )
 
