@@ -76,6 +76,7 @@ class _ClientCommandOptions(_IdentityOptions):
     min_secure_clients: int
     min_secure_threshold: float
     trusted_clients: Path | None
+    exchange_models: bool
     peer_listen: str
     peer_address: str
     max_tasks: int | None
@@ -189,8 +190,16 @@ _RUN_OPTIONS = (
     click.option(
         "--trusted-clients",
         type=click.Path(path_type=Path, dir_okay=False),
-        help="File with the public keys of the clients that may take part in a secure aggregation with this one, one "
-        "in each line as the command identity shows it; default: any client.",
+        help="File with the public keys of the clients that may take part in a secure aggregation with this one, or "
+        "exchange models with it, one in each line as the command identity shows it; default: any client.",
+    ),
+    click.option(
+        "--exchange-models",
+        is_flag=True,
+        envvar="FEDPLAT_EXCHANGE_MODELS",
+        show_envvar=True,
+        help="Take part in decentralised jobs, in which other clients see the model that this client has trained. By "
+        "default a client refuses such jobs.",
     ),
     click.option(
         "--peer-listen",
@@ -198,8 +207,8 @@ _RUN_OPTIONS = (
         envvar="FEDPLAT_PEER_LISTEN",
         show_envvar=True,
         metavar="HOST:PORT",
-        help="Open a port, on which the neighbours of this client in decentralised jobs fetch its models. By default "
-        "a client opens no port.",
+        help="Open a port, on which the neighbours of this client in decentralised jobs fetch its models; implies "
+        "--exchange-models. By default a client opens no port, and its models pass through the server, encrypted.",
     ),
     click.option(
         "--peer-address",
@@ -386,6 +395,7 @@ def _read_arguments(options: _ClientCommandOptions) -> _ClientArguments:
             min_secure_clients=options["min_secure_clients"],
             min_secure_threshold=options["min_secure_threshold"],
             trusted_clients=options["trusted_clients"],
+            exchange_models=options["exchange_models"],
             peer_listen=options["peer_listen"],
             peer_address=options["peer_address"],
         ),

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from fedplat.auth import Ticket
+from fedplat.gossip import steps
 from fedplat.loaded_plugins import CLIENT_KINDS, load_plugins
+from fedplat.secure_aggregation import setup
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import cancellation, transport
 from fedplat_client._auth import tickets
@@ -21,11 +23,18 @@ from fedplat_client._auth.mtls import CertificateAccess
 from fedplat_client._auth.peer_access import PeerAccess
 from fedplat_client._state import data_dir as data_directory
 from fedplat_client._state.client_state import ClientStateStore
+from fedplat_client._state.keys import SigningKey
 from fedplat_client._state.model_cache import ModelCache
 from fedplat_client._state.privacy_ledger import PrivacyLedger
 from fedplat_client._state.residuals import Residuals
+from fedplat_client._state.silo_store import SiloStore
 from fedplat_client._work import assignment, process_group
+from fedplat_client._work.failures import CheckInResult
+from fedplat_client._work.model_download import Downloader
 from fedplat_client._work.peers.listener import PeerListener
+from fedplat_client._work.peers.port import PeerPort
+from fedplat_client._work.silos.worker import SiloParts, SiloWorker
+from fedplat_client._work.training import Trainers
 from fedplat_client.backoff import Backoff, draw_s
 from fedplat_client.errors import (
     CallError,
@@ -39,7 +48,7 @@ from fedplat_client.options import ClientOptions
 from fedplat_client.task import EvaluateFunction, TrainFunction
 
 Function = TypeVar("Function", TrainFunction, EvaluateFunction)
-RunAssignment: TypeAlias = Callable[[fleet_pb2.Assignment], assignment.CheckInResult]
+RunAssignment: TypeAlias = Callable[[fleet_pb2.Assignment], CheckInResult]
 _logger = logging.getLogger(__name__)
 
 
@@ -154,7 +163,7 @@ class Client:
 
         A running trainer gets `Cancelled` from its next `task.progress`.
         """
-        self._stop.set(assignment.client_stopped())
+        self._stop.set(cancellation.client_stopped())
 
     def run(self, max_tasks: int | None = None) -> None:
         """Run assignments until `stop`, SIGINT or SIGTERM, or until `max_tasks` of them have ended or failed.
@@ -210,62 +219,86 @@ class Client:
             signed = SignedAccess(channel, key, self._options.call_timeout_s)
             access = stack.enter_context(self._certificates(signed, identity)) if self._options.mtls else signed
             connection = Connection(access, self._options.call_timeout_s)
-            description = ClientDescription(
-                ticket=self._ticket,
-                population=self._population,
-                labels=self._labels,
-                trainers=sorted(self._trainers),
-                evaluators=sorted(self._evaluators),
-                plugins=self._plugins,
-            )
-            try:
-                cache = ModelCache(self._directory.models, self._options.cache_limit_bytes)
-            except OSError as exc:
-                raise DataDirectoryError(
-                    f"{self._directory.models} cannot be used: {exc}; free space or make it writable"
-                ) from exc
+            port = stack.enter_context(self._peer_port(signed, identity))
+            parts = self._open_parts(connection, port, key, signed)
             worker = assignment.AssignmentWorker(
                 connection=connection,
-                cache=cache,
+                downloader=parts.downloader,
                 residuals=Residuals(self._directory.residuals, self._options.cache_limit_bytes),
-                client_states=ClientStateStore(self._directory.client_states, self._options.cache_limit_bytes),
-                ledger=PrivacyLedger(self._directory.privacy, f"{self._server} {self._population}"),
-                trainers=self._trainers,
-                evaluators=self._evaluators,
+                client_states=parts.client_states,
+                trainers=parts.trainers,
+                silos=stack.enter_context(SiloWorker(parts)),
                 options=self._options,
                 stop=self._stop,
                 key=key,
-                plugins=self._plugins.table,
             )
             endpoints = Endpoints(signed, connection)
-            session = ClientSession(endpoints, self._directory, identity, description, self._stop)
-            yield session, stack.enter_context(self._peer_listener(signed, identity)), worker.run
+            session = ClientSession(endpoints, self._directory, identity, self._description(), self._stop)
+            yield session, lambda: port.keep_open(self._stop), worker.run
+
+    def _open_parts(self, connection: Connection, port: PeerPort, key: SigningKey, signed: SignedAccess) -> SiloParts:
+        directory, options = self._directory, self._options
+        try:
+            cache = ModelCache(directory.models, options.cache_limit_bytes)
+        except OSError as exc:
+            raise DataDirectoryError(
+                f"{directory.models} cannot be used: {exc}; free space or make it writable"
+            ) from exc
+        return SiloParts(
+            connection=connection,
+            downloader=Downloader(connection, cache, options.max_model_bytes, self._plugins.table),
+            store=SiloStore(directory.silos, directory.exports, options.cache_limit_bytes),
+            client_states=ClientStateStore(directory.client_states, options.cache_limit_bytes),
+            trainers=Trainers(
+                trainers=self._trainers,
+                evaluators=self._evaluators,
+                ledger=PrivacyLedger(directory.privacy, f"{self._server} {self._population}"),
+                plugins=self._plugins.table,
+            ),
+            port=port,
+            options=options,
+            key=key,
+            client_id=lambda: signed.client_id,
+        )
+
+    def _description(self) -> ClientDescription:
+        exchanges = [steps.FEATURE] if self._options.takes_exchanges else []
+        return ClientDescription(
+            ticket=self._ticket,
+            population=self._population,
+            labels=self._labels,
+            trainers=sorted(self._trainers),
+            evaluators=sorted(self._evaluators),
+            features=[setup.FEATURE, *exchanges],
+            plugins=self._plugins,
+        )
 
     def _certificates(self, signed: SignedAccess, identity: data_directory.Identity) -> CertificateAccess:
         return CertificateAccess(signed, self._directory, identity, self._options.call_timeout_s, self._options.clock)
 
     @contextlib.contextmanager
-    def _peer_listener(self, signed: SignedAccess, identity: data_directory.Identity) -> Generator[Callable[[], None]]:
-        """Yield a function that opens the port for peers, if the client has one, and renews its certificate."""
-        options = self._options
-        if not options.peer_listen:
-            yield lambda: None
+    def _peer_port(self, signed: SignedAccess, identity: data_directory.Identity) -> Generator[PeerPort]:
+        """Yield the client's ways to other clients, and its own port if it has one, which is not open yet."""
+        options, listen = self._options, self._options.peer_listen
+        if not options.takes_exchanges and not listen:
+            yield PeerPort()
+            return
+        if not identity.tls and not listen:
+            yield PeerPort()  # it can still exchange models through the server
             return
         access = PeerAccess(
-            signed, self._directory, identity, options.call_timeout_s, listens=True, clock=options.clock
+            signed, self._directory, identity, options.call_timeout_s, listens=bool(listen), clock=options.clock
         )
-        with PeerListener(options.peer_listen, lambda: access.current) as listener:
-
-            def keep_listening() -> None:
-                access.renew(self._stop)
-                listener.open()
-
-            yield keep_listening
+        if not listen:
+            yield PeerPort(access)
+            return
+        with PeerListener(listen, lambda: access.current) as listener:
+            yield PeerPort(access, listener, options.peer_address or listen)
 
     def _stopped_within(self, delay_s: float) -> bool:
         return self._options.wait(self._stop, delay_s) if delay_s > 0 else self._stop.is_set()
 
-    def _delay_s(self, outcome: assignment.CheckInResult, backoff: Backoff) -> float:
+    def _delay_s(self, outcome: CheckInResult, backoff: Backoff) -> float:
         if not outcome.failed:
             backoff.reset()
         if outcome.retry is not None:
@@ -288,13 +321,13 @@ def _validate_labels(labels: Mapping[str, str]) -> dict[str, str]:
     return dict(labels)
 
 
-def _read_refusal(reply: fleet_pb2.CheckInResponse) -> assignment.CheckInResult:
+def _read_refusal(reply: fleet_pb2.CheckInResponse) -> CheckInResult:
     """Convert a check-in without an assignment; if the server names no retry window, the client backs off."""
     refusal = reply.refusal
     _logger.debug("No assignment: %s", refusal.text, extra={"reason": cancellation.reason_name(refusal.reason)})
     if refusal.HasField("retry"):
-        return assignment.CheckInResult(failed=False, retry=refusal.retry)
-    return assignment.CheckInResult(failed=True)
+        return CheckInResult(failed=False, retry=refusal.retry)
+    return CheckInResult(failed=True)
 
 
 def _register(table: dict[str, Function], kind: str, name: str, function: Function) -> Function:

@@ -184,6 +184,9 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
     def SecureStep(self, request: fleet_pb2.SecureStepRequest, context: Any) -> fleet_pb2.SecureStepResponse:
         raise NotImplementedError
 
+    def ExchangeStep(self, request: fleet_pb2.ExchangeStepRequest, context: Any) -> fleet_pb2.ExchangeStepResponse:
+        raise NotImplementedError
+
     def Fail(self, request: fleet_pb2.FailRequest, context: Any) -> fleet_pb2.FailResponse:
         self._enter("Fail", request, context)
         return fleet_pb2.FailResponse()

@@ -22,6 +22,7 @@ _HEARTBEAT = Method("Heartbeat", fleet_pb2.HeartbeatResponse)
 _QUERY_UPLOAD = Method("QueryUpload", fleet_pb2.QueryUploadResponse)
 _REPORT = Method("Report", fleet_pb2.ReportResponse)
 _SECURE_STEP = Method("SecureStep", fleet_pb2.SecureStepResponse)
+_EXCHANGE_STEP = Method("ExchangeStep", fleet_pb2.ExchangeStepResponse)
 _FAIL = Method("Fail", fleet_pb2.FailResponse)
 _RENEW_CERTIFICATE = Method("RenewCertificate", fleet_pb2.RenewCertificateResponse)
 _DOWNLOAD = Method("Download", model_pb2.Chunk)  # `pieces` decodes its messages
@@ -51,9 +52,8 @@ class Connection:
         """Send the progress; wait for a stop order or, after `request.wait_s`, for the remaining time."""
         return self._call(_HEARTBEAT, request, signal, request.wait_s + self._timeout_s)
 
-    def query_upload(self, token: str, digest: str, signal: StopSignal) -> int:
-        """Return how many bytes of an update the server has."""
-        request = fleet_pb2.QueryUploadRequest(token=token, digest=digest)
+    def query_upload(self, request: fleet_pb2.QueryUploadRequest, signal: StopSignal) -> int:
+        """Return how many bytes of an update, or of a file for another client, the server has."""
         return self._call(_QUERY_UPLOAD, request, signal, self._timeout_s).received_bytes
 
     def renew_certificate(
@@ -69,6 +69,12 @@ class Connection:
     def secure_step(self, request: fleet_pb2.SecureStepRequest, signal: StopSignal) -> fleet_pb2.SecureStepResponse:
         """Send a message of secure aggregation; wait for the input of the next step, at most `request.wait_s`."""
         return self._call(_SECURE_STEP, request, signal, request.wait_s + self._timeout_s)
+
+    def exchange_step(
+        self, request: fleet_pb2.ExchangeStepRequest, signal: StopSignal
+    ) -> fleet_pb2.ExchangeStepResponse:
+        """Report what a silo has done; wait until it has something to do, at most `request.wait_s`."""
+        return self._call(_EXCHANGE_STEP, request, signal, request.wait_s + self._timeout_s)
 
     def fail(self, request: fleet_pb2.FailRequest, timeout_s: float) -> None:
         """Give up an assignment. No signal cancels it, since a client also does this when it is stopped."""

@@ -42,6 +42,7 @@ class ClientDescription:
     labels: Mapping[str, str]
     trainers: Sequence[str]
     evaluators: Sequence[str]
+    features: Sequence[str] = (FEATURE,)
     plugins: LoadedPlugins = NO_PLUGINS
     ticket: Ticket | None = None
 
@@ -114,7 +115,7 @@ class ClientSession:
             evaluators=self._description.evaluators,
             codecs=sorted([*CODECS, *self._description.plugins.names("codecs")]),
             algorithms=self._description.plugins.names("algorithms"),
-            features=[FEATURE],
+            features=self._description.features,
             wait_s=wait_s,
         )
         return self._endpoints.connection.check_in(request, self._stop)

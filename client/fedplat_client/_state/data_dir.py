@@ -8,6 +8,8 @@
                                  models/         the model cache (fedplat_client._state.model_cache)
                                  residuals/      the codecs' residuals (fedplat_client._state.residuals)
                                  memories/       the client states (fedplat_client._state.client_state)
+                                 silos/          the models of decentralised jobs (fedplat_client._state.silo_store)
+           exports/              the models with which decentralised jobs have ended, for the client's owner
            privacy.json          the privacy ledger, for all servers (fedplat_client._state.privacy_ledger)
 ```
 Files are readable by their owner only.
@@ -69,6 +71,8 @@ class DataDirectory:
         self.models = self.path / "models"
         self.residuals = self.path / "residuals"
         self.client_states = self.path / "memories"
+        self.silos = self.path / "silos"
+        self.exports = data_dir / "exports"
         self.privacy = data_dir / "privacy.json"
         self._server = server
         self._population = population

@@ -7,32 +7,29 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar, cast
 
-from fedplat import codecs
 from fedplat.client_state import ClientState
-from fedplat.codecs.container import Format, options_from_text
-from fedplat.errors import CodecError, FedplatError, ModelError, PluginError, PrivacyLimitError, UserCodeError
+from fedplat.codecs.container import Format
+from fedplat.errors import CodecError, PluginError, UserCodeError
 from fedplat.model import Parameters
-from fedplat.plugins import BUILTIN, Plugins
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import spans
 from fedplat_client._auth.calls import Connection
 from fedplat_client._state.client_state import ClientStateStore
 from fedplat_client._state.keys import SigningKey
-from fedplat_client._state.model_cache import ModelCache
-from fedplat_client._state.privacy_ledger import PrivacyLedger
 from fedplat_client._state.residuals import Residuals
 from fedplat_client._state.two_phase import SentReport, WasMerged
 from fedplat_client._work import encoding, secure, transfer
-from fedplat_client._work.failures import AssignmentFailedError
+from fedplat_client._work.failures import AssignmentFailedError, CheckInResult
 from fedplat_client._work.heartbeat import Heartbeat
 from fedplat_client._work.merge_check import make_merge_check
-from fedplat_client._work.model_download import DownloadedModel, Downloader
+from fedplat_client._work.model_download import Downloader
 from fedplat_client._work.secure import SecureExchange
+from fedplat_client._work.silos.worker import SiloWorker
+from fedplat_client._work.training import Trainers, fit_model, stage_client_state
 from fedplat_client._work.transfer import Content
 from fedplat_client.backoff import retry
-from fedplat_client.cancellation import Stop, StopSignal, reason_name
+from fedplat_client.cancellation import Stop, StopSignal, client_stopped, reason_name
 from fedplat_client.errors import (
     CallError,
     CallRefusedError,
@@ -42,7 +39,7 @@ from fedplat_client.errors import (
     TransferError,
 )
 from fedplat_client.options import ClientOptions
-from fedplat_client.task import Control, EvaluateFunction, EvaluateResult, Scalar, Task, TrainFunction, TrainResult
+from fedplat_client.task import Control, EvaluateResult, Task, TrainResult
 
 _TEXT_LIMIT = 500
 _FAIL_ATTEMPTS = 3
@@ -52,43 +49,33 @@ _DEADLINES = frozenset({model_pb2.REASON_TRAIN_TIMEOUT, model_pb2.REASON_UPLOAD_
 _BYTES_MISSING = "ABORTED"
 _logger = logging.getLogger(__name__)
 
-Function = TypeVar("Function", TrainFunction, EvaluateFunction)
-Result = TypeVar("Result", TrainResult, EvaluateResult)
-Update = TypeVar("Update")
-
-
-@dataclass(frozen=True)
-class CheckInResult:
-    """The outcome of a check-in or an assignment: whether to back off, and the server's retry window if it sent one."""
-
-    failed: bool
-    retry: model_pb2.RetryWindow | None = None
-
 
 @dataclass(frozen=True, kw_only=True)
 class AssignmentWorker:
     """Runs one assignment after the other; `stop` is the client's own signal."""
 
     connection: Connection
-    cache: ModelCache
+    downloader: Downloader
     residuals: Residuals
     client_states: ClientStateStore
-    ledger: PrivacyLedger
-    trainers: Mapping[str, TrainFunction]
-    evaluators: Mapping[str, EvaluateFunction]
+    trainers: Trainers
+    silos: SiloWorker
     options: ClientOptions
     stop: StopSignal
     key: SigningKey
-    plugins: Plugins = BUILTIN
 
     def run(self, assignment: fleet_pb2.Assignment) -> CheckInResult:
         """Run an assignment until it ends, in success or failure. Raises `IdentityError` only."""
-        control = Control(assignment.training_timeout_s, assignment.upload_timeout_s, self.options)
+        is_silo = bool(assignment.exchange_setup)
+        control = Control(assignment.training_timeout_s, assignment.upload_timeout_s, self.options, may_be_late=is_silo)
         fields = _fields(assignment)
         span = functools.partial(spans.start, assignment.traceparent)
         _logger.info("The task started.", extra=fields)
         try:
             exchange = secure.open_exchange(assignment, self.key, self.connection, control)
+            if is_silo:
+                with self._stoppable(control):
+                    return self.silos.run(assignment, control, span, fields)
             request, content = self._produce(assignment, exchange, control, span)
             with span("report"):
                 outcome = self._report(request, content, control, fields)
@@ -128,7 +115,8 @@ class AssignmentWorker:
                     content = exchange.mask()
             if content is not None:
                 control.trained = True
-                self._stage_client_state(assignment, content, client_state)
+                report = SentReport(assignment.token, content.digest)
+                stage_client_state(self.client_states, assignment.job_id, report, client_state)
                 with span("upload"):
                     self._attach_update(request, content, control)
         control.signal.check()
@@ -142,16 +130,16 @@ class AssignmentWorker:
         With an `exchange`, it has the update afterwards, and the copies of the model are freed when this returns.
         """
         run = self._function(assignment)
-        self._codec(assignment)  # fail before the training if the codec is unknown
+        encoding.read_codec(assignment, self.trainers.plugins)  # fail before the training if the codec is unknown
         with span("download"):
-            base, working = self._model(assignment, control)
+            base, working = self.downloader.load(assignment, control)
         if exchange is not None:
             exchange.check_model(base)
         merged = make_merge_check(self.connection, self.options, control)
         training = assignment.task != fleet_pb2.TASK_EVALUATE
         client_state = self._open_client_state(assignment.job_id, merged, training=training)
         with span("train" if training else "evaluate"):
-            result = run(self._task(assignment, working, client_state, control))
+            result = run(self.trainers.make_task(assignment, working, client_state, control))
         request = fleet_pb2.ReportRequest(
             token=assignment.token, num_examples=result.num_examples, metrics=result.metrics
         )
@@ -159,7 +147,7 @@ class AssignmentWorker:
             return request, None, client_state
         if exchange is None:
             return request, self._content(assignment, result, base, merged), client_state
-        exchange.encode(_fit_model(lambda: result.to_update(base)), result)
+        exchange.encode(fit_model(lambda: result.to_update(base)), result)
         # The number of examples and the metrics are part of the masked vector.
         return fleet_pb2.ReportRequest(token=assignment.token, num_examples=1), None, client_state
 
@@ -168,49 +156,18 @@ class AssignmentWorker:
         return self.stop.attach(lambda: control.signal.set(client_stopped()))
 
     def _function(self, assignment: fleet_pb2.Assignment) -> Callable[[Task], TrainResult | EvaluateResult]:
-        name = assignment.trainer
         if assignment.task == fleet_pb2.TASK_EVALUATE:
-            evaluator = _find_trainer(self.evaluators, "evaluator", name)
-            return lambda task: _call(evaluator, task, EvaluateResult)
-        trainer = _find_trainer(self.trainers, "trainer", name)
-        return lambda task: _call(trainer, task, TrainResult)
-
-    def _task(
-        self, assignment: fleet_pb2.Assignment, working: Parameters, client_state: ClientState, control: Control
-    ) -> Task:
-        return Task(
-            name=assignment.trainer,
-            parameters=working,
-            config={name: _scalar(value) for name, value in assignment.config.items()},
-            job_id=assignment.job_id,
-            job_name=assignment.job_name,
-            round=assignment.round,
-            attempt=assignment.attempt,
-            client_state=client_state,
-            ledger=self.ledger,
-            plugins=self.plugins,
-            control=control,
-        )
-
-    def _model(self, assignment: fleet_pb2.Assignment, control: Control) -> DownloadedModel:
-        try:
-            return Downloader(self.connection, self.cache, self.options.max_model_bytes, self.plugins).get(
-                assignment, control
-            )
-        except (TransferError, ModelError, OSError) as exc:
-            control.signal.check()
-            raise AssignmentFailedError(
-                model_pb2.REASON_TRANSFER_FAILED, f"the model could not be loaded: {exc}"
-            ) from exc
+            return self.trainers.find_evaluator(assignment.trainer)
+        return self.trainers.find_trainer(assignment.trainer)
 
     def _content(
         self, assignment: fleet_pb2.Assignment, result: TrainResult, base: Parameters, merged: WasMerged
     ) -> Content:
         """Return the bytes to send: the update, encoded if the job has a codec."""
-        codec = self._codec(assignment)
+        codec = encoding.read_codec(assignment, self.trainers.plugins)
         if codec is None:
-            return Content(_fit_model(lambda: result.to_pieces(base)))
-        update = _fit_model(lambda: result.to_update(base))
+            return Content(fit_model(lambda: result.to_pieces(base)))
+        update = fit_model(lambda: result.to_update(base))
         seed = self.options.rng.getrandbits(128)
         try:
             return encoding.encode(assignment, update, Format(codec, base.schema), seed, self.residuals, merged)
@@ -218,13 +175,6 @@ class AssignmentWorker:
             raise AssignmentFailedError(
                 model_pb2.REASON_TRAINER_ERROR, f"the trainer's result cannot be encoded: {exc}"
             ) from exc
-
-    def _codec(self, assignment: fleet_pb2.Assignment) -> codecs.CodecOptions | None:
-        """Return the codec that the update must be encoded with, or None."""
-        try:
-            return options_from_text(assignment.uplink, self.plugins) if assignment.uplink else None
-        except CodecError as exc:
-            raise AssignmentFailedError(model_pb2.REASON_UNKNOWN_CODEC, str(exc)) from exc
 
     def _open_client_state(self, job_id: str, merged: WasMerged, *, training: bool) -> ClientState:
         """Return the client state of a job; its files are unchanged until the server reports which is valid."""
@@ -236,21 +186,6 @@ class AssignmentWorker:
                 f"the server did not report whether it has merged the last update, and so which client state is valid: "
                 f"{exc}",
             ) from exc
-
-    def _stage_client_state(
-        self, assignment: fleet_pb2.Assignment, content: Content, client_state: ClientState
-    ) -> None:
-        """Store the client state; it becomes the job's state if the update is merged."""
-        problem = "it exceeds cache_limit_bytes"
-        try:
-            report = SentReport(assignment.token, content.digest)
-            if self.client_states.stage(assignment.job_id, report, client_state):
-                return
-        except (OSError, ModelError) as exc:
-            problem = str(exc)
-        raise AssignmentFailedError(
-            model_pb2.REASON_TRAINER_ERROR, f"the client state of the job cannot be stored: {problem}"
-        )
 
     def _attach_update(self, request: fleet_pb2.ReportRequest, content: Content, control: Control) -> None:
         """Upload the update, or put a small one into the report."""
@@ -312,51 +247,6 @@ class AssignmentWorker:
             raise
         except CallError as exc:
             _logger.warning("The server refused the report of a failure: %s", exc)
-
-
-def _fit_model(convert: Callable[[], Update]) -> Update:
-    try:
-        return convert()
-    except ModelError as exc:
-        raise AssignmentFailedError(
-            model_pb2.REASON_TRAINER_ERROR, f"the trainer's result does not fit the model: {exc}"
-        ) from exc
-
-
-def _find_trainer(functions: Mapping[str, Function], kind: str, name: str) -> Function:
-    if name not in functions:
-        available = ", ".join(sorted(functions)) or "none"
-        raise AssignmentFailedError(
-            model_pb2.REASON_UNKNOWN_TRAINER, f"the client has no {kind} {name!r}; available: {available}"
-        )
-    return functions[name]
-
-
-def client_stopped() -> Stop:
-    """Return the stop of a client by its owner."""
-    return Stop(model_pb2.REASON_CLIENT_STOPPED, "the client was stopped")
-
-
-def _call(function: Callable[[Task], Result], task: Task, expected: type[Result]) -> Result:
-    """Call code of the client's owner; any exception from it fails the assignment."""
-    try:
-        result = cast(object, function(task))
-        if not isinstance(result, expected):
-            raise TypeError(f"{task.name!r} returned {type(result).__name__}; expected {expected.__name__}")
-    except Exception as exc:
-        task.control.signal.check()  # after a stop, whatever the trainer raised counts as the stop
-        if not isinstance(exc, FedplatError):  # the message of a fedplat error needs no traceback
-            _logger.exception("The trainer %r raised an error.", task.name)
-        limited = isinstance(exc, PrivacyLimitError)
-        reason = model_pb2.REASON_PRIVACY_LIMIT if limited else model_pb2.REASON_TRAINER_ERROR
-        raise AssignmentFailedError(reason, str(exc) if limited else f"{type(exc).__name__}: {exc}") from exc
-    task.control.signal.check()
-    return result
-
-
-def _scalar(value: model_pb2.Value) -> Scalar:
-    kind = value.WhichOneof("kind")
-    return getattr(value, kind) if kind else ""
 
 
 def _fields(assignment: fleet_pb2.Assignment) -> dict[str, object]:

@@ -24,8 +24,8 @@ class Heartbeat:
     """Runs within a `with` block, from receiving an assignment to the end of its upload.
 
     Sets the task's deadline to the server's. Sets the task's stop signal when the server orders a stop, or when the
-    deadline passes, even if the server is unreachable. Leaving the block cancels the call in flight and joins the
-    thread.
+    deadline passes, even if the server is unreachable; a task that may be late goes on, and so do the heartbeats, by
+    which the server knows that the client is there. Leaving the block cancels the call in flight and joins the thread.
     """
 
     def __init__(self, connection: Connection, token: str, heartbeat_s: float, control: Control) -> None:
@@ -53,7 +53,7 @@ class Heartbeat:
         with self._control.signal.attach(self._end):
             self._ended.wait(_FIRST_HEARTBEAT_S)
             while not self._ended.is_set():
-                remaining_s = self._control.remaining_s
+                remaining_s = self._heartbeat_s if self._control.may_be_late else self._control.remaining_s
                 if remaining_s <= 0:
                     self._control.expire()
                     return
@@ -77,7 +77,8 @@ class Heartbeat:
         request = fleet_pb2.HeartbeatRequest(token=self._token, progress=self._control.fraction, wait_s=wait_s)
         response = self._connection.heartbeat(request, self._ended)
         if response.HasField("stop"):
-            self._control.signal.set(read_stop(response.stop))
+            self._control.obey(read_stop(response.stop))
+            self._ended.wait(self._heartbeat_s)  # the server answers at once from now on
         elif response.HasField("proceed"):
             proceed = response.proceed
             self._control.adjust(proceed.remaining_s, uploading=proceed.uploading)

@@ -88,8 +88,10 @@ class Content:
         return b"".join(self.pieces)
 
 
-def upload(connection: Connection, token: str, content: Content, control: Control) -> None:
-    """Upload an update.
+def upload(
+    connection: Connection, token: str, content: Content, control: Control, receiver: str = "", name: str = ""
+) -> None:
+    """Upload an update; or a file for another client, `receiver`, by its name.
 
     Raises `TransferError`, `IdentityError`, or `Cancelled` if the task is stopped.
     """
@@ -97,7 +99,9 @@ def upload(connection: Connection, token: str, content: Content, control: Contro
     patience = _Patience(control, "the upload of the update")
     offset = 0
     while True:
-        header = fleet_pb2.UploadHeader(token=token, digest=digest, size_bytes=size_bytes, offset=offset)
+        header = fleet_pb2.UploadHeader(
+            token=token, digest=digest, size_bytes=size_bytes, offset=offset, receiver=receiver, name=name
+        )
         retry = None
         try:
             parts = split_content(content, offset, control.options.clock)
@@ -113,7 +117,8 @@ def upload(connection: Connection, token: str, content: Content, control: Contro
                 raise TransferError(f"the server refuses the update: {exc}") from exc
             num_received, error = None, str(exc)
         while num_received is None:
-            num_received, error = _query(connection, token, digest, control, error)
+            query = fleet_pb2.QueryUploadRequest(token=token, digest=digest, receiver=receiver, name=name)
+            num_received, error = _query(connection, query, control, error)
             if num_received is None:
                 patience.wait_after_break(error, retry, progress=False)
         if num_received == size_bytes:
@@ -154,9 +159,11 @@ def _append(connection: Connection, model: Source, part: PartialDownload, contro
             part.write(data)
 
 
-def _query(connection: Connection, token: str, digest: str, control: Control, error: str) -> tuple[int | None, str]:
+def _query(
+    connection: Connection, query: fleet_pb2.QueryUploadRequest, control: Control, error: str
+) -> tuple[int | None, str]:
     try:
-        return connection.query_upload(token, digest, control.signal), error
+        return connection.query_upload(query, control.signal), error
     except ServerUnavailableError as exc:
         return None, str(exc)
     except CallRefusedError as exc:

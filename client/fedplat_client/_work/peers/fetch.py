@@ -7,6 +7,7 @@ import threading
 from collections.abc import Collection, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import grpc
 
@@ -79,7 +80,7 @@ class PeerFetcher:
                 if part.size > file.size_bytes:
                     part.restart()
                 with credentials.connect(file.address, file.client_id) as channel:
-                    self._complete(channel, file, part, ends_at, signal)
+                    _complete(channel, file, part, ends_at, signal, self._options)
                 if part.digest != file.digest:
                     raise PeerError(
                         "WRONG_DIGEST",
@@ -111,35 +112,73 @@ class PeerFetcher:
                 if not turn.num_fetches:
                     del self._turns[file.digest]
 
-    def _complete(
-        self, channel: grpc.Channel, file: PeerFile, part: PartialDownload, ends_at: float, signal: StopSignal
-    ) -> None:
-        backoff, clock = Backoff(self._options), self._options.clock
-        error: CallError | None = None
-        while (num_received := part.size) < file.size_bytes:
-            try:
-                _append(channel, file, part, ends_at - clock(), signal)
-                if part.size < file.size_bytes:
-                    raise PeerError(
-                        "WRONG_SIZE",
-                        f"the file of the peer {file.client_id} has {part.size} bytes; it announced {file.size_bytes}",
-                    )
-            except ServerUnavailableError as exc:
-                if error is None or exc.code != grpc.StatusCode.DEADLINE_EXCEEDED.name:
-                    error = exc  # the call that the deadline ends says nothing about the cause
-                if part.size > num_received:
-                    backoff.reset()
-                self._options.wait(signal, min(backoff.next_s(exc.retry), max(ends_at - clock(), 0.0)))
-                signal.check()
-                if clock() >= ends_at:
-                    raise PeerError(
-                        "TIMEOUT",
-                        f"the peer {file.client_id} at {file.address} sent {part.size} of {file.size_bytes} bytes "
-                        f"within the deadline; last error: {error}",
-                    ) from exc
+
+class _Part(Protocol):
+    """What has been received so far."""
+
+    @property
+    def size(self) -> int:
+        """The number of bytes."""
+        ...
+
+    def write(self, data: pieces.Bytes) -> object:
+        """Append bytes."""
+        ...
 
 
-def _append(channel: grpc.Channel, file: PeerFile, part: PartialDownload, timeout_s: float, signal: StopSignal) -> None:
+class _Chunk:
+    """A part in memory."""
+
+    def __init__(self) -> None:
+        self.content = bytearray()
+
+    @property
+    def size(self) -> int:
+        return len(self.content)
+
+    def write(self, data: pieces.Bytes) -> object:
+        self.content += data
+        return None
+
+
+def fetch_chunk(
+    channel: grpc.Channel, file: PeerFile, timeout_s: float, signal: StopSignal, options: ClientOptions
+) -> bytes:
+    """Return a chunk that a peer offers by the name `file.digest`, of exactly this size. Raises `PeerError`."""
+    chunk = _Chunk()
+    _complete(channel, file, chunk, options.clock() + timeout_s, signal, options)
+    return bytes(chunk.content)
+
+
+def _complete(
+    channel: grpc.Channel, file: PeerFile, part: _Part, ends_at: float, signal: StopSignal, options: ClientOptions
+) -> None:
+    backoff, clock = Backoff(options), options.clock
+    error: CallError | None = None
+    while (num_received := part.size) < file.size_bytes:
+        try:
+            _append(channel, file, part, ends_at - clock(), signal)
+            if part.size < file.size_bytes:
+                raise PeerError(
+                    "WRONG_SIZE",
+                    f"the file of the peer {file.client_id} has {part.size} bytes; it announced {file.size_bytes}",
+                )
+        except ServerUnavailableError as exc:
+            if error is None or exc.code != grpc.StatusCode.DEADLINE_EXCEEDED.name:
+                error = exc  # the call that the deadline ends says nothing about the cause
+            if part.size > num_received:
+                backoff.reset()
+            options.wait(signal, min(backoff.next_s(exc.retry), max(ends_at - clock(), 0.0)))
+            signal.check()
+            if clock() >= ends_at:
+                raise PeerError(
+                    "TIMEOUT",
+                    f"the peer {file.client_id} at {file.address} sent {part.size} of {file.size_bytes} bytes "
+                    f"within the deadline; last error: {error}",
+                ) from exc
+
+
+def _append(channel: grpc.Channel, file: PeerFile, part: _Part, timeout_s: float, signal: StopSignal) -> None:
     """Append what one call returns. Raises `ServerUnavailableError` if another call may work later, or `PeerError`."""
     request = peer_pb2.FetchRequest(digest=file.digest, offset=part.size).SerializeToString()
     call = _FETCH.start_receiving(channel, request, min(max(timeout_s, 0.001), _MAX_CALL_S), ())
@@ -154,7 +193,7 @@ def _append(channel: grpc.Channel, file: PeerFile, part: PartialDownload, timeou
         call.cancel()
 
 
-def _write(part: PartialDownload, data: pieces.Bytes, file: PeerFile) -> None:
+def _write(part: _Part, data: pieces.Bytes, file: PeerFile) -> None:
     if part.size + len(data) > file.size_bytes:
         raise PeerError(
             "WRONG_SIZE", f"the peer {file.client_id} sends more than the {file.size_bytes} announced bytes"

@@ -1,22 +1,25 @@
-"""The client's own port, on which its neighbours fetch the files that it offers; nothing else is served there.
+"""The client's own port, on which its neighbours fetch what it offers, files or chunks; nothing else is served there.
 
 Both ends authenticate by TLS with certificates of the server's authority. A call is served if the caller's certificate
-has the id of a client to which the requested file is offered. The server is synchronous, as the rest of the client: a
-second event loop beside another one in the same process received events of gRPC's poller for the first.
+has the id of a client to which the requested file is offered, or is about to be. The server is synchronous, as the rest
+of the client: a second event loop beside another one in the same process received events of gRPC's poller for the
+first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import io
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import Any, BinaryIO, NoReturn, TypeAlias, cast
 
 import grpc
 from cryptography import x509
@@ -32,7 +35,9 @@ from fedplat_client.errors import ListenerError
 Context: TypeAlias = Any  # grpc.ServicerContext, of which the stubs lack `cancel`
 _S = grpc.StatusCode
 _METHOD = f"/{transport.PEER_SERVICE}/Fetch"
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_NAME = re.compile(r"[0-9a-f]{64}")
+_LOOK_EVERY_S = 1.0
+"""How often a waiting call looks whether its caller is still there."""
 _MAX_REQUEST_BYTES = 1024
 _SPARE_THREADS = 4
 """Threads beyond those of the streams, which refuse calls."""
@@ -64,16 +69,25 @@ class ListenerLimits:
     """Seconds until a stream is cut; the neighbour resumes with another one."""
     sends_per_peer: float = 4.0
     """How many times the bytes of a file one neighbour may receive, with what it receives again after breaks."""
+    wait_s: float = 10.0
+    """Seconds until the call of an expected neighbour is answered that requests what is not offered yet."""
+    waits_per_peer: int = 1
+    """Calls of one expected neighbour that may wait so."""
 
 
 @dataclass(eq=False)
 class _Offer:
-    digest: str
-    path: Path
+    name: str
+    content: Path | bytes
     size_bytes: int
     neighbours: frozenset[str]
+    on_sent: Callable[[int], object]
     sent_bytes: Counter[str] = field(default_factory=Counter[str])
     withdrawn: bool = False
+
+    def open(self) -> BinaryIO:
+        """Open the content for reading. Raises `OSError`."""
+        return io.BytesIO(self.content) if isinstance(self.content, bytes) else self.content.open("rb")
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,16 +115,21 @@ class PeerListener:
         credentials: Callable[[], PeerCredentials],
         limits: ListenerLimits | None = None,
         now: Callable[[], datetime.datetime] = utc_now,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.port = 0
         self._listen = listen
         self._credentials = credentials
         self._limits = limits or ListenerLimits()
         self._now = now
+        self._clock = clock
         self._lock = threading.Lock()
         self._offers: list[_Offer] = []
         self._streams: set[_Stream] = set()
         self._waiting = Counter[str]()
+        self._expected = Counter[str]()
+        self._changed = threading.Condition(self._lock)
+        self._in_wait = Counter[str]()
         self._server: grpc.Server | None = None
         self._executor: ThreadPoolExecutor | None = None
 
@@ -153,22 +172,44 @@ class PeerListener:
         return len(self._streams)
 
     @contextlib.contextmanager
-    def offer(self, digest: str, path: Path, neighbours: Collection[str]) -> Generator[None]:
-        """Offer a file within the block, to the clients with these ids only; then end its streams.
+    def offer(
+        self,
+        name: str,
+        content: Path | bytes,
+        neighbours: Collection[str],
+        on_sent: Callable[[int], object] = lambda _: None,
+    ) -> Generator[None]:
+        """Offer a file or some bytes within the block, to the clients with these ids only; then end its streams.
 
-        `digest` is the file's SHA-256, hexadecimal, which the receivers verify. The file must not change.
+        `name` has 64 hexadecimal digits: the SHA-256 of a file, which the receivers verify, or the name that both ends
+        have for a chunk. The content must not change. `on_sent` is called with the number of bytes that were sent.
         """
-        if not _DIGEST.fullmatch(digest):
-            raise ValueError(f"the digest is {digest!r}; expected 64 lower-case hexadecimal digits")
-        offer = _Offer(digest, path, path.stat().st_size, frozenset(neighbours))
-        with self._lock:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"the name is {name!r}; expected 64 lower-case hexadecimal digits")
+        size_bytes = len(content) if isinstance(content, bytes) else content.stat().st_size
+        offer = _Offer(name, content, size_bytes, frozenset(neighbours), on_sent)
+        with self._changed:
             self._offers.append(offer)
+            self._changed.notify_all()
         try:
             yield
         finally:
             offer.withdrawn = True
             with self._lock:
                 self._offers.remove(offer)
+
+    @contextlib.contextmanager
+    def expect(self, neighbours: Collection[str]) -> Generator[None]:
+        """Let the calls of these clients wait, within the block, for what is not offered yet."""
+        with self._lock:
+            self._expected.update(neighbours)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._expected.subtract(neighbours)
+                self._expected = +self._expected
+                self._changed.notify_all()
 
     def _server_credentials(self) -> grpc.ServerCredentials:
         """Return credentials that load the client's certificate at each handshake, and require one of the peer."""
@@ -188,14 +229,14 @@ class PeerListener:
     def _fetch(self, requests: Iterator[bytes], context: Context) -> Iterator[bytes]:
         """Serve a call: yield the messages of a file."""
         caller = self._authenticate(context)
-        self._offers_to(caller, context)  # a stranger must not hold a thread with a call without a request
+        self._require_neighbour(caller, context)  # a stranger must not hold a thread with a call without a request
         request = _decode(self._receive(caller, requests, context), context)
         offer = self._find(caller, request.digest, context)
         if request.offset > offer.size_bytes:
             _refuse(context, _S.OUT_OF_RANGE, "WRONG_OFFSET", f"the file has {offer.size_bytes} bytes")
         self._occupy(_Stream(caller, offer, context))
         try:
-            file = offer.path.open("rb")
+            file = offer.open()
         except OSError:
             _refuse(context, _S.NOT_FOUND, "NOT_OFFERED", "the file is gone")
         with file:
@@ -230,17 +271,31 @@ class PeerListener:
             with self._lock:
                 self._waiting -= Counter([caller])  # drops counts of 0
 
-    def _offers_to(self, caller: str, context: Context) -> list[_Offer]:
+    def _require_neighbour(self, caller: str, context: Context) -> None:
         with self._lock:
-            offers = [offer for offer in self._offers if caller in offer.neighbours]
-        if not offers:
+            is_neighbour = caller in self._expected or any(caller in offer.neighbours for offer in self._offers)
+        if not is_neighbour:
             _refuse(context, _S.PERMISSION_DENIED, "NOT_A_NEIGHBOUR", "nothing is offered to this client now")
-        return offers
 
-    def _find(self, caller: str, digest: str, context: Context) -> _Offer:
-        for offer in self._offers_to(caller, context):
-            if offer.digest == digest:
-                return offer
+    def _find(self, caller: str, name: str, context: Context) -> _Offer:
+        """Return what is offered by this name; wait for it if the caller is expected."""
+        ends_at = self._clock() + self._limits.wait_s
+        with self._changed:
+            may_wait = self._in_wait[caller] < self._limits.waits_per_peer
+            self._in_wait[caller] += may_wait
+            try:
+                while True:
+                    for offer in self._offers:
+                        if offer.name == name and caller in offer.neighbours:
+                            return offer
+                    left_s = ends_at - self._clock()
+                    if not (may_wait and caller in self._expected and left_s > 0 and context.is_active()):
+                        break
+                    self._changed.wait(min(left_s, _LOOK_EVERY_S))
+            finally:
+                self._in_wait[caller] -= may_wait
+                self._in_wait = +self._in_wait
+        self._require_neighbour(caller, context)
         # Also for a file that is offered to other clients: the caller learns nothing about those.
         _refuse(context, _S.NOT_FOUND, "NOT_OFFERED", "this file is not offered")
 
@@ -284,6 +339,7 @@ class PeerListener:
         if not is_within:
             text = f"this client has received {self._limits.sends_per_peer:g} times the bytes of the file"
             _refuse(context, _S.FAILED_PRECONDITION, "TOO_MANY_BYTES", text)
+        offer.on_sent(size_bytes)
 
 
 class _Handler(grpc.GenericRpcHandler):

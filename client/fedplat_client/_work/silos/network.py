@@ -1,0 +1,254 @@
+"""How a silo reaches others: through their ports, or through the server's relay, which cannot read what it stores.
+
+A silo with a port offers its files there, and others fetch them (`peers`). The files of a silo without one pass through
+the server, encrypted for each receiver (`fedplat.secure_aggregation.relay`). The same holds for the chunks of a ring.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc
+import numpy as np
+
+from fedplat.errors import SecureAggregationError
+from fedplat.gossip.steps import Contact
+from fedplat.secure_aggregation.primitives import KeyPair
+from fedplat.secure_aggregation.relay import (
+    TAG_BYTES,
+    RelayExchange,
+    RelayKey,
+    RelayLink,
+    RelayMember,
+    RelayMessage,
+)
+from fedplat.wire import pieces
+from fedplat.wire.v1 import fleet_pb2
+from fedplat_client._auth.calls import Connection
+from fedplat_client._work import transfer
+from fedplat_client._work.peers.fetch import PeerFetcher, PeerFile, fetch_chunk
+from fedplat_client._work.peers.port import PeerPort
+from fedplat_client._work.peers.relay import open_file, seal_file
+from fedplat_client._work.transfer import Content
+from fedplat_client.backoff import Backoff
+from fedplat_client.errors import CallRefusedError, NotSentYetError, PeerError, ServerUnavailableError, TransferError
+from fedplat_client.task import Control
+
+CHUNK_WAIT_S = 10.0
+"""How long one call waits at the server for a chunk that another silo has not sent yet."""
+
+
+class ByteCounter:
+    """Counts the bytes of models that were sent and received; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = (0, 0)
+
+    def add(self, sent: int = 0, received: int = 0) -> None:
+        """Add bytes."""
+        with self._lock:
+            self._numbers = self._numbers[0] + sent, self._numbers[1] + received
+
+    def take(self) -> tuple[int, int]:
+        """Return the bytes sent and received since the last call."""
+        with self._lock:
+            numbers, self._numbers = self._numbers, (0, 0)
+        return numbers
+
+
+class RemoteFile(NamedTuple):
+    """A file of another silo, by its SHA-256."""
+
+    digest: str
+    size_bytes: int
+
+
+class ChunkName(NamedTuple):
+    """The names of a chunk of a ring: at the sender's port, and in the relay."""
+
+    offered: str
+    relayed: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerNetwork:
+    """A silo's way to others in one assignment; a context manager that closes its connections.
+
+    `own` is the silo as others see it, with the key pair `key` for the relay. Methods raise `PeerError` for another
+    silo that cannot be reached or must not be trusted, and `Cancelled`; they get the deadline and the signal of a phase
+    (`Control`).
+    """
+
+    connection: Connection
+    token: str
+    exchange: RelayExchange
+    own: RelayMember
+    key: KeyPair
+    trusted: Collection[bytes] | None
+    port: PeerPort
+    fetcher: PeerFetcher
+    folder: Path
+    counter: ByteCounter
+    _channels: dict[str, grpc.Channel] = field(default_factory=dict[str, grpc.Channel])
+
+    def __enter__(self) -> PeerNetwork:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
+
+    # --- trust -----------------------------------------------------------------------------------------------
+
+    def is_trusted(self, contact: Contact) -> bool:
+        """Return whether the client's owner allows exchanges with another silo."""
+        return self.trusted is None or contact.public_key in self.trusted
+
+    def _check(self, contact: Contact) -> None:
+        if not self.is_trusted(contact):
+            raise PeerError("REFUSED", f"{contact.silo} is not one of the trusted clients")
+        if contact.silo == self.own.client_id:
+            raise PeerError("REFUSED", f"the server named {contact.silo}, this silo itself, as another one")
+
+    def _verify(self, contact: Contact) -> RelayMember:
+        """Return another silo as a member of the relay's exchange, whose key it has signed."""
+        self._check(contact)
+        if not contact.relay_key:
+            raise PeerError("REFUSED", f"{contact.silo} has neither a port nor a key for the server's relay")
+        member = RelayMember(contact.silo, contact.public_key, RelayKey(contact.relay_key, contact.relay_signature))
+        try:
+            self.exchange.verify(member, self.trusted)
+        except SecureAggregationError as exc:
+            raise PeerError("REFUSED", str(exc)) from exc
+        return member
+
+    # --- through the ports of others -------------------------------------------------------------------------
+
+    def fetch(self, sender: Contact, remote: RemoteFile, control: Control) -> Path:
+        """Return the path of a verified file from the port of another silo."""
+        self._check(sender)
+        file = PeerFile(sender.silo, sender.address, remote.digest, remote.size_bytes)
+        credentials = self.port.renew(control.signal)
+        path = self.fetcher.fetch(file, credentials, control.remaining_s, control.signal, remote.size_bytes)
+        self.counter.add(received=remote.size_bytes)
+        return path
+
+    # --- through the server ----------------------------------------------------------------------------------
+
+    def send(self, receiver: Contact, digest: str, path: Path, control: Control) -> None:
+        """Send a file through the server. Raises also `TransferError`, `CallError` and `OSError`."""
+        sealed = self.folder / f"sealed-{digest}-{receiver.public_key.hex()}"
+        try:
+            link = RelayLink(self.exchange, self.own, self._verify(receiver), digest, path.stat().st_size)
+            seal_file(link, self.key, path, sealed)
+            content = Content((np.memmap(sealed, np.uint8, mode="r").data,))
+            transfer.upload(self.connection, self.token, content, control, receiver.silo, digest)
+            self.counter.add(sent=link.sealed_bytes)
+        except SecureAggregationError as exc:
+            raise PeerError("REFUSED", str(exc)) from exc
+        finally:
+            sealed.unlink(missing_ok=True)
+
+    def receive(self, sender: Contact, remote: RemoteFile, wait_s: float, control: Control) -> Path:
+        """Return the path of a verified file that another silo has sent through the server.
+
+        Raises `NotSentYetError` if it has not after `wait_s`.
+        """
+        link = RelayLink(self.exchange, self._verify(sender), self.own, remote.digest, remote.size_bytes)
+        sealed, plain = self.folder / f"received-{remote.digest}", self.folder / f"opened-{remote.digest}"
+        try:
+            with sealed.open("wb") as target:
+                self._receive(sender.silo, remote.digest, link.sealed_bytes, target.write, wait_s, control)
+            open_file(link, self.key, sealed, plain)
+        except SecureAggregationError as exc:
+            raise PeerError("WRONG_DIGEST", f"the file of {sender.silo}: {exc}") from exc
+        finally:
+            sealed.unlink(missing_ok=True)
+        return plain
+
+    def _receive(
+        self,
+        sender: str,
+        name: str,
+        size_bytes: int,
+        write: Callable[[pieces.Bytes], object],
+        wait_s: float,
+        control: Control,
+    ) -> None:
+        """Pass what another silo has sent to `write`, as it arrives; resume after breaks."""
+        backoff, num_received = Backoff(control.options), 0
+        while num_received < size_bytes:
+            left_s = max(control.remaining_s, 0.001)
+            request = fleet_pb2.DownloadRequest(
+                token=self.token, sender=sender, name=name, offset=num_received, wait_s=min(wait_s, left_s)
+            )
+            try:
+                with contextlib.closing(self.connection.download(request, left_s, control.signal)) as parts:
+                    for part in parts:
+                        num_received += len(part)
+                        self.counter.add(received=len(part))
+                        if num_received > size_bytes:
+                            raise PeerError("WRONG_SIZE", f"more than {size_bytes} bytes came from {sender}")
+                        write(part)
+                        backoff.reset()
+            except NotSentYetError:
+                raise
+            except ServerUnavailableError as exc:
+                control.options.wait(control.signal, min(backoff.next_s(exc.retry), max(control.remaining_s, 0.0)))
+                control.signal.check()
+                if control.remaining_s <= 0:
+                    raise PeerError("TIMEOUT", f"no file of {sender} came through the server in time: {exc}") from exc
+            except CallRefusedError as exc:
+                raise PeerError("REFUSED", f"the server refuses to pass on a file of {sender}: {exc}") from exc
+            else:
+                if num_received < size_bytes:
+                    raise PeerError("WRONG_SIZE", f"{num_received} of {size_bytes} bytes came from {sender}")
+
+    # --- rings -----------------------------------------------------------------------------------------------
+
+    def send_chunk(self, receiver: Contact, name: ChunkName, content: bytes, control: Control) -> None:
+        """Send a chunk of a ring through the server."""
+        message = RelayMessage(self.exchange, self.own, self._verify(receiver), name.relayed)
+        sealed = message.seal(self.key, content)
+        try:
+            parts = Content((memoryview(sealed),))
+            transfer.upload(self.connection, self.token, parts, control, receiver.silo, name.relayed)
+        except TransferError as exc:
+            raise PeerError("REFUSED", f"the chunk for {receiver.silo} could not be sent: {exc}") from exc
+        self.counter.add(sent=len(sealed))
+
+    def receive_chunk(self, sender: Contact, name: ChunkName, size_bytes: int, control: Control) -> bytes:
+        """Return a chunk of a ring, from the sender's port or through the server."""
+        if sender.address:
+            self._check(sender)
+            file = PeerFile(sender.silo, sender.address, name.offered, size_bytes)
+            channel = self._connect(sender, control)
+            content = fetch_chunk(channel, file, control.remaining_s, control.signal, control.options)
+            self.counter.add(received=size_bytes)
+            return content
+        message = RelayMessage(self.exchange, self._verify(sender), self.own, name.relayed)
+        while True:
+            received = bytearray()
+            try:
+                sealed_bytes = size_bytes + TAG_BYTES
+                self._receive(sender.silo, name.relayed, sealed_bytes, received.extend, CHUNK_WAIT_S, control)
+                return message.open(self.key, bytes(received))
+            except NotSentYetError as exc:
+                if control.remaining_s <= 0:
+                    raise PeerError("TIMEOUT", f"{sender.silo} sent no chunk through the server in time") from exc
+            except SecureAggregationError as exc:
+                raise PeerError("WRONG_DIGEST", f"the chunk of {sender.silo}: {exc}") from exc
+
+    def _connect(self, sender: Contact, control: Control) -> grpc.Channel:
+        channel = self._channels.get(sender.silo)
+        if channel is None:
+            channel = self.port.renew(control.signal).connect(sender.address, sender.silo)
+            self._channels[sender.silo] = channel
+        return channel

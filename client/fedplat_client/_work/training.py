@@ -1,0 +1,116 @@
+"""The trainers and evaluators of the client's owner, and how they are called."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+from fedplat.client_state import ClientState
+from fedplat.errors import FedplatError, ModelError, PrivacyLimitError
+from fedplat.model import Parameters
+from fedplat.plugins import BUILTIN, Plugins
+from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client._state.client_state import ClientStateStore
+from fedplat_client._state.privacy_ledger import PrivacyLedger
+from fedplat_client._state.two_phase import SentReport
+from fedplat_client._work.failures import AssignmentFailedError
+from fedplat_client.task import Control, EvaluateFunction, EvaluateResult, Scalar, Task, TrainFunction, TrainResult
+
+_logger = logging.getLogger(__name__)
+Function = TypeVar("Function", TrainFunction, EvaluateFunction)
+Result = TypeVar("Result", TrainResult, EvaluateResult)
+Update = TypeVar("Update")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainers:
+    """What assignments may run."""
+
+    trainers: Mapping[str, TrainFunction]
+    evaluators: Mapping[str, EvaluateFunction]
+    ledger: PrivacyLedger
+    plugins: Plugins = BUILTIN
+
+    def find_trainer(self, name: str) -> Callable[[Task], TrainResult]:
+        """Return a trainer. Raises `AssignmentFailedError` if there is none of that name, or when it fails."""
+        trainer = _find(self.trainers, "trainer", name)
+        return lambda task: _call(trainer, task, TrainResult)
+
+    def find_evaluator(self, name: str) -> Callable[[Task], EvaluateResult]:
+        """Return an evaluator; see `find_trainer`."""
+        evaluator = _find(self.evaluators, "evaluator", name)
+        return lambda task: _call(evaluator, task, EvaluateResult)
+
+    def make_task(
+        self, assignment: fleet_pb2.Assignment, parameters: Parameters, client_state: ClientState, control: Control
+    ) -> Task:
+        """Return the task of an assignment; its function may change the parameters."""
+        return Task(
+            name=assignment.trainer,
+            parameters=parameters,
+            config={name: _scalar(value) for name, value in assignment.config.items()},
+            job_id=assignment.job_id,
+            job_name=assignment.job_name,
+            round=assignment.round,
+            attempt=assignment.attempt,
+            client_state=client_state,
+            ledger=self.ledger,
+            plugins=self.plugins,
+            control=control,
+        )
+
+
+def fit_model(convert: Callable[[], Update]) -> Update:
+    """Convert a trainer's result. Raises `AssignmentFailedError` if it does not fit the model."""
+    try:
+        return convert()
+    except ModelError as exc:
+        raise AssignmentFailedError(
+            model_pb2.REASON_TRAINER_ERROR, f"the trainer's result does not fit the model: {exc}"
+        ) from exc
+
+
+def stage_client_state(store: ClientStateStore, job_id: str, sent: SentReport, client_state: ClientState) -> None:
+    """Store the client state of a training; it becomes the job's if `sent` counts. Raises `AssignmentFailedError`."""
+    problem = "it exceeds cache_limit_bytes"
+    try:
+        if store.stage(job_id, sent, client_state):
+            return
+    except (OSError, ModelError) as exc:
+        problem = str(exc)
+    raise AssignmentFailedError(
+        model_pb2.REASON_TRAINER_ERROR, f"the client state of the job cannot be stored: {problem}"
+    )
+
+
+def _find(functions: Mapping[str, Function], kind: str, name: str) -> Function:
+    if name not in functions:
+        available = ", ".join(sorted(functions)) or "none"
+        raise AssignmentFailedError(
+            model_pb2.REASON_UNKNOWN_TRAINER, f"the client has no {kind} {name!r}; available: {available}"
+        )
+    return functions[name]
+
+
+def _call(function: Callable[[Task], Result], task: Task, expected: type[Result]) -> Result:
+    """Call code of the client's owner; any exception from it fails the assignment."""
+    try:
+        result = cast(object, function(task))
+        if not isinstance(result, expected):
+            raise TypeError(f"{task.name!r} returned {type(result).__name__}; expected {expected.__name__}")
+    except Exception as exc:
+        task.control.signal.check()  # after a stop, whatever the trainer raised counts as the stop
+        if not isinstance(exc, FedplatError):  # the message of a fedplat error needs no traceback
+            _logger.exception("The trainer %r raised an error.", task.name)
+        limited = isinstance(exc, PrivacyLimitError)
+        reason = model_pb2.REASON_PRIVACY_LIMIT if limited else model_pb2.REASON_TRAINER_ERROR
+        raise AssignmentFailedError(reason, str(exc) if limited else f"{type(exc).__name__}: {exc}") from exc
+    task.control.signal.check()
+    return result
+
+
+def _scalar(value: model_pb2.Value) -> Scalar:
+    kind = value.WhichOneof("kind")
+    return getattr(value, kind) if kind else ""

@@ -1,0 +1,168 @@
+"""Silos of decentralised jobs: real clients in threads, with and without ports, and a daemon with certificates."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import random
+from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from fedplat.gossip import Gossip, draw_edges, metropolis, mix_all
+from fedplat.model import Parameters, Vector
+from fedplat_client import Client, ClientOptions, Task, TrainResult
+from fedplat_client._state.silo_store import SiloState
+from support import databases, mtls, processes
+from support.jobs import FAR_S, write_job
+
+Floats = npt.NDArray[np.float64]
+Change = Callable[["Silo", Task], object]
+
+
+def initial_model(size: int = 40) -> Parameters:
+    """A model with a counter, which silos do not average."""
+    rng = np.random.default_rng(7)
+    weight = rng.standard_normal(size).astype(np.float32)
+    return Parameters.from_arrays({"weight": weight, "steps": np.array([3], np.int64)})
+
+
+def gossip_job(goal: int, rounds: int = 2, mode: str = "", more: str = "", **deadlines: float) -> str:
+    selection = {"goal": goal, "over_selection": 1.3, "min_fraction": 0.6}
+    times = {"training_s": FAR_S, "upload_s": FAR_S, "heartbeat_s": 60.0, **deadlines}
+    tables = f'[mode]\nkind = "gossip"\ntolerance = 1.0\n{mode}\n[updates]\nweighting = "uniform"\n{more}\n'
+    return write_job("gossip", rounds=rounds, selection=selection, deadlines=times, more=tables)
+
+
+def pull(silo: Silo, task: Task) -> None:
+    """A training that moves the model towards one of the silo's own."""
+    weight = task.parameters["weight"]
+    weight += np.float32(0.5) * (np.float32(silo.number) - weight)
+    task.parameters["steps"] += silo.number
+
+
+@dataclasses.dataclass
+class Silo:
+    """A client; `models` are those with which its trainings began, by round."""
+
+    number: int
+    client: Client
+    folder: Path
+    change: Change = pull
+    models: dict[int, Vector] = dataclasses.field(default_factory=dict[int, Vector])
+    steps: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
+    started: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+
+    def train(self, task: Task) -> TrainResult:
+        self.models[task.round] = task.parameters.to_vector().copy()
+        self.steps[task.round] = int(task.parameters["steps"][0])
+        self.change(self, task)
+        return TrainResult(parameters=task.parameters, num_examples=10.0 + self.number, metrics={"loss": 0.5})
+
+    @property
+    def name(self) -> str:
+        """Its client id, once it has enrolled."""
+        (path,) = self.folder.glob("*/*/identity.json")
+        return str(msgspec.json.decode(path.read_bytes())["client_id"])
+
+    def state(self, job: str) -> SiloState:
+        (path,) = self.folder.glob(f"*/*/silos/{job}/state.json")
+        return msgspec.json.decode(path.read_bytes(), type=SiloState)
+
+    def export(self, job: str) -> bytes:
+        return (self.folder / "exports" / f"{job}.safetensors").read_bytes()
+
+
+@dataclasses.dataclass
+class SiloFleet:
+    """A daemon, and silos that work for it."""
+
+    place: mtls.Place
+    folder: Path
+    silos: list[Silo] = dataclasses.field(default_factory=list[Silo])
+
+    @property
+    def operator(self) -> Any:
+        return self.place.site.operator
+
+    async def add(self, *, listens: bool = True, change: Change = pull, **options: Any) -> Silo:
+        """A silo; with a port, unless it reaches others through the server."""
+        number = len(self.silos) + 1
+        peers: dict[str, Any] = {"exchange_models": True}
+        if listens:
+            peers = {"peer_listen": f"127.0.0.1:{processes.free_port()}"}
+        given = {"first_backoff_s": 0.02, "max_backoff_s": 0.1, "rng": random.Random(number), **peers, **options}
+        ticket = msgspec.structs.replace(await self.operator.ticket(), server=self.place.site.address)
+        folder = self.folder / f"silo-{number}"
+        client = Client.from_ticket(ticket.to_text(), data_dir=folder, options=ClientOptions(**given))
+        silo = Silo(number, client, folder, change)
+        client.add_trainer("toy", silo.train)
+        self.silos.append(silo)
+        return silo
+
+    async def add_all(self, count: int, relayed: Sequence[int] = (), **options: Any) -> None:
+        """So many silos, of which those with these numbers have no port."""
+        for number in range(1, count + 1):
+            await self.add(listens=number not in relayed, **options)
+
+    @contextlib.asynccontextmanager
+    async def at_work(self, *silos: Silo) -> AsyncGenerator[None]:
+        """All silos, or these, work in threads of their own within the block."""
+        chosen = silos or tuple(self.silos)
+        tasks = [asyncio.create_task(asyncio.to_thread(silo.client.run)) for silo in chosen]
+        try:
+            yield
+        finally:
+            for silo in chosen:
+                silo.client.stop()
+            await asyncio.gather(*tasks)
+
+    async def play(self, text: str, model: Parameters | None = None) -> str:
+        """Runs a job to its end; returns its id."""
+        async with self.at_work():
+            job = await self.operator.start(text, model if model is not None else initial_model())
+            await self.operator.until(job, "job", "COMPLETED")
+            await self.exported(job)
+        return job
+
+    async def exported(self, job: str) -> bytes:
+        """Waits until all silos have the mean, the same one that the server knows; returns it."""
+        paths = [silo.folder / "exports" / f"{job}.safetensors" for silo in self.silos]
+        async with asyncio.timeout(processes.PATIENCE_S):
+            while not all(path.exists() for path in paths):
+                await asyncio.sleep(0.01)
+        (content,) = {path.read_bytes() for path in paths}
+        versions = await self.operator.versions(job)
+        assert hashlib.sha256(content).hexdigest() == versions[-1].model.digest
+        return content
+
+
+@contextlib.asynccontextmanager
+async def running(folder: Path, count: int = 0, relayed: Sequence[int] = (), **options: Any) -> AsyncGenerator[SiloFleet]:
+    (folder / "server").mkdir()
+    databases.create_sqlite(folder / "server" / "fedplat.sqlite")
+    async with mtls.running(folder / "server") as place:
+        fleet = SiloFleet(place, folder)
+        await fleet.add_all(count, relayed, **options)
+        yield fleet
+
+
+def pulled(vectors: Floats) -> Floats:
+    """What `pull` makes of the models of all silos, which are in the order of their numbers."""
+    numbers = np.arange(1, len(vectors) + 1)[:, None]
+    return vectors + 0.5 * (numbers - vectors)
+
+
+def gossip(mode: Gossip, names: Sequence[str], vectors: Floats, round_number: int) -> Floats:
+    """One round of plain gossip among silos with these names, all of whose edges count."""
+    order = np.argsort(names)
+    edges = draw_edges(mode, sorted(names), round_number)
+    mixed = np.empty_like(vectors)
+    mixed[order] = mix_all(metropolis(len(names), edges), vectors[order])
+    return mixed
