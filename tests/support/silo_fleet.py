@@ -7,16 +7,20 @@ import contextlib
 import dataclasses
 import hashlib
 import random
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.gossip import Gossip, draw_edges, metropolis, mix_all
+from fedplat.gossip import draw_edges, metropolis, push_sum
+from fedplat.gossip.messages import CommitRow
+from fedplat.job import parse_job
 from fedplat.model import Parameters, Vector
+from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
+from fedplat.simulation.gossip.silos import SiloModels
 from fedplat_client import Client, ClientOptions, Task, TrainResult
 from fedplat_client._state.silo_store import SiloState
 from support import databases, mtls, processes
@@ -40,11 +44,16 @@ def gossip_job(goal: int, rounds: int = 2, mode: str = "", more: str = "", **dea
     return write_job("gossip", rounds=rounds, selection=selection, deadlines=times, more=tables)
 
 
+def move(number: int, model: Parameters) -> None:
+    """Moves a model towards one of the silo's own, by its number."""
+    weight = model["weight"]
+    weight += np.float32(0.5) * (np.float32(number) + np.cos(np.arange(weight.size, dtype=np.float32)) - weight)
+    model["steps"] += number
+
+
 def pull(silo: Silo, task: Task) -> None:
-    """A training that moves the model towards one of the silo's own."""
-    weight = task.parameters["weight"]
-    weight += np.float32(0.5) * (np.float32(silo.number) - weight)
-    task.parameters["steps"] += silo.number
+    """A training."""
+    move(silo.number, task.parameters)
 
 
 @dataclasses.dataclass
@@ -144,7 +153,9 @@ class SiloFleet:
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path, count: int = 0, relayed: Sequence[int] = (), **options: Any) -> AsyncGenerator[SiloFleet]:
+async def running(
+    folder: Path, count: int = 0, relayed: Sequence[int] = (), **options: Any
+) -> AsyncGenerator[SiloFleet]:
     (folder / "server").mkdir()
     databases.create_sqlite(folder / "server" / "fedplat.sqlite")
     async with mtls.running(folder / "server") as place:
@@ -153,16 +164,52 @@ async def running(folder: Path, count: int = 0, relayed: Sequence[int] = (), **o
         yield fleet
 
 
-def pulled(vectors: Floats) -> Floats:
-    """What `pull` makes of the models of all silos, which are in the order of their numbers."""
-    numbers = np.arange(1, len(vectors) + 1)[:, None]
-    return vectors + 0.5 * (numbers - vectors)
+class _Puller:
+    """The engine of a simulation whose silos train as `pull` does."""
+
+    def __init__(self, num_clients: int) -> None:
+        self.num_clients = num_clients
+        self._versions: dict[int, Parameters] = {}
+
+    def publish(self, version: int, model: Parameters) -> None:
+        self._versions[version] = model
+
+    def retire(self, version: int) -> None:
+        del self._versions[version]
+
+    def begin(self, tasks: Sequence[ClientTask]) -> None:
+        pass
+
+    def result(self, task: ClientTask) -> LocalUpdate:
+        base = self._versions[task.version]
+        trained = base.copy()
+        move(task.client + 1, trained)
+        return LocalUpdate(trained.minus(base), 1.0, {})
 
 
-def gossip(mode: Gossip, names: Sequence[str], vectors: Floats, round_number: int) -> Floats:
-    """One round of plain gossip among silos with these names, all of whose edges count."""
-    order = np.argsort(names)
-    edges = draw_edges(mode, sorted(names), round_number)
-    mixed = np.empty_like(vectors)
-    mixed[order] = mix_all(metropolis(len(names), edges), vectors[order])
-    return mixed
+def simulate(text: str, names: Sequence[str], model: Parameters) -> Generator[Floats]:
+    """Yields the models with which the silos begin each round, and after the last; the simulator mixes them.
+
+    `names` are the ids of the silos, by which their positions in topologies go.
+    """
+    spec = parse_job(text)
+    assert spec.gossip is not None
+    models, order = SiloModels(spec, cast(Engine, _Puller(len(names))), model, 0), np.argsort(names)
+    make_links = push_sum if spec.gossip.is_directed else metropolis
+    for number in range(1, spec.rounds + 1):
+        yield models.models()
+        everyone = range(models.count)
+        models.begin_training(everyone, number)
+        for silo in everyone:
+            models.finish_training(silo)
+            models.publish(silo, number)
+        edges = draw_edges(spec.gossip, sorted(names), number)
+        links = make_links(len(names), edges)
+        rows = [links.row(position) for position in everyone]
+        for position, (_, weights) in enumerate(rows):
+            for sender, _ in weights:
+                models.store(int(order[position]), int(order[sender]))
+        for position, (own, weights) in enumerate(rows):
+            pairs = tuple((str(order[sender]), weight) for sender, weight in weights)
+            models.mix(CommitRow(number, str(order[position]), own, pairs))
+    yield models.models()
