@@ -231,4 +231,5 @@ def _file_name(job_id: str) -> str:
 def _file_sizes(path: Path) -> Iterator[int]:
     for each in path.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
-            yield each.stat().st_size
+            if each.is_file():
+                yield each.stat().st_size
