@@ -14,6 +14,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from fedplat.gossip import draw_edges, metropolis, push_sum
 from fedplat.gossip.messages import CommitRow
@@ -26,6 +27,8 @@ from fedplat_client._state.silo_store import SiloState
 from support import databases, mtls, processes
 from support.jobs import FAR_S, write_job
 
+PATIENCE_S = processes.PATIENCE_S
+free_port = processes.free_port
 Floats = npt.NDArray[np.float64]
 Change = Callable[["Silo", Task], object]
 
@@ -37,8 +40,10 @@ def initial_model(size: int = 40) -> Parameters:
     return Parameters.from_arrays({"weight": weight, "steps": np.array([3], np.int64)})
 
 
-def gossip_job(goal: int, rounds: int = 2, mode: str = "", more: str = "", **deadlines: float) -> str:
-    selection = {"goal": goal, "over_selection": 1.3, "min_fraction": 0.6}
+def gossip_job(
+    goal: int, rounds: int = 2, mode: str = "", *, min_fraction: float = 0.6, more: str = "", **deadlines: float
+) -> str:
+    selection = {"goal": goal, "over_selection": 1.3, "min_fraction": min_fraction}
     times = {"training_s": FAR_S, "upload_s": FAR_S, "heartbeat_s": 60.0, **deadlines}
     tables = f'[mode]\nkind = "gossip"\ntolerance = 1.0\n{mode}\n[updates]\nweighting = "uniform"\n{more}\n'
     return write_job("gossip", rounds=rounds, selection=selection, deadlines=times, more=tables)
@@ -61,12 +66,31 @@ class Silo:
     """A client; `models` are those with which its trainings began, by round."""
 
     number: int
-    client: Client
+    ticket: str
+    options: ClientOptions
     folder: Path
     change: Change = pull
     models: dict[int, Vector] = dataclasses.field(default_factory=dict[int, Vector])
     steps: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
-    started: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.client = self.restarted()
+
+    def restarted(self) -> Client:
+        """A client with the same data directory."""
+        client = Client.from_ticket(self.ticket, data_dir=self.folder, options=self.options)
+        client.add_trainer("toy", self.train)
+        return client
+
+    def start(self) -> asyncio.Task[None]:
+        """Begins to work in a thread."""
+        return asyncio.create_task(asyncio.to_thread(self.client.run))
+
+    async def crash(self, task: asyncio.Task[None], error: type[BaseException]) -> None:
+        """Waits until the client has ended with an error, and prepares another one."""
+        with pytest.raises(error):
+            await asyncio.wait_for(task, processes.PATIENCE_S)
+        self.client = self.restarted()
 
     def train(self, task: Task) -> TrainResult:
         self.models[task.round] = task.parameters.to_vector().copy()
@@ -108,10 +132,7 @@ class SiloFleet:
             peers = {"peer_listen": f"127.0.0.1:{processes.free_port()}"}
         given = {"first_backoff_s": 0.02, "max_backoff_s": 0.1, "rng": random.Random(number), **peers, **options}
         ticket = msgspec.structs.replace(await self.operator.ticket(), server=self.place.site.address)
-        folder = self.folder / f"silo-{number}"
-        client = Client.from_ticket(ticket.to_text(), data_dir=folder, options=ClientOptions(**given))
-        silo = Silo(number, client, folder, change)
-        client.add_trainer("toy", silo.train)
+        silo = Silo(number, ticket.to_text(), ClientOptions(**given), self.folder / f"silo-{number}", change)
         self.silos.append(silo)
         return silo
 
@@ -124,7 +145,7 @@ class SiloFleet:
     async def at_work(self, *silos: Silo) -> AsyncGenerator[None]:
         """All silos, or these, work in threads of their own within the block."""
         chosen = silos or tuple(self.silos)
-        tasks = [asyncio.create_task(asyncio.to_thread(silo.client.run)) for silo in chosen]
+        tasks = [silo.start() for silo in chosen]
         try:
             yield
         finally:
@@ -161,7 +182,11 @@ async def running(
     async with mtls.running(folder / "server") as place:
         fleet = SiloFleet(place, folder)
         await fleet.add_all(count, relayed, **options)
-        yield fleet
+        try:
+            yield fleet
+        finally:
+            for silo in fleet.silos:
+                silo.client.stop()
 
 
 class _Puller:

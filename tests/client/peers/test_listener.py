@@ -303,9 +303,12 @@ def test_only_expected_neighbours_wait_and_one_call_of_each(silos: Silos) -> Non
 
 
 def test_a_wait_ends_in_time_or_when_the_neighbour_is_not_expected_any_more(tmp_path: Path) -> None:
-    with silos_in(tmp_path, limits=ListenerLimits(wait_s=0.1)) as silos:
-        with silos.listener.expect([client_id(2)]), silos.stream(digest="c" * 64) as call:
-            assert refusal(call) == (S.NOT_FOUND, "NOT_OFFERED")
+    with (
+        silos_in(tmp_path, limits=ListenerLimits(wait_s=0.1)) as silos,
+        silos.listener.expect([client_id(2)]),
+        silos.stream(digest="c" * 64) as call,
+    ):
+        assert refusal(call) == (S.NOT_FOUND, "NOT_OFFERED")
     with silos_in(tmp_path) as silos, silos.stream(digest="c" * 64) as early:
         assert refusal(early) == (S.PERMISSION_DENIED, "NOT_A_NEIGHBOUR")
         with contextlib.ExitStack() as stack:

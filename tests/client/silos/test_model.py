@@ -1,4 +1,4 @@
-"""The model of a silo: killed at any write it continues with the same bits, and a bad file of a neighbour changes nothing."""
+"""The model of a silo: killed at any write it continues with the same bits, and bad files of others change nothing."""
 
 from __future__ import annotations
 

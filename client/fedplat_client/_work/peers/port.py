@@ -25,6 +25,11 @@ class PeerPort:
             self.access.renew(signal)
             self.listener.open()
 
+    def keep_certificate(self, signal: StopSignal) -> None:
+        """Renew the certificate of the port if it is due. Raises `PeerError` or `Cancelled`."""
+        if self.listener is not None:
+            self.renew(signal)
+
     def renew(self, signal: StopSignal) -> PeerCredentials:
         """Return the client's credentials towards peers. Raises `PeerError` if it gets none, or `Cancelled`."""
         if self.access is None:

@@ -196,8 +196,11 @@ class SiloModel:
 
         Raises `GossipError` if it is no model of the job.
         """
+        path = self._folder.find(digest) or path  # another neighbour may have the same model
         try:
             away = self._subtract(path)
+        except FileNotFoundError as exc:
+            raise GossipError("another neighbour has announced the same file, which is no model") from exc
         except GossipError:
             self._folder.discard(path)
             raise
@@ -253,17 +256,18 @@ class SiloModel:
         self._save(mean=pending)
         return pending
 
-    def adopt(self, mean: Path, digest: str, round_number: int) -> Path:
-        """Replace the silo's model by a mean, of which the digest is verified; return the path of its file.
-
-        Raises `GossipError` if it is no model of the job.
-        """
+    def check_mean(self, path: Path) -> None:
+        """Raise `GossipError`, and delete a file of another silo, unless it is a model of the job."""
         try:
-            vector = files.read_mean_file(mean, self._initial.schema)
+            files.read_mean_file(path, self._initial.schema)
         except GossipError:
-            self._folder.discard(mean)
+            self._folder.discard(path)
             raise
-        path, pending = self._folder.admit(mean, digest), self.state.mean
+
+    def adopt(self, mean: Path, digest: str, round_number: int) -> None:
+        """Replace the silo's model by a mean, of which the file is checked and has this digest."""
+        vector, pending = files.read_mean_file(mean, self._initial.schema), self.state.mean
+        self._folder.admit(mean, digest)
         if pending is None or pending.digest != digest:
             pending = PendingMean(round_number, 0, digest, 0.0, ())
         changes: dict[str, object] = {"adopted_round": round_number, "is_trained": False, "mean": pending}
@@ -271,7 +275,6 @@ class SiloModel:
             changes["mixed_round"] = max(round_number, self.state.mixed_round)
         self._save(model=self._put(vector), **changes)
         self._folder.tidy(self._initial_copy)
-        return path
 
     def count_bytes(self, sent: int, received: int) -> None:
         """Add bytes that were sent and received; they are stored with the next change."""

@@ -36,7 +36,7 @@ from fedplat_client._work.silos.network import PeerNetwork, RemoteFile
 from fedplat_client._work.silos.offers import Delivery, Offers
 from fedplat_client._work.silos.ring import BrokenRingError, RingRun
 from fedplat_client.backoff import Backoff
-from fedplat_client.errors import CallError, Cancelled, NotSentYetError, TransferError
+from fedplat_client.errors import CallError, Cancelled, NotSentYetError, PeerError, TransferError
 
 _MEAN_TRY_S = 5.0
 """How long one try to get a mean from a silo takes at most."""
@@ -86,6 +86,7 @@ class SiloRound:
         self._ring_keys: dict[int, KeyPair] = {}
         self._reported_means = set[int]()
         self._mean_backoff = Backoff(calls.control.options)
+        self._ring_backoff = Backoff(calls.control.options)
         self._num_mean_tries = 0
 
     def run(self) -> None:
@@ -120,6 +121,8 @@ class SiloRound:
 
     def _serve(self, step: Step) -> None:
         """Let other silos have what the step says."""
+        with contextlib.suppress(PeerError):  # the certificate of the port is still valid
+            self._network.port.keep_certificate(self._calls.control.signal)
         needs_one = not self._network.port.address
         self._models.update(
             Delivery(receiver, digest, path)
@@ -240,6 +243,8 @@ class SiloRound:
                 sender, number = (exc.sender, exc.step) if isinstance(exc, BrokenRingError) else (own, 0)
                 if not watch.phase.signal.is_set():
                     _logger.warning("The ring broke: %s", exc, extra={"peer": sender, "step": number})
+                    # Else silos that never trust the ring would make attempt after attempt.
+                    self._calls.control.options.wait(watch.phase.signal, self._ring_backoff.next_s())
                     self._calls.take(steps.Broken(ring.attempt, sender, number))
                     watch.wait()
             except Cancelled:
@@ -255,15 +260,13 @@ class SiloRound:
         path = self._model.find(digest) or self._get_mean(instruction)
         if path is None:
             return self._ask_for_mean(instruction)
-        path = self._model.adopt(path, digest, instruction.round)
-        self._num_mean_tries = 0
-        if instruction.is_last:
+        self._model.check_mean(path)
+        if instruction.is_last:  # before the mean is adopted, since it is said once only
             exported = self._work.export(path)
-            _logger.info(
-                "The job has ended with a mean of all silos: %s",
-                exported,
-                extra={"digest": digest, "job": self._work.job_id},
-            )
+            fields = {"job": self._work.job_id, "digest": digest}
+            _logger.info("The job has ended; the mean of all silos is in %s.", exported, extra=fields)
+        self._model.adopt(path, digest, instruction.round)
+        self._num_mean_tries = 0
         return self._calls.take()
 
     def _get_mean(self, instruction: AdoptMean) -> Path | None:
