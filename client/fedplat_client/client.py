@@ -34,7 +34,7 @@ from fedplat_client._work.model_download import Downloader
 from fedplat_client._work.peers.listener import PeerListener
 from fedplat_client._work.peers.port import PeerPort
 from fedplat_client._work.silos.worker import SiloParts, SiloWorker
-from fedplat_client._work.training import Trainers
+from fedplat_client._work.training import LocalTrainers
 from fedplat_client.backoff import Backoff, draw_s
 from fedplat_client.errors import (
     CallError,
@@ -249,7 +249,7 @@ class Client:
             downloader=Downloader(connection, cache, options.max_model_bytes, self._plugins.table),
             store=SiloStore(directory.silos, directory.exports, options.cache_limit_bytes),
             client_states=ClientStateStore(directory.client_states, options.cache_limit_bytes),
-            trainers=Trainers(
+            trainers=LocalTrainers(
                 trainers=self._trainers,
                 evaluators=self._evaluators,
                 ledger=PrivacyLedger(directory.privacy, f"{self._server} {self._population}"),

@@ -111,7 +111,7 @@ class ClientOptions:
 
     @property
     def takes_exchanges(self) -> bool:
-        """Whether the client takes part in decentralised jobs."""
+        """True if the client takes part in decentralised jobs."""
         refuses = self.require_secure_aggregation or self.require_local_noise
         return (self.exchange_models or bool(self.peer_listen)) and not refuses
 

@@ -41,9 +41,9 @@ class Control:
     trained: bool = False
     """True if training has ended and the upload has begun."""
     may_be_late: bool = False
-    """Whether the training goes on after its deadline: a silo's model counts in the next round, too."""
+    """Whether the training continues after its deadline: a silo's model counts in the next round, too."""
     is_late: bool = False
-    """True if the server continues without the result of a training that goes on."""
+    """True if the server continues without the result of a training that continues."""
 
     def __post_init__(self) -> None:
         self._training_deadline_at = self.options.clock() + self.training_timeout_s
@@ -54,11 +54,11 @@ class Control:
         """True if the deadline of the training has passed, and ends it."""
         return self.training_remaining_s <= 0 and not self.may_be_late
 
-    def obey(self, stop: Stop) -> None:
+    def handle_stop(self, stop: Stop) -> None:
         """Stop the task as the server orders.
 
-        A training that may be late goes on if the server only continues without it. What follows such a training is not
-        stopped: the silo learns from its next step whether the server still expects one.
+        A training that may be late continues if the server only continues without it. What follows such a training is
+        not stopped: the silo learns from its next step whether the server still expects one.
         """
         if self.may_be_late and stop.reason in _LATE:
             self.is_late = True

@@ -218,7 +218,7 @@ class Leave(Struct, frozen=True, tag="leave"):
 Instruction = Wait | FetchModels | MixModels | SendKey | ReduceModels | AdoptMean | Leave
 
 
-class Step(Struct, frozen=True, kw_only=True):
+class SiloStep(Struct, frozen=True, kw_only=True):
     """An instruction, the time for it, and the silos that may get this silo's model and the last mean from it.
 
     `known` changes with the phase: a silo that sends it back gets an answer when what it does is over. Those of the
@@ -325,7 +325,7 @@ def _has_reported(state: GossipState, silo: str) -> bool:
 # --- encoding ----------------------------------------------------------------------------------------------
 
 
-def encode(record: SiloMessage | Step | ExchangeSetup) -> bytes:
+def encode(record: SiloMessage | SiloStep | ExchangeSetup) -> bytes:
     """Encode a record."""
     return msgspec.json.encode(record)
 
@@ -335,9 +335,9 @@ def decode_message(content: bytes) -> SiloMessage:
     return _decode(content, SiloMessage, "message of a silo", MAX_MESSAGE_BYTES)
 
 
-def decode_step(content: bytes) -> Step:
+def decode_step(content: bytes) -> SiloStep:
     """Decode what the server answers. Raises `GossipError`."""
-    return _decode(content, Step, "step of an exchange", MAX_INSTRUCTION_BYTES)
+    return _decode(content, SiloStep, "step of an exchange", MAX_INSTRUCTION_BYTES)
 
 
 def decode_setup(content: bytes) -> ExchangeSetup:

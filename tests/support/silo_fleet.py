@@ -130,7 +130,13 @@ class SiloFleet:
         peers: dict[str, Any] = {"exchange_models": True}
         if listens:
             peers = {"peer_listen": f"127.0.0.1:{processes.free_port()}"}
-        given = {"first_backoff_s": 0.02, "max_backoff_s": 0.1, "rng": random.Random(number), **peers, **options}
+        given: dict[str, Any] = {
+            "first_backoff_s": 0.02,
+            "max_backoff_s": 0.1,
+            "rng": random.Random(number),
+            **peers,
+            **options,
+        }
         ticket = msgspec.structs.replace(await self.operator.ticket(), server=self.place.site.address)
         silo = Silo(number, ticket.to_text(), ClientOptions(**given), self.folder / f"silo-{number}", change)
         self.silos.append(silo)

@@ -26,7 +26,7 @@ from fedplat_client._work.merge_check import make_merge_check
 from fedplat_client._work.model_download import Downloader
 from fedplat_client._work.secure import SecureExchange
 from fedplat_client._work.silos.worker import SiloWorker
-from fedplat_client._work.training import Trainers, fit_model, stage_client_state
+from fedplat_client._work.training import LocalTrainers, fit_model, stage_client_state
 from fedplat_client._work.transfer import Content
 from fedplat_client.backoff import retry
 from fedplat_client.cancellation import Stop, StopSignal, client_stopped, reason_name
@@ -58,7 +58,7 @@ class AssignmentWorker:
     downloader: Downloader
     residuals: Residuals
     client_states: ClientStateStore
-    trainers: Trainers
+    trainers: LocalTrainers
     silos: SiloWorker
     options: ClientOptions
     stop: StopSignal

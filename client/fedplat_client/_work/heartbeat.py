@@ -24,7 +24,7 @@ class Heartbeat:
     """Runs within a `with` block, from receiving an assignment to the end of its upload.
 
     Sets the task's deadline to the server's. Sets the task's stop signal when the server orders a stop, or when the
-    deadline passes, even if the server is unreachable; a task that may be late goes on, and so do the heartbeats, by
+    deadline passes, even if the server is unreachable; a task that may be late continues, as do the heartbeats, by
     which the server knows that the client is there. Leaving the block cancels the call in flight and joins the thread.
     """
 
@@ -77,7 +77,7 @@ class Heartbeat:
         request = fleet_pb2.HeartbeatRequest(token=self._token, progress=self._control.fraction, wait_s=wait_s)
         response = self._connection.heartbeat(request, self._ended)
         if response.HasField("stop"):
-            self._control.obey(read_stop(response.stop))
+            self._control.handle_stop(read_stop(response.stop))
             self._ended.wait(self._heartbeat_s)  # the server answers at once from now on
         elif response.HasField("proceed"):
             proceed = response.proceed

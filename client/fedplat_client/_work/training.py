@@ -25,7 +25,7 @@ Update = TypeVar("Update")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trainers:
+class LocalTrainers:
     """What assignments may run."""
 
     trainers: Mapping[str, TrainFunction]
@@ -34,7 +34,7 @@ class Trainers:
     plugins: Plugins = BUILTIN
 
     def find_trainer(self, name: str) -> Callable[[Task], TrainResult]:
-        """Return a trainer. Raises `AssignmentFailedError` if there is none of that name, or when it fails."""
+        """Return a trainer. Raises `AssignmentFailedError` if the client has no such trainer; so does the trainer."""
         trainer = _find(self.trainers, "trainer", name)
         return lambda task: _call(trainer, task, TrainResult)
 

@@ -118,7 +118,7 @@ class LaunchedGroup:
             assert self._ranks is not None
             yield self._ranks
             return
-        # A training that may be late goes on after its deadline.
+        # A training that may be late continues after its deadline.
         timeout_s = COLLECTIVE_S if task.control.may_be_late else min(COLLECTIVE_S, max(1.0, task.remaining_s))
         announcement = _Announcement(
             name=task.name,

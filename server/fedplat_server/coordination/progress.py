@@ -15,7 +15,7 @@ from fedplat.rounds.states import AssignmentState, AttemptPhase
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StepProgress:
+class PhaseProgress:
     """How many clients have done their part of a step of secure aggregation or of an exchange, and how many are to."""
 
     phase: AttemptPhase
@@ -38,7 +38,7 @@ class ProgressSummary:
     median: float | None = None
     minimum: float | None = None
     slowest_client_id: str = ""
-    step: StepProgress | None = None
+    step: PhaseProgress | None = None
 
 
 class ProgressTracker:
@@ -90,7 +90,7 @@ class ProgressTracker:
         return dataclasses.replace(summary, median=median, minimum=minimum, slowest_client_id=slowest)
 
 
-def find_step(attempt: Attempt) -> StepProgress | None:
+def find_step(attempt: Attempt) -> PhaseProgress | None:
     """Return the progress of a step of secure aggregation; None if the attempt is in no step."""
     counts, phase = attempt.counts, attempt.phase
     advertised, shared, uploading, reported = (
@@ -104,28 +104,28 @@ def find_step(attempt: Attempt) -> StepProgress | None:
     )
     match phase:
         case AttemptPhase.ADVERTISING:
-            return StepProgress(phase, advertised, attempt.goal)
+            return PhaseProgress(phase, advertised, attempt.goal)
         case AttemptPhase.SHARING:
-            return StepProgress(phase, shared, advertised + shared)
+            return PhaseProgress(phase, shared, advertised + shared)
         case AttemptPhase.COLLECTING if any(each.secure is not None for each in attempt.assignments.values()):
-            return StepProgress(phase, reported, shared + uploading + reported)
+            return PhaseProgress(phase, reported, shared + uploading + reported)
         case AttemptPhase.CONFIRMING:
-            return StepProgress(phase, _count_messages(attempt, "confirmation"), reported)
+            return PhaseProgress(phase, _count_messages(attempt, "confirmation"), reported)
         case AttemptPhase.UNMASKING:
-            return StepProgress(phase, _count_messages(attempt, "answer"), reported)
+            return PhaseProgress(phase, _count_messages(attempt, "answer"), reported)
         case _:
             return None
 
 
-def find_exchange_step(state: GossipState) -> StepProgress | None:
+def find_exchange_step(state: GossipState) -> PhaseProgress | None:
     """Return how many silos have the models of their neighbours, or the mean; None while models are announced."""
     match state.phase:
         case GossipPhase.EXCHANGING:
             num_silos = len(state.announced)
-            return StepProgress(AttemptPhase.EXCHANGING, num_silos - len(state.awaited), num_silos)
+            return PhaseProgress(AttemptPhase.EXCHANGING, num_silos - len(state.awaited), num_silos)
         case GossipPhase.OFFERING_KEYS | GossipPhase.REDUCING:
             num_silos = len(state.offers) or len(state.candidates)
-            return StepProgress(AttemptPhase.REDUCING, len(state.completed), num_silos)
+            return PhaseProgress(AttemptPhase.REDUCING, len(state.completed), num_silos)
         case _:
             return None
 

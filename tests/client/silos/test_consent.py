@@ -12,12 +12,19 @@ from fedplat.gossip import steps
 from fedplat.secure_aggregation.setup import FEATURE
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult
+from fedplat_client.cancellation import StopSignal
 from fedplat_client.cli import main
+from support.clients import add_one
 from support.fake_fleet import FakeFleet
 
 MakeClient = Callable[..., Client]
 SETUP = steps.encode(steps.ExchangeSetup(trains=True, exchange="neighbours"))
 LISTEN = {"peer_listen": "127.0.0.1:7445"}
+
+
+def stop(_: StopSignal, seconds: float) -> bool:
+    """Stops instead of waiting."""
+    return True
 
 
 @pytest.mark.parametrize(
@@ -37,8 +44,8 @@ def test_the_owner_decides(options: dict[str, Any], takes: bool) -> None:
 @pytest.mark.parametrize("exchanges", [False, True])
 def test_the_server_learns_who_takes_part(fleet: FakeFleet, make_client: MakeClient, exchanges: bool) -> None:
     fleet.refuse(model_pb2.REASON_NO_WORK, None)
-    client = make_client(exchange_models=exchanges, wait=lambda stop, _: True)
-    client.add_trainer("digits", lambda task: TrainResult(parameters=task.parameters, num_examples=1))
+    client = make_client(exchange_models=exchanges, wait=stop)
+    client.add_trainer("digits", add_one)
     client.run()
     expected = [FEATURE, steps.FEATURE] if exchanges else [FEATURE]
     assert [list(each.features) for each in fleet.requests["CheckIn"]] == [expected]

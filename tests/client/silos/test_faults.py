@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +36,10 @@ class Killer:
     is_done: bool = False
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(SiloFolder, "save", lambda folder, state: self(folder, state))
+        def save(folder: SiloFolder, state: SiloState) -> None:
+            self(folder, state)
+
+        monkeypatch.setattr(SiloFolder, "save", save)
 
     def __call__(self, folder: SiloFolder, state: SiloState) -> None:
         if self.folder in folder.path.parents and not self.is_done and self.condition(state):
@@ -162,58 +165,47 @@ async def test_late_training_counts_in_the_next_round(tmp_path: Path) -> None:
         assert merged == [2, 3]
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, silo: Silo, make: Callable[[SiloModel], bytes]) -> None:
-    """The silo's neighbours get other bytes than it has announced a model for."""
-    offers = SiloModel.list_offers
+def spoil(monkeypatch: pytest.MonkeyPatch, silo: Silo, content: bytes, *, announces: bool) -> None:
+    """The silo's neighbours get other bytes than its model, which it has announced or not."""
+    offers, announced = SiloModel.list_offers, SiloModel.announced.fget
+    assert announced is not None
+    digest, path = hashlib.sha256(content).hexdigest(), silo.folder / "spoiled"
+
+    def is_own(model: SiloModel) -> bool:
+        found = model.find(model.state.model)
+        return found is not None and silo.folder in found.parents
 
     def list_offers(model: SiloModel, receiver: str, *, all_files: bool) -> dict[str, Path]:
-        found = offers(model, receiver, all_files=all_files)
-        path = next(iter(found.values()))
-        if silo.folder not in path.parents:
-            return found
-        spoiled = silo.folder / "spoiled"
-        spoiled.write_bytes(make(model))
-        return dict.fromkeys(found, spoiled)
+        if not is_own(model):
+            return offers(model, receiver, all_files=all_files)
+        path.write_bytes(content)
+        return {model.announced: path}
+
+    def replace_digest(model: SiloModel) -> str:
+        return digest if is_own(model) and announces else str(announced(model))
 
     monkeypatch.setattr(SiloModel, "list_offers", list_offers)
+    monkeypatch.setattr(SiloModel, "announced", property(replace_digest))
 
 
-def announce_nan(monkeypatch: pytest.MonkeyPatch, silo: Silo) -> None:
-    """What the silo trains is not finite, and it announces that nevertheless."""
-    add = SiloModel.add_update
-
-    def add_update(model: SiloModel, update: Parameters) -> str:
-        if silo.folder in model._folder.path.parents:
-            return model._folder.put(files.make_model_file(np.full(model.size, np.nan, np.float32)))
-        return add(model, update)
-
-    monkeypatch.setattr(SiloModel, "add_update", add_update)
-    read: Callable[[Any, str], Any] = SiloModel._read_plain
-
-    def read_plain(model: SiloModel, digest: str) -> Any:
-        if silo.folder in model._folder.path.parents:
-            return Parameters.open(model._path(digest))["model"]
-        return read(model, digest)
-
-    monkeypatch.setattr(SiloModel, "_read_plain", read_plain)
-    monkeypatch.setattr(SiloModel, "squared_norm", lambda _: 1.0)
+SPOILED = {
+    "NaN": (np.full(40, np.nan, np.float32), True, "NaN or infinite"),
+    "other bytes": (np.ones(40, np.float32), False, "has the digest"),
+}
 
 
-@pytest.mark.parametrize("what", ["NaN", "other bytes"])
+@pytest.mark.parametrize("what", SPOILED)
 async def test_a_hostile_neighbour_makes_its_own_edges_be_missed_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
+    vector, announces, problem = SPOILED[what]
     async with silo_fleet.running(tmp_path, 4) as fleet:
         hostile = fleet.silos[3]
-        if what == "NaN":
-            announce_nan(monkeypatch, hostile)
-        else:
-            spoil(monkeypatch, hostile, lambda model: files.make_model_file(model.read() + 1).to_bytes())
+        spoil(monkeypatch, hostile, files.make_model_file(vector).to_bytes(), announces=announces)
         async with fleet.at_work():
             job = await fleet.operator.start(gossip_job(4, rounds=1, mode='topology = "complete"'), initial_model())
-            await fleet.operator.until(job, "attempt", "REDUCING")
-            shown = (await fleet.operator.show(job)).exchange
-            assert (shown.num_edges, shown.num_confirmed) == (6, 3)
-        expected = "NaN or infinite" if what == "NaN" else "has the digest"
-        assert caplog.text.count(expected) >= 3
+            await fleet.operator.until(job, "attempt", "COMMITTED", round_=1)
+            shown = dict((await fleet.operator.rounds(job))[0].client_metrics)
+            assert (shown["edges"], shown["confirmed_edges"]) == (6.0, 3.0)
+        assert caplog.text.count(problem) >= 3
         assert hostile.name in {getattr(record, "peer", "") for record in caplog.records}

@@ -57,9 +57,12 @@ _atomic_write = durable.atomic_write
 
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> Writes:
+    def nothing(_: int) -> None:
+        pass
+
     made = Writes()
-    monkeypatch.setattr(os, "fsync", lambda _: None)
-    monkeypatch.setattr(durable, "atomic_write", lambda *args, **more: made.atomic_write(*args, **more))
+    monkeypatch.setattr(os, "fsync", nothing)
+    monkeypatch.setattr(durable, "atomic_write", made.atomic_write)
     return made
 
 
@@ -156,7 +159,7 @@ def test_mixing_conserves_the_mean_although_one_of_two_silos_is_killed(tmp_path:
         models["b"].mix(CommitRow(1, "b", 0.5, (("a", 0.5),)))
     writes.kill_at = -1
     models["b"] = open_model(tmp_path / "b")
-    for _ in range(2):  # the server may say so again
+    for _ in range(2):  # the server may send the row again
         assert models["b"].mix(CommitRow(1, "b", 0.5, (("a", 0.5),)))
     np.testing.assert_allclose(models["a"].read().astype(np.float64) + models["b"].read(), before, atol=1e-6)
 

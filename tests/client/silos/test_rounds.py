@@ -66,9 +66,9 @@ async def test_rings_average_models(tmp_path: Path, way: str) -> None:
     size, rounds = 5000, 2
     async with silo_fleet.running(tmp_path, 4, WAYS[way]) as fleet:
         job = await fleet.play(gossip_job(4, rounds, RING), initial_model(size))
-        mean = initial_model(size).to_vector()
+        mean, trained = initial_model(size).to_vector(), list[Vector]()
         for number in range(1, rounds + 1):
-            trained: list[Vector] = []
+            trained = []
             for silo in fleet.silos:
                 np.testing.assert_array_equal(silo.models[number], mean)
                 model = Parameters.from_arrays({"weight": mean.copy(), "steps": np.array([0])})

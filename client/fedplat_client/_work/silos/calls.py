@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 
 from fedplat.errors import GossipError
 from fedplat.gossip import steps
-from fedplat.gossip.steps import Progress, SiloMessage, Step
+from fedplat.gossip.steps import Progress, SiloMessage, SiloStep
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._auth.calls import Connection
 from fedplat_client._work.failures import AssignmentFailedError
@@ -42,7 +42,7 @@ class StepCalls:
         wait_s: float = 0.0,
         known: str = "",
         signal: StopSignal | None = None,
-    ) -> Step:
+    ) -> SiloStep:
         """Report a message, if there is one, and return what to do: at once, or once there is something.
 
         Waits at most `wait_s`: until there is something to do, or while the phase is the `known` one. Raises
@@ -76,7 +76,7 @@ class StepCalls:
         except GossipError as exc:
             raise AssignmentFailedError(model_pb2.REASON_TRANSFER_FAILED, str(exc)) from exc
 
-    def wait(self, step: Step, signal: StopSignal | None = None) -> Step:
+    def wait(self, step: SiloStep, signal: StopSignal | None = None) -> SiloStep:
         """Wait until the phase of a step is over, at most for the time of a long poll; return what to do then."""
         options, signal = self.control.options, signal or self.control.signal
         began = options.clock()
@@ -88,7 +88,7 @@ class StepCalls:
 
 
 @contextlib.contextmanager
-def limited(control: Control, seconds: float) -> Generator[Control]:
+def limit_time(control: Control, seconds: float) -> Generator[Control]:
     """Yield a control for a part of the work of another one, which stops with it."""
     part = Control(seconds, 0.0, control.options)
     with control.signal.attach(lambda: part.signal.set(control.signal.stop or _OVER)):
@@ -102,10 +102,10 @@ class PhaseWatch:
     Afterwards `following` is what to do then, if the server has said so.
     """
 
-    def __init__(self, calls: StepCalls, step: Step) -> None:
+    def __init__(self, calls: StepCalls, step: SiloStep) -> None:
         options = calls.control.options
         self.phase = Control(max(_PATIENCE * step.remaining_s, _MIN_PHASE_S), 0.0, options)
-        self.following: Step | None = None
+        self.following: SiloStep | None = None
         self._calls = calls
         self._step = step
         self._ended = StopSignal()

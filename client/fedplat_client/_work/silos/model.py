@@ -48,7 +48,7 @@ class SiloModel:
 
     @property
     def state(self) -> SiloState:
-        """What the silo has done."""
+        """The state of the silo, as it is stored."""
         return self._folder.state
 
     @property

@@ -34,7 +34,7 @@ class Delivery(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str]:
-        """What identifies it."""
+        """The receiver and the file, which identify it."""
         return self.receiver.silo, self.digest
 
 

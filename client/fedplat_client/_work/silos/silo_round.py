@@ -23,13 +23,13 @@ from fedplat.gossip.steps import (
     ReduceModels,
     SendKey,
     SiloMessage,
-    Step,
+    SiloStep,
 )
 from fedplat.secure_aggregation.primitives import KeyPair
 from fedplat.wire.v1 import model_pb2
 from fedplat_client._state.silo_store import PendingMean
 from fedplat_client._work.failures import AssignmentFailedError
-from fedplat_client._work.silos.calls import PhaseWatch, StepCalls, limited
+from fedplat_client._work.silos.calls import PhaseWatch, StepCalls, limit_time
 from fedplat_client._work.silos.fetching import Fetched, fetch_models
 from fedplat_client._work.silos.model import SiloModel
 from fedplat_client._work.silos.network import PeerNetwork, RemoteFile
@@ -100,7 +100,7 @@ class SiloRound:
             step = self._act(step)
             self._model.count_bytes(*self._network.counter.take())
 
-    def _act(self, step: Step) -> Step:
+    def _act(self, step: SiloStep) -> SiloStep:
         """Do what a step says; return the next one."""
         match step.instruction:
             case FetchModels():
@@ -119,24 +119,24 @@ class SiloRound:
 
     # --- what others may have --------------------------------------------------------------------------------
 
-    def _serve(self, step: Step) -> None:
+    def _serve(self, step: SiloStep) -> None:
         """Let other silos have what the step says."""
         with contextlib.suppress(PeerError):  # the certificate of the port is still valid
             self._network.port.keep_certificate(self._calls.control.signal)
         needs_one = not self._network.port.address
         self._models.update(
             Delivery(receiver, digest, path)
-            for receiver in self._trusted(step.model_receivers)
+            for receiver in self._filter_trusted(step.model_receivers)
             for digest, path in self._model.list_offers(receiver.silo, all_files=not needs_one).items()
         )
         mean = self._model.state.mean
         if mean is None or mean.round != self._model.state.adopted_round or not step.mean_receivers:
             return  # what was offered stays, also after the round
         if (path := self._model.find(mean.digest)) is not None:
-            receivers = (each for each in self._trusted(step.mean_receivers) if each.relay_key or not needs_one)
+            receivers = (each for each in self._filter_trusted(step.mean_receivers) if each.relay_key or not needs_one)
             self._means.update(Delivery(receiver, mean.digest, path) for receiver in receivers)
 
-    def _trusted(self, receivers: Iterable[Contact]) -> Iterator[Contact]:
+    def _filter_trusted(self, receivers: Iterable[Contact]) -> Iterator[Contact]:
         for each in receivers:
             if self._network.is_trusted(each):
                 yield each
@@ -146,7 +146,7 @@ class SiloRound:
 
     # --- announcing, and the models of neighbours ------------------------------------------------------------
 
-    def _announce(self) -> Step:
+    def _announce(self) -> SiloStep:
         """Train, unless a trained model is there, and announce the model."""
         state = self._model.state
         if self._work.trains and not state.is_trained and state.prepared != self._work.round:
@@ -171,7 +171,7 @@ class SiloRound:
         sent, received = state.said_bytes
         return steps.Announce(announcement, metrics | {"sent_bytes": float(sent), "received_bytes": float(received)})
 
-    def _fetch(self, step: Step, wanted: FetchModels) -> Step:
+    def _fetch(self, step: SiloStep, wanted: FetchModels) -> SiloStep:
         """Get models, and report each that is there or cannot be got."""
         with PhaseWatch(self._calls, step) as watch:
             found = fetch_models(wanted.models, self._model, self._network, watch.phase)
@@ -210,16 +210,16 @@ class SiloRound:
         has_mean = mean is not None and mean.round == number and 0 < mean.attempt < attempt
         if mean is not None and has_mean and attempt not in self._reported_means:
             self._reported_means.add(attempt)
-            return _completed(mean)
+            return _report_mean(mean)
         pair = self._ring_keys[attempt] = KeyPair.draw(self._work.draw)
         payload = key_payload(self._work.job_id, number, attempt, self._network.own.client_id, pair.public)
         return steps.OfferKey(attempt, pair.public, self._work.sign(payload), self._model.find_largest())
 
-    def _reduce(self, step: Step, instruction: ReduceModels) -> Step:
+    def _reduce(self, step: SiloStep, instruction: ReduceModels) -> SiloStep:
         """Take part in a ring, and report the mean, or where the ring broke."""
         ring, mean, own = instruction.ring, self._model.state.mean, self._network.own.client_id
         if mean is not None and (mean.round, mean.attempt) == (ring.round, ring.attempt):
-            return self._calls.take(_completed(mean))
+            return self._calls.take(_report_mean(mean))
         key = self._ring_keys.pop(ring.attempt, None)  # for one ring only
         if key is None:
             return self._calls.take(steps.Broken(ring.attempt, own, 0))
@@ -237,7 +237,7 @@ class SiloRound:
                 with run.run(watch.phase):
                     chunks = run.member.chunk_digests()
                     mean = self._model.keep_mean(run.member.mean(), ring.round, ring.attempt, chunks)
-                    self._calls.take(_completed(mean))
+                    self._calls.take(_report_mean(mean))
                     watch.wait()  # the next silo may still need the last chunks
             except (BrokenRingError, GossipError) as exc:
                 sender, number = (exc.sender, exc.step) if isinstance(exc, BrokenRingError) else (own, 0)
@@ -254,7 +254,7 @@ class SiloRound:
 
     # --- means -----------------------------------------------------------------------------------------------
 
-    def _adopt(self, instruction: AdoptMean) -> Step:
+    def _adopt(self, instruction: AdoptMean) -> SiloStep:
         """Replace the silo's model by a mean, once its file is there."""
         digest = instruction.digest
         path = self._model.find(digest) or self._get_mean(instruction)
@@ -273,7 +273,7 @@ class SiloRound:
         """Return the file of a mean from one of its holders; None if none of them can send it now."""
         remote = RemoteFile(instruction.digest, self._model.mean_bytes)
         for holder in instruction.holders:
-            with limited(self._calls.control, _MEAN_TRY_S) as phase:
+            with limit_time(self._calls.control, _MEAN_TRY_S) as phase:
                 try:
                     if holder.address:
                         return self._network.fetch(holder, remote, phase)
@@ -285,7 +285,7 @@ class SiloRound:
                     _logger.info("The mean does not come from a silo yet: %s", exc, extra={"peer": holder.silo})
         return None
 
-    def _ask_for_mean(self, instruction: AdoptMean) -> Step:
+    def _ask_for_mean(self, instruction: AdoptMean) -> SiloStep:
         """Wait a while for a mean; announce the silo's model before, so that silos send the mean through the server.
 
         The model itself does not count until the silo has the mean. In the last round no silo waits for this one, so it
@@ -305,5 +305,5 @@ class SiloRound:
         return self._calls.take()
 
 
-def _completed(mean: PendingMean) -> steps.Completed:
+def _report_mean(mean: PendingMean) -> steps.Completed:
     return steps.Completed(mean.attempt, mean.digest, mean.squared_distance, mean.chunks)

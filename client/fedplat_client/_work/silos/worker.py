@@ -36,7 +36,7 @@ from fedplat_client._work.silos.model import SiloModel
 from fedplat_client._work.silos.network import ByteCounter, PeerNetwork
 from fedplat_client._work.silos.offers import Offers, PortOffers, RelayOffers
 from fedplat_client._work.silos.silo_round import RoundWork, SiloRound
-from fedplat_client._work.training import Trainers, fit_model, stage_client_state
+from fedplat_client._work.training import LocalTrainers, fit_model, stage_client_state
 from fedplat_client.errors import ClientError
 from fedplat_client.options import ClientOptions
 from fedplat_client.task import Control, Task, TrainResult
@@ -57,7 +57,7 @@ class SiloParts:
     downloader: Downloader
     store: SiloStore
     client_states: ClientStateStore
-    trainers: Trainers
+    trainers: LocalTrainers
     port: PeerPort
     options: ClientOptions
     key: SigningKey
