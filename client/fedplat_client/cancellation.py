@@ -32,6 +32,11 @@ class Stop:
     retry: model_pb2.RetryWindow | None = None
 
 
+def client_stopped() -> Stop:
+    """Return the stop of a client by its owner."""
+    return Stop(model_pb2.REASON_CLIENT_STOPPED, "the client was stopped")
+
+
 def read_stop(refusal: fleet_pb2.Refusal) -> Stop:
     """Return the stop that a server orders."""
     text = refusal.text or f"the server stopped the task ({reason_name(refusal.reason)})"

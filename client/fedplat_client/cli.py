@@ -207,16 +207,16 @@ _RUN_OPTIONS = (
     click.option(
         "--trusted-clients",
         type=click.Path(path_type=Path, dir_okay=False),
-        help="File with the public keys of the clients that may take part in a secure aggregation or exchange models "
-        "with this one, one in each line as the command identity shows it; default: any client.",
+        help="File with the public keys of the clients that may take part in a secure aggregation with this one, or "
+        "exchange models with it, one in each line as the command identity shows it; default: any client.",
     ),
     click.option(
         "--exchange-models",
         is_flag=True,
         envvar="FEDPLAT_EXCHANGE_MODELS",
         show_envvar=True,
-        help="Take part in decentralised jobs, in which other clients get this client's model; --peer-listen implies "
-        "it. Without a port files go through the server, which cannot read them.",
+        help="Take part in decentralised jobs, in which other clients see the model that this client has trained. By "
+        "default a client refuses such jobs.",
     ),
     click.option(
         "--peer-listen",
@@ -224,8 +224,8 @@ _RUN_OPTIONS = (
         envvar="FEDPLAT_PEER_LISTEN",
         show_envvar=True,
         metavar="HOST:PORT",
-        help="Open a port, on which the neighbours of this client in decentralised jobs fetch its models. By default "
-        "a client opens no port.",
+        help="Open a port, on which the neighbours of this client in decentralised jobs fetch its models; implies "
+        "--exchange-models. By default a client opens no port, and its models pass through the server, encrypted.",
     ),
     click.option(
         "--peer-address",

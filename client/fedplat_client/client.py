@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeAlias, TypeVar
 
 from fedplat.auth import Ticket
 from fedplat.gossip import steps
@@ -23,16 +23,19 @@ from fedplat_client._auth.mtls import CertificateAccess
 from fedplat_client._auth.peer_access import PeerAccess
 from fedplat_client._state import data_dir as data_directory
 from fedplat_client._state.client_state import ClientStateStore
+from fedplat_client._state.keys import SigningKey
 from fedplat_client._state.model_cache import ModelCache
 from fedplat_client._state.privacy_ledger import PrivacyLedger
 from fedplat_client._state.residuals import Residuals
 from fedplat_client._state.served_attempts import ServedAttempts
 from fedplat_client._state.silo_store import SiloStore
 from fedplat_client._work import assignment, process_group
-from fedplat_client._work.outcomes import CheckInResult
+from fedplat_client._work.failures import CheckInResult
+from fedplat_client._work.model_download import Downloader
 from fedplat_client._work.peers.listener import PeerListener
-from fedplat_client._work.silos.worker import SiloWorker
-from fedplat_client._work.training import Training
+from fedplat_client._work.peers.port import PeerPort
+from fedplat_client._work.silos.worker import SiloParts, SiloWorker
+from fedplat_client._work.training import LocalTrainers
 from fedplat_client.backoff import Backoff, draw_s
 from fedplat_client.errors import (
     CallError,
@@ -46,22 +49,8 @@ from fedplat_client.options import ClientOptions
 from fedplat_client.task import EvaluateFunction, TrainFunction
 
 Function = TypeVar("Function", TrainFunction, EvaluateFunction)
+RunAssignment: TypeAlias = Callable[[fleet_pb2.Assignment], CheckInResult]
 _logger = logging.getLogger(__name__)
-
-
-class _Peers(NamedTuple):
-    """The client's port for other clients, and its certificate towards them, if it has them."""
-
-    listener: PeerListener | None
-    access: PeerAccess | None
-
-
-class _Session(NamedTuple):
-    """What a running client uses."""
-
-    session: ClientSession
-    peers: _Peers
-    worker: assignment.AssignmentWorker
 
 
 class Client:
@@ -175,7 +164,7 @@ class Client:
 
         A running trainer gets `Cancelled` from its next `task.progress`.
         """
-        self._stop.set(assignment.client_stopped())
+        self._stop.set(cancellation.client_stopped())
 
     def run(self, max_tasks: int | None = None) -> None:
         """Run assignments until `stop`, SIGINT or SIGTERM, or until `max_tasks` of them have ended or failed.
@@ -191,21 +180,19 @@ class Client:
             raise ValueError(f"max_tasks is {max_tasks}; expected 0 or more, or None for no limit")
         if process_group.run_follower(self._trainers, self._evaluators, self._plugins.table):
             return
-        with process_group.lead(), self._open_session() as (session, peers, worker):
+        with process_group.lead(), self._open_session() as (session, keep_listening, run_assignment):
             backoff = Backoff(self._options)
-            unfinished = worker.silos.find_unfinished()
             num_tasks = 0
             delay_s = 0.0
             enrolled_again = False  # whether the client has enrolled again since its last success
             while num_tasks != max_tasks and not self._stopped_within(delay_s):
                 try:
                     session.enroll()
-                    self._keep_listening(peers)
-                    _finish(unfinished, worker)
+                    keep_listening()
                     reply = session.check_in(self._options.check_in_wait_s)
                     if reply.HasField("assignment"):
                         num_tasks += 1
-                        outcome = worker.run(reply.assignment)
+                        outcome = run_assignment(reply.assignment)
                     else:
                         outcome = _read_refusal(reply)
                     enrolled_again = enrolled_again and outcome.failed
@@ -225,7 +212,7 @@ class Client:
                     _logger.warning("The server cannot be used: %s", session.explain_error(exc), extra=fields)
 
     @contextlib.contextmanager
-    def _open_session(self) -> Generator[_Session]:
+    def _open_session(self) -> Generator[tuple[ClientSession, Callable[[], None], RunAssignment]]:
         with self._directory.lock(), cancellation.on_signals(self.stop), contextlib.ExitStack() as stack:
             identity = self._directory.load_identity(self._ticket)
             key = self._directory.load_signing_key(identity)
@@ -233,79 +220,82 @@ class Client:
             signed = SignedAccess(channel, key, self._options.call_timeout_s)
             access = stack.enter_context(self._certificates(signed, identity)) if self._options.mtls else signed
             connection = Connection(access, self._options.call_timeout_s)
-            description = ClientDescription(
-                ticket=self._ticket,
-                population=self._population,
-                labels=self._labels,
-                trainers=sorted(self._trainers),
-                evaluators=sorted(self._evaluators),
-                plugins=self._plugins,
-                features=[setup.FEATURE, *([steps.FEATURE] if self._options.takes_part_in_exchanges else [])],
-            )
-            try:
-                cache = ModelCache(self._directory.models, self._options.cache_limit_bytes)
-            except OSError as exc:
-                raise DataDirectoryError(
-                    f"{self._directory.models} cannot be used: {exc}; free space or make it writable"
-                ) from exc
-            peers = stack.enter_context(self._open_peers(signed, identity))
-            training = Training(
-                connection=connection,
-                cache=cache,
-                client_states=ClientStateStore(self._directory.client_states, self._options.cache_limit_bytes),
-                ledger=PrivacyLedger(self._directory.privacy, f"{self._server} {self._population}"),
-                trainers=self._trainers,
-                evaluators=self._evaluators,
-                options=self._options,
-                plugins=self._plugins.table,
-            )
-            silos = SiloWorker(
-                connection=connection,
-                training=training,
-                store=SiloStore(self._directory.silos, self._directory.exports, self._options.cache_limit_bytes),
-                options=self._options,
-                key=key,
-                client_id=lambda: signed.client_id,
-                listener=peers.listener,
-                access=peers.access,
-            )
+            port = stack.enter_context(self._peer_port(signed, identity))
+            parts = self._open_parts(connection, port, key, signed)
             worker = assignment.AssignmentWorker(
                 connection=connection,
-                training=training,
-                silos=stack.enter_context(silos),
+                downloader=parts.downloader,
                 residuals=Residuals(self._directory.residuals, self._options.cache_limit_bytes),
                 served=ServedAttempts(self._directory.served),
+                client_states=parts.client_states,
+                trainers=parts.trainers,
+                silos=stack.enter_context(SiloWorker(parts)),
                 options=self._options,
                 stop=self._stop,
                 key=key,
             )
             endpoints = Endpoints(signed, connection)
-            yield _Session(ClientSession(endpoints, self._directory, identity, description, self._stop), peers, worker)
+            session = ClientSession(endpoints, self._directory, identity, self._description(), self._stop)
+            yield session, lambda: port.keep_open(self._stop), worker.run
+
+    def _open_parts(self, connection: Connection, port: PeerPort, key: SigningKey, signed: SignedAccess) -> SiloParts:
+        directory, options = self._directory, self._options
+        try:
+            cache = ModelCache(directory.models, options.cache_limit_bytes)
+        except OSError as exc:
+            raise DataDirectoryError(
+                f"{directory.models} cannot be used: {exc}; free space or make it writable"
+            ) from exc
+        return SiloParts(
+            connection=connection,
+            downloader=Downloader(connection, cache, options.max_model_bytes, self._plugins.table),
+            store=SiloStore(directory.silos, directory.exports, options.cache_limit_bytes),
+            client_states=ClientStateStore(directory.client_states, options.cache_limit_bytes),
+            trainers=LocalTrainers(
+                trainers=self._trainers,
+                evaluators=self._evaluators,
+                ledger=PrivacyLedger(directory.privacy, f"{self._server} {self._population}"),
+                plugins=self._plugins.table,
+            ),
+            port=port,
+            options=options,
+            key=key,
+            client_id=lambda: signed.client_id,
+        )
+
+    def _description(self) -> ClientDescription:
+        exchanges = [steps.FEATURE] if self._options.takes_exchanges else []
+        return ClientDescription(
+            ticket=self._ticket,
+            population=self._population,
+            labels=self._labels,
+            trainers=sorted(self._trainers),
+            evaluators=sorted(self._evaluators),
+            features=[setup.FEATURE, *exchanges],
+            plugins=self._plugins,
+        )
 
     def _certificates(self, signed: SignedAccess, identity: data_directory.Identity) -> CertificateAccess:
         return CertificateAccess(signed, self._directory, identity, self._options.call_timeout_s, self._options.clock)
 
     @contextlib.contextmanager
-    def _open_peers(self, signed: SignedAccess, identity: data_directory.Identity) -> Generator[_Peers]:
-        """Yield the ways to other clients: those that the owner allows."""
-        options, listens = self._options, bool(self._options.peer_listen)
-        if not (listens or (options.exchange_models and identity.tls)):
-            yield _Peers(None, None)
+    def _peer_port(self, signed: SignedAccess, identity: data_directory.Identity) -> Generator[PeerPort]:
+        """Yield the client's ways to other clients, and its own port if it has one, which is not open yet."""
+        options, listen = self._options, self._options.peer_listen
+        if not options.takes_exchanges and not listen:
+            yield PeerPort()
+            return
+        if not identity.tls and not listen:
+            yield PeerPort()  # it can still exchange models through the server
             return
         access = PeerAccess(
-            signed, self._directory, identity, options.call_timeout_s, listens=listens, clock=options.clock
+            signed, self._directory, identity, options.call_timeout_s, listens=bool(listen), clock=options.clock
         )
-        if not listens:
-            yield _Peers(None, access)
+        if not listen:
+            yield PeerPort(access)
             return
-        with PeerListener(options.peer_listen, lambda: access.current) as listener:
-            yield _Peers(listener, access)
-
-    def _keep_listening(self, peers: _Peers) -> None:
-        """Open the port for peers, if the client has one, and renew its certificate."""
-        if peers.listener is not None and peers.access is not None:
-            peers.access.renew(self._stop)
-            peers.listener.open()
+        with PeerListener(listen, lambda: access.current) as listener:
+            yield PeerPort(access, listener, options.peer_address or listen)
 
     def _stopped_within(self, delay_s: float) -> bool:
         return self._options.wait(self._stop, delay_s) if delay_s > 0 else self._stop.is_set()
@@ -331,12 +321,6 @@ def _validate_labels(labels: Mapping[str, str]) -> dict[str, str]:
         if not key or type(key) is not str or type(value) is not str:
             raise ValueError(f"the label {key!r} is {value!r}; expected text for both, such as {{'memory_mb': '4096'}}")
     return dict(labels)
-
-
-def _finish(unfinished: list[fleet_pb2.Assignment], worker: assignment.AssignmentWorker) -> None:
-    """Continue the rounds of decentralised jobs that were not over when the client ended."""
-    while unfinished:
-        worker.run(unfinished.pop())
 
 
 def _read_refusal(reply: fleet_pb2.CheckInResponse) -> CheckInResult:

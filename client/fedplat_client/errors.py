@@ -12,6 +12,7 @@ FedplatError
     └── CallError                  a call failed; carries `code`, the name of the gRPC status
         ├── ServerUnavailableError     no usable answer; the same call may work later
         │   ├── ServerBusyError            the server has no room for this transfer now
+        │   ├── NotSentYetError            another client has not sent its file to the server yet
         │   ├── SessionLostError           the session is gone; the same call works in another one
         │   ├── CertificateExpiredError    the client's certificate expired; the call works with the next one
         │   └── UnreachableError           no answer at all: the connection broke, or there was none
@@ -91,6 +92,10 @@ class ServerUnavailableError(CallError):
 
 class ServerBusyError(ServerUnavailableError):
     """The server has no room for this transfer now; the same call works in its retry window."""
+
+
+class NotSentYetError(ServerUnavailableError):
+    """Another client has not sent its file to the server yet; the same call may work later."""
 
 
 class SessionLostError(ServerUnavailableError):

@@ -31,7 +31,8 @@ class ClientOptions:
     """
 
     check_in_wait_s: float = 60.0
-    """How long a check-in waits at the server for an assignment, and a step of secure aggregation for the next one."""
+    """How long a check-in waits at the server for an assignment, and a step of secure aggregation or of a decentralised
+    job for the next one."""
     call_timeout_s: float = 30.0
     """How long the server may take to answer."""
     first_backoff_s: float = wire.FIRST_BACKOFF_S
@@ -42,7 +43,7 @@ class ClientOptions:
     """Largest update that is sent within its report, without a separate upload."""
     cache_limit_bytes: int = 2 * 2**30
     """Size of the model cache; a larger model is used but not kept. The codecs' residuals may take the same size again,
-    and so may the client states."""
+    and so may the client states, and the models of decentralised jobs besides the current one."""
     max_model_bytes: int = 32 * 2**30
     """Largest model that is downloaded; a larger one fails the assignment (`TRANSFER_FAILED`)."""
     mtls: bool = False
@@ -63,14 +64,16 @@ class ClientOptions:
     """Smallest `threshold` of `[secure_aggregation]`, 0.5 to 1: the part of the clients with shares of this client's
     secrets that have to collude with the server to read its update."""
     trusted_clients: Collection[str] | os.PathLike[str] | None = None
-    """Public keys of the clients that may take part in a secure aggregation or exchange models with this one, as
-    `fedplat-client identity` shows them, or a file with one in each line; otherwise the server could add clients of its
-    own. None: any client."""
+    """Public keys of the clients that may take part in a secure aggregation with this one, and exchange models with it,
+    as `fedplat-client identity` shows them, or a file with one in each line; otherwise the server could add clients of
+    its own. None: any client."""
     exchange_models: bool = False
-    """Take part in decentralised jobs, in which other clients get this client's model; so does a client with
-    `peer_listen`. Without a port its files go through the server, encrypted for each receiver."""
+    """Take part in decentralised jobs, in which other clients see this client's whole model (their neighbours in each
+    round, or with `exchange = "ring"` only the mean of all). Without it the client refuses such jobs
+    (`UNSAFE_AGGREGATION`), and so does one that requires secure aggregation or local noise."""
     peer_listen: str = ""
-    """`host:port` of a port of this client for its neighbours in decentralised jobs; by default it opens none."""
+    """`host:port` of a port of this client for its neighbours in decentralised jobs; by default it opens none,
+    and what it sends them passes through the server, encrypted. Implies `exchange_models`."""
     peer_address: str = ""
     """`host:port` at which neighbours reach that port; by default `peer_listen`."""
     rng: random.Random = field(default_factory=random.SystemRandom)
@@ -104,6 +107,17 @@ class ClientOptions:
 
         _check_listener(self.peer_listen, self.peer_address)
 
+    @property
+    def takes_exchanges(self) -> bool:
+        """True if the client takes part in decentralised jobs."""
+        refuses = self.require_secure_aggregation or self.require_local_noise
+        return (self.exchange_models or bool(self.peer_listen)) and not refuses
+
+    @property
+    def trusted_keys(self) -> frozenset[bytes] | None:
+        """The public keys of the clients that the owner trusts; None: those of any client."""
+        return self._trusted_keys
+
     def _check_secure_limits(self) -> None:
         if not MIN_GROUP <= self.min_secure_clients <= MAX_GROUP:
             raise ValueError(
@@ -123,16 +137,6 @@ class ClientOptions:
     def requires_noise(self) -> bool:
         """True if the client trains only with noise that it adds to its update itself."""
         return self.require_local_noise or self.min_local_noise_multiplier > 0.0
-
-    @property
-    def takes_part_in_exchanges(self) -> bool:
-        """True if the owner allows that other clients get this client's model in decentralised jobs."""
-        return self.exchange_models or bool(self.peer_listen)
-
-    @property
-    def trusted_keys(self) -> frozenset[bytes] | None:
-        """The public keys of `trusted_clients`; None: the owner trusts any client."""
-        return self._trusted_keys
 
     def secure_limits(self, own_key: bytes) -> ParticipantLimits:
         """Return the owner's limits for secure aggregations; `own_key` is the client's public key."""

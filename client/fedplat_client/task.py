@@ -20,6 +20,8 @@ from fedplat_client.options import ClientOptions
 
 Scalar: TypeAlias = bool | int | float | str
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
+_LATE = frozenset({model_pb2.REASON_TRAIN_TIMEOUT, model_pb2.REASON_UNREACHABLE})
+"""The server's reasons to continue without a silo that may still be training."""
 
 
 @dataclass
@@ -38,12 +40,30 @@ class Control:
     """The completed fraction of the training, 0 to 1."""
     trained: bool = False
     """True if training has ended and the upload has begun."""
-    has_deadline: bool = True
-    """False for silos of decentralised jobs: a training that ends after the deadline counts in the next round."""
+    may_be_late: bool = False
+    """Whether the training continues after its deadline: a silo's model counts in the next round, too."""
+    is_late: bool = False
+    """True if the server continues without the result of a training that continues."""
 
     def __post_init__(self) -> None:
         self._training_deadline_at = self.options.clock() + self.training_timeout_s
         self._deadline_at = self._training_deadline_at + self.upload_timeout_s
+
+    @property
+    def is_time_up(self) -> bool:
+        """True if the deadline of the training has passed, and ends it."""
+        return self.training_remaining_s <= 0 and not self.may_be_late
+
+    def handle_stop(self, stop: Stop) -> None:
+        """Stop the task as the server orders.
+
+        A training that may be late continues if the server only continues without it. What follows such a training is
+        not stopped: the silo learns from its next step whether the server still expects one.
+        """
+        if self.may_be_late and stop.reason in _LATE:
+            self.is_late = True
+        elif not (self.may_be_late and self.trained):
+            self.signal.set(stop)
 
     def adjust(self, remaining_s: float, *, uploading: bool) -> None:
         """Set the server's deadline, whether it is earlier or later than the current one.
@@ -63,11 +83,6 @@ class Control:
     def remaining_s(self) -> float:
         """Seconds until the assignment is void; negative afterwards."""
         return self._deadline_at - self.options.clock()
-
-    @property
-    def is_training_over(self) -> bool:
-        """True if the time for the training is up, and the task must stop."""
-        return self.has_deadline and self.training_remaining_s <= 0
 
     def expire(self) -> None:
         """Stop the task because its deadline has passed."""
@@ -117,7 +132,7 @@ class Task:
     @property
     def cancelled(self) -> bool:
         """True if the task must stop; the next `progress` then raises `Cancelled`."""
-        return self.control.signal.is_set() or self.control.is_training_over
+        return self.control.signal.is_set() or self.control.is_time_up
 
     def progress(self, fraction: float) -> None:
         """Set the completed fraction of the work, 0 to 1; cheap enough to call for every batch.
@@ -128,7 +143,7 @@ class Task:
         if not 0.0 <= fraction <= 1.0:
             raise ValueError(f"the progress is {fraction}; expected a fraction between 0 and 1")
         self.control.fraction = fraction
-        if self.control.is_training_over:
+        if self.control.is_time_up:
             self.control.expire()
         self.control.signal.check()
 

@@ -22,6 +22,7 @@ from fedplat_client.errors import (
     CertificateExpiredError,
     FencedError,
     IdentityError,
+    NotSentYetError,
     RevokedError,
     ServerBusyError,
     ServerUnavailableError,
@@ -62,6 +63,7 @@ _TRY_LATER = frozenset(
 
 _BY_CODE: dict[str, type[CallError]] = {
     "TOO_MANY_UPLOADS": ServerBusyError,
+    "NOT_SENT_YET": NotSentYetError,
     "SESSION_UNKNOWN": SessionLostError,
     "REPLAYED": SessionLostError,
     "CHALLENGE_EXPIRED": ServerUnavailableError,

@@ -6,11 +6,13 @@ one silo computes (plain gossip, push-sum, CHOCO), `consensus.py` how far apart 
 of one job: what silos announce and confirm in, whom they exchange with and their rows of W out. `ring.py` is a ring
 all-reduce with pairwise masks, which needs the extra `privacy`.
 
-The simulator drives all of it but `RingMember`, whose masks change no result. No daemon runs such jobs yet. So nothing
-but tests calls these, which silos need for real exchanges: `RingMember`; in `fedplat.secure_aggregation.relay`, the
-encryption of files through the server; in `fedplat_client._work.peers`, `PeerListener.offer`, `PeerFetcher`,
-`seal_file` and `open_file`; and the option `peer_address`. `count_turns`, `gap_of`, `spectral_gap`, `choco_gamma`,
-`choco_rate` and `measure_quality` are for those who choose a topology and a step size.
+`steps.py` has the messages between a silo and a daemon, and `files.py` what silos exchange.
+
+Two shells drive it. The simulator has no messages, so it needs neither `steps.py` nor `RingMember`, whose masks change
+no result. Of a real job, `fedplat.rounds.exchange` is the coordinator's place among the others,
+`fedplat_server.rpc.exchange_steps` and `relay` are the daemon's calls, and `fedplat_client._work.silos` is the silo.
+`count_turns`, `gap_of`, `spectral_gap`, `choco_gamma`, `choco_rate` and `measure_quality` are for those who choose a
+topology and a step size.
 """
 
 from __future__ import annotations

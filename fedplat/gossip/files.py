@@ -1,7 +1,7 @@
 """The files that silos exchange: the entries of a model as one vector, which does not depend on its tensors.
 
 Plain gossip: the tensor "model", float32 [entries]; with a codec it is the public copy. Push-sum: "sum", float64
-[entries], and "weight", float64 [1]; the model is their quotient.
+[entries], and "weight", float64 [1]; the model is their quotient. The mean of a ring is a model file of the job.
 """
 
 from __future__ import annotations
@@ -12,30 +12,31 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.errors import GossipError, ModelError
-from fedplat.model import FLOATING, Parameters, Vector, is_finite
+from fedplat.model import FLOATING, ModelFile, Parameters, Schema, TensorSpec, Vector, is_finite
 
 Sum = npt.NDArray[np.float64]
 
 
 def make_model_file(vector: Vector) -> Parameters:
-    """Return the file of a model, float32 [entries]."""
-    return Parameters.from_arrays({"model": vector.astype(np.float32, copy=False)})
+    """Return the file of a model, float32 [entries]; it shares the memory of the vector."""
+    return Parameters(_model_schema(vector.size), np.ascontiguousarray(vector, np.float32).view(np.uint8))
 
 
 def make_sum_file(total: Sum, weight: float) -> Parameters:
-    """Return the file of a sum and its weight in push-sum."""
-    return Parameters.from_arrays({"sum": total, "weight": np.array([weight])})
+    """Return the file of a sum, float64 [entries], and its weight in push-sum."""
+    file = Parameters.zeros(_sum_schema(total.size))
+    file["sum"], file["weight"] = total, [weight]
+    return file
 
 
 def file_bytes(size: int, *, directed: bool) -> int:
     """Return the size of the file of a model of this many entries."""
-    file = make_sum_file(np.zeros(size), 0.0) if directed else make_model_file(np.zeros(size, np.float32))
-    return file.schema.file_size_bytes
+    return (_sum_schema(size) if directed else _model_schema(size)).file_size_bytes
 
 
 def read_model_file(path: str | os.PathLike[str], size: int) -> Vector:
     """Return the model in a file. Raises `GossipError` unless it is one of finite numbers with this many entries."""
-    model = _open(path, make_model_file(np.zeros(size, np.float32)))["model"]
+    model = _open(path, _model_schema(size))["model"]
     if not np.isfinite(model).all():
         raise GossipError("the model has NaN or infinite entries")
     return model
@@ -43,7 +44,7 @@ def read_model_file(path: str | os.PathLike[str], size: int) -> Vector:
 
 def read_sum_file(path: str | os.PathLike[str], size: int) -> tuple[Sum, float]:
     """Return sum and weight in a file. Raises `GossipError` unless they are finite, and the weight positive."""
-    found = _open(path, make_sum_file(np.zeros(size), 0.0))
+    found = _open(path, _sum_schema(size))
     total, weight = found["sum"], float(found["weight"][0])
     if not np.isfinite(total).all() or not 0.0 < weight < np.inf:
         raise GossipError("the sum has NaN or infinite entries, or its weight is not positive")
@@ -51,12 +52,16 @@ def read_sum_file(path: str | os.PathLike[str], size: int) -> tuple[Sum, float]:
 
 
 def replace_entries(base: Parameters, vector: Vector) -> Parameters:
-    """Return a copy of a model with other floating-point entries, float32 [entries]; the others are kept."""
+    """Return a copy of a model with other floating-point entries, float32 [entries]; the others are kept.
+
+    An entry beyond the range of its dtype becomes infinite.
+    """
     model, start = base.copy(), 0
-    for run in model.schema.segments:
-        if run.dtype in FLOATING:
-            model.segment(run)[:] = vector[start : start + run.count]
-            start += run.count
+    with np.errstate(over="ignore"):
+        for run in model.schema.segments:
+            if run.dtype in FLOATING:
+                model.segment(run)[:] = vector[start : start + run.count]
+                start += run.count
     return model
 
 
@@ -71,11 +76,27 @@ def make_mean_file(initial: Parameters, mean: Vector) -> Parameters:
     return model
 
 
-def _open(path: str | os.PathLike[str], expected: Parameters) -> Parameters:
+def read_mean_file(path: str | os.PathLike[str], schema: Schema) -> Vector:
+    """Return the entries of a mean's model, float32 [entries]. Raises `GossipError` unless it has this schema."""
+    model = _open(path, schema)
+    if not model.is_finite():
+        raise GossipError("the mean has NaN or infinite entries")
+    return model.to_vector()
+
+
+def _model_schema(size: int) -> Schema:
+    return Schema((TensorSpec("model", "F32", (size,)),))
+
+
+def _sum_schema(size: int) -> Schema:
+    return Schema((TensorSpec("sum", "F64", (size,)), TensorSpec("weight", "F64", (1,))))
+
+
+def _open(path: str | os.PathLike[str], expected: Schema) -> Parameters:
     try:
-        found = Parameters.open(path)
+        found = ModelFile.open(path)  # other than `Parameters.open` it accepts one header only
+        if difference := found.schema.difference_from(expected):
+            raise GossipError(f"the file is no model of this job: {difference}")
+        return Parameters.open(path)
     except ModelError as exc:
         raise GossipError(f"the file is no model: {exc}") from exc
-    if difference := found.schema.difference_from(expected.schema):
-        raise GossipError(f"the file is no model of this job: {difference}")
-    return found

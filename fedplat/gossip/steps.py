@@ -45,8 +45,6 @@ MAX_SILOS = 200
 """Maximum number of silos that a server coordinates in a job."""
 MAX_MESSAGE_BYTES = 64 * 2**10
 """Maximum size of a silo's message."""
-_MEAN_FACTOR = 2
-"""A model file may have entries that silos do not exchange, which are few."""
 MAX_INSTRUCTION_BYTES = 2**20
 """Maximum size of an instruction."""
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
@@ -220,7 +218,7 @@ class Leave(Struct, frozen=True, tag="leave"):
 Instruction = Wait | FetchModels | MixModels | SendKey | ReduceModels | AdoptMean | Leave
 
 
-class Step(Struct, frozen=True, kw_only=True):
+class SiloStep(Struct, frozen=True, kw_only=True):
     """An instruction, the time for it, and the silos that may get this silo's model and the last mean from it.
 
     `known` changes with the phase: a silo that sends it back gets an answer when what it does is over. Those of the
@@ -270,19 +268,23 @@ def list_model_receivers(state: GossipState, silo: str) -> list[str]:
     return sorted(receiver for receiver, senders in state.awaited.items() if silo in senders)
 
 
-def list_mean_receivers(state: GossipState, silo: str) -> list[str]:
-    """Return the silos that may get the last mean from a silo that has it: all that take part in the job."""
+def list_mean_receivers(state: GossipState, silo: str, waiting: Collection[str] = ()) -> list[str]:
+    """Return the silos that may get the last mean from a silo that has it: all that take part in the job.
+
+    `waiting` are those that wait for it in the relay, such as one that takes part for the first time.
+    """
     if state.average is None or silo not in state.average.holders:
         return []
-    return sorted((state.members | state.away | state.announced.keys()) - {silo})[: 2 * MAX_SILOS]
+    return sorted(state.members.union(state.away, state.announced, waiting) - {silo})[: 2 * MAX_SILOS]
 
 
 def relayed_bytes(
-    state: GossipState, sender: str, receiver: str, name: str, waiting: Collection[str] = ()
+    state: GossipState, sender: str, receiver: str, name: str, waiting: Collection[str] = (), mean_bytes: int = 0
 ) -> int | None:
     """Return the size of the file of this name that a silo may send to another through the server; None: it may not.
 
-    It is the size before encryption. `waiting` are the silos that wait for the last mean.
+    It is the size before encryption. `waiting` are the silos that wait for the last mean, whose file has `mean_bytes`
+    as that of the initial model.
     """
     own = state.announced.get(sender)
     if own is not None and receiver in list_model_receivers(state, sender):
@@ -295,7 +297,7 @@ def relayed_bytes(
         return own.size_bytes // len(names) + 4 if is_next and name in known else None
     average = state.average
     if average is not None and own is not None and sender in average.holders and receiver in waiting:
-        return _MEAN_FACTOR * own.size_bytes if name == average.digest else None
+        return mean_bytes if name == average.digest else None
     return None
 
 
@@ -323,7 +325,7 @@ def _has_reported(state: GossipState, silo: str) -> bool:
 # --- encoding ----------------------------------------------------------------------------------------------
 
 
-def encode(record: SiloMessage | Step | ExchangeSetup) -> bytes:
+def encode(record: SiloMessage | SiloStep | ExchangeSetup) -> bytes:
     """Encode a record."""
     return msgspec.json.encode(record)
 
@@ -333,9 +335,9 @@ def decode_message(content: bytes) -> SiloMessage:
     return _decode(content, SiloMessage, "message of a silo", MAX_MESSAGE_BYTES)
 
 
-def decode_step(content: bytes) -> Step:
+def decode_step(content: bytes) -> SiloStep:
     """Decode what the server answers. Raises `GossipError`."""
-    return _decode(content, Step, "step of an exchange", MAX_INSTRUCTION_BYTES)
+    return _decode(content, SiloStep, "step of an exchange", MAX_INSTRUCTION_BYTES)
 
 
 def decode_setup(content: bytes) -> ExchangeSetup:

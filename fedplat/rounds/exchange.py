@@ -314,7 +314,7 @@ def _describe(before: GossipState, after: GossipState) -> dict[str, float]:
 
 
 def _end(job: JobState, before: GossipState, end: EndJob, context: Context) -> tuple[JobState, tuple[Command, ...]]:
-    """End the job: with the mean as its version, or with the reason why there is no mean."""
+    """End the job: with the mean as its version, or with the reason why the silos have no mean."""
     if end.status == "FAILED":
         failed, commands = closing.abandon_all(job, Reason.ATTEMPT_ABANDONED, end.reason, context)
         return closing.set_status(failed, JobStatus.FAILED, end.reason), commands

@@ -137,7 +137,7 @@ REASON_TEXTS: Mapping[Reason, str] = {
     Reason.TRANSFER_FAILED: "the model or the update could not be transferred",
     Reason.UNKNOWN_CODEC: "the client does not support the job's codec or one of its options",
     Reason.PRIVACY_LIMIT: "the training would cost more privacy than the owner of the client's data allows",
-    Reason.UNSAFE_AGGREGATION: "the client's own limits do not allow this secure aggregation",
+    Reason.UNSAFE_AGGREGATION: "the owner of the client does not allow this secure aggregation or exchange of models",
     Reason.KEYS_LOST: "the client was restarted after it had sent its keys, which are in its memory only",
     Reason.UNREACHABLE: "the server received nothing from the client for three heartbeats",
     Reason.REVOKED: "an operator revoked the client",

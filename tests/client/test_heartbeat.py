@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import grpc
 import pytest
 
+from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import Client, Task, TrainResult
+from fedplat_client._work.heartbeat import Heartbeat
+from fedplat_client.cancellation import StopSignal
+from fedplat_client.task import Control
 from support.clients import add_one
 from support.fake_fleet import FakeFleet
 
@@ -85,3 +90,60 @@ def test_a_training_ends_when_the_server_has_no_time_left_for_it(
         client.run(max_tasks=1)
     assert "the deadline of the assignment has passed" in caplog.text
     assert not {"Upload", "Report", "Fail"} & set(fleet.calls)
+
+
+# --- trainings that may be late --------------------------------------------------------------------------------------
+
+
+class Beats:
+    """A connection on which a server answers heartbeats: with the planned stops, and then no more."""
+
+    def __init__(self, *stops: model_pb2.Reason.ValueType) -> None:
+        self.stops = list(stops)
+        self.num_calls = 0
+        self.all_said = threading.Event()
+
+    def heartbeat(self, request: fleet_pb2.HeartbeatRequest, signal: StopSignal) -> fleet_pb2.HeartbeatResponse:
+        self.num_calls += 1
+        if not self.stops:
+            self.all_said.set()
+            signal.wait(60.0)
+            signal.check()
+        return fleet_pb2.HeartbeatResponse(stop=fleet_pb2.Refusal(reason=self.stops.pop(0), text="stop"))
+
+
+def beat(control: Control, *stops: model_pb2.Reason.ValueType) -> Beats:
+    """Heartbeats until the server has said everything, or the task is stopped."""
+    beats = Beats(*stops)
+    heartbeat = Heartbeat(beats, "token", 0.1, control)  # type: ignore[arg-type]
+    with heartbeat, control.signal.attach(beats.all_said.set):
+        assert beats.all_said.wait(60.0)
+    return beats
+
+
+@pytest.mark.parametrize("reason", [model_pb2.REASON_TRAIN_TIMEOUT, model_pb2.REASON_UNREACHABLE])
+def test_a_training_that_may_be_late_goes_on_and_so_do_heartbeats(reason: model_pb2.Reason.ValueType) -> None:
+    control = Control(0.0, 0.0, may_be_late=True)  # its deadline has passed, too
+    task = Task(name="digits", parameters=Parameters.from_arrays({}), control=control)
+    assert beat(control, reason, reason, reason).num_calls == 4
+    assert (control.is_late, task.cancelled, task.remaining_s) == (True, False, 0.0)
+    task.progress(1.0)
+
+
+def test_other_orders_stop_it() -> None:
+    control = Control(may_be_late=True)
+    beat(control, model_pb2.REASON_TRAIN_TIMEOUT, model_pb2.REASON_JOB_CANCELLED, model_pb2.REASON_STALE)
+    assert control.signal.stop is not None
+    assert control.signal.stop.reason == model_pb2.REASON_JOB_CANCELLED
+
+
+def test_after_it_the_steps_of_the_exchange_say_when_to_stop() -> None:
+    control = Control(may_be_late=True, trained=True)
+    beat(control, model_pb2.REASON_STALE, model_pb2.REASON_STALE)
+    assert not control.signal.is_set()
+
+
+def test_other_trainings_end_at_their_deadline() -> None:
+    control = Control()
+    beat(control, model_pb2.REASON_TRAIN_TIMEOUT)
+    assert control.signal.is_set()

@@ -12,7 +12,7 @@ from grpc import aio
 
 from fedplat.rounds.states import AttemptPhase
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server.coordination.progress import ProgressSummary, ProgressTracker, PhaseProgress
+from fedplat_server.coordination.progress import PhaseProgress, ProgressSummary, ProgressTracker
 from support import daemons
 from support.daemons import Site, initial_model, update_of
 from support.jobs import job_file

@@ -12,7 +12,7 @@ import numpy as np
 from fedplat.gossip import mix, steps
 from fedplat.gossip.messages import Announcement
 from fedplat.gossip.ring import key_payload
-from fedplat.gossip.steps import Step
+from fedplat.gossip.steps import SiloStep
 from fedplat.model import Vector
 from fedplat.secure_aggregation.primitives import KeyPair
 from fedplat.secure_aggregation.relay import RelayExchange
@@ -54,7 +54,7 @@ class RawSilo:
         """Checks in until it has its part in a round."""
         self.work = await self.client.assignment(features=(steps.FEATURE,))
 
-    async def step(self, message: steps.SiloMessage | bytes = b"", wait_s: float = 60.0, known: str = "") -> Step:
+    async def step(self, message: steps.SiloMessage | bytes = b"", wait_s: float = 60.0, known: str = "") -> SiloStep:
         content = message if isinstance(message, bytes) else steps.encode(message)
         numbers = {"mixed_round": self.mixed_round, "adopted_round": self.adopted_round}
         answer = await self.client.exchange_step(self.work.token, wait_s, message=content, known=known, **numbers)
@@ -76,10 +76,10 @@ class RawSilo:
             relay_signature=key.signature,
         )
 
-    async def announce(self, wait_s: float = 60.0, **metrics: float) -> Step:
+    async def announce(self, wait_s: float = 60.0, **metrics: float) -> SiloStep:
         return await self.step(steps.Announce(self.announcement(), metrics), wait_s)
 
-    async def act(self, step: Step) -> Step:
+    async def act(self, step: SiloStep) -> SiloStep:
         """Does what a step says; returns the next one."""
         match step.instruction:
             case steps.FetchModels():
@@ -120,7 +120,7 @@ class RawSilo:
         self.files[f"now {self.name}"] = self.vector.tobytes()
         self.adopted_round = self.mixed_round = mean.round
 
-    async def finish_round(self, step: Step) -> None:
+    async def finish_round(self, step: SiloStep) -> None:
         """Follows its instructions until the round is over for it."""
         while not isinstance(step.instruction, steps.Leave):
             step = await self.act(step)

@@ -83,8 +83,11 @@ async def make_silos(site: Site, folder: Path, count: int, ports: Sequence[bool]
     silos: list[SiloClient] = []
     for number in range(1, count + 1):
         ticket = msgspec.structs.replace(await site.operator.ticket(), server=site.address)
-        way = {"peer_listen": f"127.0.0.1:{free_port()}"} if ports[number - 1] else {"exchange_models": True}
-        made = ClientOptions(**{"first_backoff_s": 0.05, "max_backoff_s": 0.5, **way, **options})
+        way: dict[str, Any] = (
+            {"peer_listen": f"127.0.0.1:{free_port()}"} if ports[number - 1] else {"exchange_models": True}
+        )
+        given: dict[str, Any] = {"first_backoff_s": 0.05, "max_backoff_s": 0.5, **way, **options}
+        made = ClientOptions(**given)
         silos.append(SiloClient(number, folder / f"silo-{number}", ticket.to_text(), made))
     return silos
 

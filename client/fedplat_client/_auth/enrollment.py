@@ -12,6 +12,7 @@ from fedplat import wire
 from fedplat.auth import Ticket
 from fedplat.codecs import CODECS
 from fedplat.loaded_plugins import NO_PLUGINS, LoadedPlugins
+from fedplat.secure_aggregation.setup import FEATURE
 from fedplat.wire import handshake
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client._auth.authenticator import SignedAccess
@@ -41,8 +42,8 @@ class ClientDescription:
     labels: Mapping[str, str]
     trainers: Sequence[str]
     evaluators: Sequence[str]
+    features: Sequence[str] = (FEATURE,)
     plugins: LoadedPlugins = NO_PLUGINS
-    features: Sequence[str] = ()
     ticket: Ticket | None = None
 
 

@@ -8,9 +8,9 @@
                                  models/         the model cache (fedplat_client._state.model_cache)
                                  residuals/      the codecs' residuals (fedplat_client._state.residuals)
                                  memories/       the client states (fedplat_client._state.client_state)
-                                 silos/          models of decentralised jobs (fedplat_client._state.silo_store)
+                                 silos/          the models of decentralised jobs (fedplat_client._state.silo_store)
+           exports/              the models with which decentralised jobs have ended, for the client's owner
                                  served          attempts of secure aggregations (fedplat_client._state.served_attempts)
-           exports/<job>.safetensors   the last model of a decentralised job
            privacy.json          the privacy ledger, for all servers (fedplat_client._state.privacy_ledger)
 ```
 Files are readable by their owner only.

@@ -1,9 +1,9 @@
 """The state of a silo in each decentralised job: its model, what it has announced, and what its neighbours sent.
 
 ```
-<data_dir>/.../silos/<job>/state.json       what the silo has done, and which files it needs
-                           <digest>         files, named by their SHA-256
-                           fetched/         files of peers that are not complete yet
+silos/<job>/state.json       what the silo has done, and which files it needs
+            <digest>         these files, named by their SHA-256
+            received/        files of other silos that are not complete or not verified yet
 ```
 A file is durable before the state names it, and the state is replaced atomically. So a crash at any point leaves the
 silo before a step or after it, and a step that is repeated computes the same bits.
@@ -15,7 +15,9 @@ import contextlib
 import hashlib
 import logging
 import os
+import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -24,12 +26,15 @@ from msgspec import Meta, Struct
 
 from fedplat import durable
 from fedplat.decoding import prepare_type
-from fedplat.gossip.messages import Delta, Digest, Number, SiloName, Size
+from fedplat.gossip.messages import Delta, Digest, Number
 from fedplat.model import Parameters
 
 _STATE = "state.json"
-_FETCHED = "fetched"
+_RECEIVED = "received"
+_JOB_ID = re.compile(r"[A-Za-z0-9-]{1,100}")
+_COPY_BYTES = 1 << 20
 _logger = logging.getLogger(__name__)
+NumBytes = Annotated[int, Meta(ge=0)]
 
 
 class PendingMean(Struct, frozen=True):
@@ -43,56 +48,55 @@ class PendingMean(Struct, frozen=True):
 
 
 class RelaySecret(Struct, frozen=True):
-    """The private key of the silo for files through the server in one attempt."""
+    """The private key of one assignment for files through the server, without which a restarted silo gets none."""
 
     round: Number
     attempt: Number
     secret: bytes
 
-    def __repr__(self) -> str:
-        return f"RelaySecret(round={self.round}, attempt={self.attempt})"
-
 
 class SiloState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a silo has done in a job, and the digests of its files.
 
-    `model` is the file of its model (`fedplat.gossip.files`) and `carried` that of the model's other entries. With a
-    codec `copy` is the public copy that neighbours have, and `delta` the step to it. `is_trained`: the model was
-    trained and is not mixed yet; `prepared` is the round for which the model (or the copy) was made ready to announce.
-    `trained_token` is the token of the assignment in which the model was trained last. `stored` are the files of
-    neighbours in that round, by their ids. `assignment` is one that is not over, and `relay` the key for its relay.
-    `sent_bytes` and `received_bytes` are those of models since the beginning; `announced_bytes` until `prepared`, and
-    `round_bytes` those between the last two.
+    `model` is the file of its model (`fedplat.gossip.files`) and `carried` that of the entries that are not averaged.
+    `is_trained`: the model was trained and not mixed since, in the training with the id `training`. `prepared` is the
+    round for which the model was made ready for neighbours: with a codec, `copy` is then the public copy and `delta`
+    the step to it, which the silos `followers` can use (None: all can). `stored` are the files of neighbours in that
+    round, by their ids, and `mixed_with` those in the last row. Pairs of numbers are the bytes sent and received: in
+    all, in all before the last announcement, and what that one says.
     """
 
     mixed_round: Number = 0
     adopted_round: Number = 0
     is_trained: bool = False
-    trained_token: str = ""
+    training: str = ""
     num_examples: float = 1.0
     metrics: dict[str, float] = {}
-    initial: str = ""
     model: str = ""
     carried: str = ""
     copy: str = ""
     delta: Delta | None = None
+    followers: tuple[str, ...] | None = None
     prepared: Number = 0
-    followers: tuple[SiloName, ...] | None = None
     stored: dict[str, str] = {}
+    mixed_with: dict[str, str] = {}
     mean: PendingMean | None = None
-    sent_bytes: Annotated[int, Meta(ge=0)] = 0
-    received_bytes: Annotated[int, Meta(ge=0)] = 0
-    announced_bytes: tuple[Size, Size] = (0, 0)
-    round_bytes: tuple[Size, Size] = (0, 0)
-    assignment: bytes = b""
     relay: RelaySecret | None = None
+    num_bytes: tuple[NumBytes, NumBytes] = (0, 0)
+    announced_bytes: tuple[NumBytes, NumBytes] = (0, 0)
+    said_bytes: tuple[NumBytes, NumBytes] = (0, 0)
 
     @property
-    def digests(self) -> set[str]:
-        """The files that the silo needs."""
+    def own_files(self) -> set[str]:
+        """The digests of the files without which the silo has to begin again."""
         delta = self.delta.digest if self.delta is not None else ""
-        mean = self.mean.digest if self.mean is not None else ""
-        return {self.initial, self.model, self.carried, self.copy, delta, mean, *self.stored.values()} - {""}
+        return {self.model, self.carried, self.copy, delta} - {""}
+
+    @property
+    def files(self) -> set[str]:
+        """The digests of all files that the silo needs."""
+        mean = {self.mean.digest} if self.mean is not None else set[str]()
+        return self.own_files.union(self.stored.values(), self.mixed_with.values(), mean)
 
 
 class SiloFolder:
@@ -100,8 +104,8 @@ class SiloFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.fetched = path / _FETCHED
-        self.fetched.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.received = path / _RECEIVED
+        self.received.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.state = self._load()
 
     def find(self, digest: str) -> Path | None:
@@ -123,34 +127,54 @@ class SiloFolder:
         return digest
 
     def admit(self, path: Path, digest: str) -> Path:
-        """Move a verified file of a peer here, durably."""
+        """Move a verified file of another silo here, durably; return its path."""
+        if path.parent == self.path:
+            return path
         durable.sync(path)
         target = path.replace(self.path / digest)
         durable.sync(self.path)
         return target
 
-    def save(self, state: SiloState) -> SiloState:
-        """Store a state, whose files are there, and return it."""
+    def save(self, state: SiloState) -> None:
+        """Store a state, whose files are there."""
         durable.write_bytes(self.path / _STATE, msgspec.json.encode(state))
         self.state = state
-        return state
 
-    def keep_only(self, *digests: str) -> None:
-        """Delete the files that neither the state nor `digests` name."""
-        kept = {*self.state.digests, *digests, _STATE, _FETCHED}
+    def discard(self, path: Path) -> None:
+        """Delete a file of another silo that must not be used, unless it is also one of this silo."""
+        if path.parent != self.path:
+            path.unlink(missing_ok=True)
+
+    def tidy(self, *digests: str) -> None:
+        """Delete the files that neither the state nor `digests` name, and what has been received besides."""
+        kept = {*self.state.files, *digests, _STATE, _RECEIVED}
         for path in self.path.iterdir():
             if path.name not in kept:
                 path.unlink(missing_ok=True)
+        for path in self.received.iterdir():
+            path.unlink(missing_ok=True)
 
     def _load(self) -> SiloState:
-        """Return the stored state; a new one if there is none, or if it or one of its files is damaged."""
-        state = read_state(self.path)
-        if state is None:
+        """Return the stored state without the files of others that are damaged; a new one if its own ones are."""
+        try:
+            state = msgspec.json.decode((self.path / _STATE).read_bytes(), type=prepare_type(SiloState))
+        except FileNotFoundError:
             return SiloState()
-        if damaged := sorted(digest for digest in state.digests if not self._is_intact(digest)):
-            _logger.warning("The silo's files are damaged, and begin again.", extra={"first": damaged[0]})
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            _logger.warning("The state of a silo cannot be read, so the silo begins again: %s", exc)
             return SiloState()
-        return state
+        damaged = {digest for digest in state.files if not self._is_intact(digest)}
+        for digest in damaged:
+            _logger.warning("A file of a silo is missing or damaged.", extra={"digest": digest})
+            (self.path / digest).unlink(missing_ok=True)
+        if damaged & state.own_files:
+            return SiloState()
+        return msgspec.structs.replace(
+            state,
+            stored={name: digest for name, digest in state.stored.items() if digest not in damaged},
+            mixed_with={name: digest for name, digest in state.mixed_with.items() if digest not in damaged},
+            mean=state.mean if state.mean is not None and state.mean.digest not in damaged else None,
+        )
 
     def _is_intact(self, digest: str) -> bool:
         path = self.find(digest)
@@ -160,19 +184,8 @@ class SiloFolder:
             return hashlib.file_digest(file, "sha256").hexdigest() == digest
 
 
-def read_state(folder: Path) -> SiloState | None:
-    """Return the state in a folder; None if there is none, or if it is damaged."""
-    try:
-        return msgspec.json.decode((folder / _STATE).read_bytes(), type=prepare_type(SiloState))
-    except FileNotFoundError:
-        return None
-    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as exc:
-        _logger.warning("The silo's state cannot be read, and begins again: %s", exc)
-        return None
-
-
 class SiloStore:
-    """The folders of all jobs; those of jobs that were not used for longest are deleted beyond `limit_bytes`."""
+    """The folders of all jobs; beyond `limit_bytes`, those of the jobs that were not used for longest are deleted."""
 
     def __init__(self, folder: Path, exports: Path, limit_bytes: int) -> None:
         self._folder = folder
@@ -182,7 +195,7 @@ class SiloStore:
 
     def open(self, job_id: str) -> SiloFolder:
         """Return the folder of a job, and make room for it. Its files are verified when a process first opens it."""
-        path = self._folder / _name(job_id)
+        path = self._folder / _file_name(job_id)
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.utime(path)  # eviction orders by modification time
         self._make_room(path)
@@ -190,45 +203,33 @@ class SiloStore:
             self._last = SiloFolder(path)
         return self._last
 
-    def find_unfinished(self) -> list[bytes]:
-        """Return the assignments that were not over when the client ended."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        states = [read_state(path) for path in sorted(self._folder.iterdir())]
-        return [state.assignment for state in states if state is not None and state.assignment]
-
     def export(self, job_id: str, model: Path) -> Path:
         """Store the mean that a job exports, durably, and return its path."""
         self._exports.mkdir(mode=0o700, parents=True, exist_ok=True)
-        target = self._exports / f"{_safe(job_id)}.safetensors"
+        target = self._exports / f"{_file_name(job_id)}.safetensors"
         with model.open("rb") as source, durable.atomic_write(target) as file:
-            shutil.copyfileobj(source, file, 1 << 20)
+            shutil.copyfileobj(source, file, _COPY_BYTES)
         return target
 
     def _make_room(self, spared: Path) -> None:
-        used = {path: _measure(path) for path in self._folder.iterdir() if path.is_dir()}
-        excess = sum(used.values()) - self._limit_bytes
-        for path in sorted(used, key=lambda each: each.stat().st_mtime_ns):
+        others = [path for path in self._folder.iterdir() if path.is_dir() and path != spared]
+        used = sorted((path.stat().st_mtime_ns, path, sum(_file_sizes(path))) for path in others)
+        excess = sum(size for _, _, size in used) + sum(_file_sizes(spared)) - self._limit_bytes
+        for _, path, size in used:
             if excess <= 0:
                 return
-            if path != spared:
-                shutil.rmtree(path)
-                excess -= used[path]
-                _logger.info("The state of a decentralised job was evicted.", extra={"file": path.name})
+            shutil.rmtree(path)
+            excess -= size
+            _logger.info("The state of a decentralised job was evicted.", extra={"job": path.name, "size_bytes": size})
 
 
-def _name(job_id: str) -> str:
-    return hashlib.sha256(job_id.encode()).hexdigest()[:32]  # a valid name for any job id
+def _file_name(job_id: str) -> str:
+    """Return a job's id as a name of a file: its hash unless it is like those of servers."""
+    return job_id if _JOB_ID.fullmatch(job_id) else hashlib.sha256(job_id.encode()).hexdigest()
 
 
-def _safe(job_id: str) -> str:
-    """Return a job id as a file name: as it is if it is one of a server."""
-    is_plain = job_id.replace("-", "").isalnum() and len(job_id) <= 100
-    return job_id if is_plain and job_id.isascii() else _name(job_id)
-
-
-def _measure(path: Path) -> int:
-    total = 0
+def _file_sizes(path: Path) -> Iterator[int]:
     for each in path.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
-            total += each.stat().st_size
-    return total
+            if each.is_file():
+                yield each.stat().st_size

@@ -5,31 +5,32 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from fedplat import codecs
 from fedplat.client_state import ClientState
-from fedplat.codecs.container import Format, options_from_text
+from fedplat.codecs.container import Format
 from fedplat.errors import CodecError, PluginError, UserCodeError
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import spans
 from fedplat_client._auth.calls import Connection
+from fedplat_client._state.client_state import ClientStateStore
 from fedplat_client._state.keys import SigningKey
 from fedplat_client._state.residuals import Residuals
 from fedplat_client._state.served_attempts import ServedAttempts
 from fedplat_client._state.two_phase import SentReport, WasMerged
 from fedplat_client._work import encoding, secure, transfer
+from fedplat_client._work.failures import AssignmentFailedError, CheckInResult
 from fedplat_client._work.heartbeat import Heartbeat
 from fedplat_client._work.merge_check import make_merge_check
-from fedplat_client._work.outcomes import AssignmentFailedError, CheckInResult
+from fedplat_client._work.model_download import Downloader
 from fedplat_client._work.secure import SecureExchange
 from fedplat_client._work.silos.worker import SiloWorker
-from fedplat_client._work.training import Training, fit_model, read_config
+from fedplat_client._work.training import LocalTrainers, fit_model, read_config, stage_client_state
 from fedplat_client._work.transfer import Content
 from fedplat_client.backoff import retry
-from fedplat_client.cancellation import Stop, StopSignal, reason_name
+from fedplat_client.cancellation import Stop, StopSignal, client_stopped, reason_name
 from fedplat_client.errors import (
     CallError,
     CallRefusedError,
@@ -39,7 +40,7 @@ from fedplat_client.errors import (
     TransferError,
 )
 from fedplat_client.options import ClientOptions
-from fedplat_client.task import Control, TrainResult
+from fedplat_client.task import Control, EvaluateResult, Task, TrainResult
 
 _TEXT_LIMIT = 500
 _FAIL_ATTEMPTS = 3
@@ -55,22 +56,25 @@ class AssignmentWorker:
     """Runs one assignment after the other; `stop` is the client's own signal."""
 
     connection: Connection
-    training: Training
-    silos: SiloWorker
+    downloader: Downloader
     residuals: Residuals
+    client_states: ClientStateStore
     served: ServedAttempts
+    trainers: LocalTrainers
+    silos: SiloWorker
     options: ClientOptions
     stop: StopSignal
     key: SigningKey
 
     def run(self, assignment: fleet_pb2.Assignment) -> CheckInResult:
         """Run an assignment until it ends, in success or failure. Raises `IdentityError` only."""
-        control = Control(assignment.training_timeout_s, assignment.upload_timeout_s, self.options)
+        is_silo = bool(assignment.exchange_setup)
+        control = Control(assignment.training_timeout_s, assignment.upload_timeout_s, self.options, may_be_late=is_silo)
         fields = _fields(assignment)
         span = functools.partial(spans.start, assignment.traceparent)
         _logger.info("The task started.", extra=fields)
         try:
-            if assignment.exchange_setup:
+            if is_silo:
                 with self._stoppable(control):
                     return self.silos.run(assignment, control, span, fields)
             exchange = secure.open_exchange(
@@ -116,7 +120,7 @@ class AssignmentWorker:
             if content is not None:
                 control.trained = True
                 report = SentReport(assignment.token, content.digest)
-                self.training.stage_client_state(assignment.job_id, report, client_state)
+                stage_client_state(self.client_states, assignment.job_id, report, client_state)
                 with span("upload"):
                     self._attach_update(request, content, control)
         control.signal.check()
@@ -129,17 +133,17 @@ class AssignmentWorker:
 
         With an `exchange`, it has the update afterwards, and the copies of the model are freed when this returns.
         """
-        training, name = assignment.task != fleet_pb2.TASK_EVALUATE, assignment.trainer
-        run = self.training.find_trainer(name) if training else self.training.find_evaluator(name)
-        self._codec(assignment)  # fail before the training if the codec is unknown
+        run = self._function(assignment)
+        encoding.read_codec(assignment, self.trainers.plugins)  # fail before the training if the codec is unknown
         with span("download"):
-            base, working = self.training.get_model(assignment, control)
+            base, working = self.downloader.load(assignment, control)
         if exchange is not None:
             exchange.check_model(base)
         merged = make_merge_check(self.connection, self.options, control)
-        client_state = self.training.open_client_state(assignment.job_id, merged, training=training)
+        training = assignment.task != fleet_pb2.TASK_EVALUATE
+        client_state = self._open_client_state(assignment.job_id, merged, training=training)
         with span("train" if training else "evaluate"):
-            result = run(self.training.make_task(assignment, working, client_state, control))
+            result = run(self.trainers.make_task(assignment, working, client_state, control))
         request = fleet_pb2.ReportRequest(
             token=assignment.token, num_examples=result.num_examples, metrics=result.metrics
         )
@@ -155,11 +159,16 @@ class AssignmentWorker:
         """Stop the task if the client is stopped within the block."""
         return self.stop.attach(lambda: control.signal.set(client_stopped()))
 
+    def _function(self, assignment: fleet_pb2.Assignment) -> Callable[[Task], TrainResult | EvaluateResult]:
+        if assignment.task == fleet_pb2.TASK_EVALUATE:
+            return self.trainers.find_evaluator(assignment.trainer)
+        return self.trainers.find_trainer(assignment.trainer)
+
     def _content(
         self, assignment: fleet_pb2.Assignment, result: TrainResult, base: Parameters, merged: WasMerged
     ) -> Content:
         """Return the bytes to send: the update, encoded if the job has a codec."""
-        codec = self._codec(assignment)
+        codec = encoding.read_codec(assignment, self.trainers.plugins)
         if codec is None:
             return Content(fit_model(lambda: result.to_pieces(base)))
         update = fit_model(lambda: result.to_update(base))
@@ -171,12 +180,16 @@ class AssignmentWorker:
                 model_pb2.REASON_TRAINER_ERROR, f"the trainer's result cannot be encoded: {exc}"
             ) from exc
 
-    def _codec(self, assignment: fleet_pb2.Assignment) -> codecs.CodecOptions | None:
-        """Return the codec that the update must be encoded with, or None."""
+    def _open_client_state(self, job_id: str, merged: WasMerged, *, training: bool) -> ClientState:
+        """Return the client state of a job; its files are unchanged until the server reports which is valid."""
         try:
-            return options_from_text(assignment.uplink, self.training.plugins) if assignment.uplink else None
-        except CodecError as exc:
-            raise AssignmentFailedError(model_pb2.REASON_UNKNOWN_CODEC, str(exc)) from exc
+            return self.client_states.open(job_id, merged, training=training)
+        except ServerUnavailableError as exc:
+            raise AssignmentFailedError(
+                model_pb2.REASON_TRANSFER_FAILED,
+                f"the server did not report whether it has merged the last update, and so which client state is valid: "
+                f"{exc}",
+            ) from exc
 
     def _attach_update(self, request: fleet_pb2.ReportRequest, content: Content, control: Control) -> None:
         """Upload the update, or put a small one into the report."""
@@ -238,11 +251,6 @@ class AssignmentWorker:
             raise
         except CallError as exc:
             _logger.warning("The server refused the report of a failure: %s", exc)
-
-
-def client_stopped() -> Stop:
-    """Return the stop of a client by its owner."""
-    return Stop(model_pb2.REASON_CLIENT_STOPPED, "the client was stopped")
 
 
 def _fields(assignment: fleet_pb2.Assignment) -> dict[str, object]:

@@ -7,16 +7,27 @@ import logging
 
 import numpy as np
 
-from fedplat.codecs.container import Format
+from fedplat import codecs
+from fedplat.codecs.container import Format, options_from_text
 from fedplat.errors import CodecError
 from fedplat.model import Values
-from fedplat.wire.v1 import fleet_pb2
+from fedplat.plugins import Plugins
+from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._state.residuals import Residuals
 from fedplat_client._state.two_phase import SentReport, WasMerged
+from fedplat_client._work.failures import AssignmentFailedError
 from fedplat_client._work.transfer import Content
 from fedplat_client.errors import ServerUnavailableError
 
 _logger = logging.getLogger(__name__)
+
+
+def read_codec(assignment: fleet_pb2.Assignment, plugins: Plugins) -> codecs.CodecOptions | None:
+    """Return the codec of an assignment, or None. Raises `AssignmentFailedError` if the client does not support it."""
+    try:
+        return options_from_text(assignment.uplink, plugins) if assignment.uplink else None
+    except CodecError as exc:
+        raise AssignmentFailedError(model_pb2.REASON_UNKNOWN_CODEC, str(exc)) from exc
 
 
 def encode(

@@ -17,8 +17,6 @@ from fedplat_client.task import Control
 _MIN_HEARTBEAT_S = 0.1
 # A task that ends within this time sends no heartbeat: it would be a third of the task's calls.
 _FIRST_HEARTBEAT_S = 0.25
-_LATE = frozenset({model_pb2.REASON_TRAIN_TIMEOUT, model_pb2.REASON_UNREACHABLE})
-"""After these the work of a silo goes on, without heartbeats: the others do not wait for it."""
 _logger = logging.getLogger(__name__)
 
 
@@ -26,8 +24,8 @@ class Heartbeat:
     """Runs within a `with` block, from receiving an assignment to the end of its upload.
 
     Sets the task's deadline to the server's. Sets the task's stop signal when the server orders a stop, or when the
-    deadline passes, even if the server is unreachable; a task without a deadline continues. Leaving the block cancels
-    the call in flight and joins the thread.
+    deadline passes, even if the server is unreachable; a task that may be late continues, as do the heartbeats, by
+    which the server knows that the client is there. Leaving the block cancels the call in flight and joins the thread.
     """
 
     def __init__(self, connection: Connection, token: str, heartbeat_s: float, control: Control) -> None:
@@ -55,7 +53,7 @@ class Heartbeat:
         with self._control.signal.attach(self._end):
             self._ended.wait(_FIRST_HEARTBEAT_S)
             while not self._ended.is_set():
-                remaining_s = self._control.remaining_s if self._control.has_deadline else self._heartbeat_s
+                remaining_s = self._heartbeat_s if self._control.may_be_late else self._control.remaining_s
                 if remaining_s <= 0:
                     self._control.expire()
                     return
@@ -79,10 +77,8 @@ class Heartbeat:
         request = fleet_pb2.HeartbeatRequest(token=self._token, progress=self._control.fraction, wait_s=wait_s)
         response = self._connection.heartbeat(request, self._ended)
         if response.HasField("stop"):
-            if not self._control.has_deadline and response.stop.reason in _LATE:
-                self._end()
-                return
-            self._control.signal.set(read_stop(response.stop))
+            self._control.handle_stop(read_stop(response.stop))
+            self._ended.wait(self._heartbeat_s)  # the server answers at once from now on
         elif response.HasField("proceed"):
             proceed = response.proceed
             self._control.adjust(proceed.remaining_s, uploading=proceed.uploading)

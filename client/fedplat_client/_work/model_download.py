@@ -24,6 +24,7 @@ from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._auth.calls import Connection
 from fedplat_client._state.model_cache import ModelCache
 from fedplat_client._work import transfer
+from fedplat_client._work.failures import AssignmentFailedError
 from fedplat_client.errors import TransferError
 from fedplat_client.task import Control
 
@@ -64,6 +65,16 @@ class Downloader:
         if path is None and assignment.HasField("delta"):
             path = self._download_delta(model, assignment.delta, control)
         return DownloadedModel.open(path) if path is not None else self._download_full(model, control)
+
+    def load(self, assignment: fleet_pb2.Assignment, control: Control) -> DownloadedModel:
+        """Return the model of an assignment. Raises `AssignmentFailedError` if it cannot be loaded."""
+        try:
+            return self.get(assignment, control)
+        except (TransferError, ModelError, OSError) as exc:
+            control.signal.check()
+            raise AssignmentFailedError(
+                model_pb2.REASON_TRANSFER_FAILED, f"the model could not be loaded: {exc}"
+            ) from exc
 
     def _download_full(self, model: model_pb2.ModelRef, control: Control) -> DownloadedModel:
         """Download the model; one that exceeds the cache limit, or is used once, is not kept."""

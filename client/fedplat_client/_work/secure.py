@@ -23,7 +23,7 @@ from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._auth.calls import Connection
 from fedplat_client._state.keys import SigningKey
 from fedplat_client._state.served_attempts import ServedAttempts
-from fedplat_client._work.outcomes import AssignmentFailedError
+from fedplat_client._work.failures import AssignmentFailedError
 from fedplat_client._work.transfer import Content
 from fedplat_client.backoff import retry
 from fedplat_client.cancellation import read_stop

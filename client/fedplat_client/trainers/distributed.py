@@ -118,7 +118,8 @@ class LaunchedGroup:
             assert self._ranks is not None
             yield self._ranks
             return
-        timeout_s = min(COLLECTIVE_S, max(1.0, task.remaining_s))
+        # A training that may be late continues after its deadline.
+        timeout_s = COLLECTIVE_S if task.control.may_be_late else min(COLLECTIVE_S, max(1.0, task.remaining_s))
         announcement = _Announcement(
             name=task.name,
             evaluates=evaluates,

@@ -476,8 +476,8 @@ class Assignment(_message.Message):
     it, the client sends its keys and shares with SecureStep between the training and the upload.
     """
     exchange_setup: _builtins.bytes
-    """The setup of a decentralised job's round, as fedplat.gossip.steps encodes it; empty for other jobs. With it, the
-    client does not report an update, and takes steps with ExchangeStep instead.
+    """The setup of a decentralised job's round, as fedplat.gossip.steps encodes it; empty: the job is not
+    decentralised. With it, the client does not report an update, and takes steps with ExchangeStep instead.
     """
     @_builtins.property
     def model(self) -> _model_pb2.ModelRef: ...

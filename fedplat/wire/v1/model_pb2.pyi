@@ -67,7 +67,7 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_PRIVACY_LIMIT: _Reason.ValueType  # 26
     """The training would cost more privacy than the owner of the client's data allows."""
     REASON_UNSAFE_AGGREGATION: _Reason.ValueType  # 27
-    """The client's own limits do not allow this secure aggregation."""
+    """The owner of the client does not allow this secure aggregation or exchange of models."""
     REASON_KEYS_LOST: _Reason.ValueType  # 28
     """The client was restarted after it had sent its keys, which are in its memory only."""
     REASON_REVOKED: _Reason.ValueType  # 24
@@ -140,7 +140,7 @@ REASON_UNKNOWN_CODEC: Reason.ValueType  # 25
 REASON_PRIVACY_LIMIT: Reason.ValueType  # 26
 """The training would cost more privacy than the owner of the client's data allows."""
 REASON_UNSAFE_AGGREGATION: Reason.ValueType  # 27
-"""The client's own limits do not allow this secure aggregation."""
+"""The owner of the client does not allow this secure aggregation or exchange of models."""
 REASON_KEYS_LOST: Reason.ValueType  # 28
 """The client was restarted after it had sent its keys, which are in its memory only."""
 REASON_REVOKED: Reason.ValueType  # 24

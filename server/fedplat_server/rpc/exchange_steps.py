@@ -16,7 +16,17 @@ from fedplat.errors import GossipError, SecureAggregationError
 from fedplat.gossip import ring, steps
 from fedplat.gossip.messages import Announcement
 from fedplat.gossip.state import GossipState
-from fedplat.gossip.steps import AdoptMean, Announce, Contact, MixModels, OfferKey, Progress, SiloMessage, Step, Wait
+from fedplat.gossip.steps import (
+    AdoptMean,
+    Announce,
+    Contact,
+    MixModels,
+    OfferKey,
+    Progress,
+    SiloMessage,
+    SiloStep,
+    Wait,
+)
 from fedplat.rounds import Assignment, AttemptKey, JobState
 from fedplat.rounds.events import SiloReported
 from fedplat.rounds.exchange import state_of
@@ -156,16 +166,16 @@ class ExchangeSteps:
         is_over = isinstance(step.instruction, steps.Leave)
         return _Response(step=steps.encode(step)), is_new or is_over
 
-    async def _make_step(self, job: JobState, assignment: Assignment, done: Progress) -> Step:
+    async def _make_step(self, job: JobState, assignment: Assignment, done: Progress) -> SiloStep:
         state, silo = state_of(job), assignment.client_id
-        records = await self._services.clients.find_all(_list_silos(state))
+        waiting = dict(self._waiting.get(job.job_id, {}))
+        records = await self._services.clients.find_all(sorted({*_list_silos(state), *waiting}))
         contacts = {name: _make_contact(record, state.announced.get(name)) for name, record in records.items()}
         instruction = steps.instruct(state, silo, done, contacts.__getitem__)
         is_over = not assignment.is_busy and not isinstance(instruction, MixModels | AdoptMean)
-        waiting = self._waiting.get(job.job_id, {})
         receivers = {name: waiting.get(name, Contact(name, records[name].public_key)) for name in records}
         revoked = {name for name, record in records.items() if record.revoked_unix_s is not None}
-        return Step(
+        return SiloStep(
             instruction=steps.Leave() if is_over else instruction,
             known=f"{assignment.key.number}.{state.timer}.{len(waiting)}",
             round=assignment.key.round,
@@ -174,7 +184,7 @@ class ExchangeSteps:
                 contacts[name] for name in steps.list_model_receivers(state, silo) if name not in revoked
             ),
             mean_receivers=tuple(
-                receivers[name] for name in steps.list_mean_receivers(state, silo) if name not in revoked
+                receivers[name] for name in steps.list_mean_receivers(state, silo, waiting) if name not in revoked
             ),
         )
 
@@ -193,7 +203,7 @@ def _make_contact(record: ClientRecord, model: Announcement | None) -> Contact:
 
 
 def _check_files(model: Announcement, limit: int) -> None:
-    """Raise `GossipError` for files that are no model of the job, or for an invalid address."""
+    """Raise `GossipError` for files that are no model of the job, or for something else than an address."""
     if model.address and not auth.is_address(model.address):
         raise GossipError(f"the address is {model.address[:100]!r}; expected host:port")
     digests = [model.digest, *((model.delta.digest, model.delta.base) if model.delta is not None else ())]

@@ -112,7 +112,8 @@ class Relay:
         if job.gossip is None or current is None or not current.is_busy:
             return None
         waiting = self._list_waiting(job.job_id)
-        size_bytes = steps.relayed_bytes(job.gossip, key.sender, key.receiver, key.name, waiting)
+        mean_bytes = job.latest.size_bytes
+        size_bytes = steps.relayed_bytes(job.gossip, key.sender, key.receiver, key.name, waiting, mean_bytes)
         return None if size_bytes is None else sealed_bytes(size_bytes)
 
 

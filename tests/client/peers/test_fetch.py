@@ -16,13 +16,14 @@ import pytest
 from faults import proxy
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import ClientOptions
-from fedplat_client._work.peers.fetch import PeerFetcher, PeerFile
+from fedplat_client._work.peers.fetch import PeerFetcher, PeerFile, fetch_chunk
 from fedplat_client._work.peers.listener import ListenerLimits, PeerListener
 from fedplat_client.cancellation import Stop
 from fedplat_client.errors import Cancelled, PeerError
 from fedplat_server.auth.ca import Authority
 from fedplat_server.auth.tls import utc_now
 from support.peers import Silos, client_id, credentials_of, silos_in
+from support.processes import until
 
 
 @pytest.fixture
@@ -232,3 +233,36 @@ def test_only_the_files_of_an_exchange_are_kept(silos: Silos) -> None:
     assert silos.files() == [f"{silos.digest}.safetensors"]
     fetcher.keep_only([])
     assert not silos.files()
+
+
+# --- chunks in memory ------------------------------------------------------------------------------------------------
+
+CHUNK_NAME = "c" * 64
+
+
+def fetch_one(silos: Silos, size_bytes: int, timeout_s: float = 60.0, options: ClientOptions | None = None) -> bytes:
+    file = PeerFile(client_id(1), silos.address, CHUNK_NAME, size_bytes)
+    with credentials_of(2, silos.authority).connect(silos.address, client_id(1)) as channel:
+        return fetch_chunk(channel, file, timeout_s, silos.signal, options or silos.options)
+
+
+def test_a_chunk_is_fetched_once_it_is_offered(silos: Silos) -> None:
+    chunk = silos.content[:1_000_000]
+    with ThreadPoolExecutor() as executor, silos.listener.expect([client_id(2)]):
+        fetched = executor.submit(fetch_one, silos, len(chunk))
+        until(lambda: silos.listener.num_waits == 1, "a call that waits")
+        with silos.listener.offer(CHUNK_NAME, chunk, [client_id(2)]):
+            assert fetched.result(60.0) == chunk
+
+
+@pytest.mark.parametrize("size_bytes", [99, 101])
+def test_a_chunk_of_another_size_is_refused(silos: Silos, size_bytes: int) -> None:
+    with silos.listener.offer(CHUNK_NAME, bytes(100), [client_id(2)]), pytest.raises(PeerError) as caught:
+        fetch_one(silos, size_bytes)
+    assert caught.value.reason == "WRONG_SIZE"
+
+
+def test_a_chunk_that_is_not_offered_is_given_up(silos: Silos) -> None:
+    with pytest.raises(PeerError, match="within the deadline") as caught:
+        fetch_one(silos, 100, timeout_s=5.0)
+    assert caught.value.reason == "TIMEOUT"

@@ -270,3 +270,49 @@ def test_a_port_that_is_taken_is_an_error(silos: Silos) -> None:
             pytest.raises(ListenerError, match=f"cannot use {address} .*choose a free port"),
         ):
             listener.open()
+
+
+# --- what is not offered yet -----------------------------------------------------------------------------------------
+
+
+def test_an_expected_neighbour_waits_for_a_chunk(silos: Silos) -> None:
+    sent: list[int] = []
+    name, chunk = "c" * 64, bytes(range(256)) * 1000
+    with silos.listener.expect([client_id(2)]), silos.stream(digest=name) as call:
+        until(lambda: silos.listener.num_waits == 1, "a call that waits")
+        with silos.listener.offer(name, chunk, [client_id(2)], on_sent=sent.append):
+            assert content_of(call) == chunk
+            assert sum(sent) == len(chunk)
+            with silos.stream(3, digest=name) as another:
+                assert refusal(another) == (S.PERMISSION_DENIED, "NOT_A_NEIGHBOUR")
+    until(lambda: silos.listener.num_waits == 0, "no call that waits")
+
+
+def test_only_expected_neighbours_wait_and_one_call_of_each(silos: Silos) -> None:
+    with silos.offer(3), silos.listener.expect([client_id(2)]):
+        with silos.stream(3, digest="c" * 64) as call:
+            assert refusal(call) == (S.NOT_FOUND, "NOT_OFFERED")
+        with silos.stream(4, digest="c" * 64) as call:
+            assert refusal(call) == (S.PERMISSION_DENIED, "NOT_A_NEIGHBOUR")
+        with silos.stream(2, digest="c" * 64) as waiting:
+            until(lambda: silos.listener.num_waits == 1, "a call that waits")
+            with silos.stream(2, digest="d" * 64) as call:
+                assert refusal(call) == (S.NOT_FOUND, "NOT_OFFERED")
+            waiting.cancel()
+        until(lambda: silos.listener.num_waits == 0, "no call that waits")
+
+
+def test_a_wait_ends_in_time_or_when_the_neighbour_is_not_expected_any_more(tmp_path: Path) -> None:
+    with (
+        silos_in(tmp_path, limits=ListenerLimits(wait_s=0.1)) as silos,
+        silos.listener.expect([client_id(2)]),
+        silos.stream(digest="c" * 64) as call,
+    ):
+        assert refusal(call) == (S.NOT_FOUND, "NOT_OFFERED")
+    with silos_in(tmp_path) as silos, silos.stream(digest="c" * 64) as early:
+        assert refusal(early) == (S.PERMISSION_DENIED, "NOT_A_NEIGHBOUR")
+        with contextlib.ExitStack() as stack:
+            with silos.listener.expect([client_id(2)]):
+                call = stack.enter_context(silos.stream(digest="c" * 64))
+                until(lambda: silos.listener.num_waits == 1, "a call that waits")
+            assert refusal(call) == (S.PERMISSION_DENIED, "NOT_A_NEIGHBOUR")

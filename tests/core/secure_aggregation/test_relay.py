@@ -7,6 +7,7 @@ import functools
 import hashlib
 import io
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,6 +22,8 @@ from fedplat.secure_aggregation.relay import (
     RelayKey,
     RelayLink,
     RelayMember,
+    RelayMessage,
+    sealed_bytes,
 )
 from support.secure_group import enrolled_key, public_key, random_of
 
@@ -210,3 +213,52 @@ def test_links_that_make_no_sense_are_refused() -> None:
     for size in (-1, MAX_CHUNKS * CHUNK_BYTES + 1):
         with pytest.raises(ValueError, match="expected at most"):
             dataclasses.replace(link_of(), size_bytes=size)
+
+
+def message_of(sender: int = 1, receiver: int = 2, name: str = "ring/1/0", **more: RelayExchange) -> RelayMessage:
+    exchange = more.get("exchange", EXCHANGE)
+    return RelayMessage(exchange, member(sender, exchange), member(receiver, exchange), name)
+
+
+def test_a_message_has_the_size_that_a_file_would_have() -> None:
+    for size in (0, 1, 1000):
+        sealed = message_of().seal(key_of(1), content(size))
+        assert len(sealed) == sealed_bytes(size)
+        assert message_of().open(key_of(2), sealed) == content(size)
+    assert len(message_of().seal(key_of(1), content())) <= sealed_bytes(SIZE)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"name": "ring/1/1"},
+        {"name": "ring/2/0"},
+        {"sender": 3},
+        {"sender": 2, "receiver": 1},
+        {"exchange": RelayExchange("job", 3, 2)},
+    ],
+)
+def test_a_message_is_read_as_what_it_is_only(other: dict[str, Any]) -> None:
+    sealed = message_of().seal(key_of(1), b"chunk")
+    opened = message_of(**other)
+    own = key_of(other.get("receiver", 2), other.get("exchange", EXCHANGE))
+    with pytest.raises(SecureAggregationError):
+        opened.open(own, sealed)
+
+
+def test_a_message_that_was_changed_is_refused() -> None:
+    sealed = bytearray(message_of().seal(key_of(1), b"chunk"))
+    sealed[2] ^= 1
+    with pytest.raises(SecureAggregationError, match="was changed"):
+        message_of().open(key_of(2), bytes(sealed))
+
+
+def test_each_message_has_a_key_of_its_own() -> None:
+    """Also the two directions, and a file of the same name: else the difference of two contents could be read."""
+    plain = content(64)
+    sealed = [message_of(name=name).seal(key_of(1), plain) for name in ("a", "b")]
+    sealed.append(message_of(2, 1, name="a").seal(key_of(2), plain))
+    digest = hashlib.sha256(plain).hexdigest()
+    sealed.append(message_of(name=digest).seal(key_of(1), plain))
+    sealed.append(seal(link_of(64), key_of(1), plain))
+    assert len({each[:16] for each in sealed}) == 5

@@ -13,7 +13,7 @@ import pytest
 from fedplat.gossip.options import Gossip
 from fedplat.gossip.topology import draw_edges
 from fedplat_client import Task
-from support import daemons, mtls, silo_clients
+from support import mtls, silo_clients
 from support.daemons import Site, initial_model
 from support.silo_clients import SiloClient, gossip_job, make_silos
 

@@ -36,8 +36,6 @@ Context: TypeAlias = Any  # grpc.ServicerContext, of which the stubs lack `cance
 _S = grpc.StatusCode
 _METHOD = f"/{transport.PEER_SERVICE}/Fetch"
 _NAME = re.compile(r"[0-9a-f]{64}")
-_LOOK_EVERY_S = 1.0
-"""How often a waiting call looks whether its caller is still there."""
 _MAX_REQUEST_BYTES = 1024
 _SPARE_THREADS = 4
 """Threads beyond those of the streams, which refuse calls."""
@@ -171,6 +169,11 @@ class PeerListener:
         """The number of streams now."""
         return len(self._streams)
 
+    @property
+    def num_waits(self) -> int:
+        """The number of calls that wait for what is not offered yet."""
+        return self._in_wait.total()
+
     @contextlib.contextmanager
     def offer(
         self,
@@ -280,6 +283,7 @@ class PeerListener:
     def _find(self, caller: str, name: str, context: Context) -> _Offer:
         """Return what is offered by this name; wait for it if the caller is expected."""
         ends_at = self._clock() + self._limits.wait_s
+        context.add_callback(self._wake)  # when the caller is gone
         with self._changed:
             may_wait = self._in_wait[caller] < self._limits.waits_per_peer
             self._in_wait[caller] += may_wait
@@ -291,13 +295,17 @@ class PeerListener:
                     left_s = ends_at - self._clock()
                     if not (may_wait and caller in self._expected and left_s > 0 and context.is_active()):
                         break
-                    self._changed.wait(min(left_s, _LOOK_EVERY_S))
+                    self._changed.wait(left_s)
             finally:
                 self._in_wait[caller] -= may_wait
                 self._in_wait = +self._in_wait
         self._require_neighbour(caller, context)
         # Also for a file that is offered to other clients: the caller learns nothing about those.
         _refuse(context, _S.NOT_FOUND, "NOT_OFFERED", "this file is not offered")
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _occupy(self, stream: _Stream) -> None:
         """Count a stream until its call ends, and cut the call after `stream_s`.

@@ -1,296 +1,304 @@
 """The model of a silo in a decentralised job: trained, announced, mixed, and replaced by means.
 
-Each method that changes something first stores what is new durably, then the silo's state, so that a crash leaves the
-silo before it or after it. The numbers are those of `fedplat.gossip`.
+Each method that changes something first stores its files durably, then the silo's state, so that a crash leaves the
+silo before the change or after it. The numbers are those of `fedplat.gossip`.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 from msgspec import structs
 
 from fedplat.codecs import Codec
-from fedplat.errors import CodecError, GossipError
+from fedplat.errors import CodecError, GossipError, UserCodeError
 from fedplat.gossip import combine, compress, files, follow, mix
 from fedplat.gossip.fixed_point import find_largest
-from fedplat.gossip.messages import Announcement, CommitRow, Delta
-from fedplat.gossip.steps import Contact, ExchangeSetup, Offered
+from fedplat.gossip.messages import CommitRow, Delta
+from fedplat.gossip.steps import ExchangeSetup, Offered
 from fedplat.model import FLOATING, Parameters, Vector
-from fedplat.secure_aggregation.messages import KEY_BYTES
-from fedplat.secure_aggregation.primitives import KeyPair
-from fedplat.secure_aggregation.relay import RelayKey
 from fedplat_client._state.silo_store import PendingMean, RelaySecret, SiloFolder, SiloState
 
 _logger = logging.getLogger(__name__)
 
 
 class SiloModel:
-    """The model of one job; `initial` is the model with which all silos begin, `codec` that of compressed gossip."""
+    """The model of one job; `initial` is the model with which all silos begin, `codec` that of compressed gossip.
+
+    Methods raise `OSError`, and `GossipError` for a model that must not be used.
+    """
 
     def __init__(self, folder: SiloFolder, initial: Parameters, setup: ExchangeSetup, codec: Codec | None) -> None:
-        """Begin with the initial model unless the folder has one. Raises `OSError`."""
+        """Begin with the initial model unless the folder has one."""
         self._folder = folder
         self._initial = initial
         self._codec = codec
         self._gamma = 1.0 if setup.gamma is None else setup.gamma
-        self.is_directed = setup.exchange == "push-sum"
+        self._is_directed = setup.exchange == "push-sum"
         self.is_ring = setup.exchange == "ring"
         self.size = initial.schema.num_floating
+        self._initial_copy = ""
+        if codec is not None:
+            self._initial_copy = folder.put(files.make_model_file(initial.to_vector()))
         if not self.state.model:
-            vector = initial.to_vector()
-            first = files.make_sum_file(vector.astype(np.float64), 1.0) if self.is_directed else self._plain(vector)
-            digest = folder.put(first)
-            copy = digest if codec is not None else ""
-            self._save(initial=folder.put(initial), model=digest, copy=copy)
+            self._save(model=self._put(initial.to_vector()), copy=self._initial_copy)
 
     @property
     def state(self) -> SiloState:
-        """What the silo has done."""
+        """The state of the silo, as it is stored."""
         return self._folder.state
 
     @property
-    def mean_bytes(self) -> int:
-        """The size of the file of a mean."""
-        return self._initial.schema.file_size_bytes
+    def file_bytes(self) -> int:
+        """The size of a silo's file."""
+        return files.file_bytes(self.size, directed=self._is_directed)
 
     @property
-    def file_bytes(self) -> int:
-        """The size of a neighbour's file."""
-        return files.file_bytes(self.size, directed=self.is_directed)
+    def mean_bytes(self) -> int:
+        """The size of a mean's file."""
+        return self._initial.schema.file_size_bytes
 
-    def vector(self) -> Vector:
+    def read(self) -> Vector:
         """Return the silo's model, float32 [entries]; with push-sum the sum divided by the weight."""
-        if not self.is_directed:
-            return files.read_model_file(self.path(self.state.model), self.size)
-        total, weight = files.read_sum_file(self.path(self.state.model), self.size)
+        if not self._is_directed:
+            return self._read_plain(self.state.model)
+        total, weight = files.read_sum_file(self._path(self.state.model), self.size)
         return (total / weight).astype(np.float32)
 
-    def begin_training(self) -> Parameters:
-        """Return a copy of the silo's model for a trainer."""
-        carried = Parameters.open(self.path(self.state.carried)) if self.state.carried else self._initial
-        return files.replace_entries(carried, self.vector())
+    def squared_norm(self) -> float:
+        """Return the squared norm of the silo's model."""
+        vector = self.read().astype(np.float64)
+        return float(vector @ vector)
+
+    def find_largest(self) -> float:
+        """Return the largest magnitude of an entry."""
+        return find_largest(self.read())
+
+    # --- training --------------------------------------------------------------------------------------------
+
+    def to_parameters(self) -> Parameters:
+        """Return the silo's model for a trainer, with the other entries of its last training."""
+        model = files.replace_entries(self._initial, self.read())
+        if self.state.carried:
+            for name, array in Parameters.open(self._path(self.state.carried)).items():
+                model[name] = array
+        return model
 
     def add_update(self, update: Parameters) -> str:
-        """Store the model with the update of a training, and return its digest, for `finish_training`.
-
-        Raises `GossipError` if it has NaN or infinite entries.
-        """
+        """Store the model with the update of a training, and return its digest, for `finish_training`."""
         step = update.to_vector()
-        if not np.isfinite(step).all():
-            raise GossipError("the trainer's result has NaN or infinite entries")
-        if self.is_directed:
-            total, weight = files.read_sum_file(self.path(self.state.model), self.size)
-            trained = files.make_sum_file(total + step, weight)
+        if self._is_directed:
+            total, weight = files.read_sum_file(self._path(self.state.model), self.size)
+            trained = total + step
+            file = files.make_sum_file(trained, weight)
         else:
-            trained = self._plain(self.vector() + step)
-        return self._folder.put(trained)
+            with np.errstate(over="ignore"):
+                trained = self.read() + step
+            file = files.make_model_file(trained)
+        if not np.isfinite(trained).all():
+            raise GossipError("the trained model has NaN or infinite entries (has the training diverged?)")
+        return self._folder.put(file)
 
     def finish_training(
-        self, digest: str, token: str, update: Parameters, num_examples: float, metrics: Mapping[str, float]
+        self, training: str, digest: str, update: Parameters, num_examples: float, metrics: Mapping[str, float]
     ) -> None:
-        """Make a trained model the silo's; `token` is that of the assignment, and `update` has its other entries."""
-        carried = ""
-        if any(run.dtype not in FLOATING for run in update.schema.segments):
-            carried = self._folder.put(update)
+        """Make the trained model with this digest the silo's; `training` identifies the training."""
+        floating = {spec.name for spec in update.schema.tensors if spec.dtype in FLOATING}
+        others = {name: array for name, array in update.items() if name not in floating}
         self._save(
             is_trained=True,
-            trained_token=token,
+            training=training,
             model=digest,
-            carried=carried,
+            carried=self._folder.put(Parameters.from_arrays(others)) if others else "",
             num_examples=num_examples,
             metrics=dict(metrics),
         )
 
-    def prepare(self, round_number: int, rng: np.random.Generator) -> None:
-        """Make the model ready for neighbours in a round; with a codec as one more step of the public copy."""
+    # --- neighbours ------------------------------------------------------------------------------------------
+
+    def prepare(self, round_number: int, relay: RelaySecret, rng: np.random.Generator) -> None:
+        """Make the model ready for neighbours in a round; with a codec as one more step of the public copy.
+
+        `relay` is stored with it, and `rng` draws what the codec draws; it changes nothing the second time.
+        """
         state = self.state
-        if state.prepared == round_number:
+        changes: dict[str, object] = {"relay": relay}
+        if state.prepared != round_number:
+            sent, received = (
+                state.num_bytes[0] - state.announced_bytes[0],
+                state.num_bytes[1] - state.announced_bytes[1],
+            )
+            changes |= {"prepared": round_number, "stored": dict[str, str]()}
+            changes |= {"announced_bytes": state.num_bytes, "said_bytes": (sent, received)}
+            if self._codec is not None:
+                changes |= self._compress(self._codec, rng)
+        elif state.relay == relay:
             return
-        bytes_now = state.sent_bytes, state.received_bytes
-        changes: dict[str, object] = {
-            "prepared": round_number,
-            "stored": dict[str, str](),
-            "announced_bytes": bytes_now,
-            "round_bytes": (bytes_now[0] - state.announced_bytes[0], bytes_now[1] - state.announced_bytes[1]),
-        }
-        if self._codec is not None:
-            if state.mixed_round < state.prepared:
-                changes["followers"] = ()  # who has the last copy is not known
-            copy = self._read_copy(state.copy)
-            payload, following = compress(self._codec, self.vector(), copy, rng)
-            delta = Delta(self._folder.put(payload), len(payload), state.copy)
-            changes |= {"copy": self._folder.put(self._plain(following)), "delta": delta}
         self._save(**changes)
 
-    def relay_key(self, round_number: int, attempt: int) -> KeyPair:
-        """Return the silo's key pair for files through the server in an attempt: the same one after a restart."""
-        stored = self.state.relay
-        if stored is None or (stored.round, stored.attempt) != (round_number, attempt):
-            stored = RelaySecret(round_number, attempt, os.urandom(KEY_BYTES))
-            self._save(relay=stored)
-        return KeyPair(stored.secret)
-
-    def describe(self, address: str, key: RelayKey) -> Announcement:
-        """Return what the silo announces of its model."""
-        vector = self.vector().astype(np.float64)
-        return Announcement(
-            digest=self.announced,
-            size_bytes=self.path(self.announced).stat().st_size,
-            address=address,
-            num_examples=self.state.num_examples,
-            squared_norm=float(vector @ vector),
-            delta=self.state.delta,
-            relay_key=key.encryption_key,
-            relay_signature=key.signature,
-        )
+    def _compress(self, codec: Codec, rng: np.random.Generator) -> dict[str, object]:
+        state = self.state
+        payload, copy = compress(codec, self.read(), self._read_plain(state.copy), rng)
+        followers = tuple(state.mixed_with) if state.mixed_round == state.prepared else ()
+        return {
+            "copy": self._folder.put(files.make_model_file(copy)),
+            "delta": Delta(self._folder.put(payload), len(payload), state.copy),
+            "followers": None if state.copy == self._initial_copy else followers,
+        }
 
     @property
     def announced(self) -> str:
         """The digest of the file that neighbours get."""
         return self.state.copy if self._codec is not None else self.state.model
 
-    def list_files(self, receivers: Sequence[Contact]) -> list[tuple[str, Sequence[Contact]]]:
-        """Return the digest of the file that each silo needs, with those that need it.
+    def list_offers(self, receiver: str, *, all_files: bool) -> dict[str, Path]:
+        """Return what a neighbour may get, by digest: the file, and with a codec the step to it.
 
-        With a codec it is the step to the public copy for those that have the copy before, and the whole copy for the
-        others.
+        Unless `all_files`, only the one that the neighbour needs, as far as the silo knows.
         """
+        offers = {self.announced: self._path(self.announced)}
         delta, followers = self.state.delta, self.state.followers
-        if delta is None:
-            return [(self.announced, receivers)]
-        following = [each for each in receivers if followers is None or each.silo in followers]
-        return [(delta.digest, following), (self.announced, [each for each in receivers if each not in following])]
-
-    def adopted_mean(self) -> str:
-        """Return the digest of the last mean that all silos may have from this one; "" if it has none."""
-        mean = self.state.mean
-        return mean.digest if mean is not None and mean.round == self.state.adopted_round else ""
-
-    def largest(self) -> float:
-        """Return the largest magnitude of an entry."""
-        return find_largest(self.vector())
-
-    # --- neighbours ------------------------------------------------------------------------------------------
+        if delta is not None and (all_files or followers is None or receiver in followers):
+            offers = {delta.digest: self._path(delta.digest)} | (offers if all_files else {})
+        return offers
 
     def find(self, digest: str) -> Path | None:
-        """Return the path of a file; None if the silo does not have it."""
+        """Return a file that the silo has."""
         return self._folder.find(digest)
 
-    def path(self, digest: str) -> Path:
-        """Return the path of a file that the silo has."""
-        path = self._folder.find(digest)
-        assert path is not None, "the state names a file that is missing"
-        return path
+    def can_follow(self, offered: Offered) -> bool:
+        """Return whether the step that a neighbour offers is enough to get its file."""
+        delta = offered.delta
+        if self._codec is None or delta is None or delta.size_bytes > self.file_bytes:
+            return False
+        return self._folder.find(delta.base) is not None
 
-    def rebuild(self, offered: Offered, payload: Path) -> Path:
-        """Return the file of a neighbour's public copy, made of the one before and a step.
-
-        Raises `GossipError` if it is not the announced one.
-        """
-        delta, base = offered.delta, self._folder.find(offered.delta.base) if offered.delta is not None else None
-        if self._codec is None or delta is None or base is None:
-            raise GossipError("the neighbour's last public copy is not there")
+    def follow(self, offered: Offered, payload: Path) -> Path:
+        """Return the file of a neighbour's public copy, made of the one before and the step in `payload`."""
+        assert self._codec is not None
+        assert offered.delta is not None
         try:
-            copy = follow(self._codec, files.read_model_file(base, self.size), payload.read_bytes())
-        except CodecError as exc:
+            copy = follow(self._codec, self._read_plain(offered.delta.base), payload.read_bytes())
+        except (CodecError, UserCodeError) as exc:
             raise GossipError(f"the neighbour's step cannot be decoded: {exc}") from exc
-        digest = self._folder.put(self._plain(copy))
+        digest = self._folder.put(files.make_model_file(copy))
         if digest != offered.digest:
-            raise GossipError(f"the neighbour's step leads to a file with the digest {digest}")
-        return self.path(digest)
+            raise GossipError(
+                f"the neighbour's step leads to a file with the digest {digest}; expected {offered.digest}"
+            )
+        return self._path(digest)
 
     def store(self, sender: str, digest: str, path: Path) -> float:
-        """Store a neighbour's verified file; return the squared distance of its model from the silo's.
+        """Store a neighbour's file, of which the digest is verified; return the squared distance from the silo's.
 
         Raises `GossipError` if it is no model of the job.
         """
-        path = self._folder.find(digest) or path
-        if self.is_directed:
-            total, weight = files.read_sum_file(path, self.size)
-            own, own_weight = files.read_sum_file(self.path(self.state.model), self.size)
-            away = total / weight - own / own_weight
-        else:
-            away = files.read_model_file(path, self.size) - self._read_copy(self.announced).astype(np.float64)
-        if self._folder.find(digest) is None:  # another neighbour may have the same model
-            self._folder.admit(path, digest)
+        path = self._folder.find(digest) or path  # another neighbour may have the same model
+        try:
+            away = self._subtract(path)
+        except FileNotFoundError as exc:
+            raise GossipError("another neighbour has announced the same file, which is no model") from exc
+        except GossipError:
+            self._folder.discard(path)
+            raise
+        self._folder.admit(path, digest)
         self._save(stored={**self.state.stored, sender: digest})
         return float(away @ away)
 
+    def _subtract(self, path: Path) -> files.Sum:
+        """Return the difference between a neighbour's model and the silo's: with a codec, of the public copies."""
+        if not self._is_directed:
+            return files.read_model_file(path, self.size) - self._read_plain(self.announced).astype(np.float64)
+        total, weight = files.read_sum_file(path, self.size)
+        own, own_weight = files.read_sum_file(self._path(self.state.model), self.size)
+        return total / weight - own / own_weight
+
     def mix(self, row: CommitRow) -> bool:
         """Mix the silo's model with the stored ones; return False if they are lost, and the model stays as it is."""
-        if self.state.mixed_round >= row.round:
+        state = self.state
+        if state.mixed_round >= row.round:
             return True
-        stored = [(weight, self.state.stored.get(name, "")) for name, weight in row.neighbours]
-        is_complete = all(digest and self._folder.find(digest) is not None for _, digest in stored)
+        names = [name for name, _ in row.neighbours]
+        is_complete = state.prepared == row.round and all(name in state.stored for name in names)
         changes: dict[str, object] = {"mixed_round": row.round, "is_trained": False, "stored": dict[str, str]()}
-        changes["followers"] = tuple(name for name, _ in row.neighbours)
-        if is_complete and stored:
-            mixed = self._mix_sums(row, stored) if self.is_directed else self._mix_models(stored)
-            changes["model"] = self._folder.put(mixed)
-        elif self.is_directed and row.own < 1.0 and is_complete:
-            changes["model"] = self._folder.put(self._mix_sums(row, stored))
-        self._save(**changes)
+        if is_complete:
+            changes["model"] = self._folder.put(self._mix_sums(row) if self._is_directed else self._mix_models(row))
         # Neighbours' public copies are the bases of their next steps.
-        self._folder.keep_only(*(digest for _, digest in stored if self._codec is not None))
+        is_kept = is_complete and self._codec is not None
+        changes["mixed_with"] = {name: state.stored[name] for name in names} if is_kept else dict[str, str]()
+        self._save(**changes)
+        self._folder.tidy(self._initial_copy)
         return is_complete
 
-    def _mix_models(self, stored: list[tuple[float, str]]) -> Parameters:
-        neighbours = [(weight, self._read_copy(digest)) for weight, digest in stored]
-        return self._plain(mix(self.vector(), neighbours, self._read_copy(self.announced), self._gamma))
+    def _mix_models(self, row: CommitRow) -> Parameters:
+        neighbours = [(weight, self._read_plain(self.state.stored[name])) for name, weight in row.neighbours]
+        return files.make_model_file(mix(self.read(), neighbours, self._read_plain(self.announced), self._gamma))
 
-    def _mix_sums(self, row: CommitRow, stored: list[tuple[float, str]]) -> Parameters:
-        total, weight = files.read_sum_file(self.path(self.state.model), self.size)
-        others = [(share, *files.read_sum_file(self.path(digest), self.size)) for share, digest in stored]
-        mixed, mass = combine((row.own, total, weight), others)  # type: ignore[arg-type] -- sums are float64
-        return files.make_sum_file(mixed.astype(np.float64, copy=False), mass)
+    def _mix_sums(self, row: CommitRow) -> Parameters:
+        own = files.read_sum_file(self._path(self.state.model), self.size)
+        others = [
+            (weight, *files.read_sum_file(self._path(self.state.stored[name]), self.size))
+            for name, weight in row.neighbours
+        ]
+        total, weight = combine((row.own, *own), others)  # type: ignore[arg-type] -- these sums are float64
+        return files.make_sum_file(total.astype(np.float64, copy=False), weight)
 
     # --- means -----------------------------------------------------------------------------------------------
 
-    def take_mean(self, mean: Vector, round_number: int, attempt: int, chunks: tuple[str, ...]) -> PendingMean:
-        """Store the mean of an attempt at a ring, and return it. Raises `GossipError` if it is no model of the job."""
-        digest = self._folder.put(files.make_mean_file(self._initial, mean))
-        away = self.vector().astype(np.float64) - mean
-        pending = PendingMean(round_number, attempt, digest, float(away @ away), chunks)
+    def keep_mean(self, mean: Vector, round_number: int, attempt: int, chunks: tuple[str, ...]) -> PendingMean:
+        """Store the mean of an attempt at a ring, and return it."""
+        file = files.make_mean_file(self._initial, mean)
+        away = self.read().astype(np.float64) - file.to_vector()
+        pending = PendingMean(round_number, attempt, self._folder.put(file), float(away @ away), chunks)
         self._save(mean=pending)
         return pending
 
     def check_mean(self, path: Path) -> None:
-        """Raise `GossipError` unless a file is a model of the job."""
-        found = Parameters.open(path)
-        if (difference := found.schema.difference_from(self._initial.schema)) or not found.is_finite():
-            raise GossipError(f"the mean is no model of this job: {difference or 'it is not finite'}")
+        """Raise `GossipError`, and delete a file of another silo, unless it is a model of the job."""
+        try:
+            files.read_mean_file(path, self._initial.schema)
+        except GossipError:
+            self._folder.discard(path)
+            raise
 
     def adopt(self, mean: Path, digest: str, round_number: int) -> None:
-        """Replace the silo's model by a mean, of which the file is verified."""
-        vector = Parameters.open(mean).to_vector()
-        file = files.make_sum_file(vector.astype(np.float64), 1.0) if self.is_directed else self._plain(vector)
-        if self._folder.find(digest) is None:
-            self._folder.admit(mean, digest)
-        pending = self.state.mean
+        """Replace the silo's model by a mean, of which the file is checked and has this digest."""
+        vector, pending = files.read_mean_file(mean, self._initial.schema), self.state.mean
+        self._folder.admit(mean, digest)
         if pending is None or pending.digest != digest:
             pending = PendingMean(round_number, 0, digest, 0.0, ())
-        changes: dict[str, object] = {"model": self._folder.put(file), "adopted_round": round_number, "mean": pending}
+        changes: dict[str, object] = {"adopted_round": round_number, "is_trained": False, "mean": pending}
         if self.is_ring:
-            changes |= {"mixed_round": round_number, "is_trained": False}
-        self._save(**changes)
-        self._folder.keep_only()
+            changes["mixed_round"] = max(round_number, self.state.mixed_round)
+        self._save(model=self._put(vector), **changes)
+        self._folder.tidy(self._initial_copy)
 
     def count_bytes(self, sent: int, received: int) -> None:
-        """Add bytes of models that were sent and received."""
-        if sent or received:
-            total_sent, total_received = self.state.sent_bytes + sent, self.state.received_bytes + received
-            self._save(sent_bytes=total_sent, received_bytes=total_received)
+        """Add bytes that were sent and received; they are stored with the next change."""
+        before = self.state.num_bytes
+        self._folder.state = structs.replace(self.state, num_bytes=(before[0] + sent, before[1] + received))
+
+    def save_bytes(self) -> None:
+        """Store the numbers of bytes."""
+        self._save()
+
+    def _put(self, vector: Vector) -> str:
+        """Store a model as the silo's, with the weight 1."""
+        if self._is_directed:
+            return self._folder.put(files.make_sum_file(vector.astype(np.float64), 1.0))
+        return self._folder.put(files.make_model_file(vector))
 
     def _save(self, **changes: object) -> None:
         self._folder.save(structs.replace(self.state, **changes))
 
-    def _read_copy(self, digest: str) -> Vector:
-        return files.read_model_file(self.path(digest), self.size)
+    def _path(self, digest: str) -> Path:
+        path = self._folder.find(digest)
+        if path is None:
+            raise GossipError(f"the silo's file {digest} is missing")
+        return path
 
-    def _plain(self, vector: Vector) -> Parameters:
-        return files.make_model_file(vector)
+    def _read_plain(self, digest: str) -> Vector:
+        return files.read_model_file(self._path(digest), self.size)

@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import deque
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Generator, Sequence
 
 from fedplat.errors import SecureAggregationError
+from fedplat.gossip.messages import BeginRing
+from fedplat.gossip.options import MIN_RING
 from fedplat.gossip.ring import Ring, RingMember, key_payload
 from fedplat.gossip.steps import Contact, chunk_name
 from fedplat.model import Vector
 from fedplat.secure_aggregation.primitives import KeyPair, is_signature
 from fedplat_client._work.silos.network import ChunkName, PeerNetwork
-from fedplat_client.errors import PeerError
+from fedplat_client.errors import CallError, PeerError
 from fedplat_client.task import Control
 
 
 class BrokenRingError(PeerError):
-    """A chunk did not come: of this step, from this sender."""
+    """The chunk of a step did not come from this sender; or the silo itself cannot take part."""
 
     def __init__(self, sender: str, step: int, text: str) -> None:
         super().__init__("REFUSED", text)
@@ -27,66 +29,89 @@ class BrokenRingError(PeerError):
 
 
 class RingRun:
-    """One attempt at a ring, with the silo's fresh key pair for it; `contacts` are the members in order."""
+    """One attempt at a ring. `contacts` are its members in order, `key` is the silo's own for the attempt.
 
-    def __init__(
-        self, ring: Ring, contacts: Sequence[Contact], key: KeyPair, model: Vector, network: PeerNetwork
+    Raises `BrokenRingError` if the silo must not take part. With `is_secret`, no silo must learn another's model: then
+    a mean of two, which tells each the other's, is refused.
+    """
+
+    def __init__(  # noqa: PLR0913 -- what is averaged, with whom, and how they are reached
+        self,
+        job_id: str,
+        begun: BeginRing,
+        contacts: Sequence[Contact],
+        key: KeyPair,
+        model: Vector,
+        network: PeerNetwork,
+        *,
+        is_secret: bool,
     ) -> None:
-        """Raise `SecureAggregationError` for a ring in which the silo must not take part."""
         own = network.own.client_id
-        _check_keys(ring, contacts, network.trusted, own)
         try:
-            self.member = RingMember(ring, own, key, model)
-        except ValueError as exc:
-            raise SecureAggregationError(f"the ring is none for this silo: {exc}") from exc
-        self._ring, self._network = ring, network
+            if is_secret and sum(member.share > 0.0 for member in begun.members) < MIN_RING:
+                raise ValueError(f"the mean has fewer than {MIN_RING} models")
+            _check_keys(job_id, begun, contacts, network)
+            self._ring = Ring(
+                job_id=job_id,
+                round=begun.round,
+                attempt=begun.attempt,
+                members=begun.members,
+                bound=begun.bound,
+                size=model.size,
+            )
+            self.member = RingMember(self._ring, own, key, model)
+        except (SecureAggregationError, ValueError) as exc:
+            raise BrokenRingError(own, 0, f"the ring cannot be trusted: {exc}") from exc
+        self._network = network
         self._position = [contact.silo for contact in contacts].index(own)
         self._next = contacts[(self._position + 1) % len(contacts)]
         self._before = contacts[self._position - 1]
 
     @contextlib.contextmanager
     def run(self, control: Control) -> Generator[None]:
-        """Take all steps; within the block, the next silo can get the last chunks.
+        """Take all steps, and keep the last chunks for the next silo within the block.
 
         Raises `BrokenRingError` or `Cancelled`. A chunk is kept until the next silo must have had it: when this silo
         gets a chunk, the next one has got all but its last n - 1.
         """
         kept: deque[contextlib.ExitStack] = deque()
-        listener = self._network.listener
-        expecting = listener.expect({self._next.silo}) if listener is not None else contextlib.nullcontext()
+        listener = self._network.port.listener
+        expected = listener.expect([self._next.silo]) if listener is not None else contextlib.nullcontext()
         try:
-            with expecting:
+            with expected:
                 for step in range(self._ring.num_steps):
-                    self._take_step(step, kept, control)
+                    self._send(step, kept, control)
+                    self._receive(step, control)
+                    while len(kept) > len(self._ring.members):
+                        kept.popleft().close()
                 yield
         finally:
             for each in kept:
                 each.close()
 
-    def _take_step(self, step: int, kept: deque[contextlib.ExitStack], control: Control) -> None:
-        try:
-            self._send(step, kept, control)
-        except PeerError as exc:
-            raise BrokenRingError(self._network.own.client_id, step, str(exc)) from exc
-        count = len(self._ring.members)
-        chunk = self._ring.chunk(self._position - step - 1)
-        try:
-            name = self._name(self._position - 1, step)
-            content = self._network.receive_chunk(self._before, name, 4 * (chunk.stop - chunk.start), control)
-            self.member.receive(step, content)
-        except (PeerError, ValueError) as exc:
-            raise BrokenRingError(self._before.silo, step, str(exc)) from exc
-        while len(kept) > count:
-            kept.popleft().close()
-
     def _send(self, step: int, kept: deque[contextlib.ExitStack], control: Control) -> None:
         name, content = self._name(self._position, step), self.member.outgoing(step)
-        if self._network.listener is None:
-            self._network.send_chunk(self._next, name, content, control)
+        network, counter = self._network, self._network.counter
+        if network.port.listener is not None:
+            offer = network.port.listener.offer(
+                name.offered, content, [self._next.silo], on_sent=lambda number: counter.add(sent=number)
+            )
+            kept.append(contextlib.ExitStack())
+            kept[-1].enter_context(offer)
             return
-        stack = contextlib.ExitStack()
-        stack.enter_context(self._network.offer(name.offered, content, [self._next]))
-        kept.append(stack)
+        try:
+            network.send_chunk(self._next, name, content, control)
+        except (PeerError, CallError) as exc:
+            raise BrokenRingError(network.own.client_id, step, str(exc)) from exc
+
+    def _receive(self, step: int, control: Control) -> None:
+        chunk = self._ring.chunk(self._position - step - 1)
+        name = self._name(self._position - 1, step)
+        try:
+            content = self._network.receive_chunk(self._before, name, 4 * (chunk.stop - chunk.start), control)
+            self.member.receive(step, content)
+        except (PeerError, CallError, ValueError) as exc:
+            raise BrokenRingError(self._before.silo, step, str(exc)) from exc
 
     def _name(self, position: int, step: int) -> ChunkName:
         number = (position % len(self._ring.members)).to_bytes(4, "big") + step.to_bytes(4, "big")
@@ -94,13 +119,13 @@ class RingRun:
         return ChunkName(offered, chunk_name(self._ring.attempt, step))
 
 
-def _check_keys(ring: Ring, contacts: Sequence[Contact], trusted: Collection[bytes] | None, own: str) -> None:
+def _check_keys(job_id: str, begun: BeginRing, contacts: Sequence[Contact], network: PeerNetwork) -> None:
     """Raise `SecureAggregationError` unless each key is signed by its silo, which the owner trusts."""
-    if [contact.silo for contact in contacts] != [member.silo for member in ring.members]:
+    if [contact.silo for contact in contacts] != [member.silo for member in begun.members]:
         raise SecureAggregationError("the members of the ring are not those of the contacts")
-    for contact, member in zip(contacts, ring.members, strict=True):
-        payload = key_payload(ring.job_id, ring.round, ring.attempt, member.silo, member.key)
+    for contact, member in zip(contacts, begun.members, strict=True):
+        payload = key_payload(job_id, begun.round, begun.attempt, member.silo, member.key)
         if not is_signature(contact.public_key, member.signature, payload):
             raise SecureAggregationError(f"the key of {member.silo} is not signed by it")
-        if trusted is not None and contact.silo != own and contact.public_key not in trusted:
+        if contact.silo != network.own.client_id and not network.is_trusted(contact):
             raise SecureAggregationError(f"{contact.silo} is not one of the trusted clients")

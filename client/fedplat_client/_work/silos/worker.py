@@ -1,251 +1,246 @@
-"""Runs assignments of decentralised jobs: checks the owner's consent, trains the silo's model, and exchanges it."""
+"""Run one assignment of a decentralised job: the part of this client's silo in one round."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import NamedTuple
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from google.protobuf.message import DecodeError
-from msgspec import structs
+import numpy as np
 
 from fedplat.codecs import Codec
-from fedplat.codecs.container import Format, options_from_text
-from fedplat.errors import CodecError, GossipError, PluginError, UserCodeError
+from fedplat.errors import GossipError, PluginError, UserCodeError
 from fedplat.gossip import steps
-from fedplat.gossip.steps import Contact, ExchangeSetup
-from fedplat.model import Parameters
+from fedplat.gossip.steps import ExchangeSetup, Progress
+from fedplat.plugins import build_checked
+from fedplat.secure_aggregation.messages import KEY_BYTES
+from fedplat.secure_aggregation.primitives import KeyPair
 from fedplat.secure_aggregation.relay import RelayExchange, RelayMember
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import spans
 from fedplat_client._auth.calls import Connection
-from fedplat_client._auth.peer_access import PeerAccess
+from fedplat_client._state.client_state import ClientStateStore
 from fedplat_client._state.keys import SigningKey
-from fedplat_client._state.silo_store import SiloFolder, SiloStore
+from fedplat_client._state.silo_store import RelaySecret, SiloFolder, SiloStore
 from fedplat_client._state.two_phase import SentReport
+from fedplat_client._work import encoding
+from fedplat_client._work.failures import AssignmentFailedError, CheckInResult
 from fedplat_client._work.heartbeat import Heartbeat
-from fedplat_client._work.outcomes import AssignmentFailedError, CheckInResult
+from fedplat_client._work.model_download import Downloader
 from fedplat_client._work.peers.fetch import PeerFetcher
-from fedplat_client._work.peers.listener import PeerListener
-from fedplat_client._work.silos.exchange import ModelExchange, RoundOverError
+from fedplat_client._work.peers.port import PeerPort
+from fedplat_client._work.silos.calls import StepCalls
 from fedplat_client._work.silos.model import SiloModel
 from fedplat_client._work.silos.network import ByteCounter, PeerNetwork
-from fedplat_client._work.training import Training, fit_model
+from fedplat_client._work.silos.offers import Offers, PortOffers, RelayOffers
+from fedplat_client._work.silos.silo_round import RoundWork, SiloRound
+from fedplat_client._work.training import LocalTrainers, fit_model, stage_client_state
+from fedplat_client.errors import ClientError
 from fedplat_client.options import ClientOptions
-from fedplat_client.task import Control
+from fedplat_client.task import Control, Task, TrainResult
 
+_TRAINING_ID_BYTES = 16
 _logger = logging.getLogger(__name__)
 
 
-class _OfferedMean(NamedTuple):
-    digest: str
-    receivers: frozenset[str]
-    offer: contextlib.ExitStack
+class TrainedLateError(ClientError):
+    """The server has continued without the silo, whose model is trained now, and counts in the next round."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiloWorker:
-    """The client as a silo of any number of jobs; a context manager that withdraws the means that it offers.
-
-    `client_id` returns the client's id. Without a `listener` files go through the server, and without `access` the
-    client gets none from ports of others.
-    """
+class SiloParts:
+    """What the worker needs of the client. `client_id` returns the id with which the client is enrolled."""
 
     connection: Connection
-    training: Training
+    downloader: Downloader
     store: SiloStore
+    client_states: ClientStateStore
+    trainers: LocalTrainers
+    port: PeerPort
     options: ClientOptions
     key: SigningKey
     client_id: Callable[[], str]
-    listener: PeerListener | None = None
-    access: PeerAccess | None = None
-    _means: dict[str, _OfferedMean] = field(default_factory=dict[str, "_OfferedMean"])
-    _counters: defaultdict[str, ByteCounter] = field(default_factory=lambda: defaultdict(ByteCounter))
+
+
+class SiloWorker:
+    """Runs assignments of decentralised jobs, one after the other; a context manager.
+
+    Between rounds it offers the last mean at the client's port, for silos that missed it.
+    """
+
+    def __init__(self, parts: SiloParts) -> None:
+        self._parts = parts
+        self._counter = ByteCounter()
+        listener = parts.port.listener
+        self._means = PortOffers(listener, self._counter) if listener is not None else None
 
     def __enter__(self) -> SiloWorker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for mean in self._means.values():
-            mean.offer.close()
-        self._means.clear()
-
-    def find_unfinished(self) -> list[fleet_pb2.Assignment]:
-        """Return the assignments that were not over when the client ended; `run` continues them."""
-        try:
-            return [fleet_pb2.Assignment.FromString(content) for content in self.store.find_unfinished()]
-        except (OSError, DecodeError) as exc:
-            _logger.warning("The state of decentralised jobs cannot be read: %s", exc)
-            return []
+        if self._means is not None:
+            self._means.close()
 
     def run(
         self, assignment: fleet_pb2.Assignment, control: Control, span: spans.Start, fields: Mapping[str, object]
     ) -> CheckInResult:
-        """Take part in a round until it is over for this silo. Raises `AssignmentFailedError` or `Cancelled`."""
-        setup = _read_setup(assignment, self.options)
-        control.has_deadline = False
+        """Take part in a round. Raises `AssignmentFailedError`, `Cancelled` or `CallError`."""
+        parts = self._parts
+        setup = _read_setup(assignment, parts.options)
+        control.trained = True  # except while the trainer runs
         try:
-            folder = self.store.open(assignment.job_id)
-            folder.save(structs.replace(folder.state, assignment=_encode(assignment)))
-            try:
-                return self._take_part(assignment, setup, folder, control, span, fields)
-            except AssignmentFailedError:
-                _close(folder)
-                raise
-        except OSError as exc:
+            with Heartbeat(parts.connection, assignment.token, assignment.heartbeat_s, control):
+                taken = _Part(parts, assignment, setup, control, span)
+                taken.run(self._counter, self._means)
+            _logger.info("The silo's part in the round is over.", extra={**fields, **taken.describe()})
+        except TrainedLateError:
+            _logger.info("The model was trained late, and counts in the next round.", extra=dict(fields))
+        except (GossipError, OSError) as exc:
             raise AssignmentFailedError(
                 model_pb2.REASON_TRANSFER_FAILED, f"the silo's files cannot be used: {exc}"
             ) from exc
+        return CheckInResult(failed=False)
 
-    def _take_part(
+
+class _Part:
+    """The silo's part in the round of one assignment."""
+
+    def __init__(
         self,
+        parts: SiloParts,
         assignment: fleet_pb2.Assignment,
         setup: ExchangeSetup,
-        folder: SiloFolder,
         control: Control,
         span: spans.Start,
-        fields: Mapping[str, object],
-    ) -> CheckInResult:
-        model = self._open_model(assignment, setup, folder, control)
-        refusal = None
-        with self._connect(assignment, folder, model) as network:
-            exchange = self._make_exchange(assignment, model, network, control)
-            try:
-                if exchange.catch_up():
-                    if setup.trains and not model.state.is_trained and model.state.mixed_round < assignment.round:
-                        with Heartbeat(self.connection, assignment.token, assignment.heartbeat_s, control):
-                            self._train(assignment, model, control, span)
-                    with span("exchange"):
-                        exchange.run()
-            except RoundOverError as exc:
-                refusal = exc.stop
-        model.count_bytes(*network.counter.take())
-        totals = {"sent_bytes": model.state.sent_bytes, "received_bytes": model.state.received_bytes}
-        text = "The round is over for this silo" + (f": {refusal.text}" if refusal is not None else ".")
-        _logger.info(text, extra={**fields, **totals})
-        _close(folder)
-        retry = refusal.retry if refusal is not None else None
-        return CheckInResult(failed=refusal is not None and retry is None, retry=retry)
+    ) -> None:
+        self._parts = parts
+        self._assignment = assignment
+        self._setup = setup
+        self._control = control
+        self._span = span
+        self._trainer = parts.trainers.find_trainer(assignment.trainer)
+        codec = self._make_codec()
+        with span("download"):
+            initial, _ = parts.downloader.load(assignment, control)
+        self._folder: SiloFolder = parts.store.open(assignment.job_id)
+        self._model = SiloModel(self._folder, initial, setup, codec)
+        self._relay = self._open_relay()
 
-    def _open_model(
-        self, assignment: fleet_pb2.Assignment, setup: ExchangeSetup, folder: SiloFolder, control: Control
-    ) -> SiloModel:
-        path = folder.find(assignment.model.digest) if folder.state.initial == assignment.model.digest else None
-        initial = Parameters.open(path) if path is not None else self.training.get_model(assignment, control).base
-        return SiloModel(folder, initial, setup, self._make_codec(assignment, initial))
+    def run(self, counter: ByteCounter, port_means: PortOffers | None) -> None:
+        """Take part until the round is over for the silo."""
+        parts, assignment, listener = self._parts, self._assignment, self._parts.port.listener
+        work = RoundWork(
+            job_id=assignment.job_id,
+            round=assignment.round,
+            trains=self._setup.trains,
+            train=self._train,
+            prepare=self._prepare,
+            sign=parts.key.sign,
+            draw=os.urandom,
+            export=lambda path: parts.store.export(assignment.job_id, path),
+        )
+        calls = StepCalls(parts.connection, assignment.token, self._progress, self._control)
+        with contextlib.ExitStack() as stack:
+            network = stack.enter_context(self._open_network(counter))
+            models: Offers = PortOffers(listener, counter) if listener else RelayOffers(network, parts.options)
+            stack.callback(models.close)
+            means: Offers
+            if port_means is None:
+                means = RelayOffers(network, parts.options)
+                stack.callback(means.close)
+            else:
+                means = port_means
+            with self._span("exchange"):
+                SiloRound(work, self._model, network, calls, models, means).run()
 
-    def _make_codec(self, assignment: fleet_pb2.Assignment, initial: Parameters) -> Codec | None:
+    def describe(self) -> dict[str, object]:
+        """Return what the silo has done, as fields of the log."""
+        state = self._model.state
+        return {
+            "mixed_round": state.mixed_round,
+            "adopted_round": state.adopted_round,
+            "sent_bytes": state.num_bytes[0],
+            "received_bytes": state.num_bytes[1],
+        }
+
+    def _make_codec(self) -> Codec | None:
+        options = encoding.read_codec(self._assignment, self._parts.trainers.plugins)
         try:
-            text = assignment.uplink
-            options = options_from_text(text, self.training.plugins) if text else None
-            return Format(options, initial.schema).codec if options is not None else None
-        except (CodecError, PluginError, UserCodeError) as exc:
+            return build_checked(options, Codec, "compression.uplink.codec") if options is not None else None
+        except (PluginError, UserCodeError) as exc:
             raise AssignmentFailedError(model_pb2.REASON_UNKNOWN_CODEC, str(exc)) from exc
 
-    def _connect(self, assignment: fleet_pb2.Assignment, folder: SiloFolder, model: SiloModel) -> PeerNetwork:
+    def _open_relay(self) -> RelaySecret:
+        """Return the key for files through the server: after a restart the one before, which others have."""
+        stored, number = self._folder.state.relay, (self._assignment.round, self._assignment.attempt)
+        if stored is not None and (stored.round, stored.attempt) == number:
+            return stored
+        return RelaySecret(*number, os.urandom(KEY_BYTES))
+
+    def _open_network(self, counter: ByteCounter) -> PeerNetwork:
+        parts, assignment = self._parts, self._assignment
         exchange = RelayExchange(assignment.job_id, assignment.round, assignment.attempt)
-        pair, client_id = model.relay_key(assignment.round, assignment.attempt), self.client_id()
-        own = RelayMember(client_id, self.key.public, exchange.advertise(client_id, pair, self.key.sign))
-        fetcher = PeerFetcher(folder.fetched, self.options)
-        fetcher.keep_only(())
+        key, client_id = KeyPair(self._relay.secret), parts.client_id()
         return PeerNetwork(
-            connection=self.connection,
+            connection=parts.connection,
             token=assignment.token,
             exchange=exchange,
-            own=own,
-            key=pair,
-            trusted=self.options.trusted_keys,
-            listener=self.listener,
-            access=self.access,
-            fetcher=fetcher,
-            folder=folder.fetched,
-            counter=self._counters[assignment.job_id],
+            own=RelayMember(client_id, parts.key.public, exchange.advertise(client_id, key, parts.key.sign)),
+            key=key,
+            trusted=parts.options.trusted_keys,
+            port=parts.port,
+            fetcher=PeerFetcher(self._folder.received, parts.options),
+            folder=self._folder.received,
+            counter=counter,
         )
 
-    def _make_exchange(
-        self, assignment: fleet_pb2.Assignment, model: SiloModel, network: PeerNetwork, control: Control
-    ) -> ModelExchange:
-        return ModelExchange(
-            connection=self.connection,
-            assignment=assignment,
-            control=control,
-            model=model,
-            network=network,
-            key=self.key,
-            address=self.options.peer_address or self.options.peer_listen,
-            min_ring=self.options.min_secure_clients,
-            publish_mean=functools.partial(self._publish_mean, assignment.job_id, network),
-            export=functools.partial(self._export, assignment),
-        )
+    def _progress(self) -> Progress:
+        state = self._model.state
+        return Progress(state.mixed_round, state.adopted_round)
 
-    def _train(self, assignment: fleet_pb2.Assignment, model: SiloModel, control: Control, span: spans.Start) -> None:
-        """Train the silo's model. After a crash at any point the training is repeated, or was stored whole."""
-        run, training = self.training.find_trainer(assignment.trainer), self.training
-        client_state = training.open_client_state(
-            assignment.job_id, lambda sent: sent.token == model.state.trained_token, training=True
-        )
-        base = model.begin_training()
-        with span("train"):
-            result = run(training.make_task(assignment, base.copy(), client_state, control))
+    def _prepare(self) -> None:
+        rng = np.random.default_rng(self._parts.options.rng.getrandbits(128))
+        self._model.prepare(self._assignment.round, self._relay, rng)
+
+    def _train(self) -> None:
+        """Train the silo's model and store the result. Raises `TrainedLateError` if the round is over meanwhile."""
+        job_id, store, state = self._assignment.job_id, self._parts.client_states, self._model.state
+        client_state = store.open(job_id, lambda sent: sent.token == state.training, training=True)
+        base = self._model.to_parameters()
+        task = self._parts.trainers.make_task(self._assignment, base.copy(), client_state, self._control)
+        result = self._run_trainer(task)
         update = fit_model(lambda: result.to_update(base))
         try:
-            digest = model.add_update(update)
+            digest = self._model.add_update(update)
         except GossipError as exc:
             raise AssignmentFailedError(model_pb2.REASON_TRAINER_ERROR, str(exc)) from exc
-        training.stage_client_state(assignment.job_id, SentReport(assignment.token, digest), client_state)
-        model.finish_training(digest, assignment.token, update, result.num_examples, result.metrics)
+        training = os.urandom(_TRAINING_ID_BYTES).hex()
+        stage_client_state(store, job_id, SentReport(training, digest), client_state)
+        self._model.finish_training(training, digest, update, result.num_examples, result.metrics)
+        if self._control.is_late:
+            raise TrainedLateError("the round was over before the training")
 
-    def _publish_mean(
-        self, job_id: str, network: PeerNetwork, digest: str, path: Path, receivers: Sequence[Contact]
-    ) -> None:
-        before, names = self._means.get(job_id), frozenset(each.silo for each in receivers)
-        if before is not None and (before.digest, before.receivers) == (digest, names):
-            return
-        mean = _OfferedMean(digest, names, contextlib.ExitStack())
-        mean.offer.enter_context(network.offer(digest, path, receivers))
-        self._means[job_id] = mean
-        if before is not None:
-            before.offer.close()
-
-    def _export(self, assignment: fleet_pb2.Assignment, model: Path) -> None:
-        path = self.store.export(assignment.job_id, model)
-        _logger.info(
-            "The model of the job is exported.",
-            extra={"job": assignment.job_id, "job_name": assignment.job_name, "file": str(path)},
-        )
+    def _run_trainer(self, task: Task) -> TrainResult:
+        """Run the trainer; the server's orders to stop count only meanwhile."""
+        self._control.trained = False
+        try:
+            with self._span("train"):
+                return self._trainer(task)
+        finally:
+            self._control.trained = True
 
 
 def _read_setup(assignment: fleet_pb2.Assignment, options: ClientOptions) -> ExchangeSetup:
-    """Decode the setup of an assignment. Raises `AssignmentFailedError` if the owner does not allow the exchange."""
+    """Decode the setup of an assignment. Raises `AssignmentFailedError` if the client's owner does not allow it."""
+    if not options.takes_exchanges:
+        raise AssignmentFailedError(
+            model_pb2.REASON_UNSAFE_AGGREGATION,
+            "the owner of this client does not allow that other clients see its models: the job is decentralised, and "
+            "exchange_models is not set",
+        )
     try:
-        setup = steps.decode_setup(assignment.exchange_setup)
+        return steps.decode_setup(assignment.exchange_setup)
     except GossipError as exc:
         raise AssignmentFailedError(model_pb2.REASON_UNSAFE_AGGREGATION, str(exc)) from exc
-    problem = ""
-    if not options.takes_part_in_exchanges:
-        problem = "does not allow that other clients get its model (exchange_models)"
-    elif options.require_local_noise:
-        problem = "allows only updates to which the client adds noise, and models that are exchanged have none"
-    elif options.require_secure_aggregation and setup.exchange != "ring":
-        problem = f'requires that nobody sees its model; exchange = "{setup.exchange}" shows it to neighbours'
-    if problem:
-        raise AssignmentFailedError(model_pb2.REASON_UNSAFE_AGGREGATION, f"the owner of this client {problem}")
-    return setup
-
-
-def _encode(assignment: fleet_pb2.Assignment) -> bytes:
-    """Encode an assignment without the model in it, which has a file."""
-    kept = fleet_pb2.Assignment()
-    kept.CopyFrom(assignment)
-    kept.ClearField("model_bytes")
-    return kept.SerializeToString(deterministic=True)
-
-
-def _close(folder: SiloFolder) -> None:
-    """Record that an assignment is over, and delete the key of its relay."""
-    folder.save(structs.replace(folder.state, assignment=b"", relay=None))

@@ -19,9 +19,9 @@ from fedplat.pytorch.distributed.bench.records import (
     LIBRARY,
     BenchPlan,
     BenchReport,
+    BenchStep,
     Link,
     Measurement,
-    BenchStep,
     bandwidths,
 )
 

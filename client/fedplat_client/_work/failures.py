@@ -1,4 +1,4 @@
-"""How assignments end."""
+"""How an assignment ends: what the client's loop learns of it, and the failure of one that the client gives up."""
 
 from __future__ import annotations
 

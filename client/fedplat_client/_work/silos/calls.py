@@ -1,0 +1,143 @@
+"""The steps of a silo as calls to the server, and the watch that ends the work of a phase when the phase is over."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Generator
+
+from fedplat.errors import GossipError
+from fedplat.gossip import steps
+from fedplat.gossip.steps import Progress, SiloMessage, SiloStep
+from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client._auth.calls import Connection
+from fedplat_client._work.failures import AssignmentFailedError
+from fedplat_client.backoff import retry
+from fedplat_client.cancellation import Stop, StopSignal, read_stop
+from fedplat_client.errors import CallRefusedError, ClientError, ServerUnavailableError
+from fedplat_client.task import Control
+
+_PATIENCE = 0.8
+"""The part of a phase's time after which a silo gives up, so that the server gets its report before the phase ends."""
+_MIN_PHASE_S = 1.0
+# A server that answers long polls at once would make a busy loop.
+_MIN_POLL_S = 0.1
+_LONG_S = 3600.0
+_OVER = Stop(model_pb2.REASON_UNSPECIFIED, "the phase is over")
+
+
+class StepCalls:
+    """Takes the steps of one assignment. `done` returns what the silo has done."""
+
+    def __init__(self, connection: Connection, token: str, done: Callable[[], Progress], control: Control) -> None:
+        self._connection = connection
+        self._token = token
+        self._done = done
+        self.control = control
+
+    def take(
+        self,
+        message: SiloMessage | None = None,
+        *,
+        wait_s: float = 0.0,
+        known: str = "",
+        signal: StopSignal | None = None,
+    ) -> SiloStep:
+        """Report a message, if there is one, and return what to do: at once, or once there is something.
+
+        Waits at most `wait_s`: until there is something to do, or while the phase is the `known` one. Raises
+        `Cancelled` if the assignment has ended, or if `signal` is set, and `AssignmentFailedError` if the server
+        refuses the call.
+        """
+        done, signal = self._done(), signal or self.control.signal
+        request = fleet_pb2.ExchangeStepRequest(
+            token=self._token,
+            wait_s=wait_s,
+            mixed_round=done.mixed_round,
+            adopted_round=done.adopted_round,
+            message=steps.encode(message) if message is not None else b"",
+            known=known,
+        )
+        options = self.control.options
+        try:
+            response = retry(lambda: self._connection.exchange_step(request, signal), options, signal)
+        except ServerUnavailableError:
+            signal.check()  # without a limit of attempts, only the signal ends the retries
+            raise
+        except CallRefusedError as exc:
+            raise AssignmentFailedError(
+                model_pb2.REASON_TRANSFER_FAILED, f"the server refuses a step of the exchange: {exc}"
+            ) from exc
+        if not response.HasField("step"):
+            self.control.signal.set(read_stop(response.refusal))
+            self.control.signal.check()
+        try:
+            return steps.decode_step(response.step)
+        except GossipError as exc:
+            raise AssignmentFailedError(model_pb2.REASON_TRANSFER_FAILED, str(exc)) from exc
+
+    def wait(self, step: SiloStep, signal: StopSignal | None = None) -> SiloStep:
+        """Wait until the phase of a step is over, at most for the time of a long poll; return what to do then."""
+        options, signal = self.control.options, signal or self.control.signal
+        began = options.clock()
+        following = self.take(wait_s=options.check_in_wait_s, known=step.known, signal=signal)
+        if following.known == step.known and (early_s := began + _MIN_POLL_S - options.clock()) > 0:
+            options.wait(signal, early_s)
+            signal.check()
+        return following
+
+
+@contextlib.contextmanager
+def limit_time(control: Control, seconds: float) -> Generator[Control]:
+    """Yield a control for a part of the work of another one, which stops with it."""
+    part = Control(seconds, 0.0, control.options)
+    with control.signal.attach(lambda: part.signal.set(control.signal.stop or _OVER)):
+        yield part
+
+
+class PhaseWatch:
+    """Asks the server in a thread whether the phase of a step is over, within a `with` block.
+
+    `phase` has the time for the work in the block, and its signal is set when the phase is over, or the assignment.
+    Afterwards `following` is what to do then, if the server has said so.
+    """
+
+    def __init__(self, calls: StepCalls, step: SiloStep) -> None:
+        options = calls.control.options
+        self.phase = Control(max(_PATIENCE * step.remaining_s, _MIN_PHASE_S), 0.0, options)
+        self.following: SiloStep | None = None
+        self._calls = calls
+        self._step = step
+        self._ended = StopSignal()
+        self._stack = contextlib.ExitStack()
+        self._thread = threading.Thread(target=self._run, name="fedplat-phase", daemon=True)
+
+    def __enter__(self) -> PhaseWatch:
+        self._stack.enter_context(self._calls.control.signal.attach(self._end))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+        self._thread.join()
+        self._stack.close()
+
+    def wait(self) -> None:
+        """Wait until the phase is over."""
+        while not self.phase.signal.wait(_LONG_S):
+            pass
+
+    def _end(self) -> None:
+        self._ended.set(_OVER)
+        self.phase.signal.set(_OVER)
+
+    def _run(self) -> None:
+        try:
+            following = self._step
+            while following.known == self._step.known:
+                following = self._calls.wait(self._step, self._ended)
+            self.following = following
+        except ClientError:
+            pass  # the next call gets the same answer
+        finally:
+            self.phase.signal.set(_OVER)

@@ -1,0 +1,84 @@
+"""Decentralised jobs from end to end: models have the numbers of the simulator, whatever way they take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedplat.gossip.fixed_point import add_parts, find_largest, quantize_share, read_mean
+from fedplat.model import Parameters, Vector
+from support import silo_fleet
+from support.silo_fleet import SiloFleet, gossip_job, initial_model, move, simulate
+
+WAYS = {"ports": (), "relay": (1, 2, 3, 4), "both": (2, 3)}
+MODES = {
+    "neighbours": "",
+    "push-sum": 'exchange = "push-sum"\ntopology = "one-peer-exponential"',
+    "bf16": 'gamma = 0.9\n[compression.uplink]\ncodec = "bf16"',
+    "topk": 'gamma = 0.3\ntopology = "complete"\n[compression.uplink]\ncodec = "topk"\nfraction = 0.2',
+}
+RING = 'exchange = "ring"'
+
+
+def find_bytes(folder: Path, content: bytes) -> list[Path]:
+    """The files that contain some bytes."""
+    return [path for path in folder.rglob("*") if path.is_file() and content in path.read_bytes()]
+
+
+def check_secrecy(fleet: SiloFleet, models: list[Vector]) -> None:
+    """The server has stored no part of these models."""
+    for model in models:
+        assert find_bytes(fleet.folder / "server", model[:4].tobytes()) == []
+
+
+FAST = {("neighbours", "both"), ("push-sum", "relay"), ("topk", "relay"), ("topk", "ports")}
+CASES = [
+    pytest.param(mode, way, marks=[] if (mode, way) in FAST else [pytest.mark.slow]) for mode in MODES for way in WAYS
+]
+
+
+@pytest.mark.parametrize(("mode", "way"), CASES)
+async def test_silos_mix_as_simulated_ones_do(tmp_path: Path, mode: str, way: str) -> None:
+    text = gossip_job(4, rounds=2, mode=MODES[mode])
+    async with silo_fleet.running(tmp_path, 4, WAYS[way]) as fleet:
+        job = await fleet.play(text)
+        *expected, last = simulate(text, [silo.name for silo in fleet.silos], initial_model())
+        for number, models in enumerate(expected, 1):
+            found = np.stack([silo.models[number] for silo in fleet.silos])
+            np.testing.assert_allclose(found, models, atol=1e-6)
+        mean = Parameters.from_bytes(await fleet.exported(job))
+        np.testing.assert_allclose(mean["weight"], last.mean(axis=0), atol=1e-6)
+        assert mean["steps"].tolist() == [3]  # the initial model's; each silo keeps its own
+        assert [silo.steps[2] for silo in fleet.silos] == [3 + silo.number for silo in fleet.silos]
+        check_secrecy(fleet, [silo.models[2] for silo in fleet.silos])
+
+
+def average(models: list[Vector]) -> Vector:
+    """The mean as rings compute it."""
+    bound, count = max(map(find_largest, models)), len(models)
+    return read_mean(add_parts(quantize_share(each, 1 / count, bound, count) for each in models), bound, count)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_rings_average_models(tmp_path: Path, way: str) -> None:
+    size, rounds = 5000, 2
+    async with silo_fleet.running(tmp_path, 4, WAYS[way]) as fleet:
+        job = await fleet.play(gossip_job(4, rounds, RING), initial_model(size))
+        mean, trained = initial_model(size).to_vector(), list[Vector]()
+        for number in range(1, rounds + 1):
+            trained = []
+            for silo in fleet.silos:
+                np.testing.assert_array_equal(silo.models[number], mean)
+                model = Parameters.from_arrays({"weight": mean.copy(), "steps": np.array([0])})
+                move(silo.number, model)
+                trained.append(model["weight"])
+            mean = average(trained)
+        np.testing.assert_array_equal(Parameters.from_bytes(await fleet.exported(job))["weight"], mean)
+        check_secrecy(fleet, trained)
+        if way != "ports":
+            return
+        expected = rounds * 2 * 3 / 4 * 4 * size
+        for silo in fleet.silos:
+            assert silo.state(job).num_bytes == pytest.approx((expected, expected), rel=0.01)

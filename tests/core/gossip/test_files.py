@@ -1,0 +1,65 @@
+"""The files that silos exchange."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedplat.errors import GossipError
+from fedplat.gossip import files
+from fedplat.model import Parameters
+
+
+def write(path: Path, file: Parameters) -> Path:
+    path.write_bytes(file.to_bytes())
+    return path
+
+
+def test_files_of_models_and_sums_are_read_back(tmp_path: Path) -> None:
+    vector = np.arange(5, dtype=np.float32)
+    path = write(tmp_path / "model", files.make_model_file(vector))
+    np.testing.assert_array_equal(files.read_model_file(path, 5), vector)
+    assert path.stat().st_size == files.file_bytes(5, directed=False)
+    path = write(tmp_path / "sum", files.make_sum_file(vector.astype(np.float64) / 3, 0.25))
+    total, weight = files.read_sum_file(path, 5)
+    np.testing.assert_array_equal(total, vector.astype(np.float64) / 3)
+    assert (weight, path.stat().st_size) == (0.25, files.file_bytes(5, directed=True))
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, np.inf, np.nan])
+def test_weights_are_positive(tmp_path: Path, weight: float) -> None:
+    path = write(tmp_path / "sum", files.make_sum_file(np.ones(5), weight))
+    with pytest.raises(GossipError, match="not positive"):
+        files.read_sum_file(path, 5)
+
+
+def test_other_files_are_no_models(tmp_path: Path) -> None:
+    path = write(tmp_path / "model", files.make_model_file(np.ones(4, np.float32)))
+    with pytest.raises(GossipError, match="no model of this job"):
+        files.read_model_file(path, 5)
+    with pytest.raises(GossipError, match="no model of this job"):
+        files.read_sum_file(path, 4)
+    path.write_bytes(b"")
+    with pytest.raises(GossipError, match="no model"):
+        files.read_model_file(path, 4)
+
+
+def test_all_silos_make_the_same_file_of_a_mean(tmp_path: Path) -> None:
+    """It has the initial model's integers, although silos have counted on."""
+    initial = Parameters.from_arrays(
+        {"half": np.ones(3, np.float16), "weight": np.ones(2, np.float32), "steps": np.array([7])}
+    )
+    mean = np.array([1.5, 2.5, 0.1, 0.2, 0.3], np.float32)  # in the canonical order of the tensors
+    file = files.make_mean_file(initial, mean)
+    assert file["steps"].tolist() == [7]
+    np.testing.assert_array_equal(file["weight"], mean[:2])
+    np.testing.assert_array_equal(file["half"], mean[2:].astype(np.float16))
+    path = write(tmp_path / "mean", file)
+    np.testing.assert_array_equal(files.read_mean_file(path, initial.schema), file.to_vector())
+    with pytest.raises(GossipError, match="beyond the range"):
+        files.make_mean_file(initial, np.full(5, 1e6, np.float32))
+    file["weight"][0] = np.inf
+    with pytest.raises(GossipError, match="NaN or infinite"):
+        files.read_mean_file(write(path, file), initial.schema)
