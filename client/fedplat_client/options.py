@@ -110,7 +110,7 @@ class ClientOptions:
     @property
     def takes_exchanges(self) -> bool:
         """True if the client takes part in decentralised jobs."""
-        refuses = self.require_secure_aggregation or self.require_local_noise
+        refuses = self.require_secure_aggregation or self.requires_noise
         return (self.exchange_models or bool(self.peer_listen)) and not refuses
 
     @property

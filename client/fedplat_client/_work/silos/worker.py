@@ -235,10 +235,11 @@ class _Part:
 def _read_setup(assignment: fleet_pb2.Assignment, options: ClientOptions) -> ExchangeSetup:
     """Decode the setup of an assignment. Raises `AssignmentFailedError` if the client's owner does not allow it."""
     if not options.takes_exchanges:
+        problem = "does not allow that other clients see its models, and exchange_models is not set"
+        if options.require_secure_aggregation or options.requires_noise:
+            problem = "allows training only with secure aggregation"
         raise AssignmentFailedError(
-            model_pb2.REASON_UNSAFE_AGGREGATION,
-            "the owner of this client does not allow that other clients see its models: the job is decentralised, and "
-            "exchange_models is not set",
+            model_pb2.REASON_UNSAFE_AGGREGATION, f"the owner of this client {problem}; the job is decentralised"
         )
     try:
         return steps.decode_setup(assignment.exchange_setup)
