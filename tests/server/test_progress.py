@@ -12,7 +12,7 @@ from grpc import aio
 
 from fedplat.rounds.states import AttemptPhase
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server.coordination.progress import ProgressSummary, ProgressTracker, StepProgress
+from fedplat_server.coordination.progress import PhaseProgress, ProgressSummary, ProgressTracker
 from support import daemons
 from support.daemons import Site, initial_model, update_of
 from support.jobs import job_file
@@ -168,7 +168,7 @@ def test_what_has_ended_is_forgotten() -> None:
     assert tracker.summarize(driver.attempt) is None
 
 
-def _step(driver: SecureDriver) -> StepProgress | None:
+def _step(driver: SecureDriver) -> PhaseProgress | None:
     summary = ProgressTracker().summarize(driver.attempt)
     return summary.step if summary is not None else None
 
@@ -177,23 +177,23 @@ def test_the_progress_of_each_step_of_a_secure_aggregation():
     """Also of the last two, in which no client has more work."""
     driver = advertising(5, goal=5, options={"confirm": True})
     driver.advertise(*driver.names("TRAINING")[:2])
-    assert _step(driver) == StepProgress(AttemptPhase.ADVERTISING, 2, 5)
+    assert _step(driver) == PhaseProgress(AttemptPhase.ADVERTISING, 2, 5)
     driver.advertise(*driver.names("TRAINING")[:3])
     driver.share(*driver.names("ADVERTISED")[:1])
-    assert _step(driver) == StepProgress(AttemptPhase.SHARING, 1, 5)
+    assert _step(driver) == PhaseProgress(AttemptPhase.SHARING, 1, 5)
     driver.share()
     driver.upload_masked(*driver.names("SHARED")[:2])
     driver.report_masked(*driver.names("UPLOADING")[:1])
     assert ProgressTracker().summarize(driver.attempt) == ProgressSummary(
-        0, 1, step=StepProgress(AttemptPhase.COLLECTING, 1, 5)
+        0, 1, step=PhaseProgress(AttemptPhase.COLLECTING, 1, 5)
     )
     driver.report_masked()
     driver.confirm(*driver.names("REPORTED")[:4])
-    assert _step(driver) == StepProgress(AttemptPhase.CONFIRMING, 4, 5)
+    assert _step(driver) == PhaseProgress(AttemptPhase.CONFIRMING, 4, 5)
     driver.confirm()
-    assert _step(driver) == StepProgress(AttemptPhase.UNMASKING, 0, 5)
+    assert _step(driver) == PhaseProgress(AttemptPhase.UNMASKING, 0, 5)
     driver.answer(*driver.names("REPORTED")[:1])
-    assert _step(driver) == StepProgress(AttemptPhase.UNMASKING, 1, 5)
+    assert _step(driver) == PhaseProgress(AttemptPhase.UNMASKING, 1, 5)
     driver.answer()
     assert driver.attempt.phase is AttemptPhase.COMMITTING
     assert _step(driver) is None
