@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import random
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -82,11 +83,14 @@ class Silo:
         client.add_trainer("toy", self.train)
         return client
 
-    def start(self) -> asyncio.Task[None]:
-        """Begins to work in a thread."""
-        return asyncio.create_task(asyncio.to_thread(self.client.run))
+    def start(self) -> asyncio.Future[None]:
+        """Begins to work in a thread of its own: those of the event loop are few, and the daemon needs them."""
+        executor = ThreadPoolExecutor(1, f"silo-{self.number}")
+        started = asyncio.get_running_loop().run_in_executor(executor, self.client.run)
+        executor.shutdown(wait=False)
+        return started
 
-    async def crash(self, task: asyncio.Task[None], error: type[BaseException]) -> None:
+    async def crash(self, task: asyncio.Future[None], error: type[BaseException]) -> None:
         """Waits until the client has ended with an error, and prepares another one."""
         with pytest.raises(error):
             await asyncio.wait_for(task, processes.PATIENCE_S)

@@ -45,11 +45,11 @@ class Relay:
         if header.size_bytes > limit:
             text = f"the file has {header.size_bytes} bytes; at most {limit} are accepted for it"
             raise RefusedError(Code.TOO_LARGE, text)
-        num_silos = max(len(state_of(services.jobs.state(key.attempt.job_id)).announced), 1)
+        total_limit = self._find_total_limit(key)
 
         async def parts() -> AsyncIterator[durable.Bytes]:
             async for part in messages:
-                services.quotas.upload(assignment.client_id, key.attempt, num_silos * limit, len(part.data))
+                services.quotas.upload(assignment.client_id, key.attempt, total_limit, len(part.data))
                 yield part.data
 
         size_bytes = min(max(header.size_bytes - header.offset, 0), memory.UPLOAD_BYTES)
@@ -115,6 +115,18 @@ class Relay:
         mean_bytes = job.latest.size_bytes
         size_bytes = steps.relayed_bytes(job.gossip, key.sender, key.receiver, key.name, waiting, mean_bytes)
         return None if size_bytes is None else sealed_bytes(size_bytes)
+
+    def _find_total_limit(self, key: RelayedFile) -> int:
+        """Return the bytes that a silo may have to send in an attempt: models, means, and chunks of each ring so far.
+
+        It depends on no single file: what a silo sends in an attempt is counted together.
+        """
+        job = self._services.jobs.state(key.attempt.job_id)
+        state = state_of(job)
+        own = state.announced.get(key.sender)
+        largest = max(own.size_bytes if own is not None else 0, job.latest.size_bytes)
+        num_files = len(state.announced) + len(self._list_waiting(job.job_id)) + 2 * max(state.attempt, 1)
+        return num_files * sealed_bytes(largest)
 
 
 def _key(assignment: Assignment, receiver: str, name: str) -> RelayedFile:
