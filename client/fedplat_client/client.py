@@ -180,7 +180,7 @@ class Client:
             raise ValueError(f"max_tasks is {max_tasks}; expected 0 or more, or None for no limit")
         if process_group.run_follower(self._trainers, self._evaluators, self._plugins.table):
             return
-        with process_group.lead(), self._open_session() as (session, keep_listening, run_assignment):
+        with process_group.lead(), self._open_session() as (session, prepare, run_assignment):
             backoff = Backoff(self._options)
             num_tasks = 0
             delay_s = 0.0
@@ -188,7 +188,7 @@ class Client:
             while num_tasks != max_tasks and not self._stopped_within(delay_s):
                 try:
                     session.enroll()
-                    keep_listening()
+                    prepare()
                     reply = session.check_in(self._options.check_in_wait_s)
                     if reply.HasField("assignment"):
                         num_tasks += 1
@@ -222,6 +222,7 @@ class Client:
             connection = Connection(access, self._options.call_timeout_s)
             port = stack.enter_context(self._peer_port(signed, identity))
             parts = self._open_parts(connection, port, key, signed)
+            silos = stack.enter_context(SiloWorker(parts))
             worker = assignment.AssignmentWorker(
                 connection=connection,
                 downloader=parts.downloader,
@@ -229,14 +230,25 @@ class Client:
                 served=ServedAttempts(self._directory.served),
                 client_states=parts.client_states,
                 trainers=parts.trainers,
-                silos=stack.enter_context(SiloWorker(parts)),
+                silos=silos,
                 options=self._options,
                 stop=self._stop,
                 key=key,
             )
             endpoints = Endpoints(signed, connection)
             session = ClientSession(endpoints, self._directory, identity, self._description(), self._stop)
-            yield session, lambda: port.keep_open(self._stop), worker.run
+            unfinished = silos.find_unfinished()
+
+            def prepare() -> None:
+                """Open the client's port; continue the rounds of decentralised jobs that the last process began."""
+                port.keep_open(self._stop)
+                while unfinished and not self._stop.is_set():
+                    begun = unfinished.pop()
+                    worker.run(begun)
+                    if not self._stop.is_set():
+                        silos.forget(begun)
+
+            yield session, prepare, worker.run
 
     def _open_parts(self, connection: Connection, port: PeerPort, key: SigningKey, signed: SignedAccess) -> SiloParts:
         directory, options = self._directory, self._options

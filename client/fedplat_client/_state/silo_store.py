@@ -62,7 +62,7 @@ class SiloState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `is_trained`: the model was trained and not mixed since, in the training with the id `training`. `prepared` is the
     round for which the model was made ready for neighbours: with a codec, `copy` is then the public copy and `delta`
     the step to it, which the silos `followers` can use (None: all can). `stored` are the files of neighbours in that
-    round, by their ids, and `mixed_with` those in the last row. Pairs of numbers are the bytes sent and received: in
+    round, by their ids, and `mixed_with` those in the last row. `assignment` is the last one, until it is over. Pairs of numbers are the bytes sent and received: in
     all, in all before the last announcement, and what that one says.
     """
 
@@ -82,6 +82,7 @@ class SiloState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mixed_with: dict[str, str] = {}
     mean: PendingMean | None = None
     relay: RelaySecret | None = None
+    assignment: bytes = b""
     num_bytes: tuple[NumBytes, NumBytes] = (0, 0)
     announced_bytes: tuple[NumBytes, NumBytes] = (0, 0)
     said_bytes: tuple[NumBytes, NumBytes] = (0, 0)
@@ -156,12 +157,8 @@ class SiloFolder:
 
     def _load(self) -> SiloState:
         """Return the stored state without the files of others that are damaged; a new one if its own ones are."""
-        try:
-            state = msgspec.json.decode((self.path / _STATE).read_bytes(), type=prepare_type(SiloState))
-        except FileNotFoundError:
-            return SiloState()
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            _logger.warning("The state of a silo cannot be read, so the silo begins again: %s", exc)
+        state = _read_state(self.path)
+        if state is None:
             return SiloState()
         damaged = {digest for digest in state.files if not self._is_intact(digest)}
         for digest in damaged:
@@ -184,6 +181,17 @@ class SiloFolder:
             return hashlib.file_digest(file, "sha256").hexdigest() == digest
 
 
+def _read_state(folder: Path) -> SiloState | None:
+    """Return the state in a folder; None if there is none that can be read."""
+    try:
+        return msgspec.json.decode((folder / _STATE).read_bytes(), type=prepare_type(SiloState))
+    except FileNotFoundError:
+        return None
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        _logger.warning("The state of a silo cannot be read, so the silo begins again: %s", exc)
+        return None
+
+
 class SiloStore:
     """The folders of all jobs; beyond `limit_bytes`, those of the jobs that were not used for longest are deleted."""
 
@@ -202,6 +210,12 @@ class SiloStore:
         if self._last is None or self._last.path != path:
             self._last = SiloFolder(path)
         return self._last
+
+    def find_unfinished(self) -> list[bytes]:
+        """Return the assignments that were not over when the client ended."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        states = [_read_state(path) for path in sorted(self._folder.iterdir())]
+        return [state.assignment for state in states if state is not None and state.assignment]
 
     def export(self, job_id: str, model: Path) -> Path:
         """Store the mean that a job exports, durably, and return its path."""

@@ -281,9 +281,13 @@ class SiloModel:
         before = self.state.num_bytes
         self._folder.state = structs.replace(self.state, num_bytes=(before[0] + sent, before[1] + received))
 
-    def save_bytes(self) -> None:
-        """Store the numbers of bytes."""
-        self._save()
+    def begin_round(self, assignment: bytes) -> None:
+        """Store the assignment of a round, with which the silo continues if its process ends meanwhile."""
+        self._save(assignment=assignment)
+
+    def end_round(self) -> None:
+        """Record that the round is over, and delete the key of its relay."""
+        self._save(assignment=b"", relay=None)
 
     def _put(self, vector: Vector) -> str:
         """Store a model as the silo's, with the weight 1."""

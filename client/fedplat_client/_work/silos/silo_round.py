@@ -95,7 +95,7 @@ class SiloRound:
         while True:
             self._serve(step)
             if isinstance(step.instruction, Leave):
-                self._model.save_bytes()
+                self._model.end_round()
                 return
             step = self._act(step)
             self._model.count_bytes(*self._network.counter.take())

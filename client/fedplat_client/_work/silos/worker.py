@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from google.protobuf.message import DecodeError
+from msgspec import structs
 
 from fedplat.codecs import Codec
 from fedplat.errors import GossipError, PluginError, UserCodeError
@@ -83,6 +85,25 @@ class SiloWorker:
         if self._means is not None:
             self._means.close()
 
+    def find_unfinished(self) -> list[fleet_pb2.Assignment]:
+        """Return the assignments that were not over when the client ended, which `run` continues.
+
+        Otherwise a silo whose process ends before it has the last mean of a job would never get it.
+        """
+        try:
+            return [fleet_pb2.Assignment.FromString(content) for content in self._parts.store.find_unfinished()]
+        except (OSError, DecodeError) as exc:
+            _logger.warning("The state of decentralised jobs cannot be read: %s", exc)
+            return []
+
+    def forget(self, assignment: fleet_pb2.Assignment) -> None:
+        """Do not continue an assignment again."""
+        try:
+            folder = self._parts.store.open(assignment.job_id)
+            folder.save(structs.replace(folder.state, assignment=b"", relay=None))
+        except OSError as exc:
+            _logger.warning("The state of a decentralised job cannot be stored: %s", exc)
+
     def run(
         self, assignment: fleet_pb2.Assignment, control: Control, span: spans.Start, fields: Mapping[str, object]
     ) -> CheckInResult:
@@ -126,6 +147,7 @@ class _Part:
             initial, _ = parts.downloader.load(assignment, control)
         self._folder: SiloFolder = parts.store.open(assignment.job_id)
         self._model = SiloModel(self._folder, initial, setup, codec)
+        self._model.begin_round(_encode(assignment))
         self._relay = self._open_relay()
 
     def run(self, counter: ByteCounter, port_means: PortOffers | None) -> None:
@@ -230,6 +252,14 @@ class _Part:
                 return self._trainer(task)
         finally:
             self._control.trained = True
+
+
+def _encode(assignment: fleet_pb2.Assignment) -> bytes:
+    """Encode an assignment without the model in it, which may be large."""
+    kept = fleet_pb2.Assignment()
+    kept.CopyFrom(assignment)
+    kept.ClearField("model_bytes")
+    return kept.SerializeToString(deterministic=True)
 
 
 def _read_setup(assignment: fleet_pb2.Assignment, options: ClientOptions) -> ExchangeSetup:
