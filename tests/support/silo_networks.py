@@ -204,6 +204,8 @@ class Networks:
     folder: Path
     options: ClientOptions
     stack: contextlib.ExitStack
+    patience_s: float = 60.0
+    """The time of a phase."""
 
     def add(
         self,
@@ -267,9 +269,9 @@ class Networks:
                 if control.remaining_s <= 0:
                     raise PeerError("TIMEOUT", str(exc)) from exc
 
-    def control(self, timeout_s: float = 60.0) -> Control:
+    def control(self) -> Control:
         """The deadline and the signal of a phase."""
-        return Control(training_timeout_s=timeout_s, options=self.options)
+        return Control(training_timeout_s=self.patience_s, options=self.options)
 
 
 @contextlib.contextmanager
@@ -284,5 +286,5 @@ def impatient_networks_in(folder: Path) -> Generator[Networks]:
     """The same with a clock that only waits move, and a relay that does not wait."""
     time = Time()
     with networks_in(folder, ClientOptions(clock=time.clock, wait=time.wait)) as networks:
-        networks.relay.longest_wait_s = 0.0
+        networks.relay.longest_wait_s, networks.patience_s = 0.0, 5.0
         yield networks

@@ -43,11 +43,12 @@ class Phase:
 class Script:
     """The server's answers, phase after phase; `messages` are those of the silo."""
 
-    def __init__(self, *phases: Phase | Instruction) -> None:
+    def __init__(self, *phases: Phase | Instruction, phase_s: float = 60.0) -> None:
         self.phases = [each if isinstance(each, Phase) else Phase(each) for each in phases]
         self.messages: list[SiloMessage] = []
         self.requests: list[fleet_pb2.ExchangeStepRequest] = []
         self.num_messages = 0
+        self._phase_s = phase_s
         self._position = 0
         self.changed = threading.Condition()
 
@@ -69,7 +70,7 @@ class Script:
                 instruction=phase.instruction,
                 known=self._known,
                 round=1,
-                remaining_s=60.0,
+                remaining_s=self._phase_s,
                 model_receivers=phase.model_receivers,
                 mean_receivers=phase.mean_receivers,
             )

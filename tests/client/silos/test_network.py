@@ -137,7 +137,7 @@ def test_a_sender_with_other_bytes_than_announced_is_not_believed(has_port: bool
 def test_a_sender_that_is_silent_is_given_up(has_port: bool, impatient: Networks) -> None:
     sender, receiver = impatient.add_all([has_port, False])
     with pytest.raises(PeerError) as caught:
-        get(impatient, sender, receiver, impatient.control(30.0))
+        get(impatient, sender, receiver, impatient.control())
     assert caught.value.reason == "TIMEOUT"
 
 

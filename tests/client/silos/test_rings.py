@@ -176,7 +176,7 @@ def test_the_silo_after_a_dead_one_reports_it(has_port: bool, tmp_path: Path) ->
         if silos[0].network.port.listener is not None:
             silos[0].network.port.listener.__exit__()
         runs = [join(silo, silos, model) for silo, model in zip(silos, models_of(3), strict=True)]
-        rings = Rings(runs[1:2], [networks.control(30.0)])
+        rings = Rings(runs[1:2], [networks.control()])
         rings.join()
     error = rings.errors[0]
     assert isinstance(error, BrokenRingError)

@@ -62,7 +62,7 @@ class Place:
         self.model = SiloModel(self.folder, INITIAL, setup, self.codec)
 
     def play(self, *phases: Phase | Instruction) -> Script:
-        script = Script(Phase(Wait()), *phases)
+        script = Script(Phase(Wait()), *phases, phase_s=self.networks.patience_s)
         options, state = self.networks.options, lambda: self.model.state
         work = RoundWork(
             job_id="job",

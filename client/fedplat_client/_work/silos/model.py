@@ -242,7 +242,9 @@ class SiloModel:
         if not self._is_directed:  # in push-sum it is the columns of W that add up to 1
             is_average = is_average and abs(math.fsum(weights) - 1.0) < _ROUNDING
         if not is_average:
-            raise GossipError(f"the weights of round {row.round} are no average; expected numbers from 0 to 1 with sum 1")
+            raise GossipError(
+                f"the weights of round {row.round} are no average; expected numbers from 0 to 1 with sum 1"
+            )
 
     def _mix_models(self, row: CommitRow) -> Parameters:
         neighbours = [(weight, self._read_plain(self.state.stored[name])) for name, weight in row.neighbours]
