@@ -12,18 +12,29 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.errors import GossipError, ModelError
+from fedplat.gossip.messages import MAX_ENTRY
 from fedplat.model import FLOATING, ModelFile, Parameters, Schema, TensorSpec, Vector, is_finite
 
 Sum = npt.NDArray[np.float64]
+MAX_WEIGHT = 2.0**20
+"""The weights of all silos add up to their number. With a larger one, sums could exceed the range of float64."""
 
 
 def make_model_file(vector: Vector) -> Parameters:
-    """Return the file of a model, float32 [entries]; it shares the memory of the vector."""
+    """Return the file of a model, float32 [entries]; it shares the memory of the vector.
+
+    Raises `GossipError` if an entry is NaN or infinite.
+    """
+    _check_model(vector)
     return Parameters(_model_schema(vector.size), np.ascontiguousarray(vector, np.float32).view(np.uint8))
 
 
 def make_sum_file(total: Sum, weight: float) -> Parameters:
-    """Return the file of a sum, float64 [entries], and its weight in push-sum."""
+    """Return the file of a sum, float64 [entries], and its weight in push-sum.
+
+    Raises `GossipError` unless their quotient, the model, is finite.
+    """
+    _check_sum(total, weight)
     file = Parameters.zeros(_sum_schema(total.size))
     file["sum"], file["weight"] = total, [weight]
     return file
@@ -37,17 +48,15 @@ def file_bytes(size: int, *, directed: bool) -> int:
 def read_model_file(path: str | os.PathLike[str], size: int) -> Vector:
     """Return the model in a file. Raises `GossipError` unless it is one of finite numbers with this many entries."""
     model = _open(path, _model_schema(size))["model"]
-    if not np.isfinite(model).all():
-        raise GossipError("the model has NaN or infinite entries")
+    _check_model(model)
     return model
 
 
 def read_sum_file(path: str | os.PathLike[str], size: int) -> tuple[Sum, float]:
-    """Return sum and weight in a file. Raises `GossipError` unless they are finite, and the weight positive."""
+    """Return sum and weight in a file. Raises `GossipError` unless their quotient is a finite model of this size."""
     found = _open(path, _sum_schema(size))
     total, weight = found["sum"], float(found["weight"][0])
-    if not np.isfinite(total).all() or not 0.0 < weight < np.inf:
-        raise GossipError("the sum has NaN or infinite entries, or its weight is not positive")
+    _check_sum(total, weight)
     return total, weight
 
 
@@ -90,6 +99,18 @@ def _model_schema(size: int) -> Schema:
 
 def _sum_schema(size: int) -> Schema:
     return Schema((TensorSpec("sum", "F64", (size,)), TensorSpec("weight", "F64", (1,))))
+
+
+def _check_model(vector: Vector) -> None:
+    if not np.isfinite(vector).all():
+        raise GossipError("the model has NaN or infinite entries")
+
+
+def _check_sum(total: Sum, weight: float) -> None:
+    if not 0.0 < weight <= MAX_WEIGHT:
+        raise GossipError(f"the weight of the sum is {weight}; expected more than 0, and at most {MAX_WEIGHT:g}")
+    if not np.all(np.abs(total) <= MAX_ENTRY * weight):  # false for NaN, too
+        raise GossipError("the sum has entries that are NaN, or too large for its weight")
 
 
 def _open(path: str | os.PathLike[str], expected: Schema) -> Parameters:

@@ -31,10 +31,16 @@ from fedplat.model import Parameters
 
 _STATE = "state.json"
 _RECEIVED = "received"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _JOB_ID = re.compile(r"[A-Za-z0-9-]{1,100}")
 _COPY_BYTES = 1 << 20
 _logger = logging.getLogger(__name__)
 NumBytes = Annotated[int, Meta(ge=0)]
+
+
+def is_digest(text: str) -> bool:
+    """Return whether a text is a SHA-256, which may become the name of a file."""
+    return _DIGEST.fullmatch(text) is not None
 
 
 class PendingMean(Struct, frozen=True):
@@ -110,9 +116,9 @@ class SiloFolder:
         self.state = self._load()
 
     def find(self, digest: str) -> Path | None:
-        """Return the path of a file; None if it is missing."""
+        """Return the path of a file; None if it is missing. A server may name any text, such as another path."""
         path = self.path / digest
-        return path if path.is_file() else None
+        return path if is_digest(digest) and path.is_file() else None
 
     def put(self, content: Parameters | bytes) -> str:
         """Store a file durably, and return its digest."""

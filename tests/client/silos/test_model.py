@@ -261,13 +261,30 @@ def test_a_step_that_leads_elsewhere_is_not_used(tmp_path: Path) -> None:
             receiver.follow(offered, payload)
 
 
-def test_a_trained_model_that_is_not_finite_is_refused(tmp_path: Path) -> None:
-    model = open_model(tmp_path / "silo")
-    before, update = model.state, model.to_parameters()
-    update["weight"][1] = np.inf
-    with pytest.raises(GossipError, match="NaN or infinite entries"):
+@pytest.mark.parametrize("exchange", ["neighbours", "push-sum"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
+def test_a_trained_model_that_is_not_finite_is_refused(tmp_path: Path, exchange: str, value: float) -> None:
+    """Otherwise the silo could not read its own model any more. Two finite numbers may have an infinite sum."""
+    model = open_model(tmp_path / "silo", exchange)
+    update = model.to_parameters()
+    update["weight"][...] = 2e38
+    model.finish_training("training 1", model.add_update(update), update, 10.0, {})
+    before = model.state
+    update["weight"][1] = value
+    with pytest.raises(GossipError, match="has the training diverged"):
         model.add_update(update)
     assert model.state == before
+    assert np.isfinite(model.read()).all()
+
+
+@pytest.mark.parametrize("name", ["../outside", "state.json", "received", ""])
+def test_a_name_that_is_no_digest_is_no_file(tmp_path: Path, name: str) -> None:
+    """A server may name any text as a digest, and what is no model is deleted."""
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"a file of the owner")
+    model = open_model(tmp_path / "silo")
+    for each in (name, str(outside)):
+        assert model.find(each) is None
 
 
 # --- what is on the disk ---------------------------------------------------------------------------------------------

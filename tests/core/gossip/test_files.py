@@ -9,6 +9,7 @@ import pytest
 
 from fedplat.errors import GossipError
 from fedplat.gossip import files
+from fedplat.gossip.messages import MAX_ENTRY
 from fedplat.model import Parameters
 
 
@@ -28,11 +29,44 @@ def test_files_of_models_and_sums_are_read_back(tmp_path: Path) -> None:
     assert (weight, path.stat().st_size) == (0.25, files.file_bytes(5, directed=True))
 
 
-@pytest.mark.parametrize("weight", [0.0, -1.0, np.inf, np.nan])
-def test_weights_are_positive(tmp_path: Path, weight: float) -> None:
-    path = write(tmp_path / "sum", files.make_sum_file(np.ones(5), weight))
-    with pytest.raises(GossipError, match="not positive"):
-        files.read_sum_file(path, 5)
+@pytest.mark.parametrize("weight", [1.0, 2.0**-60, 1e-300, files.MAX_WEIGHT])
+def test_the_largest_models_have_sums_with_any_weight(tmp_path: Path, weight: float) -> None:
+    total = np.array([MAX_ENTRY, -MAX_ENTRY, 0.0]) * weight
+    found, its_weight = files.read_sum_file(write(tmp_path / "sum", files.make_sum_file(total, weight)), 3)
+    assert (found.tobytes(), its_weight) == (total.tobytes(), weight)
+
+
+@pytest.mark.parametrize(
+    ("total", "weight"),
+    [
+        (0.0, 0.0),
+        (0.0, -1.0),
+        (0.0, np.nan),
+        (0.0, np.inf),
+        (0.0, 2 * files.MAX_WEIGHT),
+        (np.nan, 1.0),
+        (np.inf, 1.0),
+        (1.0, 1e-300),
+        (2 * MAX_ENTRY, 1.0),
+        (1e308, files.MAX_WEIGHT),
+    ],
+)
+def test_sums_of_which_the_model_is_not_finite_are_refused(tmp_path: Path, total: float, weight: float) -> None:
+    """Such as one of a hostile neighbour, with a weight so small that the quotient is beyond float32."""
+    with pytest.raises(GossipError, match="weight"):
+        files.make_sum_file(np.full(5, total), weight)
+    content = Parameters.from_arrays({"sum": np.full(5, total), "weight": np.array([weight])})
+    with pytest.raises(GossipError, match="weight"):
+        files.read_sum_file(write(tmp_path / "sum", content), 5)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_models_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
+    vector = np.array([1.0, value], np.float32)
+    with pytest.raises(GossipError, match="NaN or infinite"):
+        files.make_model_file(vector)
+    with pytest.raises(GossipError, match="NaN or infinite"):
+        files.read_model_file(write(tmp_path / "model", Parameters.from_arrays({"model": vector})), 2)
 
 
 def test_other_files_are_no_models(tmp_path: Path) -> None:

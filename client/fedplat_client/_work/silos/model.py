@@ -7,6 +7,7 @@ silo before the change or after it. The numbers are those of `fedplat.gossip`.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import numpy as np
 from msgspec import structs
 
 from fedplat.codecs import Codec
-from fedplat.errors import CodecError, GossipError, UserCodeError
+from fedplat.errors import CodecError, GossipError, PluginError, UserCodeError
 from fedplat.gossip import combine, compress, files, follow, mix
 from fedplat.gossip.fixed_point import find_largest
 from fedplat.gossip.messages import CommitRow, Delta
@@ -22,6 +23,7 @@ from fedplat.gossip.steps import ExchangeSetup, Offered
 from fedplat.model import FLOATING, Parameters, Vector
 from fedplat_client._state.silo_store import PendingMean, RelaySecret, SiloFolder, SiloState
 
+_ROUNDING = 1e-6
 _logger = logging.getLogger(__name__)
 
 
@@ -90,16 +92,16 @@ class SiloModel:
     def add_update(self, update: Parameters) -> str:
         """Store the model with the update of a training, and return its digest, for `finish_training`."""
         step = update.to_vector()
-        if self._is_directed:
-            total, weight = files.read_sum_file(self._path(self.state.model), self.size)
-            trained = total + step
-            file = files.make_sum_file(trained, weight)
-        else:
-            with np.errstate(over="ignore"):
-                trained = self.read() + step
-            file = files.make_model_file(trained)
-        if not np.isfinite(trained).all():
-            raise GossipError("the trained model has NaN or infinite entries (has the training diverged?)")
+        try:
+            if self._is_directed:
+                total, weight = files.read_sum_file(self._path(self.state.model), self.size)
+                file = files.make_sum_file(total + step, weight)
+            else:
+                with np.errstate(over="ignore"):
+                    trained = self.read() + step
+                file = files.make_model_file(trained)
+        except GossipError as exc:
+            raise GossipError(f"the trained model cannot be used (has the training diverged?): {exc}") from exc
         return self._folder.put(file)
 
     def finish_training(
@@ -182,7 +184,7 @@ class SiloModel:
         assert offered.delta is not None
         try:
             copy = follow(self._codec, self._read_plain(offered.delta.base), payload.read_bytes())
-        except (CodecError, UserCodeError) as exc:
+        except (CodecError, PluginError, UserCodeError) as exc:
             raise GossipError(f"the neighbour's step cannot be decoded: {exc}") from exc
         digest = self._folder.put(files.make_model_file(copy))
         if digest != offered.digest:
@@ -221,6 +223,7 @@ class SiloModel:
         state = self.state
         if state.mixed_round >= row.round:
             return True
+        self._check(row)
         names = [name for name, _ in row.neighbours]
         is_complete = state.prepared == row.round and all(name in state.stored for name in names)
         changes: dict[str, object] = {"mixed_round": row.round, "is_trained": False, "stored": dict[str, str]()}
@@ -232,6 +235,16 @@ class SiloModel:
         self._save(**changes)
         self._folder.tidy(self._initial_copy)
         return is_complete
+
+    def _check(self, row: CommitRow) -> None:
+        weights = [row.own, *(weight for _, weight in row.neighbours)]
+        is_average = all(0.0 <= weight <= 1.0 for weight in weights)
+        if not self._is_directed:  # in push-sum it is the columns of W that add up to 1
+            is_average = is_average and abs(math.fsum(weights) - 1.0) < _ROUNDING
+        if not is_average:
+            raise GossipError(
+                f"the weights of round {row.round} are no average; expected numbers from 0 to 1 with sum 1"
+            )
 
     def _mix_models(self, row: CommitRow) -> Parameters:
         neighbours = [(weight, self._read_plain(self.state.stored[name])) for name, weight in row.neighbours]

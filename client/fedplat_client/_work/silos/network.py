@@ -30,6 +30,7 @@ from fedplat.secure_aggregation.relay import (
 from fedplat.wire import pieces
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client._auth.calls import Connection
+from fedplat_client._state.silo_store import is_digest
 from fedplat_client._work import transfer
 from fedplat_client._work.peers.fetch import PeerFetcher, PeerFile, fetch_chunk
 from fedplat_client._work.peers.port import PeerPort
@@ -41,6 +42,7 @@ from fedplat_client.task import Control
 
 CHUNK_WAIT_S = 10.0
 """How long one call waits at the server for a chunk that another silo has not sent yet."""
+_MIN_WAIT_S = 0.05
 
 
 class ByteCounter:
@@ -134,6 +136,7 @@ class PeerNetwork:
     def fetch(self, sender: Contact, remote: RemoteFile, control: Control) -> Path:
         """Return the path of a verified file from the port of another silo."""
         self._check(sender)
+        _check_digest(remote)
         file = PeerFile(sender.silo, sender.address, remote.digest, remote.size_bytes)
         credentials = self.port.renew(control.signal)
         path = self.fetcher.fetch(file, credentials, control.remaining_s, control.signal, remote.size_bytes)
@@ -161,6 +164,7 @@ class PeerNetwork:
 
         Raises `NotSentYetError` if it has not after `wait_s`.
         """
+        _check_digest(remote)
         link = RelayLink(self.exchange, self._verify(sender), self.own, remote.digest, remote.size_bytes)
         sealed, plain = self.folder / f"received-{remote.digest}", self.folder / f"opened-{remote.digest}"
         try:
@@ -199,6 +203,9 @@ class PeerNetwork:
                         write(part)
                         backoff.reset()
             except NotSentYetError:
+                # A server that does not wait itself would make a busy loop.
+                control.options.wait(control.signal, min(_MIN_WAIT_S, max(control.remaining_s, 0.0)))
+                control.signal.check()
                 raise
             except ServerUnavailableError as exc:
                 control.options.wait(control.signal, min(backoff.next_s(exc.retry), max(control.remaining_s, 0.0)))
@@ -252,3 +259,8 @@ class PeerNetwork:
             channel = self.port.renew(control.signal).connect(sender.address, sender.silo)
             self._channels[sender.silo] = channel
         return channel
+
+
+def _check_digest(remote: RemoteFile) -> None:
+    if not is_digest(remote.digest):  # it becomes the name of a file
+        raise PeerError("WRONG_DIGEST", f"the server names the file {remote.digest!r}, which is no SHA-256")

@@ -39,7 +39,8 @@ from fedplat_client.backoff import Backoff
 from fedplat_client.errors import CallError, Cancelled, NotSentYetError, PeerError, TransferError
 
 _MEAN_TRY_S = 5.0
-"""How long one try to get a mean from a silo takes at most."""
+"""How long the first try to get a mean from a silo takes at most; each one more may take twice as long."""
+_MAX_DOUBLINGS = 7
 _MAX_METRICS = claims.DEFAULT_LIMITS.num_metrics - 2
 _logger = logging.getLogger(__name__)
 
@@ -272,8 +273,9 @@ class SiloRound:
     def _get_mean(self, instruction: AdoptMean) -> Path | None:
         """Return the file of a mean from one of its holders; None if none of them can send it now."""
         remote = RemoteFile(instruction.digest, self._model.mean_bytes)
+        limit_s = _MEAN_TRY_S * 2.0 ** min(self._num_mean_tries, _MAX_DOUBLINGS)  # the file may be large
         for holder in instruction.holders:
-            with limit_time(self._calls.control, _MEAN_TRY_S) as phase:
+            with limit_time(self._calls.control, limit_s) as phase:
                 try:
                     if holder.address:
                         return self._network.fetch(holder, remote, phase)

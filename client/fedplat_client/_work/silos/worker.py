@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from msgspec import structs
 
 from fedplat.codecs import Codec
-from fedplat.errors import GossipError, PluginError, UserCodeError
+from fedplat.errors import CodecError, GossipError, PluginError, UserCodeError
 from fedplat.gossip import steps
 from fedplat.gossip.steps import ExchangeSetup, Progress
 from fedplat.plugins import build_checked
@@ -121,6 +121,10 @@ class SiloWorker:
         except (GossipError, OSError) as exc:
             raise AssignmentFailedError(
                 model_pb2.REASON_TRANSFER_FAILED, f"the silo's files cannot be used: {exc}"
+            ) from exc
+        except (CodecError, PluginError, UserCodeError) as exc:
+            raise AssignmentFailedError(
+                model_pb2.REASON_TRAINER_ERROR, f"the silo's model cannot be encoded: {exc}"
             ) from exc
         return CheckInResult(failed=False)
 
