@@ -62,6 +62,8 @@ Step = tuple[GossipState, tuple[GossipCommand, ...]]
 _change = dataclasses.replace
 _RING = 0x2176
 _MAX_ORDERS = 100
+_MAX_RESTARTS = 3
+"""How often in a round a ring is repeated at once because the same silo gives it up."""
 
 
 def begin(rules: GossipRules) -> Step:
@@ -182,9 +184,18 @@ def _on_completed(state: GossipState, event: RingCompleted) -> Step:
 
 def _on_broken(state: GossipState, event: RingBroken) -> Step:
     is_current = state.phase is GossipPhase.REDUCING and (event.round, event.attempt) == (state.round, state.attempt)
-    if not is_current or event.silo not in state.offers or event.silo in state.completed:
+    if not is_current or event.silo not in state.offers:
         return state, ()
-    return _close_if_reduced(_change(state, broken={**state.broken, event.silo: event}))
+    number = state.restarts.get(event.silo, 0)
+    if event.sender == event.silo and number < _MAX_RESTARTS:
+        # As after a restart: it has lost its key and its chunks, for which the silos after it would wait in vain. That
+        # is no failure of the job. Beyond the limit they do wait, and suspect it, so that no silo repeats for ever.
+        restarts = {**state.restarts, event.silo: number + 1}
+        return _close_ring(_change(state, restarts=restarts, failures=state.failures - 1))
+    if event.silo in state.completed:
+        return state, ()
+    state = _change(state, broken={**state.broken, event.silo: event})
+    return _close_if_reduced(state)
 
 
 def _close_if_reduced(state: GossipState) -> Step:
@@ -258,6 +269,7 @@ def _begin_round(state: GossipState, number: int) -> Step:
         unfinished={},
         suspects=frozenset(),
         excluded=frozenset(),
+        restarts={},
         reason="",
     )
     timer = SetTimer(state.timer, state.rules.training_s)

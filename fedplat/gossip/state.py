@@ -60,7 +60,8 @@ class GossipState:
     `announced`, `edges`, `offers`, `ring`, `completed` and `broken` are of the current round or attempt; `away`
     are silos that left and have not come back, and `members` those that have announced a model or come back since.
     `unfinished` are the offers of the last attempt of the round of which no silo has reported the mean. `suspects` are
-    pairs of silos between which rings of this round broke, and `excluded` silos that no ring of it has any more.
+    pairs of silos between which rings of this round broke, `excluded` silos that no ring of it has any more, and
+    `restarts` counts how often each silo has given up a ring of it by itself.
     `consensus` is of the last exchange or ring, `average` the last committed mean, and `reason` why a phase was
     repeated.
     """
@@ -86,6 +87,7 @@ class GossipState:
     broken: Mapping[str, RingBroken] = dataclasses.field(default_factory=dict[str, RingBroken])
     suspects: frozenset[tuple[str, str]] = frozenset()
     excluded: frozenset[str] = frozenset()
+    restarts: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
     confirmed: int = 0
     consensus: Consensus = dataclasses.field(default_factory=Consensus)
     average: CommitAverage | None = None

@@ -105,7 +105,10 @@ class Completed(Struct, frozen=True, tag="completed"):
 
 
 class Broken(Struct, frozen=True, tag="broken"):
-    """The silo gives up an attempt at a ring: the chunk of a step from this sender did not arrive."""
+    """The silo gives up an attempt at a ring: the chunk of a step from this sender did not arrive.
+
+    With itself as the sender: it cannot go on, or has the mean, but no chunks for others any more.
+    """
 
     attempt: Number
     sender: SiloName

@@ -104,9 +104,10 @@ class Silo:
 
     @property
     def name(self) -> str:
-        """Its client id, once it has enrolled."""
-        (path,) = self.folder.glob("*/*/identity.json")
-        return str(msgspec.json.decode(path.read_bytes())["client_id"])
+        """Its client id; "" before it has enrolled."""
+        for path in self.folder.glob("*/*/identity.json"):
+            return str(msgspec.json.decode(path.read_bytes())["client_id"])
+        return ""
 
     def state(self, job: str) -> SiloState:
         (path,) = self.folder.glob(f"*/*/silos/{job}/state.json")

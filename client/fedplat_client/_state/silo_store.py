@@ -68,8 +68,9 @@ class SiloState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `is_trained`: the model was trained and not mixed since, in the training with the id `training`. `prepared` is the
     round for which the model was made ready for neighbours: with a codec, `copy` is then the public copy and `delta`
     the step to it, which the silos `followers` can use (None: all can). `stored` are the files of neighbours in that
-    round, by their ids, and `mixed_with` those in the last row. `assignment` is the last one, until it is over. Pairs of numbers are the bytes sent and received: in
-    all, in all before the last announcement, and what that one says.
+    round, by their ids, and `mixed_with` those in the last row. `assignment` is the last one, until its round is over.
+    Pairs of numbers are the bytes sent and received: in all, in all before the last announcement, and what that one
+    says.
     """
 
     mixed_round: Number = 0
@@ -169,7 +170,8 @@ class SiloFolder:
         damaged = {digest for digest in state.files if not self._is_intact(digest)}
         for digest in damaged:
             _logger.warning("A file of a silo is missing or damaged.", extra={"digest": digest})
-            (self.path / digest).unlink(missing_ok=True)
+            if (path := self.find(digest)) is not None:
+                path.unlink()
         if damaged & state.own_files:
             return SiloState()
         return msgspec.structs.replace(

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedplat.gossip import files
 from fedplat.model import Parameters
 from fedplat_client import Task
 from fedplat_client._state.silo_store import SiloFolder, SiloState
@@ -201,7 +200,7 @@ async def test_a_hostile_neighbour_makes_its_own_edges_be_missed_only(
     vector, announces, problem = SPOILED[what]
     async with silo_fleet.running(tmp_path, 4) as fleet:
         hostile = fleet.silos[3]
-        spoil(monkeypatch, hostile, files.make_model_file(vector).to_bytes(), announces=announces)
+        spoil(monkeypatch, hostile, Parameters.from_arrays({"model": vector}).to_bytes(), announces=announces)
         async with fleet.at_work():
             job = await fleet.operator.start(gossip_job(4, rounds=1, mode='topology = "complete"'), initial_model())
             await fleet.operator.until(job, "attempt", "COMMITTED", round_=1)

@@ -11,6 +11,7 @@ from fedplat.gossip.messages import (
     CommitAverage,
     EndJob,
     RequestKeys,
+    RingBroken,
     RingCompleted,
     SiloDeparted,
 )
@@ -97,6 +98,29 @@ def test_a_silo_that_leaves_twice_costs_one_attempt() -> None:
     assert job.state.attempt == 2
     assert job.send(SiloDeparted("b")) == ()
     assert (job.state.attempt, job.state.failures) == (2, 1)
+
+
+def test_a_ring_is_repeated_at_once_if_a_silo_has_lost_its_key() -> None:
+    """Otherwise the silos after one that was restarted would wait for it until the deadline."""
+    job = start_ring()
+    for attempt in range(1, 4):
+        job.offer("a", "b", "c", "d")
+        job.send(RingBroken("b", 1, attempt, "b", 0))
+        assert job.of(RequestKeys) == [RequestKeys(1, attempt + 1, ("a", "b", "c", "d"))]
+    assert (job.state.failures, job.state.suspects) == (0, frozenset())
+    job.offer("a", "b", "c", "d")
+    assert job.send(RingBroken("b", 1, 4, "b", 0)) == ()  # a silo cannot repeat a ring for ever
+    job.expire()
+    assert (job.state.attempt, job.state.failures) == (5, 1)
+
+
+@pytest.mark.parametrize("silo", ["b", "c"])
+def test_a_mean_stands_though_a_silo_has_lost_its_key(silo: str) -> None:
+    job = start_ring()
+    job.offer("a", "b", "c", "d")
+    job.complete("a", "c")
+    job.send(RingBroken(silo, 1, 1, silo, 0))
+    assert job.of(CommitAverage) == [CommitAverage(1, "mean", ("a", "c"))]
 
 
 def test_a_ring_of_too_few_silos_with_examples_reveals_no_mean() -> None:

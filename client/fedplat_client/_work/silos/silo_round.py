@@ -220,7 +220,10 @@ class SiloRound:
         """Take part in a ring, and report the mean, or where the ring broke."""
         ring, mean, own = instruction.ring, self._model.state.mean, self._network.own.client_id
         if mean is not None and (mean.round, mean.attempt) == (ring.round, ring.attempt):
-            return self._calls.take(_report_mean(mean))
+            following = self._calls.take(_report_mean(mean))
+            if following.known != step.known:
+                return following
+            return self._calls.take(steps.Broken(ring.attempt, own, 0))  # after a restart it has no chunks for others
         key = self._ring_keys.pop(ring.attempt, None)  # for one ring only
         if key is None:
             return self._calls.take(steps.Broken(ring.attempt, own, 0))
