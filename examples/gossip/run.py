@@ -1,8 +1,9 @@
 """Run a decentralised job: eight silos that exchange models, and a server that has none. `make gossip` runs it.
 
 The demo uses the public interfaces, with TLS. Every silo is a process. Six have a port for their neighbours, and two
-have none: their models pass through the server, encrypted. One silo is killed in a round and started again, and two
-links are cut for some rounds. Then the same silos do the same work with a server that averages (FedAvg).
+have none: their models pass through the server, encrypted. One silo is killed in a round and started again, two links
+are cut for some rounds, and later the server is killed while the silos exchange models. Then the same silos do the same
+work with a server that averages (FedAvg).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ KILL_IN_ROUND = 5
 NUM_CUTS = 2
 CUT_FROM, CUT_UNTIL = 8, 11
 """The rounds in which `NUM_CUTS` links between neighbours are cut, in both directions."""
+KILL_SERVER_IN_ROUND = 14
 EXPORT_S = 30.0
 
 
@@ -51,8 +53,14 @@ class Run(DemoServer):
     names: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
     killed_in_round: int = 0
     victim_came_back: bool = False
+    server_killed_in_round: int = 0
+    mtls_address: str = dataclasses.field(default_factory=lambda: f"127.0.0.1:{free_port()}")
     cuts: tuple[tuple[int, int], ...] = ()
     cut_rounds: set[int] = dataclasses.field(default_factory=set[int])
+
+    def start_server(self) -> None:
+        """Start the server, also after it was killed. `--mtls-listen` lets it sign certificates for ports."""
+        self.start_daemon("--mtls-listen", self.mtls_address)
 
     def start_silos(self) -> None:
         """Start a process for each silo, and wait until all have checked in."""
@@ -82,7 +90,7 @@ class Run(DemoServer):
         return f"127.0.0.1:{self.ports[silo]}"
 
     def follow(self, admin: AdminClient, job: admin_pb2.Job) -> admin_pb2.Job:
-        """Follow the job to its end; kill the victim, and cut links."""
+        """Follow the job to its end; kill a silo and the server, and cut links."""
 
         def show(event: admin_pb2.JobEvent) -> None:
             if event.entity == "attempt":
@@ -93,14 +101,24 @@ class Run(DemoServer):
         return watch.follow(admin, job.job_id, watch.View(show, self.console.print))
 
     def _on_attempt(self, event: admin_pb2.JobEvent, job: admin_pb2.Job) -> None:
-        if event.to_state == "SELECTING" and job.name.startswith("gossip"):
-            self._cut(event.round)
+        if job.name.startswith("gossip"):
+            if event.to_state == "SELECTING":
+                self._cut(event.round)
+            is_due = event.to_state == "EXCHANGING" and event.round >= KILL_SERVER_IN_ROUND
+            if is_due and not self.server_killed_in_round:
+                self._kill_server(event.round)
         if event.to_state == "COMMITTED":
             metrics = event.metrics
             edges = f", {metrics['confirmed_edges']:.0f} of {metrics['edges']:.0f} edges" if "edges" in metrics else ""
             apart = f", distance {metrics['relative_distance']:.3f}" if "relative_distance" in metrics else ""
             loss = f", loss {metrics['loss']:.3f}" if "loss" in metrics else ""
             self.console.print(f"{job.name} round {event.round}{loss}{edges}{apart}")
+
+    def _kill_server(self, number: int) -> None:
+        self.server_killed_in_round = number
+        self.processes.kill("server")
+        self.console.print(f"the server was killed in round {number}, and is started again")
+        self.start_server()
 
     def _cut(self, number: int) -> None:
         """Cut the links of a round, or mend them."""
@@ -115,7 +133,7 @@ class Run(DemoServer):
         self.cut_rounds |= {number} if is_cut else set()
 
     def _on_victim(self, event: admin_pb2.JobEvent) -> None:
-        """Kill the victim once when it has announced its model, and start it again two rounds later."""
+        """Kill a silo once when it has announced its model, and start it again."""
         if not self.killed_in_round and event.round >= KILL_IN_ROUND and event.to_state == "ADVERTISED":
             self.killed_in_round = event.round
             self.processes.kill(f"silo-{VICTIM}")
@@ -198,7 +216,7 @@ def run(demo: Run, rounds: int, needed_accuracy: float) -> int:
         with ended_by_sigterm():
             demo.console.print(f"starting one server and {silo_data.NUM_SILOS} silos …")
             demo.initialize()
-            demo.start_daemon()
+            demo.start_server()
             demo.start_silos()
             with demo.admin() as admin:
                 gossip, job = run_job(demo, admin, "job.toml", rounds)
@@ -220,6 +238,7 @@ def run(demo: Run, rounds: int, needed_accuracy: float) -> int:
         f"the accuracy is below {needed_accuracy}": gossip.accuracy >= needed_accuracy,
         "the killed silo did not come back": demo.victim_came_back,
         "no link was cut": len(demo.cut_rounds) > 1,
+        "the server was not killed": demo.server_killed_in_round > 0,
         f"the server has files with a silo's model: {seen}": not seen,
         f"FedAvg is {fedavg.status} ({fedavg.reason}), not COMPLETED": fedavg.status == "COMPLETED",
     }
@@ -242,8 +261,8 @@ def look_for_models(demo: Run, exports: list[Path]) -> list[str]:
 
 def report(demo: Run, job: admin_pb2.Job, gossip: Outcome, fedavg: Outcome, checks: Mapping[str, bool]) -> int:
     """Print the comparison and the last line, and return the exit status."""
-    table = Table(title="the same work, by gossip and by FedAvg")
-    for column in ("", "accuracy", "rounds", "seconds", "MB of the server", "MB of a silo: least", "mean", "most"):
+    table = Table(title="the same work, by gossip and by FedAvg; MB in and out of the server and of a silo")
+    for column in ("", "accuracy", "rounds", "seconds", "server", "least", "mean", "most"):
         table.add_column(column, justify="right" if column else "left")
     for name, each in (("gossip", gossip), ("FedAvg", fedavg)):
         sizes = [number / 1e6 for number in each.silo_bytes]
@@ -259,6 +278,7 @@ def report(demo: Run, job: admin_pb2.Job, gossip: Outcome, fedavg: Outcome, chec
         "distance": distance,
         "killed_in_round": demo.killed_in_round,
         "cut_rounds": sorted(demo.cut_rounds),
+        "server_killed_in_round": demo.server_killed_in_round,
     }
     (demo.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     failures = [failure for failure, is_met in checks.items() if not is_met]

@@ -242,7 +242,8 @@ PUBLIC_MESSAGES: Mapping[Code, str] = {
     Code.CERTIFICATE_UNKNOWN: "the certificate does not belong to a client of this server",
     Code.CERTIFICATE_EXPIRED: "the client's certificate has expired; renew it",
     Code.NO_CERTIFICATES: (
-        "this server issues no client certificates: it has no authority or no --mtls-listen; sign the calls instead"
+        "this server issues no client certificates: it has no authority or no --mtls-listen; sign "
+        "the calls instead, and open no port for other clients"
     ),
     Code.TOKEN_UNKNOWN: "the enrollment token is unknown; ask the operator for a ticket",
     Code.TOKEN_REFUSED: "the enrollment token is no longer valid; ask the operator for another ticket",

@@ -190,7 +190,7 @@ class SiloFolder:
 
 
 def _read_state(folder: Path) -> SiloState | None:
-    """Return the state in a folder; None if there is none that can be read."""
+    """Return the state in a folder; None if no state can be read."""
     try:
         return msgspec.json.decode((folder / _STATE).read_bytes(), type=prepare_type(SiloState))
     except FileNotFoundError:

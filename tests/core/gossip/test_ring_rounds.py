@@ -109,7 +109,7 @@ def test_a_ring_is_repeated_at_once_if_a_silo_has_lost_its_key() -> None:
         assert job.of(RequestKeys) == [RequestKeys(1, attempt + 1, ("a", "b", "c", "d"))]
     assert (job.state.failures, job.state.suspects) == (0, frozenset())
     job.offer("a", "b", "c", "d")
-    assert job.send(RingBroken("b", 1, 4, "b", 0)) == ()  # a silo cannot repeat a ring for ever
+    assert job.send(RingBroken("b", 1, 4, "b", 0)) == ()  # a silo cannot repeat a ring again and again
     job.expire()
     assert (job.state.attempt, job.state.failures) == (5, 1)
 
