@@ -53,8 +53,14 @@ def ago(unix_s: float, now_s: float) -> str:
 
 
 def rounds(number: int, job: admin_pb2.Job) -> str:
-    """Format the number of a round: `3/10`, or `3` if a Flower app decides how many there are."""
-    return f"{number}/{job.num_rounds}" if job.num_rounds else str(number)
+    """Format the number of a round: `3/10`; `3` if a Flower app decides how many there are.
+
+    `10+2/10` are two rounds without training after the last one of a decentralised job.
+    """
+    if not job.num_rounds:
+        return str(number)
+    settling = number - job.num_rounds
+    return f"{job.num_rounds}+{settling}/{job.num_rounds}" if settling > 0 else f"{number}/{job.num_rounds}"
 
 
 def progress(progress: admin_pb2.AttemptProgress) -> str:

@@ -183,6 +183,14 @@ def list_assignments(  # noqa: PLR0913 - a command's parameters are its options
         lists.show(command, query, assignments.OF_JOB, limit, watch)
 
 
+def _rounds(job: admin_pb2.Job) -> str:
+    if not job.num_rounds:
+        return f"{job.round} committed"
+    settling = job.round - job.num_rounds  # those of a decentralised job after its last training
+    text = f"{min(job.round, job.num_rounds)} of {job.num_rounds} committed"
+    return text + (f", and {settling} without training" if settling > 0 else "")
+
+
 def job_fields(job: admin_pb2.Job) -> dict[str, str]:
     """Return the fields of `fedplat job show`."""
     fields = {
@@ -190,7 +198,7 @@ def job_fields(job: admin_pb2.Job) -> dict[str, str]:
         "name": job.name,
         "population": job.population,
         "status": formats.job_status(job.status) + (f" ({job.reason})" if job.reason else ""),
-        "rounds": f"{job.round}{f' of {job.num_rounds}' if job.num_rounds else ''} committed",
+        "rounds": _rounds(job),
         "model": _model(job),
         "updates": _encoding(job),
         "created": formats.moment(job.created_unix_s),

@@ -6,6 +6,7 @@ from datetime import datetime
 import pytest
 
 from fedplat.cli import formats
+from fedplat.cli.job_lists import job_fields
 from fedplat.cli.output import to_record
 from fedplat.wire.v1 import admin_pb2
 
@@ -44,6 +45,20 @@ def test_sizes(num_bytes: int, text: str):
 )
 def test_durations(seconds: float, text: str):
     assert formats.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "total", "text", "sentence"),
+    [
+        (3, 10, "3/10", "3 of 10 committed"),
+        (12, 10, "10+2/10", "10 of 10 committed, and 2 without training"),
+        (3, 0, "3", "3 committed"),
+    ],
+)
+def test_rounds(number: int, total: int, text: str, sentence: str):
+    job = admin_pb2.Job(round=number, num_rounds=total)
+    assert formats.rounds(number, job) == text
+    assert job_fields(job)["rounds"] == sentence
 
 
 def test_moments_are_local_time():
