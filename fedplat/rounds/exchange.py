@@ -284,7 +284,6 @@ def _advertise(job: JobState, announced: SiloAnnounced, event: SiloReported, con
         weight=model.num_examples if state_of(job).rules.by_examples else 1.0,
         metrics=privacy_rules.kept_metrics(job, event.metrics),
         took_s=context.now - assignment.assigned_at,
-        update_bytes=model.size_bytes,
         staleness=0,
     )
     return reporting.measure_duration(assignments.put(job, advertised), assignment, context)
