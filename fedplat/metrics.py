@@ -154,8 +154,8 @@ def compute_all(metrics: Sequence[Metric], totals: Sequence[Totals], taken: Iter
 
 
 def is_smaller_better(name: str) -> bool:
-    """Return whether smaller values of a metric are better: if its name ends in loss, error or mae."""
-    return name.endswith(("loss", "error", "mae"))
+    """Return whether smaller values of a metric are better: if its name ends in loss, error, mae or distance."""
+    return name.endswith(("loss", "error", "mae", "distance"))
 
 
 def _check_classes(outputs: torch.Tensor, targets: torch.Tensor) -> None:

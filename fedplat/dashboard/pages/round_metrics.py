@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fedplat.metrics import is_smaller_better
 from fedplat.wire.v1 import admin_pb2
 
-_PREFERRED = ("accuracy", "loss")
+_PREFERRED = ("accuracy", "loss", "relative_distance", "confirmed_edges")
 
 
 def metric_values(each: admin_pb2.Round) -> dict[str, float]:
@@ -17,7 +17,7 @@ def metric_values(each: admin_pb2.Round) -> dict[str, float]:
 
 
 def metric_names(rounds: Iterable[admin_pb2.Round]) -> list[str]:
-    """Return the metrics of some rounds, the most useful first: those of the evaluator, accuracy and loss."""
+    """Return the metrics of some rounds, the most useful first: those of the evaluator, then `_PREFERRED`."""
     server = Counter[str]()
     found = Counter[str]()
     for each in rounds:
