@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -357,10 +358,11 @@ def list_failures(summary: dict[str, Any], num_rounds: int) -> list[str]:
 
 
 def free_port() -> int:
-    """Return a free loopback port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a free loopback port, below those that connections get."""
+    while True:
+        port = secrets.choice(range(10_000, 30_000))
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 @contextlib.contextmanager

@@ -189,7 +189,7 @@ def _on_broken(state: GossipState, event: RingBroken) -> Step:
     number = state.restarts.get(event.silo, 0)
     if event.sender == event.silo and number < _MAX_RESTARTS:
         # As after a restart: it has lost its key and its chunks, and the silos after it would wait for them until the
-        # deadline. That is no failure of the job. Beyond the limit they do wait, and suspect it, so that no silo can
+        # deadline. It does not count as a failure. Beyond the limit they do wait, and suspect it, so that no silo can
         # repeat a ring again and again.
         restarts = {**state.restarts, event.silo: number + 1}
         return _close_ring(_change(state, restarts=restarts, failures=state.failures - 1))

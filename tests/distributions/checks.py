@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.cookiejar
 import json
 import re
+import secrets
 import shutil
 import socket
 import subprocess
@@ -134,6 +136,8 @@ def check_dashboard(address: str) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port of no program, below those that connections get."""
+    while True:
+        port = secrets.choice(range(10_000, 30_000))
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port

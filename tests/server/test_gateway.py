@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
@@ -26,16 +25,11 @@ from support.daemons import RawClient, Site, digest_of, initial_model, reason_na
 from support.databases import execute_sql
 from support.gateways import both_agree, code_of, leading, status
 from support.jobs import job_file
+from support.processes import free_port
 from support.raw_client import private_key
 from support.secure_clients import begin_all, expected_model, secure_job, together
 
 TIMES = LeaseTimes(valid_s=60.0, renew_s=0.2, margin_s=1.0, poll_s=0.05)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def daemon(folder: Path, postgres: str) -> contextlib.AbstractAsyncContextManager[Site]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -22,9 +23,11 @@ PATIENCE_S = 60.0
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port of no program, below those that connections get, which would take it before the program listens."""
+    while True:
+        port = secrets.choice(range(10_000, 30_000))
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def until(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
