@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 PYTEST := $(BIN)/python -m pytest --dist worksteal --durations=25
 # Slow tests wait for processes: more workers than cores.
-SLOW_WORKERS := $(shell echo $$(( $$(nproc) * 3 )))
+SLOW_WORKERS := $(shell echo $$(( $$(nproc) * 2 )))
 # The tests start hundreds of processes, each of which would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 # Programs of benchmarks/ that need no other platform. Together they take less than 10 minutes. The last one shows the
