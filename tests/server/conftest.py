@@ -23,20 +23,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("weather", ["calm", failing], indirect=True)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps one run of each test on a store that fails: the one with the first of the test's own parameters."""
-    kept, others, seen = list[pytest.Item](), list[pytest.Item](), set[tuple[str, str]]()
-    for item in items:
-        is_function = isinstance(item, pytest.Function)
-        in_storm = is_function and hasattr(item, "callspec") and item.callspec.params.get("weather") == "storm"
-        name = str(item.path), item.originalname if is_function else item.name
-        (others if in_storm and name in seen else kept).append(item)
-        seen |= {name} if in_storm else set()
-    if others:
-        config.hook.pytest_deselected(items=others)
-        items[:] = kept
-
-
 @pytest.fixture(scope="session")
 def postgres_server() -> Generator[str]:
     """The URL of a PostgreSQL that may be used as we please.
