@@ -14,22 +14,16 @@ A ring attempt that loses a silo is repeated without it and with new keys. But o
 stands and others get it from that silo: the difference of two means would reveal the model of the silo that left. So a
 silo that is asked for a key and has the mean of the attempt before reports that mean again in place of a key, and it
 stands then, too. Only a silo that is away with the mean while the others repeat the ring can compute that difference.
-
-If a chunk does not arrive, or arrives changed, then the sender, the receiver or the link between them is at fault. The
-next attempt has another order, in which these two are not next to each other. A silo that failed so with more than half
-of the others is left out of the round's further attempts. So one silo cannot make all attempts fail, and only a
-majority can exclude a silo, whose model would be the difference of two means.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
-from collections.abc import Iterable
 
 import numpy as np
 
+from fedplat.gossip import suspects
 from fedplat.gossip.consensus import Consensus, measure_consensus
 from fedplat.gossip.messages import (
     AssignNeighbours,
@@ -60,8 +54,6 @@ from fedplat.gossip.weights import metropolis, push_sum
 
 Step = tuple[GossipState, tuple[GossipCommand, ...]]
 _change = dataclasses.replace
-_RING = 0x2176
-_MAX_ORDERS = 100
 _MAX_RESTARTS = 3
 """How often in a round a ring is repeated at once because the same silo gives it up."""
 
@@ -389,36 +381,18 @@ def _begin_ring(state: GossipState) -> Step:
         )
     places = tuple(
         RingPlace(name, state.announced[name].address, offers[name].key, weights[name] / total, offers[name].signature)
-        for name in _order(state, list(offers))
+        for name in suspects.draw_order(state, list(offers))
     )
     ring = BeginRing(state.round, state.attempt, places, max(offer.largest for offer in offers.values()))
     state = _change(_enter(state, GossipPhase.REDUCING), offers=offers, ring=ring)
     return state, (ring, SetTimer(state.timer, state.rules.exchange_s))
 
 
-def _order(state: GossipState, names: list[str]) -> list[str]:
-    """Return the order of a ring: of some random ones, one in which the fewest suspects are next to each other."""
-    sequence = np.random.SeedSequence([state.rules.options.seed, _RING, state.round, state.attempt])
-    rng, best, fewest = np.random.default_rng(sequence), names, len(names) + 1
-    for _ in range(_MAX_ORDERS):
-        order = [names[position] for position in rng.permutation(len(names)).tolist()]
-        number = sum(_pair(*pair) in state.suspects for pair in zip(order, [*order[1:], order[0]], strict=True))
-        if number < fewest:
-            best, fewest = order, number
-        if not fewest:
-            break
-    return best
-
-
-def _pair(one: str, other: str) -> tuple[str, str]:
-    return min(one, other), max(one, other)
-
-
 def _close_ring(state: GossipState) -> Step:
     """Commit the mean if a silo has it and all that have it agree; else repeat the ring without those that left."""
     digests = {event.digest for event in state.completed.values()}
     if len(digests) != 1:
-        state = _suspect(state, _find_broken_links(state))
+        state = suspects.add_broken_links(state)
         gone = ", ".join(sorted(state.offers.keys() - state.completed.keys()))
         state = _change(state, unfinished={} if digests else state.offers)
         return _repeat_ring(state, f"no mean of {gone}" if not digests else "the silos have different means")
@@ -435,34 +409,6 @@ def _close_ring(state: GossipState) -> Step:
         return following, (average, *commands)
     ended, commands = _end(state, EndJob("COMPLETED", average.digest))
     return ended, (average, *commands)
-
-
-def _find_broken_links(state: GossipState) -> set[tuple[str, str]]:
-    """Return the pairs of silos between which the ring broke first, or a chunk changed."""
-    reports = [event for event in state.broken.values() if event.silo not in state.away]
-    earliest = min((event.step for event in reports), default=0)
-    pairs = [(event.sender, event.silo) for event in reports if event.step == earliest]
-    order = [member.silo for member in state.ring.members] if state.ring is not None else []
-    for position, sender in enumerate(order):
-        receiver = order[(position + 1) % len(order)]
-        sent, received = state.completed.get(sender), state.completed.get(receiver)
-        if sent is None or received is None or not len(sent.chunks) == len(received.chunks) == len(order):
-            continue
-        # The receiver has made the chunk after its own position itself, and got all others from the sender.
-        own = (position + 2) % len(order)
-        if any(sent.chunks[chunk] != received.chunks[chunk] for chunk in range(len(order)) if chunk != own):
-            pairs.append((sender, receiver))
-    members = state.offers.keys() - state.away
-    return {_pair(*pair) for pair in pairs if members.issuperset(pair) and pair[0] != pair[1]}
-
-
-def _suspect(state: GossipState, pairs: Iterable[tuple[str, str]]) -> GossipState:
-    """Add pairs of suspects, and exclude silos that are suspected with more than half of the others."""
-    suspects = state.suspects.union(pairs)
-    counts = Counter(name for pair in suspects for name in pair)
-    most = (len(state.offers) - 1) // 2
-    excluded = state.excluded.union(name for name, number in counts.items() if number > most)
-    return _change(state, suspects=suspects, excluded=excluded)
 
 
 def _repeat_ring(state: GossipState, reason: str) -> Step:
