@@ -21,6 +21,14 @@ def describe(exchange: admin_pb2.Exchange) -> str:
     return text
 
 
+def count_settling(number: int, num_rounds: int) -> int:
+    """Return how many of the rounds so far had no training: those of a decentralised job after its last training.
+
+    `num_rounds` is that of the job; 0 if a Flower app decides.
+    """
+    return max(0, number - num_rounds) if num_rounds else 0
+
+
 def join_names(names: Sequence[str], total: int) -> str:
     """Join the first names of `total` ones."""
     more = total - len(names)

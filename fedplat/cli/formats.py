@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 
 from fedplat import step_profile, texts
-from fedplat.admin import enum_names, funnel
+from fedplat.admin import enum_names, exchange, funnel
 from fedplat.loaded_plugins import PluginVersion
 from fedplat.wire.v1 import admin_pb2
 
@@ -57,10 +57,9 @@ def rounds(number: int, job: admin_pb2.Job) -> str:
 
     `10+2/10` are two rounds without training after the last one of a decentralised job.
     """
-    if not job.num_rounds:
-        return str(number)
-    settling = number - job.num_rounds
-    return f"{job.num_rounds}+{settling}/{job.num_rounds}" if settling > 0 else f"{number}/{job.num_rounds}"
+    settling = exchange.count_settling(number, job.num_rounds)
+    text = f"{number - settling}+{settling}" if settling else str(number)
+    return f"{text}/{job.num_rounds}" if job.num_rounds else text
 
 
 def progress(progress: admin_pb2.AttemptProgress) -> str:

@@ -184,11 +184,9 @@ def list_assignments(  # noqa: PLR0913 - a command's parameters are its options
 
 
 def _rounds(job: admin_pb2.Job) -> str:
-    if not job.num_rounds:
-        return f"{job.round} committed"
-    settling = job.round - job.num_rounds  # those of a decentralised job after its last training
-    text = f"{min(job.round, job.num_rounds)} of {job.num_rounds} committed"
-    return text + (f", and {settling} without training" if settling > 0 else "")
+    settling = exchange.count_settling(job.round, job.num_rounds)
+    text = f"{job.round - settling}{f' of {job.num_rounds}' if job.num_rounds else ''} committed"
+    return text + (f", and {settling} without training" if settling else "")
 
 
 def job_fields(job: admin_pb2.Job) -> dict[str, str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
 from markupsafe import Markup
 
 from fedplat import texts
 from fedplat.admin import enum_names
+from fedplat.admin.exchange import count_settling
 
 NOTHING = "-"
 printable = texts.printable
@@ -80,10 +81,11 @@ def short_id(identifier: str) -> str:
     return identifier if len(identifier) <= 14 else identifier[:12] + "…"
 
 
-FILTERS = {
+FILTERS: dict[str, Callable[..., object]] = {
     "duration": duration,
     "size": size,
     "count": count,
+    "count_settling": count_settling,
     "number": number,
     "metrics": metrics,
     "printable": printable,

@@ -166,7 +166,8 @@ def f1_of_parts(given: ClientTraining) -> float:
 
 
 def test_smaller_errors_are_better() -> None:
-    assert [is_smaller_better(name) for name in ("loss", "mae", "absolute_error", "f1", "accuracy")] == [
+    assert [is_smaller_better(name) for name in ("loss", "distance", "mae", "absolute_error", "f1", "accuracy")] == [
+        True,
         True,
         True,
         True,
