@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import socket
 import statistics
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from fedplat.cli import submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat_server.auth.pki_folder import PkiFolder
+from processes import free_port
 from report import Cell, JsonOption, Report, SaveOption, finish
 
 HERE = Path(__file__).resolve().parent
@@ -86,9 +86,7 @@ class Process:
 @contextlib.contextmanager
 def server(folder: Path, *, tls: bool, bare: bool = False) -> Generator[Process]:
     """Run a server on a free port, and end it afterwards."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     address = f"127.0.0.1:{port}"
     init = ["-m", "fedplat_server", "init", "--data-dir", str(folder), "--host", "127.0.0.1", "--port", str(port)]
     if subprocess.run([sys.executable, *init], stdout=subprocess.DEVNULL).returncode:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
+import secrets
 import socket
 import subprocess
 import time
@@ -123,10 +125,11 @@ def peak_rss(pid: int) -> int:
 
 
 def free_port() -> int:
-    """Return a free loopback port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a free loopback port, below those that connections get."""
+    while True:
+        port = secrets.choice(range(10_000, 30_000))
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def is_open(port: int) -> bool:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.cookiejar
 import json
 import re
-import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import urllib.parse
@@ -17,6 +14,7 @@ from pathlib import Path
 
 from distributions.building import require
 from distributions.environments import Machine
+from support.ports import free_port
 from support.projects import MAX_LIGHT, ROOT
 
 PROJECT = "tumors"
@@ -133,11 +131,3 @@ def check_dashboard(address: str) -> None:
     for path in linked:
         with opener.open(f"{origin}{path}", timeout=60) as response:
             require(len(response.read()) > 100, f"{path} is empty")
-
-
-def free_port() -> int:
-    """A port of no program, below those that connections get."""
-    while True:
-        port = secrets.choice(range(10_000, 30_000))
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port

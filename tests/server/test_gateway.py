@@ -25,7 +25,7 @@ from support.daemons import RawClient, Site, digest_of, initial_model, reason_na
 from support.databases import execute_sql
 from support.gateways import both_agree, code_of, leading, status
 from support.jobs import job_file
-from support.processes import free_port
+from support.ports import free_port
 from support.raw_client import private_key
 from support.secure_clients import begin_all, expected_model, secure_job, together
 

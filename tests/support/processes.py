@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import signal
-import socket
 import subprocess
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -16,18 +14,11 @@ import msgspec
 
 from fedplat.admin import AdminClient, profile
 from support import releases
+from support.ports import free_port
 
 ROOT = releases.ROOT
 BIN = releases.MAIN.bin
 PATIENCE_S = 60.0
-
-
-def free_port() -> int:
-    """A port of no program, below those that connections get, which would take it before the program listens."""
-    while True:
-        port = secrets.choice(range(10_000, 30_000))
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 def until(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
