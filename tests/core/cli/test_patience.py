@@ -20,7 +20,7 @@ from fedplat.cli.patience import Patience
 from fedplat.errors import ServerRefusedError, ServerUnreachableError
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
-from support.cli.commands import TOKEN, Run, start
+from support.cli.commands import Run, environment_for, start
 from support.cli.fake_admin import FakeServer
 from support.cli.fake_state import S, State
 from support.cli.story import ending, script
@@ -157,7 +157,7 @@ def test_what_does_not_pass_is_told_at_once(state: State, server: FakeServer, cl
 def test_wrong_arguments_are_told_before_any_server_is_asked(closed_port: str, tmp_path: Path) -> None:
     wrong = tmp_path / "job.toml"
     wrong.write_text("rounds = 0")
-    environment = {"FEDPLAT_SERVER": closed_port, "FEDPLAT_INSECURE": "1", "FEDPLAT_TOKEN": TOKEN}
+    environment = environment_for(closed_port)
     done = CliRunner().invoke(app, ["job", "submit", str(wrong)], env=environment)
     assert done.exit_code == 2
     assert "waiting for" not in done.stderr
@@ -208,7 +208,7 @@ def test_a_success_begins_the_time_anew(state: State, client: AdminClient) -> No
 
 
 def test_without_a_timeout_commands_fail_at_once(closed_port: str) -> None:
-    environment = {"FEDPLAT_SERVER": closed_port, "FEDPLAT_INSECURE": "1", "FEDPLAT_TOKEN": TOKEN}
+    environment = environment_for(closed_port)
     for arguments in (["status"], ["job", "list"], ["job", "watch", "x", "--timeout", "0"]):
         done = CliRunner().invoke(app, arguments, env=environment)
         assert done.exit_code == 5

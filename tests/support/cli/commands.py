@@ -20,7 +20,17 @@ TOKEN = "fedplat_op_" + "t" * 43
 
 def environment(server: FakeServer) -> dict[str, str]:
     """The variables that name the server, which has no TLS."""
-    return {"FEDPLAT_SERVER": server.address, "FEDPLAT_INSECURE": "1", "FEDPLAT_TOKEN": TOKEN}
+    return environment_for(server.address)
+
+
+def environment_for(address: str) -> dict[str, str]:
+    """The variables that name a server without TLS, and none of the profile that this machine's user may have."""
+    return {
+        "FEDPLAT_SERVER": address,
+        "FEDPLAT_INSECURE": "1",
+        "FEDPLAT_TOKEN": TOKEN,
+        "XDG_CONFIG_HOME": os.devnull,
+    }
 
 
 def start(server: FakeServer, *arguments: str) -> subprocess.Popen[str]:
