@@ -10,20 +10,24 @@ The coordinator never has a model: it draws edges among the silos that announced
 (both ends of an edge, or the receiver of a link, have reported the announced digest), and sends the rows of W. A row
 that a silo may not have received is sent again when it returns.
 
-A ring attempt that loses a silo is repeated without it and with new keys. But once one silo has the mean, the mean
-stands and others get it from that silo: the difference of two means would reveal the model of the silo that left. So a
-silo that is asked for a key and has the mean of the attempt before reports that mean again in place of a key, and it
-stands then, too. Only a silo that is away with the mean while the others repeat the ring can compute that difference.
+A ring attempt that loses a silo is repeated without it and with new keys. But a mean of it that silos have stands, and
+others get it from them: the difference of two means would reveal the model of the silo that left. So a silo that is
+asked for a key and has the mean of the attempt before reports that mean again in place of a key, and it stands then,
+too. Only a silo that is away with the mean while the others repeat the ring can compute that difference.
+
+What a single silo reports could be any model. As long as no silo has left, the ring is therefore repeated with the same
+silos, which have the same mean, bit for bit.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from fedplat.gossip import suspects
+from fedplat.gossip import means, suspects
 from fedplat.gossip.consensus import Consensus, measure_consensus
 from fedplat.gossip.messages import (
     AssignNeighbours,
@@ -198,14 +202,20 @@ def _close_if_reduced(state: GossipState) -> Step:
 
 
 def _on_late_mean(state: GossipState, event: RingCompleted) -> Step:
-    """Let the mean of the attempt before stand, unless the next attempt has begun."""
+    """Let the mean of the attempt before stand if it may, unless the next attempt has begun."""
     offer = state.unfinished.get(event.silo)
     if state.phase is not GossipPhase.OFFERING_KEYS or offer is None:
         return state, ()
     if (event.round, event.attempt) != (offer.round, offer.attempt):
         return state, ()
-    state = _enter(state, GossipPhase.REDUCING)
-    return _close_ring(_change(state, offers=state.unfinished, completed={event.silo: event}))
+    state = _change(state, late={**state.late, event.silo: event})
+    return _close_late(state, state.candidates) or (state, ())
+
+
+def _close_late(state: GossipState, members: Iterable[str]) -> Step | None:
+    """Commit the mean of the attempt before if it stands; None if it does not. `members` are those of the next ring."""
+    digest = means.find_mean(state, state.unfinished, state.late, members)
+    return _commit_mean(state, digest, state.late) if digest is not None else None
 
 
 def _on_departed(state: GossipState, event: SiloDeparted) -> Step:
@@ -218,7 +228,7 @@ def _on_departed(state: GossipState, event: SiloDeparted) -> Step:
         case GossipPhase.EXCHANGING if _is_exchanged(state):
             return _commit_rows(state)
         case GossipPhase.OFFERING_KEYS if event.silo in state.announced:
-            return _repeat_ring(state, f"{event.silo} left")
+            return _close_late(state, state.candidates) or _repeat_ring(state, f"{event.silo} left")
         case GossipPhase.REDUCING if event.silo in state.offers and event.silo not in state.completed:
             return _close_ring(state)
         case _:
@@ -238,6 +248,8 @@ def _on_timer(state: GossipState) -> Step:
         case GossipPhase.EXCHANGING:
             return _commit_rows(state)
         case GossipPhase.OFFERING_KEYS:
+            if (closed := _close_late(state, state.offers)) is not None:
+                return closed
             if len(state.offers) >= state.rules.minimum:
                 return _begin_ring(state)
             return _repeat_ring(state, f"{len(state.offers)} silos offered keys")
@@ -260,6 +272,7 @@ def _begin_round(state: GossipState, number: int) -> Step:
         received={},
         failures=0,
         unfinished={},
+        late={},
         suspects=frozenset(),
         excluded=frozenset(),
         restarts={},
@@ -389,20 +402,29 @@ def _begin_ring(state: GossipState) -> Step:
 
 
 def _close_ring(state: GossipState) -> Step:
-    """Commit the mean if a silo has it and all that have it agree; else repeat the ring without those that left."""
-    digests = {event.digest for event in state.completed.values()}
-    if len(digests) != 1:
-        state = suspects.add_broken_links(state)
-        gone = ", ".join(sorted(state.offers.keys() - state.completed.keys()))
-        state = _change(state, unfinished={} if digests else state.offers)
-        return _repeat_ring(state, f"no mean of {gone}" if not digests else "the silos have different means")
-    away = math.fsum(event.squared_distance for event in state.completed.values()) / len(state.completed)
-    norms = [state.announced[silo].squared_norm for silo in state.completed]
+    """Commit the mean if it stands, or that of the attempt before; else repeat the ring without those that left."""
+    state = suspects.add_broken_links(state)
+    digest = means.find_mean(state, state.offers, state.completed, state.candidates)
+    if digest is not None:
+        return _commit_mean(state, digest, state.completed)
+    if (closed := _close_late(state, state.candidates)) is not None:
+        return closed
+    gone = ", ".join(sorted(state.offers.keys() - state.completed.keys()))
+    is_unknown = len({event.digest for event in state.completed.values()}) <= 1
+    state = means.keep_unfinished(state) if is_unknown else _change(state, unfinished={}, late={})
+    return _repeat_ring(state, f"no mean of {gone}" if is_unknown else "the silos have different means")
+
+
+def _commit_mean(state: GossipState, digest: str, reports: Mapping[str, RingCompleted]) -> Step:
+    """Commit the mean that silos have reported: the next model of all, or the end of the job if they agree."""
+    holders = {silo: event for silo, event in reports.items() if event.digest == digest}
+    away = math.fsum(event.squared_distance for event in holders.values()) / len(holders)
+    norms = [model.squared_norm for model in state.announced.values()]
     distance, norm = math.sqrt(away), math.sqrt(math.fsum(norms) / len(norms))
     state = _change(state, consensus=Consensus(bound=distance, estimate=distance, norm=norm))
     if state.rules.options.exchange != "ring" and state.consensus.relative > state.rules.options.tolerance:
         return _settle(state)
-    average = CommitAverage(state.round, digests.pop(), tuple(sorted(state.completed)))
+    average = CommitAverage(state.round, digest, tuple(sorted(holders)))
     state = _change(state, average=average)
     if state.rules.options.exchange == "ring" and state.round < state.rules.rounds:
         following, commands = _begin_round(state, state.round + 1)

@@ -59,9 +59,9 @@ class GossipState:
 
     `announced`, `edges`, `offers`, `ring`, `completed` and `broken` are of the current round or attempt; `away`
     are silos that left and have not come back, and `members` those that have announced a model or come back since.
-    `unfinished` are the offers of the last attempt of the round of which no silo has reported the mean. `suspects` are
-    pairs of silos between which rings of this round broke, `excluded` silos that no ring of it has any more, and
-    `restarts` counts how often each silo has given up a ring of it by itself.
+    `unfinished` are the offers of the last attempt of the round, of which no mean stands, and `late` the means of it
+    that silos have reported. `suspects` are pairs of silos between which rings of this round broke, `excluded` silos
+    that no ring of it has any more, and `restarts` counts how often each silo has given up a ring of it by itself.
     `consensus` is of the last exchange or ring, `average` the last committed mean, and `reason` why a phase was
     repeated.
     """
@@ -82,6 +82,7 @@ class GossipState:
     rows: Mapping[str, CommitRow] = dataclasses.field(default_factory=dict[str, CommitRow])
     offers: Mapping[str, KeyOffered] = dataclasses.field(default_factory=dict[str, KeyOffered])
     unfinished: Mapping[str, KeyOffered] = dataclasses.field(default_factory=dict[str, KeyOffered])
+    late: Mapping[str, RingCompleted] = dataclasses.field(default_factory=dict[str, RingCompleted])
     ring: BeginRing | None = None
     completed: Mapping[str, RingCompleted] = dataclasses.field(default_factory=dict[str, RingCompleted])
     broken: Mapping[str, RingBroken] = dataclasses.field(default_factory=dict[str, RingBroken])
@@ -101,8 +102,9 @@ class GossipState:
 
     @property
     def candidates(self) -> list[str]:
-        """The silos that a ring of the round may have, sorted."""
-        return [name for name in self.present if name not in self.excluded]
+        """The silos that a ring of the round may have, sorted; those of a ring whose mean a silo alone has reported."""
+        possible = self.unfinished if self.late else self.announced
+        return [name for name in self.present if name in possible and name not in self.excluded]
 
     @property
     def has_all(self) -> bool:

@@ -66,6 +66,17 @@ def test_the_mean_is_that_of_the_quantised_models_bit_for_bit(count: int, size: 
     np.testing.assert_allclose(expected, weighted, rtol=1e-7, atol=count * bound * 2.0**-30)
 
 
+def test_a_ring_of_the_same_silos_in_another_order_has_the_same_mean_bit_for_bit() -> None:
+    models = np.random.default_rng(3).standard_normal((5, 101)).astype(np.float32)
+    shares = np.array([0.1, 0.3, 0.2, 0.25, 0.15])
+    digests = set[str]()
+    for order in ([0, 1, 2, 3, 4], [3, 0, 4, 2, 1]):
+        members = make_members(models[order], shares[order].tolist())
+        run_ring(members)
+        digests |= {member.digest() for member in members}
+    assert len(digests) == 1
+
+
 @pytest.mark.parametrize("count", [3, 8])
 def test_each_silo_sends_the_least_number_of_bytes(count: int) -> None:
     size = 10_007

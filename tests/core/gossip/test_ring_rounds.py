@@ -49,15 +49,11 @@ def test_a_mean_that_one_silo_has_stands() -> None:
     assert job.of(CommitAverage) == [CommitAverage(1, "mean", ("a", "c"))]
 
 
-@pytest.mark.parametrize("cause", ["a silo left", "the time is over"])
-def test_a_mean_that_is_reported_late_stands(cause: str) -> None:
+def test_a_mean_that_is_reported_late_stands() -> None:
     """Else this silo, and all whose reports are on their way, would have two means, without and with another silo."""
     job = start_ring()
     job.offer("a", "b", "c", "d")
-    if cause == "a silo left":
-        job.send(SiloDeparted("b"))
-    else:
-        job.expire()
+    job.send(SiloDeparted("b"))
     assert job.of(RequestKeys)
     job.offer("a")
     assert job.send(RingCompleted("x", 1, 1, "mean"), RingCompleted("c", 1, 2, "mean")) == ()
@@ -68,14 +64,124 @@ def test_a_mean_that_is_reported_late_stands(cause: str) -> None:
     assert job.send(RingCompleted("d", 1, 1, "mean")) == ()
 
 
-def test_different_means_are_not_accepted() -> None:
+def test_a_mean_that_two_silos_report_late_stands() -> None:
     job = start_ring()
     job.offer("a", "b", "c", "d")
-    job.complete("a", "b", "c")
-    job.complete("d", digest="another")
+    job.expire()
+    assert job.send(RingCompleted("c", 1, 1, "mean")) == ()
+    job.send(RingCompleted("a", 1, 1, "mean"))
+    assert job.of(CommitAverage) == [CommitAverage(1, "mean", ("a", "c"))]
+
+
+def start_ring_with_one_mean() -> Job:
+    """A ring of which only "a" has reported a mean, and which is asked for keys again."""
+    job = start_ring()
+    job.offer("a", "b", "c", "d")
+    job.complete("a", digest="of a")
+    job.expire()
     assert job.of(CommitAverage) == []
     assert job.of(RequestKeys) == [RequestKeys(1, 2, ("a", "b", "c", "d"))]
-    assert job.send(RingCompleted("d", 1, 1, "another")) == ()
+    return job
+
+
+def test_a_mean_that_one_silo_alone_reports_is_computed_again_by_the_same_silos() -> None:
+    """It could report any model. The ring of the same silos has the same mean, which reveals nothing more."""
+    job = start_ring_with_one_mean()
+    job.announce("e")
+    assert job.send(RingCompleted("a", 1, 1, "of a")) == ()  # it reports it again in place of a key
+    job.offer("a", "b", "c", "d")
+    assert {member.silo for member in job.of(BeginRing)[0].members} == {"a", "b", "c", "d"}
+    job.complete("b", "c", "d", "a")
+    assert job.of(CommitAverage) == [CommitAverage(1, "mean", ("a", "b", "c", "d"))]
+
+
+@pytest.mark.parametrize("when", ["offering", "offers nothing", "reducing"])
+def test_a_mean_that_one_silo_reports_stands_once_another_silo_is_lost(when: str) -> None:
+    """The difference of the means of two rings would be the model of the lost silo."""
+    job = start_ring_with_one_mean()
+    if when == "offering":
+        job.send(SiloDeparted("b"))
+    elif when == "offers nothing":
+        job.offer("a", "c", "d")
+        job.expire()
+    else:
+        job.offer("a", "b", "c", "d")
+        job.send(SiloDeparted("b"))
+    assert job.of(CommitAverage) == [CommitAverage(1, "of a", ("a",))]
+
+
+def test_a_mean_is_remembered_while_the_ring_of_the_same_silos_breaks() -> None:
+    job = start_ring_with_one_mean()
+    job.offer("a", "b", "c", "d")
+    job.expire()
+    assert job.of(RequestKeys) == [RequestKeys(1, 3, ("a", "b", "c", "d"))]
+    job.send(SiloDeparted("b"))
+    assert job.of(CommitAverage) == [CommitAverage(1, "of a", ("a",))]
+
+
+def test_a_silo_that_reports_a_mean_and_leaves_does_not_decide() -> None:
+    job = start_ring_with_one_mean()
+    job.send(SiloDeparted("a"))
+    job.offer("b", "c", "d")
+    job.complete("b", "c", "d")
+    assert job.of(CommitAverage) == [CommitAverage(1, "mean", ("b", "c", "d"))]
+
+
+def test_a_silo_cannot_replace_the_mean_by_breaking_rings() -> None:
+    """It lets no other silo have the mean, and reports one of its own, again and again."""
+    job = start_ring()
+    for attempt in range(1, 10):
+        names = [name for name in "abcd" if name in job.state.candidates]
+        job.send(*(RingCompleted("a", 1, before, "of a") for before in range(1, attempt)))
+        job.offer(*names)
+        (ring,) = job.of(BeginRing)
+        order = [member.silo for member in ring.members]
+        job.complete("a", digest="of a")
+        if "a" not in names:
+            break
+        for position, name in enumerate(order):
+            if name != "a":
+                first = order[position - 1] == "a"
+                job.send(RingBroken(name, 1, attempt, order[position - 1], 3 if first else 4))
+        assert job.of(CommitAverage) == []
+    assert job.state.excluded == {"a"}
+    job.complete("b", "c", "d")
+    assert job.of(CommitAverage) == [CommitAverage(1, "mean", ("b", "c", "d"))]
+
+
+@pytest.mark.parametrize("chunks", [(), ("1", "2", "3", "4"), ("1",) * 5])
+def test_the_report_of_a_silo_that_must_lie_does_not_count(chunks: tuple[str, ...]) -> None:
+    job = start_ring()
+    job.offer("a", "b", "c", "d")
+    job.send(*(RingCompleted(name, 1, 1, "mean", 0.0, ("1", "2", "3", "4")) for name in "abc"))
+    job.send(RingCompleted("d", 1, 1, "another", 0.0, chunks))
+    assert job.of(CommitAverage) == [CommitAverage(1, "mean", ("a", "b", "c"))]
+    assert job.of(BeginRound) == [BeginRound(2, trains=True)]
+
+
+def test_different_means_are_not_accepted() -> None:
+    """A chunk was changed on its way from the silo that made it to the next one, and it is not known by which."""
+    job = start_ring()
+    job.offer("a", "b", "c", "d")
+    first, *others = (member.silo for member in job.of(BeginRing)[0].members)
+    job.send(RingCompleted(first, 1, 1, "mean", 0.0, ("1", "2", "3", "4")))
+    job.send(*(RingCompleted(name, 1, 1, "another", 0.0, ("1", "x", "3", "4")) for name in others))
+    assert job.of(CommitAverage) == []
+    assert job.of(RequestKeys) == [RequestKeys(1, 2, ("a", "b", "c", "d"))]
+    assert job.state.suspects == {tuple(sorted((first, others[0])))}
+    assert job.send(RingCompleted(first, 1, 1, "mean")) == ()
+
+
+def test_two_silos_repeat_a_ring_that_broke_between_them() -> None:
+    job = Job(rules(goal=2, minimum=2, rounds=1, tolerance=1.0))
+    job.announce("a", "b")
+    job.receive(("a", "b"), ("b", "a"))
+    job.offer("a", "b", mixed=1)
+    job.send(RingBroken("a", 1, 1, "b", 0), RingBroken("b", 1, 1, "a", 0))
+    assert job.of(RequestKeys) == [RequestKeys(1, 2, ("a", "b"))]
+    job.offer("a", "b", mixed=1)
+    job.complete("a", "b")
+    assert job.of(EndJob) == [EndJob("COMPLETED", "mean")]
 
 
 def test_a_ring_that_has_too_few_silos_left_fails() -> None:

@@ -159,13 +159,16 @@ def test_a_mean_from_before_a_pause_stands() -> None:
     silos.announce(*silos.names)
     for name in silos.names:
         silos.follow(name)
-    silos.follow("c1")  # it has the mean
+    silos.follow("c1")  # these two have the mean
+    silos.follow("c2")
     driver.operate(JobAction.PAUSE)
     driver.operate(JobAction.RESUME)
     silos.check_in(*silos.names)
     silos.announce(*silos.names)
     assert silos.instruction("c1") == steps.SendKey(2)
     silos.report("c1", RingCompleted("c1", 1, 1, "mean"))
+    assert driver.job.status is JobStatus.RUNNING
+    silos.report("c2", RingCompleted("c2", 1, 1, "mean"))
     assert driver.job.status is JobStatus.COMPLETED
     assert driver.job.latest.digest == "mean"
 
