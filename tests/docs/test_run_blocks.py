@@ -46,7 +46,8 @@ class World:
     @contextlib.contextmanager
     def started(self, *commands: str) -> Generator[None]:
         settings = [f"{name}={self.environment[name]}" for name in ("HOME", "PATH")]
-        lines = [["env", "-C", str(self.home), *settings, *command.split()] for command in commands]
+        absent = [f"--unset={name}" for name in sorted(set(os.environ) - set(self.environment))]
+        lines = [["env", "-C", str(self.home), *absent, *settings, *command.split()] for command in commands]
         with processes.processes(lines, self.home / "processes.log"):
             yield
 
