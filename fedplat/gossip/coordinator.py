@@ -209,6 +209,7 @@ def _on_late_mean(state: GossipState, event: RingCompleted) -> Step:
     if (event.round, event.attempt) != (offer.round, offer.attempt):
         return state, ()
     state = _change(state, late={**state.late, event.silo: event})
+    state = _change(state, offers={silo: each for silo, each in state.offers.items() if silo in state.candidates})
     return _close_late(state, state.candidates) or (state, ())
 
 

@@ -95,6 +95,21 @@ def test_a_mean_that_one_silo_alone_reports_is_computed_again_by_the_same_silos(
     assert job.of(CommitAverage) == [CommitAverage(1, "mean", ("a", "b", "c", "d"))]
 
 
+def test_no_other_silo_joins_a_ring_that_is_repeated_for_a_mean() -> None:
+    """The difference of the means of two rings would be the model of the other silo."""
+    job = Job(rules(goal=5, minimum=3, exchange="ring"))
+    job.announce("a", "b", "c", "d", "e")
+    job.offer("a", "b", "c", "d")
+    job.expire()
+    job.expire()  # "e" offered no key
+    assert job.of(RequestKeys) == [RequestKeys(1, 2, ("a", "b", "c", "d", "e"))]
+    job.offer("e", "b", "c", "d")
+    job.send(RingCompleted("a", 1, 1, "of a"))
+    assert job.of(BeginRing) == []
+    job.offer("e", "a")
+    assert {member.silo for member in job.of(BeginRing)[0].members} == {"a", "b", "c", "d"}
+
+
 @pytest.mark.parametrize("when", ["offering", "offers nothing", "reducing"])
 def test_a_mean_that_one_silo_reports_stands_once_another_silo_is_lost(when: str) -> None:
     """The difference of the means of two rings would be the model of the lost silo."""
