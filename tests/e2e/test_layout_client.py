@@ -120,6 +120,7 @@ def test_a_sharded_silo_learns_what_replicas_and_one_process_learn(
     assert not list(sharded.glob("fedplat-model-*"))
 
 
+@pytest.mark.timeout(600)
 def test_a_process_that_fails_leaves_no_other_one_waiting(
     server: processes.Server, sharded: Path, tmp_path: Path
 ) -> None:
