@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import gc
 import hashlib
 import hmac
 import os
 import secrets
+import sys
 import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -30,6 +32,7 @@ COLLECTIVE_S = 600.0
 PROOF_S = 120.0
 """The timeout of the proof that another process is a rank."""
 _PROOF_BYTES = 32
+_Cache = functools._lru_cache_wrapper  # pyright: ignore[reportPrivateUsage]
 
 
 class Ranks:
@@ -131,10 +134,30 @@ class Ranks:
             self._subgroups[count] = subgroup
         return self._subgroups[count]
 
+    def free(self) -> None:
+        """Drop what was made for these ranks, and their subgroups."""
+        self.kept.clear()
+        self._subgroups.clear()
+
     def prove(self, group: distributed.ProcessGroup) -> None:
         """Have the ranks of a new group of processes prove their key to each other, if these ranks have one."""
         if self._key:
             prove_key(Ranks(self.device, group, self.timeout_s), self._key)
+
+
+def _clear_mesh_caches() -> None:
+    """Clear the caches of DTensor, which keep a mesh, and so its groups, as long as the process runs."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import _redistribute, debug  # pyright: ignore[reportPrivateUsage]
+
+    names = (debug, "_clear_sharding_prop_cache"), (_redistribute, "clear_redistribute_planner_cache")
+    for module, name in names:
+        if (clear := getattr(module, name, None)) is not None:  # not in every PyTorch since 2.9
+            clear()
+    for each in gc.get_objects():
+        if isinstance(each, _Cache) and each.__module__.startswith("torch.distributed.tensor."):
+            each.cache_clear()
 
 
 @contextmanager
@@ -169,8 +192,8 @@ def join_group(
     # Gloo is also needed with GPUs, for small messages in the host's memory.
     libraries = "mpi" if backend == "mpi" else "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     distributed.init_process_group(libraries, **options)
+    ranks = Ranks(device, timeout_s=timeout_s, key=key)
     try:
-        ranks = Ranks(device, timeout_s=timeout_s, key=key)
         if key:
             prove_key(ranks, key)
         yield ranks
@@ -178,6 +201,8 @@ def join_group(
         # The other ranks notice only when the connections close: when nothing refers to the group any more. What failed
         # in the block, such as a DistributedDataParallel, refers to it from the frames of the traceback, and in cycles.
         traceback.clear_frames(exc.__traceback__)
+        ranks.free()
+        _clear_mesh_caches()
         distributed.destroy_process_group()
         gc.collect()
         raise
