@@ -156,7 +156,8 @@ def _clear_mesh_caches() -> None:
         if (clear := getattr(module, name, None)) is not None:  # not in every PyTorch since 2.9
             clear()
     for each in gc.get_objects():
-        if isinstance(each, _Cache) and each.__module__.startswith("torch.distributed.tensor."):
+        # `isinstance` would ask each object for its class, for which a deprecated one of PyTorch warns.
+        if type(each) is _Cache and each.__module__.startswith("torch.distributed.tensor."):
             each.cache_clear()
 
 
