@@ -60,6 +60,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     table.note_rows(items)
 
 
+def pytest_report_header() -> str:
+    return storm.header()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if line := storm.summary(terminalreporter.stats):
         terminalreporter.write_line(line)
