@@ -17,6 +17,7 @@ from support.crash import chains, evaluator, recompute, scenario
 from support.crash.chains import POINTS, Chain
 from support.crash.nursery import Nursery, Order
 from support.crash.scenario import KILLED, World
+from support.daemons import initial_model
 
 pytestmark = pytest.mark.slow  # test_points.py has a short chain
 DOWNLINK = '[compression]\ndownlink = {codec = "eden"}\n'
@@ -94,10 +95,17 @@ async def test_killed_at_every_point_before_the_first_round(world: Chain, seed: 
 @pytest.mark.parametrize("seed", [2])
 @pytest.mark.parametrize("half", HALVES, ids=["first", "second"])
 async def test_killed_at_every_point_of_the_rounds(world: Chain, seed: int, half: slice) -> None:
-    """The round continues: no attempt is lost. What is aggregated again has the same bits (I10)."""
+    """The round continues: no attempt is lost. What is aggregated again has the same bits (I10).
+
+    One stored model belongs to no job.
+    """
+
+    async def leave_something(world: World) -> None:
+        await world.ask(lambda site: site.operator.upload(initial_model()))
+
     links = chains.draw(seed, *IN_ROUNDS, *SECOND)[half]
     points = ["create_job.after", *chains.draw(seed, *links, ORPHANS)]
-    await chains.train(world, points, lambda rounds: scenario.job_text(rounds=rounds))
+    await chains.train(world, points, lambda rounds: scenario.job_text(rounds=rounds), disturb=leave_something)
     await check(world)
     _, attempts = await recompute.read(world.order.database)
     assert sorted(attempts) == [(number, 1) for number in range(1, len(points) + 2)]

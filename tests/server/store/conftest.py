@@ -13,6 +13,14 @@ from support.store.driver import Ticks
 
 ON_POSTGRESQL = ("test_contract.py", "test_schema.py")
 """What every run tries on PostgreSQL as well; the other modules' half there is left to `make test-all`."""
+PORTABLE = (
+    *("test_contract_buffered.py", "test_contract_limits.py", "test_contract_participations.py"),
+    *("test_contract_plugins.py", "test_contract_restart.py", "test_contract_traces.py"),
+)
+"""Modules without SQL of one database: no lock, upsert, list in JSON, order of texts or constraint that others lack.
+
+On PostgreSQL they belong to the whole grid.
+"""
 DIALECTS = {"postgres", "postgresql"}
 HERE = Path(__file__).parent
 
@@ -23,6 +31,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         if item.path.name not in ON_POSTGRESQL and not DIALECTS.isdisjoint(map(str, item.callspec.params.values())):
             item.add_marker(pytest.mark.slow)
+            if item.path.name in PORTABLE:
+                item.add_marker(pytest.mark.grid)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

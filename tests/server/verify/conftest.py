@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import shutil
 from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 from sqlalchemy.engine import make_url
 
 from support import databases
-from support.verify.places import Place, healthy
+from support.verify.places import MakePlace, Place, healthy
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +31,26 @@ async def healthy_postgres(
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[Place]:
+def places(request: pytest.FixtureRequest, tmp_path: Path) -> MakePlace:
+    """What copies a healthy database and its blobs, of each kind."""
+    original: Place = request.getfixturevalue(f"healthy_{request.param}")
+    numbers = itertools.count()
+
+    @contextlib.contextmanager
+    def copy() -> Generator[Place]:
+        folder = tmp_path / f"copy{next(numbers)}"
+        if request.param == "sqlite":
+            yield original.copy(f"sqlite:///{folder / 'fedplat.sqlite'}", folder)
+            return
+        server: str = request.getfixturevalue("postgres_server")
+        with databases.postgres_database(server, make_url(original.database).database or "") as url:
+            yield original.copy(url, folder)
+
+    return copy
+
+
+@pytest.fixture
+def place(places: MakePlace) -> Generator[Place]:
     """A copy of a healthy database and its blobs, of each kind."""
-    if request.param == "sqlite":
-        original: Place = request.getfixturevalue("healthy_sqlite")
-        yield original.copy(f"sqlite:///{tmp_path / 'copy' / 'fedplat.sqlite'}", tmp_path / "copy")
-        return
-    original: Place = request.getfixturevalue("healthy_postgres")
-    server: str = request.getfixturevalue("postgres_server")
-    with databases.postgres_database(server, make_url(original.database).database or "") as url:
-        yield original.copy(url, tmp_path / "copy")
+    with places() as made:
+        yield made

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import sqlalchemy
 
@@ -40,16 +43,26 @@ class Place:
 
     def execute(self, statement: str) -> None:
         """Breaks something; the names of jobs in braces become their ids."""
-        databases.in_thread(self._execute(statement.format(**self.jobs)))
+        assert self.try_to_break(statement), f"nothing was broken by {statement}"
 
-    async def _execute(self, statement: str) -> None:
-        engine = create_engine(async_url(self.database), foreign_keys=False)
+    def try_to_break(self, statement: str) -> bool:
+        """Does the same, and returns whether there was something to change, and no constraint against it."""
+        found: list[int] = []
+
+        async def execute() -> None:
+            engine = create_engine(async_url(self.database), foreign_keys=False)
+            try:
+                async with engine.begin() as connection:
+                    text = statement.format(**self.jobs).replace(":", r"\:")
+                    found.append((await connection.execute(sqlalchemy.text(text))).rowcount)
+            finally:
+                await engine.dispose()
+
         try:
-            async with engine.begin() as connection:
-                result = await connection.execute(sqlalchemy.text(statement.replace(":", r"\:")))
-                assert result.rowcount != 0, f"nothing was broken by {statement}"
-        finally:
-            await engine.dispose()
+            databases.in_thread(execute())
+        except sqlalchemy.exc.IntegrityError:
+            return False
+        return found[0] != 0
 
     def blob(self, digest_of: str, job: str, version: int) -> Path:
         """The file of a version: of its `digest`, `state_digest` or `delta_digest`."""
@@ -70,6 +83,9 @@ class Place:
     def copy(self, database: str, folder: Path) -> Place:
         shutil.copytree(self.folder, folder)
         return Place(database, folder, self.jobs)
+
+
+MakePlace: TypeAlias = Callable[[], contextlib.AbstractContextManager[Place]]
 
 
 async def live(site: Site) -> dict[str, str]:
