@@ -30,7 +30,7 @@ THIRDS = ("0", "1", "2")
 
 @functools.cache
 def chosen() -> str:
-    """The third that is no part of the whole grid only, or `all`."""
+    """The third that every run has, or `all`."""
     if given := os.environ.get(VARIABLE):
         if given not in (*THIRDS, "all"):
             raise pytest.UsageError(f"{VARIABLE} = {given!r}: expected one of {', '.join(THIRDS)}, all")

@@ -21,13 +21,14 @@ from support.crash.scenario import KILLED
 from support.seaweedfs import SeaweedFS
 
 pytestmark = pytest.mark.slow  # tests/server/test_object_spool.py has the same steps without processes
+FETCHES = ["commit.model.before", *chains.of("spool_store.fetch")]
+"""With all updates of a round accepted, the next two hosts fetch them."""
 POINTS = [
-    *(*chains.of("spool_store.put", "spool_store.delete"), "spool_store.put.before:2", "spool_store.put.after:2"),
+    *(point for point in chains.of("spool_store") if point not in FETCHES),
+    *("spool_store.put.before:2", "spool_store.put.after:2"),
     *(*chains.of("spool.keep"), "spool.new_folder.after", "upload.append.after", *chains.of("spool.sync")),
     *("upload.discard.after", *chains.of("spool.discard"), "save.uncommitted:5", "save.after:5"),
 ]
-FETCHES = ["commit.model.before", *chains.of("spool_store.fetch")]
-"""With all updates of a round accepted, the next two hosts fetch them."""
 HALVES = [slice(0, None, 2), slice(1, None, 2)]
 
 

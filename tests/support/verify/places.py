@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import sqlalchemy
+from sqlalchemy.exc import IntegrityError
 
 from fedplat.wire.v1 import admin_pb2, model_pb2
 from fedplat_server.database.engine import async_url, create_engine
@@ -60,7 +61,7 @@ class Place:
 
         try:
             databases.in_thread(execute())
-        except sqlalchemy.exc.IntegrityError:
+        except IntegrityError:
             return False
         return found[0] != 0
 
