@@ -19,7 +19,8 @@ from support.crash.nursery import Nursery, Order
 from support.crash.scenario import KILLED, World
 from support.daemons import initial_model
 
-pytestmark = pytest.mark.slow  # test_points.py has a short chain
+# Also a busy machine ends a chain before that. test_points.py has a short one.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 DOWNLINK = '[compression]\ndownlink = {codec = "eden"}\n'
 SCORED = '[evaluation]\nserver = "score"\n'
 EVALUATOR = f"{evaluator.__file__}:score"

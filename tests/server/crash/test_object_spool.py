@@ -20,7 +20,8 @@ from support.crash.nursery import Nursery, Order
 from support.crash.scenario import KILLED
 from support.seaweedfs import SeaweedFS
 
-pytestmark = pytest.mark.slow  # tests/server/test_object_spool.py has the same steps without processes
+# tests/server/test_object_spool.py has the same steps without processes.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 FETCHES = ["commit.model.before", *chains.of("spool_store.fetch")]
 """With all updates of a round accepted, the next two hosts fetch them."""
 POINTS = [
