@@ -87,10 +87,11 @@ soak: $(STAMP) ## 200 clients and many faults for 10 minutes; fails if memory gr
 soak-attackers: $(STAMP) ## 100 honest clients and one attacker of each kind for 10 minutes
 	$(BIN)/python tests/faults/soak_attackers.py
 
-check: $(STAMP) ## format, lint, types, layers
+check: $(STAMP) ## format, lint, texts, types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+	$(BIN)/python tests/style/check.py
 	$(BIN)/pyright
 
 format: $(STAMP)
