@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 
 from faults import table
-from support import storm
+from support import order, storm
 
 # A shell's job in the background ignores SIGINT, and so would every process that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -56,8 +56,14 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="Run the modules in an order drawn from this seed.")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     table.note_rows(items)
+    if (seed := config.getoption("--shuffle")) is not None:
+        order.shuffle_modules(items, seed)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
