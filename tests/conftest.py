@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from collections.abc import Generator
 
@@ -11,6 +12,10 @@ import pytest
 
 from faults import table
 from support import storm
+
+# Threads that wait for each other on busy cores make small matrices many times slower. Libraries read these variables
+# when they are imported, here and in each process that a test starts.
+os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 
 # A shell's job in the background ignores SIGINT, and so would every process that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -29,17 +34,6 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     for name in ("GRPC_VERBOSITY", "PYTHONSAFEPATH"):
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def one_thread() -> Generator[None]:
-    """One thread of PyTorch: for small matrices, more of them only cost time."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.hookimpl(wrapper=True)

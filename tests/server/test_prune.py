@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 from grpc import aio
-from typer.testing import CliRunner
 
 from fedplat_server.cli.commands import app
 from fedplat_server.errors import ConfigError
 from fedplat_server.verify.checker import verify
 from support import daemons
+from support.cli.runner import CliRunner
 from support.daemons import Site
 from support.jobs import job_file
 from support.rollbacks import ZERO, play, roll_back, values

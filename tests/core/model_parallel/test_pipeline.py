@@ -61,17 +61,7 @@ def of_four(request: pytest.FixtureRequest, zygote: Zygote) -> Measured[tuple[st
     return piped.measure(zygote, 4, request.param, cases)
 
 
-@pytest.fixture
-def one_thread() -> Any:
-    """Sums in the order of a rank, which has one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "accumulate", "few rows", "frozen", "sequential", "recompute"])
-@pytest.mark.usefixtures("one_thread")
 def test_the_gradients_have_the_bits_of_one_process(of_two: Measured[str], name: str) -> None:
     expected, (first, second) = piped.by_hand(CASES[name]), of_two[name]
     assert first.gradients.keys().isdisjoint(second.gradients)
@@ -85,7 +75,6 @@ def test_the_gradients_have_the_bits_of_one_process(of_two: Measured[str], name:
 @pytest.mark.parametrize(
     "name", ["interleaved-1f1b", "zero-bubble", "fewer than stages", "fewer than ranks", "clipped"]
 )
-@pytest.mark.usefixtures("one_thread")
 def test_other_orders_of_the_sums_are_close(of_two: Measured[str], name: str) -> None:
     of_two.compare(name, piped.by_hand(CASES[name]), rel_of_norms=1e-5)
 
