@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 
 from faults import table
-from support import storm
+from support import costs, storm
 
 # Threads that wait for each other on busy cores make small matrices many times slower. Libraries read these variables
 # when they are imported, here and in each process that a test starts.
@@ -24,6 +24,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Neither how long an example takes nor how long it takes to draw one says anything about the code.
 hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("tests")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    costs.add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    costs.register(config)
 
 
 @pytest.fixture(autouse=True)
@@ -50,8 +58,11 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     table.note_rows(items)
+    if hasattr(config, "workerinput"):
+        costs.longest_first(items)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
