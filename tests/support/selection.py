@@ -23,7 +23,7 @@ VERIFIED = ROOT / ".ci" / "verified"
 INPUTS = Path(__file__).with_name("inputs.toml")
 SHARED = (
     *("pyproject.toml", "client/pyproject.toml", "server/pyproject.toml", "constraints.txt", "Makefile", "proto/"),
-    *(".ci/", "tests/conftest.py", "tests/in_memory.sh", "tests/support/selection.py", "tests/support/inputs.toml"),
+    *(".ci/run", "tests/conftest.py", "tests/in_memory.sh", "tests/support/selection.py", "tests/support/inputs.toml"),
 )
 """A change of these runs everything."""
 PRODUCT = ("fedplat/", "server/fedplat_server/", "client/fedplat_client/")
@@ -144,16 +144,17 @@ def _find_names(tree: ast.AST, file: str) -> Iterator[str]:
 
 def read_changes(root: Path = ROOT) -> list[str] | None:
     """Return the paths that differ from the verified commit; None if it is not known here."""
-    if not (root / VERIFIED.relative_to(ROOT)).exists():
+    verified = root / VERIFIED.relative_to(ROOT)
+    if not verified.exists():
         return None
-    commit = (root / VERIFIED.relative_to(ROOT)).read_text().strip()
+    commit = verified.read_text().strip()
     found: list[str] = []
     for command in (["diff", "--name-only", "--no-renames", commit], ["ls-files", "-o", "--exclude-standard"]):
         done = subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             return None
         found += done.stdout.splitlines()
-    return found
+    return [path for path in found if root / path != verified]
 
 
 def main() -> None:
