@@ -93,6 +93,11 @@ def measure_yardstick() -> float:
     return round(min(tries), 4)
 
 
+def slowness() -> float:
+    """Return how many times as long as on the recorded machine a piece of work takes here and now; at least 1."""
+    return max(1.0, measure_yardstick() / read().yardstick_s)
+
+
 def tree_cpu_s() -> float:
     """Return the CPU seconds of this process, of all processes that it has started, and of theirs."""
     of_ended = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -249,19 +254,19 @@ class Accountant:
 
     def _check(self, costs: Mapping[str, TestCost], run_cpu_s: float) -> Iterable[str]:
         """Yield a line for each part of the budget that is exceeded."""
-        slowness = max(1.0, measure_yardstick() / read().yardstick_s)
+        slow = slowness()
         fast = {test: cost for test, cost in costs.items() if not cost.is_slow}
         # A run without slow tests is charged as a whole, with the collection of its tests.
         total_s = sum(cost.cpu_s for cost in fast.values()) if len(fast) < len(costs) else run_cpu_s
         self._lines.append(
-            f"{total_s:.0f} CPU seconds for {len(fast)} fast tests; the budget is {BUDGET_CPU_S:.0f} "
-            f"on a machine as fast as the recorded one, which is {slowness:.2f} times as fast as this one is now"
+            f"{total_s:.0f} CPU seconds for {len(fast)} fast tests; the budget is {BUDGET_CPU_S:.0f} on the recorded "
+            f"machine, which is {slow:.2f} times as fast as this one is now"
         )
-        if total_s > BUDGET_CPU_S * slowness:
+        if total_s > BUDGET_CPU_S * slow:
             yield "the fast tests exceed their budget: make some cheaper, or mark them slow (docs/contributing.md)"
         for test, cost in fast.items():
             # Twice the limit, since noise must not fail a run; `tests/test_budget.py` compares the records with it.
-            if cost.own_cpu_s > 2.0 * LONGEST_CPU_S * slowness:
+            if cost.own_cpu_s > 2.0 * LONGEST_CPU_S * slow:
                 yield f"{test}: {cost.own_cpu_s:.1f} CPU seconds; expected at most {LONGEST_CPU_S}, or the mark slow"
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
