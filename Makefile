@@ -97,6 +97,7 @@ check-texts: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+	$(BIN)/python tests/style/check.py
 
 check-types: $(STAMP)
 	$(BIN)/pyright

@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 
 from faults import table
-from support import costs, storm
+from support import costs, order, storm
 
 # Threads that wait for each other on busy cores make small matrices many times slower. Libraries read these variables
 # when they are imported, here and in each process that a test starts.
@@ -28,6 +28,7 @@ hypothesis.settings.load_profile("tests")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     costs.add_option(parser)
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the modules in an order drawn from this seed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,7 +62,9 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     table.note_rows(items)
-    if hasattr(config, "workerinput"):
+    if (seed := config.getoption("--shuffle")) is not None:
+        order.shuffle_modules(items, seed)
+    elif hasattr(config, "workerinput"):
         costs.longest_first(items)
 
 

@@ -26,6 +26,8 @@ from typing import Any, Final
 import msgspec
 import pytest
 
+from support.order import module_of
+
 ROOT = Path(__file__).parents[2]
 FILE: Final = ROOT / "tests" / "durations.json"
 BUDGET_CPU_S = 420.0
@@ -166,7 +168,7 @@ class Meter:
         if call.when == "teardown":
             # A process that is killed and never waited for takes its CPU seconds with it.
             cpu_s, wall_s = max(tree_cpu_s() - self._begin_cpu_s, 0.0), time.perf_counter() - self._begin_s
-            cost = TestCost(_module_of(item), _is_slow(item), cpu_s, cpu_s - self._shared_cpu_s, wall_s)
+            cost = TestCost(module_of(item), _is_slow(item), cpu_s, cpu_s - self._shared_cpu_s, wall_s)
             item.user_properties.append((_PROPERTY, dataclasses.asdict(cost)))
         return (yield)
 
@@ -208,15 +210,11 @@ def longest_first(items: list[pytest.Item]) -> None:
     A module without a record comes first.
     """
     modules, seconds = read().modules, dict[str, float]()
-    for module, is_slow in {(_module_of(item), _is_slow(item)) for item in items}:
+    for module, is_slow in {(module_of(item), _is_slow(item)) for item in items}:
         cost = modules.get(module)
         wall_s = math.inf if cost is None else cost.slow_wall_s if is_slow else cost.fast_wall_s
         seconds[module] = seconds.get(module, 0.0) + wall_s
-    items.sort(key=lambda item: -seconds[_module_of(item)])
-
-
-def _module_of(item: pytest.Item) -> str:
-    return item.nodeid.partition("::")[0]
+    items.sort(key=lambda item: -seconds[module_of(item)])
 
 
 def _is_slow(item: pytest.Item) -> bool:
