@@ -6,13 +6,16 @@ import pytest
 from msgspec import structs
 
 from fedplat.rounds import AttemptKey
-from fedplat.rounds.events import RollbackOrdered
+from fedplat.rounds.events import AssignmentFailed, RollbackOrdered, UpdateReported
+from fedplat.rounds.states import Reason
 from fedplat_server.database.jobs import AttemptFilter, Removable, RetainedVersions
 from fedplat_server.database.ports import Store
 from fedplat_server.errors import StoreError
 from support.store.driver import JOB_FILE, Driver, digest_of, draft, run_to_the_end
 
 ROUNDS = 4
+BUFFERED = JOB_FILE.partition("[evaluation")[0].replace("rounds = 3", "rounds = 9")
+BUFFERED += '[mode]\nkind = "buffered"\nconcurrency = 6\n'
 TEXT = JOB_FILE.replace("rounds = 3", f"rounds = {ROUNDS}")
 
 
@@ -59,6 +62,34 @@ async def test_the_first_the_latest_and_what_clients_work_with_are_kept(store: S
     await driver.check_in(*(f"c{number}" for number in range(9)))  # clients work with version 2, the latest
     everything = RetainedVersions(models_from=100, states_from=0)
     assert shown(await store.retention.list_removable("one", everything)) == [(1, True, False)]
+
+
+async def test_a_model_is_kept_while_an_assignment_that_outlives_its_attempt_needs_it(store: Store) -> None:
+    """In a job with a buffer, a slow client of version 1 still works when no attempt is based on that version."""
+    driver = Driver(store)
+    await driver.create("one", BUFFERED)
+    await driver.check_in(*"abcdef")
+    for reporting, arriving in (
+        ("abc", "ghi"),
+        ("def", "jkl"),
+        ("ghj", "mno"),
+        ("klm", "pqr"),
+    ):  # i works with 1, n with 3
+        for client_id in reporting:
+            key = driver.coordinator.assignment_of(client_id)
+            assert key is not None
+            await driver.send(UpdateReported(key, client_id, digest_of(client_id), 4.0, {}, 100))
+        await driver.aggregate("one")
+        await driver.check_in(*arriving)
+    everything = RetainedVersions(models_from=100)
+    assert shown(await store.retention.list_removable("one", everything)) == [(2, True, False)]
+    versions = [one.version for one in await store.jobs.list_versions("one")]
+    gone = await store.retention.mark_removed("one", [Removable(versions[1], model=True, state=False)])
+    assert (gone, digest_of("one", 1) in await store.retention.list_referenced()) == (frozenset(), True)
+    key = driver.coordinator.assignment_of("i")
+    assert key is not None
+    await driver.send(AssignmentFailed(key, "i", Reason.CLIENT_STOPPED))
+    assert shown(await store.retention.list_removable("one", everything)) == [(1, True, False), (2, True, False)]
 
 
 async def test_what_has_become_the_latest_meanwhile_is_kept(store: Store) -> None:
