@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from planted_faults.catalog import Fault
 
-LIMIT_S = 1800.0
+LIMIT_S = 900.0
 """The time limit of one run of tests. Each test has a shorter one."""
-TEST_LIMIT_S = 120
+TEST_LIMIT_S = 60
 _EDITABLE = re.compile(r"'[^']*?/((?:client/|server/)?fedplat\w*/__init__\.py)'")
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
 
