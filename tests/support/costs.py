@@ -7,10 +7,8 @@ on the machine and on its other work, so a fixed piece of work is timed in each 
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import math
@@ -19,9 +17,10 @@ import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 import pytest
@@ -56,10 +55,10 @@ class Durations(msgspec.Struct, frozen=True):
 
 
 @dataclasses.dataclass(frozen=True)
-class TestCost:
+class Cost:
     """The cost of one test; `own_cpu_s` is without imports and fixtures that later tests use, too."""
 
-    module: str
+    test: str
     is_slow: bool
     cpu_s: float
     own_cpu_s: float
@@ -130,7 +129,8 @@ class Meter:
     def __init__(self) -> None:
         self._begin_cpu_s = self._begin_s = self._shared_cpu_s = 0.0
         self._is_shared = False  # what runs now
-        builtins.__import__ = functools.partial(self._import, builtins.__import__)
+        # The first test that needs a module pays for all.
+        SourceFileLoader.exec_module = self._exec_apart(SourceFileLoader.exec_module)
 
     @contextlib.contextmanager
     def _sharing(self, clock: Callable[[], float]) -> Generator[None]:
@@ -144,10 +144,12 @@ class Meter:
             self._is_shared = False
             self._shared_cpu_s += clock() - begin
 
-    def _import(self, load: Callable[..., ModuleType], *args: Any, **options: Any) -> ModuleType:
-        """Import a module. The first test that needs one pays for all."""
-        with self._sharing(time.process_time):
-            return load(*args, **options)
+    def _exec_apart(self, exec_module: Callable[..., None]) -> Any:
+        def exec_and_measure(loader: SourceFileLoader, module: ModuleType) -> None:
+            with self._sharing(time.process_time):
+                exec_module(loader, module)
+
+        return exec_and_measure
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self) -> Generator[None, object, object]:
@@ -168,26 +170,23 @@ class Meter:
         if call.when == "teardown":
             # A process that is killed and never waited for takes its CPU seconds with it.
             cpu_s, wall_s = max(tree_cpu_s() - self._begin_cpu_s, 0.0), time.perf_counter() - self._begin_s
-            cost = TestCost(module_of(item), _is_slow(item), cpu_s, cpu_s - self._shared_cpu_s, wall_s)
+            cost = Cost(item.nodeid, _is_slow(item), cpu_s, cpu_s - self._shared_cpu_s, wall_s)
             item.user_properties.append((_PROPERTY, dataclasses.asdict(cost)))
         return (yield)
 
 
-def costs_of(stats: Mapping[str, Sequence[Any]]) -> dict[str, TestCost]:
-    """Return the costs of all tests of a run, of all its processes, by the id of the test."""
-    found: dict[str, TestCost] = {}
-    for report in (one for reports in stats.values() for one in reports if isinstance(one, pytest.TestReport)):
-        for name, value in report.user_properties if report.when == "teardown" else ():
-            if name == _PROPERTY and isinstance(value, dict):
-                found[report.nodeid] = TestCost(**value)
-    return found
+def costs_of(stats: Mapping[str, Sequence[Any]]) -> list[Cost]:
+    """Return the costs of all tests of a run, of all its processes."""
+    reports = (one for reports in stats.values() for one in reports if isinstance(one, pytest.TestReport))
+    values = (value for report in reports if report.when == "teardown" for value in report.user_properties)
+    return [Cost(**cast(dict[str, Any], value)) for name, value in values if name == _PROPERTY]
 
 
-def sum_up(costs: Iterable[TestCost], factor: float = 1.0) -> dict[str, ModuleCost]:
+def sum_up(costs: Iterable[Cost], factor: float = 1.0) -> dict[str, ModuleCost]:
     """Return the costs of modules, multiplied by a factor."""
-    by_module: defaultdict[str, list[TestCost]] = defaultdict(list)
+    by_module: defaultdict[str, list[Cost]] = defaultdict(list)
     for cost in costs:
-        by_module[cost.module].append(cost)
+        by_module[cost.test.partition("::")[0]].append(cost)
 
     def total(seconds: Iterable[float]) -> float:
         return round(factor * sum(seconds), 2)
@@ -221,6 +220,37 @@ def _is_slow(item: pytest.Item) -> bool:
     return item.get_closest_marker("slow") is not None
 
 
+class Verdict(NamedTuple):
+    """What a whole run has cost, and a line for each part of the budget that it exceeds."""
+
+    summary: str
+    excesses: list[str]
+
+
+def check_budget(costs: Iterable[Cost], run_cpu_s: float, slow: float) -> Verdict:
+    """Compare a whole run with the budget, on a machine that is `slow` times as slow as the recorded one.
+
+    A run without slow tests is charged all its CPU seconds, with the collection of its tests, another one those of its
+    fast tests. One test may have twice its limit, since noise must not fail a run: `tests/suite/test_budget.py` checks
+    the recorded seconds.
+    """
+    costs = list(costs)
+    fast = [cost for cost in costs if not cost.is_slow]
+    total_s = run_cpu_s if len(fast) == len(costs) else sum(cost.cpu_s for cost in fast)
+    excesses = [
+        f"{cost.test}: {cost.own_cpu_s:.1f} CPU seconds; expected at most {LONGEST_CPU_S}, or the mark slow"
+        for cost in fast
+        if cost.own_cpu_s > 2.0 * LONGEST_CPU_S * slow
+    ]
+    if total_s > BUDGET_CPU_S * slow:
+        excesses.append("the fast tests exceed their budget: docs/contributing.md, What runs when")
+    summary = (
+        f"{total_s:.0f} CPU seconds for {len(fast)} fast tests; the budget is {BUDGET_CPU_S:.0f} on the recorded "
+        f"machine, which is {slow:.2f} times as fast as this one is now"
+    )
+    return Verdict(summary, excesses)
+
+
 class Accountant:
     """Adds up the costs of a run, writes them down if asked to, and fails a whole run that exceeds the budget."""
 
@@ -236,36 +266,19 @@ class Accountant:
         if self._config.getoption("record_durations"):
             self._record(costs, is_whole)
         elif is_whole and costs:
-            complaints = list(self._check(costs, tree_cpu_s()))
-            self._lines += complaints
-            if complaints and session.exitstatus == pytest.ExitCode.OK:
+            found = check_budget(costs, tree_cpu_s(), slowness())
+            self._lines += [found.summary, *found.excesses]
+            if found.excesses and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    def _record(self, costs: Mapping[str, TestCost], is_whole: bool) -> None:
+    def _record(self, costs: list[Cost], is_whole: bool) -> None:
         before, modules = read(), dict.fromkeys(all_modules(), ModuleCost())
         factor = before.yardstick_s / measure_yardstick()
         known = {name: cost for name, cost in before.modules.items() if name in modules and not is_whole}
-        write(Durations(before.yardstick_s, modules | known | sum_up(costs.values(), factor)))
+        write(Durations(before.yardstick_s, modules | known | sum_up(costs, factor)))
         self._lines.append(
             f"{FILE.name}: recorded modules, in seconds of the first machine (this one times {factor:.2f})"
         )
-
-    def _check(self, costs: Mapping[str, TestCost], run_cpu_s: float) -> Iterable[str]:
-        """Yield a line for each part of the budget that is exceeded."""
-        slow = slowness()
-        fast = {test: cost for test, cost in costs.items() if not cost.is_slow}
-        # A run without slow tests is charged as a whole, with the collection of its tests.
-        total_s = sum(cost.cpu_s for cost in fast.values()) if len(fast) < len(costs) else run_cpu_s
-        self._lines.append(
-            f"{total_s:.0f} CPU seconds for {len(fast)} fast tests; the budget is {BUDGET_CPU_S:.0f} on the recorded "
-            f"machine, which is {slow:.2f} times as fast as this one is now"
-        )
-        if total_s > BUDGET_CPU_S * slow:
-            yield "the fast tests exceed their budget: make some cheaper, or mark them slow (docs/contributing.md)"
-        for test, cost in fast.items():
-            # Twice the limit, since noise must not fail a run; `tests/test_budget.py` compares the records with it.
-            if cost.own_cpu_s > 2.0 * LONGEST_CPU_S * slow:
-                yield f"{test}: {cost.own_cpu_s:.1f} CPU seconds; expected at most {LONGEST_CPU_S}, or the mark slow"
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for line in self._lines:
