@@ -58,9 +58,6 @@ ELASTIC = (
 PERSONAL = '[evaluation]\nevery = 100\n[evaluation.clients]\nevaluator = "personal"\ngoal = 3\nmin_fraction = 1.0'
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def with_head() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
 

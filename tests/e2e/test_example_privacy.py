@@ -22,7 +22,7 @@ from support import processes
 from support.clients import at_work
 from support.jobs import write_job
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 
 ROUNDS = 4
 JOB = write_job(

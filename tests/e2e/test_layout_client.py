@@ -33,7 +33,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 MPIRUN = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable]
 TESTS = Path(__file__).resolve().parents[1]
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @contextmanager

@@ -57,9 +57,6 @@ def initial():
 Make = Callable[[int, Path], TrainFunction]
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[processes.Server]:
     with processes.server(tmp_path_factory.mktemp("server")) as server:

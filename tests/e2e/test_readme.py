@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from fedplat.admin import AdminClient, profile
 from fedplat.cli.app import app
 from fedplat.model import Parameters
 from support import processes
+from support.cli.runner import CliRunner
 
 README = (processes.ROOT / "README.md").read_text()
 DOCS = {path.name: path.read_text() for path in sorted((processes.ROOT / "docs").glob("*.md"))}

@@ -28,17 +28,11 @@ from support.daemons import Site
 from support.jobs import job_file
 from support.pool import PoolProcess, pool
 from support.pool_jobs import BY_COLUMNS, CLIPPED, FEDADAM, JOBS, NUM_UPDATES, Spool, base_model
-
-ON_GPUS = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+from support.ranks.backends import if_on_gpus
 
 
 # Slow, since real ranks take seconds to start; test_pool.py starts some in every run of the tests.
-@pytest.fixture(
-    scope="module", params=[pytest.param("gloo", marks=pytest.mark.slow), pytest.param("nccl", marks=ON_GPUS)]
-)
+@pytest.fixture(scope="module", params=[pytest.param("gloo", marks=pytest.mark.slow), *if_on_gpus("nccl", 1)])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[PoolProcess]:
     count = torch.cuda.device_count() if request.param == "nccl" else 2
     with pool(tmp_path_factory.mktemp("ranks"), count, "--backend", request.param) as started:

@@ -26,7 +26,7 @@ from support.jobs import job_file
 from support.model_parallel import piped
 from support.pool import PoolProcess, pool
 from support.ranks import hogwild
-from support.ranks.backends import on_gpus
+from support.ranks.backends import if_on_gpus
 from support.server_trainers import learning
 
 TRAINERS = """
@@ -151,7 +151,7 @@ def assert_equal(one: Parameters, other: Parameters, *, bits: bool = True) -> No
     np.testing.assert_allclose(one.to_vector(), other.to_vector(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=on_gpus(1))])
+@pytest.fixture(scope="module", params=["gloo", *if_on_gpus("nccl", 1)])
 def backend(request: pytest.FixtureRequest) -> Backend:
     """The library of the pool's ranks."""
     return request.param

@@ -37,7 +37,6 @@ def tokens_trainer(parallel: Parallel | Literal["none", "data"]) -> TorchTrainer
 def main() -> None:
     logging.basicConfig(level=logging.INFO)
     gc.disable()  # a failed training must close its connections itself, not when the collector happens to run
-    torch.set_num_threads(1)
     layout = Parallel.from_text(sys.argv[3])
     client = Client.from_ticket(sys.argv[1], data_dir=sys.argv[2])
     trainer = tokens_trainer(layout)

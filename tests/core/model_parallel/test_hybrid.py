@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import pytest
 
 from support.model_parallel import piped
@@ -23,6 +25,7 @@ EQUAL = {
 }
 CLOSE = {
     "tensor": Case(layout="pipeline=2,tensor=2,micro_batches=4", epochs=1, max_norm=0.3),
+    "tensor, accumulate": Case(layout="pipeline=2,tensor=2,micro_batches=2", epochs=1, batch_size=6, accumulate=2),
     "tensor, interleaved": Case(layout="pipeline=2,tensor=2,schedule=interleaved-1f1b,micro_batches=4", epochs=1),
     "sequence": Case(layout="pipeline=2,tensor=2,sequence=true,micro_batches=4", epochs=1, max_norm=0.3),
 }
@@ -33,21 +36,24 @@ OF_EIGHT = {
 
 
 @pytest.fixture(scope="module", params=backends(4))
-def equal(request: pytest.FixtureRequest, zygote: Zygote) -> Measured[str]:
+def equal(request: pytest.FixtureRequest, zygote: Zygote) -> Generator[Measured[str]]:
     """What four ranks have found in two parts."""
-    return piped.measure(zygote, 4, request.param, EQUAL)
+    with piped.measure(zygote, 4, request.param, EQUAL) as found:
+        yield found
 
 
 @pytest.fixture(scope="module", params=backends(4))
-def close(request: pytest.FixtureRequest, zygote: Zygote) -> Measured[str]:
+def close(request: pytest.FixtureRequest, zygote: Zygote) -> Generator[Measured[str]]:
     """What four ranks have found, two of which divide operations."""
-    return piped.measure(zygote, 4, request.param, CLOSE)
+    with piped.measure(zygote, 4, request.param, CLOSE) as found:
+        yield found
 
 
 @pytest.fixture(scope="module", params=backends(8))
-def of_eight(request: pytest.FixtureRequest, zygote: Zygote) -> Measured[str]:
+def of_eight(request: pytest.FixtureRequest, zygote: Zygote) -> Generator[Measured[str]]:
     """What eight ranks have found."""
-    return piped.measure(zygote, 8, request.param, OF_EIGHT)
+    with piped.measure(zygote, 8, request.param, OF_EIGHT) as found:
+        yield found
 
 
 @pytest.mark.slow
@@ -69,7 +75,7 @@ def test_tensor_pipelines_compute_the_same_as_one_process(close: Measured[str], 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OF_EIGHT)
+@pytest.mark.parametrize("name", ["all", pytest.param("all, accumulate", marks=pytest.mark.grid)])
 def test_products_of_three_compute_the_same_as_one_process(of_eight: Measured[str], name: str) -> None:
     compare(of_eight, name, OF_EIGHT[name])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Generator
 
 import msgspec
 import pytest
@@ -35,9 +36,10 @@ REFUSED = Case(layout="pipeline=4,schedule=gpipe", in_turn=True)
 
 
 @pytest.fixture(scope="module", params=backends(2))
-def of_two(request: pytest.FixtureRequest, zygote: Zygote) -> Measured[str]:
+def of_two(request: pytest.FixtureRequest, zygote: Zygote) -> Generator[Measured[str]]:
     """What two ranks have found."""
-    return piped.measure(zygote, 2, request.param, SHARDED | IN_TURN | {"refused": REFUSED})
+    with piped.measure(zygote, 2, request.param, SHARDED | IN_TURN | {"refused": REFUSED}) as found:
+        yield found
 
 
 @pytest.mark.parametrize("name", SHARDED)

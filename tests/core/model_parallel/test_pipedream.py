@@ -16,7 +16,7 @@ from fedplat.parallel import Parallel
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.training import StepSchedule
 from support.model_parallel import piped, pipedream
-from support.ranks.backends import bound, on_gpus
+from support.ranks.backends import bound, if_on_gpus
 from support.ranks.group import RankError, RankGroup, Zygote
 
 HERE = "support.model_parallel.pipedream"
@@ -44,7 +44,7 @@ class Stages:
     params=[
         (2, "gloo"),
         pytest.param((3, "gloo"), marks=pytest.mark.slow),
-        pytest.param((2, "nccl"), marks=on_gpus(2)),
+        *if_on_gpus((2, "nccl"), 2),
     ],
 )
 def stages(request: pytest.FixtureRequest, zygote: Zygote) -> Generator[Stages]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from support.ranks.backends import backends
 from support.ranks.group import RankError, Zygote
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
+LIKE_OTHERS = ("gpipe", "interleaved-1f1b")
+"""Each has as many stages on a rank as one of the other schedules: one, and two."""
 CASES = {
     **{
         schedule: Case(layout=f"pipeline=2,schedule={schedule},micro_batches=4", batch_size=10)
@@ -44,13 +47,14 @@ CASES = {
 
 
 @pytest.fixture(scope="module", params=backends(2))
-def of_two(request: pytest.FixtureRequest, zygote: Zygote) -> Measured[str]:
+def of_two(request: pytest.FixtureRequest, zygote: Zygote) -> Generator[Measured[str]]:
     """What two ranks have found in all cases."""
-    return piped.measure(zygote, 2, request.param, CASES)
+    with piped.measure(zygote, 2, request.param, CASES) as found:
+        yield found
 
 
 @pytest.fixture(scope="module", params=backends(4))
-def of_four(request: pytest.FixtureRequest, zygote: Zygote) -> Measured[tuple[str, int]]:
+def of_four(request: pytest.FixtureRequest, zygote: Zygote) -> Generator[Measured[tuple[str, int]]]:
     """What pipelines of four ranks have found, by schedule and number of micro-batches."""
     cases = {
         (schedule, count): Case(
@@ -59,20 +63,11 @@ def of_four(request: pytest.FixtureRequest, zygote: Zygote) -> Measured[tuple[st
         for schedule in SCHEDULES
         for count in (8, 16)
     }
-    return piped.measure(zygote, 4, request.param, cases)
-
-
-@pytest.fixture
-def one_thread() -> Any:
-    """Sums in the order of a rank, which has one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with piped.measure(zygote, 4, request.param, cases) as found:
+        yield found
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "accumulate", "few rows", "frozen", "sequential", "recompute"])
-@pytest.mark.usefixtures("one_thread")
 def test_the_gradients_have_the_bits_of_one_process(of_two: Measured[str], name: str) -> None:
     expected, (first, second) = piped.by_hand(CASES[name]), of_two[name]
     assert first.gradients.keys().isdisjoint(second.gradients)
@@ -86,7 +81,6 @@ def test_the_gradients_have_the_bits_of_one_process(of_two: Measured[str], name:
 @pytest.mark.parametrize(
     "name", ["interleaved-1f1b", "zero-bubble", "fewer than stages", "fewer than ranks", "clipped"]
 )
-@pytest.mark.usefixtures("one_thread")
 def test_other_orders_of_the_sums_are_close(of_two: Measured[str], name: str) -> None:
     of_two.compare(name, piped.by_hand(CASES[name]), rel_of_norms=1e-5)
 
@@ -112,7 +106,7 @@ def test_a_forward_that_needs_removed_parts_is_refused_on_all_ranks(of_two: Meas
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [8, 16])
+@pytest.mark.parametrize("count", [8, pytest.param(16, marks=pytest.mark.grid)])
 def test_the_bubble_is_that_of_the_formula(of_four: Measured[tuple[str, int]], count: int) -> None:
     def bubble(schedule: str) -> float:
         stages = Parallel(pipeline=4, schedule=schedule, micro_batches=count).num_stages  # type: ignore[arg-type]
@@ -126,7 +120,7 @@ def test_the_bubble_is_that_of_the_formula(of_four: Measured[tuple[str, int]], c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [8, 16])
+@pytest.mark.parametrize("count", [8, pytest.param(16, marks=pytest.mark.grid)])
 def test_few_micro_batches_are_in_flight(of_four: Measured[tuple[str, int]], count: int) -> None:
     for stage, found in enumerate(of_four["gpipe", count]):
         assert piped.highest_in_flight(found.operations) == {stage: count}
@@ -135,7 +129,9 @@ def test_few_micro_batches_are_in_flight(of_four: Measured[tuple[str, int]], cou
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", "zero-bubble", *(pytest.param(one, marks=pytest.mark.grid) for one in LIKE_OTHERS)]
+)
 def test_an_error_in_one_stage_ends_all_ranks(zygote: Zygote, schedule: str, tmp_path: Path) -> None:
     note, layout = tmp_path / "time", f"pipeline=4,schedule={schedule}"
     with zygote.group(4) as group:

@@ -13,10 +13,10 @@ import torch
 from fedplat.aggregate import Accumulator, Contribution, Shard, clip_by_norm, weighted_mean
 from fedplat.model import WINDOW, Parameters
 from fedplat.pytorch.distributed.device import DeviceSum, device_sum
+from support.ranks.backends import if_on_gpus
 
 SIZE = 2 * WINDOW + 77
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
+DEVICES = ["cpu", *if_on_gpus("cuda", 1)]
 PLENTY = 1 << 30
 
 

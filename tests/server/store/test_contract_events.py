@@ -215,6 +215,18 @@ async def test_each_event_is_scheduled_once_for_each_webhook_that_receives_its_t
     assert (found[0].oldest_unix_s, oldest.type) == (oldest.unix_s, "webhook.added")
 
 
+async def test_a_webhook_receives_what_happens_after_it_was_added(store: Store) -> None:
+    """Also if the deliveries to earlier webhooks are scheduled late, and only then."""
+    await store.webhooks.add_webhook(webhook(1))
+    await store.events.record_alerts([alert(1)], [])
+    await store.webhooks.add_webhook(webhook(2))
+    await store.events.record_alerts([alert(2)], [])
+    await schedule_all(store)
+    for number, expected in ((1, ["alert_2", webhook(2).webhook_id, "alert_1"]), (2, ["alert_2"])):
+        found = await store.webhooks.list_deliveries(webhook_id=webhook(number).webhook_id)
+        assert [one.event.subject for one in found] == expected
+
+
 async def test_deliveries_are_listed_page_by_page(store: Store) -> None:
     for number in (1, 2):
         await store.webhooks.add_webhook(webhook(number, "alert.raised"))

@@ -43,7 +43,7 @@ from support.model_parallel.scenarios import local_size
 SEED, RATE = 7, 0.5
 
 
-class Case(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Case(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """A training; without a layout, that of one process."""
 
     layout: str = ""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import pytest
@@ -33,15 +33,16 @@ from fedplat.pytorch.training.learner import Learner
 from fedplat.pytorch.training.losses import make_loss
 from fedplat.pytorch.training.stepper import StepAlgorithm, Stepper
 from support.model_parallel import llama
+from support.model_parallel.measured import Cases
 from support.ranks.backends import bound
-from support.ranks.group import RankGroup, Zygote
+from support.ranks.group import Zygote
 
 RATE, SEED = 0.5, 7
 Key = TypeVar("Key")
 COSTS = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
 
 
-class Case(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Case(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """One training, and the evaluation of its result."""
 
     layout: str
@@ -67,15 +68,8 @@ class Found(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     error: str = ""
 
 
-@dataclass(frozen=True)
-class Measured(Generic[Key]):
-    """What each rank of a group has found in each case."""
-
-    backend: str
-    cases: dict[Key, list[Found]]
-
-    def __getitem__(self, key: Key) -> list[Found]:
-        return self.cases[key]
+class Measured(Cases[Key, Found]):
+    """What each rank of a group finds in each case."""
 
     def compare(self, key: Key, expected: Found, rel: float = 1e-6, rel_of_norms: float = 1e-6) -> None:
         """Compare what all ranks have found with one process."""
@@ -164,16 +158,11 @@ def schedule_of(case: Case, num_examples: int) -> StepSchedule:
     return StepSchedule(num_examples=num_examples, options=options, seed=SEED)
 
 
-def measure(zygote: Zygote, count: int, backend: str, cases: Mapping[Key, Case]) -> Measured[Key]:
-    """What the ranks of a new group find in all cases."""
+@contextmanager
+def measure(zygote: Zygote, count: int, backend: str, cases: Mapping[Key, Case]) -> Generator[Measured[Key]]:
+    """What the ranks of a new group find in the cases that are asked for."""
     with zygote.group(count, BACKEND=backend) as group:
-        return Measured(backend, dict(zip(cases, call(group, cases.values()), strict=True)))
-
-
-def call(group: RankGroup, cases: Iterable[Case]) -> list[list[Found]]:
-    """The results of cases: for each, those of all ranks."""
-    replies = group.call("support.model_parallel.piped:run", cases=[msgspec.to_builtins(case) for case in cases])
-    return [msgspec.convert(found, list[Found]) for found in zip(*replies, strict=True)]
+        yield Measured(group, backend, "support.model_parallel.piped:run", Found, cases)
 
 
 def run(ranks: Ranks, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -229,6 +218,7 @@ def train(layout: Layout, case: Case) -> Found:
     return found
 
 
+@functools.cache
 def by_hand(case: Case) -> Found:
     """The same training by a loop over micro-batches in one process, without a pipeline."""
     learner, _, dataset = make(case)
@@ -287,14 +277,9 @@ def end_with_a_failure(ranks: Ranks, layout: str, note: str) -> None:
 
 @contextmanager
 def alone(backend: str = "gloo") -> Generator[Ranks]:
-    """This process, as a group of its own, with as many threads as a rank."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with join_group(cast(Backend, backend)) as ranks:
-            yield ranks
-    finally:
-        torch.set_num_threads(before)
+    """This process, as a group of its own."""
+    with join_group(cast(Backend, backend)) as ranks:
+        yield ranks
 
 
 def in_turn(*cases: Case, backend: str = "gloo") -> list[Found]:

@@ -23,8 +23,9 @@ ENGINES: dict[str, MakeEngine] = {
     "ray": lambda task: RayEngine(task, 2),
 }
 
+HAS_RAY = importlib.util.find_spec("ray") is not None
 RAY = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None,
+    not HAS_RAY,
     reason="needs Ray, whose tests take minutes: pip install -c constraints.txt -e '.[ray]', then "
     "pytest tests/core/simulation/engines -k ray",
 )

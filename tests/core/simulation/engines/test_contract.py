@@ -18,7 +18,8 @@ from fedplat.simulation.engines.interface import ClientTask, LocalUpdate
 from fedplat.simulation.engines.registry import ENGINES as BY_NAME
 from fedplat.testing import check_engine
 from fedplat.testing.engines import WORKS, FieldClients
-from support.simulation.engines import ENGINES, RAY, MakeEngine
+from support.pairwise import pairwise
+from support.simulation.engines import ENGINES, HAS_RAY, RAY, MakeEngine
 from support.simulation.tasks import SIZES, lenet, logistic_regression, rounds, task, two_layers
 
 ALL = range(len(SIZES))
@@ -35,6 +36,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "feddyn": {"algorithm": "feddyn", "alpha": 0.1},
     "before": {"measure_before": True},
 }
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "two_layers": two_layers,
+    "logistic_regression": logistic_regression,
+    "lenet": lenet,
+}
+HERE = [name for name in ENGINES if name != "ray" or HAS_RAY]
+"""The engines that this machine has: a pair that is only tested with another one would not be tested."""
 
 
 def train_in_the_field(task: ClientTraining, model: Parameters) -> list[list[LocalUpdate]]:
@@ -67,8 +75,9 @@ def test_the_public_checks(name: str) -> None:
     check_engine(BY_NAME[name]())
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("make", [logistic_regression, two_layers, pytest.param(lenet, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("make_engine", "make", "config"), pairwise(HERE, MODELS, CONFIGS, full=[1]), indirect=["make_engine"]
+)
 def test_engine_trains_as_clients_in_the_field_do(
     make: Callable[[], nn.Module], config: dict[str, Any], make_engine: MakeEngine
 ) -> None:
