@@ -108,6 +108,17 @@ async def test_what_an_outage_interrupts_is_tried_again(bench: Bench, method: st
     assert await bench.store.inner.retention.list_old_attempts("one", 1e12) == []
 
 
+async def test_an_outage_is_not_asked_again_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "RETRY_S", 3600.0)
+    monkeypatch.setattr(retention, "CLOSE_S", 0.01)
+    bench.store.outage = True
+    bench.task.begin()
+    bench.task.schedule_job("one")
+    await bench.until(lambda: bench.store.calls["list_old_attempts"] > 0, "the search")
+    await settle()
+    assert bench.store.calls["list_old_attempts"] == 1
+
+
 async def test_a_daemon_that_no_longer_leads_removes_nothing_more(bench: Bench) -> None:
     bench.store.before["mark_removed"] = failing_once(LeadershipLostError("another daemon leads"))
     bench.task.begin()
