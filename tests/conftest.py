@@ -68,6 +68,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         costs.longest_first(items)
 
 
+def pytest_report_header() -> str:
+    return storm.header()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if line := storm.summary(terminalreporter.stats):
         terminalreporter.write_line(line)

@@ -20,7 +20,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Runs every test of a daemon in this process again, on a store that fails."""
     here = "folder" in metafunc.fixturenames and hasattr(metafunc.module, "daemons")
     if here and not metafunc.definition.get_closest_marker("calm"):
-        failing = pytest.param("storm", marks=storm.marks(metafunc.definition.path.stem))
+        failing = pytest.param("storm", marks=storm.marks(metafunc.definition.path.stem, metafunc.function.__name__))
         metafunc.parametrize("weather", ["calm", failing], indirect=True)
 
 

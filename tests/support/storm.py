@@ -1,9 +1,18 @@
-"""What befell the stores of the tests that ran on ones that fail, put together over pytest's worker processes."""
+"""Which tests run again on a store that fails, and what befell those stores, over all of pytest's worker processes.
+
+CI has a third of them, which the commit chooses: each test has its turn, and a run can be repeated. `make test-all` has
+all of them.
+"""
 
 from __future__ import annotations
 
+import functools
+import os
+import subprocess
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -14,10 +23,35 @@ PROPERTY = "faults of the store"
 """A property of a test's last report: its faults by kind."""
 
 
-def marks(module: str) -> list[pytest.MarkDecorator]:
-    """The marks of a module's second run."""
+VARIABLE = "FEDPLAT_STORM_THIRD"
+"""Chooses 0, 1, 2 or `all` instead of the commit."""
+THIRDS = ("0", "1", "2")
+
+
+@functools.cache
+def chosen() -> str:
+    """The third that is no part of the whole grid only, or `all`."""
+    if given := os.environ.get(VARIABLE):
+        if given not in (*THIRDS, "all"):
+            raise pytest.UsageError(f"{VARIABLE} = {given!r}: expected one of {', '.join(THIRDS)}, all")
+        return given
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, check=False).stdout  # empty outside of a repository
+    return THIRDS[zlib.crc32(commit.strip()) % len(THIRDS)]
+
+
+def header() -> str:
+    """A line for the begin of a run."""
+    return f"tests again on stores that fail: {VARIABLE}={chosen()}, and with the whole grid the others"
+
+
+def marks(module: str, test: str) -> list[pytest.MarkDecorator]:
+    """The marks of a test's second run."""
     proves = pytest.mark.fault("F9", "F10")
-    return [proves] if module in IN_EVERY_RUN else [proves, pytest.mark.slow]
+    if module in IN_EVERY_RUN:
+        return [proves]
+    third = THIRDS[zlib.crc32(f"{module}::{test}".encode()) % len(THIRDS)]
+    return [proves, pytest.mark.slow, *([] if chosen() in (third, "all") else [pytest.mark.grid])]
 
 
 def summary(stats: Mapping[str, Sequence[Any]]) -> str:

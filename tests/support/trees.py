@@ -18,15 +18,15 @@ from support.jobs import job_file
 
 ROUNDS, CLIP, NOISE, SIZE = 4, 1.0, 5.0, 20_000
 
-TEXT = job_file(
-    "tree",
-    rounds=ROUNDS,
-    goal=1,
-    close="deadline",
-    min_separation=1,
-    more=f'[updates]\nweighting = "uniform"\nclip_norm = {CLIP}\n'
-    f'[privacy]\nparticipation = "min_separation"\ndelta = 1e-6\nnoise_multiplier = {NOISE}\n',
-)
+
+def text(rounds: int) -> str:
+    """The file of a job with so many rounds."""
+    more = f'[updates]\nweighting = "uniform"\nclip_norm = {CLIP}\n'
+    more += f'[privacy]\nparticipation = "min_separation"\ndelta = 1e-6\nnoise_multiplier = {NOISE}\n'
+    return job_file("tree", rounds=rounds, goal=1, close="deadline", min_separation=1, more=more)
+
+
+TEXT = text(ROUNDS)
 
 _WORDS, _BITS = 6, 43
 

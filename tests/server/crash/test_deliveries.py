@@ -10,12 +10,14 @@ import pytest
 
 from fedplat.wire.v1 import events_pb2
 from fedplat_server.database.store import open_store
-from support.crash import points, scenario
+from support.crash import chains, scenario
+from support.crash.chains import Chain
 from support.crash.nursery import Nursery, Order
-from support.crash.scenario import KILLED, World
+from support.crash.scenario import World
 from support.receiver import Receiver, receiving
 
-POINTS = [point for point in points.all_points() if point.startswith("delivery.")]
+pytestmark = pytest.mark.slow
+POINTS = chains.of("delivery")
 
 
 @pytest.fixture
@@ -25,20 +27,21 @@ async def receiver() -> AsyncGenerator[Receiver]:
 
 
 @pytest.fixture
-async def world(zygote: Nursery, folder: Path, database: str) -> World:
+async def world(zygote: Nursery, folder: Path, database: str) -> Chain:
     order = Order(folder, database, folder.parent / "server.log")
-    return World(zygote, dataclasses.replace(order, webhook_networks=("127.0.0.0/8",)))
+    return Chain(zygote, dataclasses.replace(order, webhook_networks=("127.0.0.0/8",)))
 
 
-@pytest.mark.parametrize("point", [*POINTS, *(f"{point}:3" for point in POINTS), "save.before:7", "save.after:7"])
-async def test_killed_while_events_are_delivered(world: World, receiver: Receiver, point: str) -> None:
+@pytest.mark.parametrize("seed", [7])
+async def test_killed_while_events_are_delivered(world: Chain, receiver: Receiver, seed: int) -> None:
+    points = chains.draw(seed, *POINTS, *(f"{point}:3" for point in POINTS), "save.before:7", "save.after:7")
+
     async def add_webhook_and_wait(world: World) -> None:
         request = events_pb2.AddWebhookRequest(url=receiver.url)
         await world.ask(lambda site: site.operator.webhooks.AddWebhook(request))
         await receiver.until(lambda delivered: any(one.type == "job.completed" for one in delivered))
 
-    await scenario.train(world, scenario.job_text(), [point], add_webhook_and_wait)
-    assert world.statuses == [KILLED, 0]
+    await chains.train(world, points, lambda rounds: scenario.job_text(rounds=rounds), disturb=add_webhook_and_wait)
     store = await open_store(world.order.database)
     try:
         stored = {row.sequence: row for row in await store.events.list_events(limit=1000)}

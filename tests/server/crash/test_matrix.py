@@ -1,12 +1,11 @@
-"""The server dies at every crash point; nothing is lost, and the models are the same bit for bit.
+"""The server dies at every crash point, in chains; nothing is lost, and the models are the same bit for bit.
 
-The points come from the source text, so a new one is tested automatically. `ELSEWHERE` maps those that a plain
-training does not reach to a scenario that does; a run that does not die where it should is a failure.
+The points come from the source text, so a new one is tested automatically: in the rounds of a training, if no other
+chain has it. A life that does not end where it should is a failure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,14 @@ import pytest
 from fedplat import codecs
 from fedplat.rounds.clock_set import clocks_from_builtins
 from fedplat_server.verify.checker import verify
-from support.crash import evaluator, points, recompute, scenario
+from support.crash import chains, evaluator, recompute, scenario
+from support.crash.chains import POINTS, Chain
 from support.crash.nursery import Nursery, Order
 from support.crash.scenario import KILLED, World
-from support.daemons import initial_model
 
-POINTS = points.all_points()
+pytestmark = pytest.mark.slow  # test_points.py has a short chain
 DOWNLINK = '[compression]\ndownlink = {codec = "eden"}\n'
+SCORED = '[evaluation]\nserver = "score"\n'
 EVALUATOR = f"{evaluator.__file__}:score"
 
 
@@ -33,14 +33,14 @@ def empty(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-async def world(zygote: Nursery, folder: Path, database: str) -> World:
-    return World(zygote, Order(folder, database, folder.parent / "server.log", {"score": EVALUATOR}))
+async def world(zygote: Nursery, folder: Path, database: str) -> Chain:
+    return Chain(zygote, Order(folder, database, folder.parent / "server.log", {"score": EVALUATOR}))
 
 
-def in_sqlite(zygote: Nursery, folder: Path) -> World:
+def in_sqlite(zygote: Nursery, folder: Path) -> Chain:
     """A world on SQLite, for tests that do not depend on the database."""
     database = f"sqlite:///{folder / 'fedplat.sqlite'}"
-    return World(zygote, Order(folder, database, folder.parent / "server.log"))
+    return Chain(zygote, Order(folder, database, folder.parent / "server.log"))
 
 
 async def check(world: World, *, kept: bool = True) -> None:
@@ -55,83 +55,84 @@ async def check(world: World, *, kept: bool = True) -> None:
     assert left == [], "updates are left that are not needed"
 
 
-# --- every point, the first time that it is reached ----------------------------------------------------------
+# --- every point ---------------------------------------------------------------------------------------------
 
-
-async def training(world: World, point: str) -> None:
-    """Three rounds of three clients, from an empty server on."""
-    await scenario.train(world, scenario.job_text(), [point])
-    assert world.statuses == [KILLED, 0]
-
-
-async def scored(world: World, point: str) -> None:
-    """The server scores what it commits."""
-    await scenario.train(world, scenario.job_text(rounds=1, more='[evaluation]\nserver = "score"\n'), [point])
-    assert world.statuses == [KILLED, 0]
-
-
-async def restarted(world: World, point: str) -> None:
-    """The server dies in a round, and again when it starts; one stored model belongs to no job."""
-
-    async def leave_something_and_die(world: World) -> None:
-        await world.ask(lambda site: site.operator.upload(initial_model()))
-        await scenario.kill_in_the_second_round(world)
-
-    await scenario.train(world, scenario.job_text(), ["", point], leave_something_and_die)
-    assert world.statuses == [KILLED, KILLED, 0]
-
-
-async def in_memory(world: World, point: str) -> None:
-    """Updates are freed as soon as they are folded."""
-    await scenario.train(world, 'durability = "memory"\n' + scenario.job_text(), [point])
-    assert world.statuses == [KILLED, 0]
-
-
-async def with_deltas(world: World, point: str) -> None:
-    """Each version is the previous one plus an encoded step, which has its own file."""
-    await scenario.train(world, scenario.job_text(more=DOWNLINK), [point])
-    assert world.statuses == [KILLED, 0]
-
-
-ELSEWHERE: Mapping[str, Callable[[World, str], Awaitable[None]]] = {
-    "metrics.before": scored,
-    "metrics.after": scored,
-    "blob.remove_orphan.before": restarted,
-    "blob.remove_orphan.after": restarted,
-    "commit.delta.before": with_deltas,
-    "commit.delta.after": with_deltas,
+ENROLLING, UPLOADING = chains.of("enroll"), chains.of("model", "blob.write", "blob.fsync", "blob.new_folder")
+MOVING = chains.of("blob.rename", "blob.folder_sync")
+CREATING, CHECKING_IN = chains.of("create_job"), chains.of("update_client", "begin_sessions")
+DELTAS, SCORES = chains.of("commit.delta"), chains.of("metrics")
+ORPHANS = ["blob.rename.after", *chains.of("blob.remove_orphan")]
+"""A model without a row, which the next start and the one after it remove."""
+UPGRADES = ["schema.upgrade.before", "schema.upgrade.uncommitted", "schema.upgrade.after"]
+ELSEWHERE = {
+    *(*ENROLLING, *chains.of("model"), *CREATING, *chains.of("update_client"), *DELTAS, *SCORES, *ORPHANS, *UPGRADES),
+    *chains.of("retention"),  # in test_retention.py: versions that are not kept cannot be recomputed
+    *chains.of("delivery"),  # in test_deliveries.py: without a webhook they are not reached
+    *chains.of("object"),  # in test_object_store.py: models in a folder do not reach them
+    *chains.of("spool_store"),  # in test_object_spool.py: a spool in a folder does not reach them
 }
-BEFORE_THERE_IS_A_SERVER = ["schema.upgrade.before", "schema.upgrade.uncommitted", "schema.upgrade.after"]
+IN_ROUNDS = [point for point in POINTS if point not in ELSEWHERE]
+SECOND = ["blob.write.after:2", "blob.rename.before:2", "blob.rename.after:2"]
+"""The first file of a version is its model, the second one the state of its rule."""
+HALVES = [slice(0, None, 2), slice(1, None, 2)]
 
 
-RETENTION = [point for point in POINTS if point.startswith("retention.")]
-"""These are in test_retention.py: versions that are not kept cannot be recomputed."""
-DELIVERY = [point for point in POINTS if point.startswith("delivery.")]
-"""These are in test_deliveries.py: without a webhook they are not reached."""
-OBJECTS = [point for point in POINTS if point.startswith("object.")]
-"""These are in test_object_store.py: models in a folder do not reach them."""
-STORED_UPDATES = [point for point in POINTS if point.startswith("spool_store.")]
-"""These are in test_object_spool.py: a spool in a folder does not reach them."""
-OTHERS = {*BEFORE_THERE_IS_A_SERVER, *RETENTION, *DELIVERY, *OBJECTS, *STORED_UPDATES}
-
-
-@pytest.mark.parametrize("point", [one for one in POINTS if one not in OTHERS])
-async def test_killed_at_every_point(world: World, point: str) -> None:
-    play = ELSEWHERE.get(point, training)
-    await play(world, point)
+@pytest.mark.parametrize("seed", [1])
+async def test_killed_at_every_point_before_the_first_round(world: Chain, seed: int) -> None:
+    """Each point of a step is passed until the step succeeds: an enrolment, the upload of a model, a job's creation."""
+    points = [
+        *ENROLLING,
+        *chains.draw(seed, *UPLOADING, *MOVING),
+        *CREATING,
+        *chains.draw(seed, *CHECKING_IN, *chains.of("save")[:2]),
+    ]
+    await chains.train(world, points, lambda rounds: scenario.job_text(rounds=rounds))
     await check(world)
 
 
-@pytest.mark.parametrize("point", ["upload.discard.before", "upload.discard.after"])
-async def test_killed_while_an_update_in_memory_is_freed(world: World, point: str) -> None:
-    await in_memory(world, point)
+@pytest.mark.fault("F1", "F2", "F3", "F4", "F5")
+@pytest.mark.parametrize("seed", [2])
+@pytest.mark.parametrize("half", HALVES, ids=["first", "second"])
+async def test_killed_at_every_point_of_the_rounds(world: Chain, seed: int, half: slice) -> None:
+    """The round continues: no attempt is lost. What is aggregated again has the same bits (I10)."""
+    links = chains.draw(seed, *IN_ROUNDS, *SECOND)[half]
+    points = ["create_job.after", *chains.draw(seed, *links, ORPHANS)]
+    await chains.train(world, points, lambda rounds: scenario.job_text(rounds=rounds))
+    await check(world)
+    _, attempts = await recompute.read(world.order.database)
+    assert sorted(attempts) == [(number, 1) for number in range(1, len(points) + 2)]
+    assert {"SELECTING", "COLLECTING", "COMMITTING", "COMMITTED"} <= world.phases
+
+
+@pytest.mark.fault("F4")
+@pytest.mark.parametrize("seed", [3])
+async def test_killed_while_a_delta_is_made(world: Chain, seed: int) -> None:
+    """Each version is the previous one plus an encoded step, which has its own file: the third one."""
+    third = ["blob.write.after:3", "blob.rename.before:3", "blob.rename.after:3"]
+    points = ["create_job.after", *chains.draw(seed, *DELTAS, *third, "commit.model.after", "save.uncharged")]
+    await chains.train(world, points, lambda rounds: scenario.job_text(rounds=rounds, more=DOWNLINK))
+    await check(world)
+
+
+@pytest.mark.parametrize("point", SCORES)
+async def test_killed_while_a_version_is_scored(world: Chain, point: str) -> None:
+    """No chain: the rounds do not wait for the scores, so that a training may end before its server has died."""
+    await scenario.train(world, scenario.job_text(rounds=1, more=SCORED), [point])
+    assert world.statuses == [KILLED, 0]
+    await check(world)
+
+
+@pytest.mark.fault("F2")
+async def test_killed_while_an_update_in_memory_is_freed(world: Chain) -> None:
+    """Updates are freed as soon as they are folded."""
+    points = chains.of("upload.discard")
+    await chains.train(world, points, lambda rounds: 'durability = "memory"\n' + scenario.job_text(rounds=rounds))
     await check(world, kept=False)
 
 
-@pytest.mark.parametrize("point", BEFORE_THERE_IS_A_SERVER)
-async def test_killed_while_the_database_is_upgraded(zygote: Nursery, folder: Path, empty: str, point: str) -> None:
+async def test_killed_while_the_database_is_upgraded(zygote: Nursery, folder: Path, empty: str) -> None:
     order = Order(folder, empty, folder.parent / "server.log", upgrade=True)
-    for crash_at, status in ((point, KILLED), ("", 0)):
+    for crash_at, status in (*((point, KILLED) for point in UPGRADES), ("", 0)):
         process = zygote.start(order.armed(crash_at))
         assert await process.status == status, order.log.read_text()
     world = World(zygote, Order(folder, empty, order.log))
@@ -139,84 +140,26 @@ async def test_killed_while_the_database_is_upgraded(zygote: Nursery, folder: Pa
     await check(world)
 
 
-def test_no_point_is_listed_that_is_not_there() -> None:
-    assert {*ELSEWHERE, *BEFORE_THERE_IS_A_SERVER} <= {*POINTS}
-    assert len(POINTS) >= 40
-
-
 # --- every transaction of a training -------------------------------------------------------------------------
 
-# With one client nothing is concurrent, so the saves of a training are always the same: 1 the job starts, 2 the
-# client is selected, 3 it begins to upload, 4 it has reported, 5 the version is committed and the client selected
-# again, 6 and 7 as 3 and 4, 8 the last version is committed.
-SELECTING, COLLECTING, COMMITTING = (1, 2), (3, 4, 6, 7), (5, 8)
-ALL = ("save.before", "save.uncommitted", "save.after")
 
+@pytest.mark.fault("F1", "F2", "F4", "F5")
+@pytest.mark.parametrize("seed", [8])
+async def test_killed_around_every_transaction(world: Chain, seed: int) -> None:
+    """With one client nothing is concurrent, so the saves of a training are always the same.
 
-def _around(names: Sequence[str], numbers: Sequence[int]) -> list[str]:
-    return [f"{name}:{number}" for number in numbers for name in names]
-
-
-@pytest.mark.parametrize(
-    "point",
-    [
-        *(pytest.param(one, marks=pytest.mark.fault("F1")) for one in _around(ALL, SELECTING)),
-        *(pytest.param(one, marks=pytest.mark.fault("F2")) for one in _around(ALL, COLLECTING)),
-        *(pytest.param(one, marks=pytest.mark.fault("F4")) for one in _around(ALL[:2], COMMITTING)),
-        *(pytest.param(one, marks=pytest.mark.fault("F5")) for one in _around(ALL[2:], COMMITTING)),
-    ],
-)
-async def test_killed_around_every_transaction(world: World, point: str) -> None:
-    await scenario.train(world, scenario.job_text(rounds=2, goal=1), [point], num_clients=1)
-    assert world.statuses == [KILLED, 0]
+    The job starts, the client is selected, begins to upload and has reported, the version is committed and the client
+    selected again. A life may begin with a save of its own, so that only the later ones take the job to another step.
+    """
+    moments = ("save.before", "save.uncommitted", "save.after")
+    places = [f"{moment}:{number}" for moment in moments for number in (1, 2, 3)]
+    points = [*moments, *chains.draw(seed, *places, *places, *places)]
+    await chains.train(world, points, lambda rounds: scenario.job_text(rounds=rounds, goal=1), num_clients=1)
     await check(world)
+    assert {"SELECTING", "COLLECTING", "COMMITTING", "COMMITTED"} <= world.phases
 
 
-# --- while a version is made ---------------------------------------------------------------------------------
-
-# The first blob is the initial model, the second the first version, the third its optimizer's state.
-AGGREGATED = [
-    "commit.model.before",
-    *("blob.write.before:2", "blob.write.after:2", "blob.fsync.before:2", "blob.fsync.after:2"),
-    *("blob.new_folder.before:2", "blob.new_folder.after:2", "blob.rename.before:2"),
-]
-RENAMED = [
-    *("blob.rename.after:2", "blob.folder_sync.before:2", "blob.folder_sync.after:2", "commit.model.after"),
-    *("commit.state.before", "blob.rename.before:3", "blob.rename.after:3", "commit.state.after"),
-]
-
-
-@pytest.mark.parametrize(
-    "point",
-    [
-        *(pytest.param(point, marks=pytest.mark.fault("F3")) for point in AGGREGATED),
-        *(pytest.param(point, marks=pytest.mark.fault("F4")) for point in RENAMED),
-    ],
-)
-async def test_killed_while_a_version_is_made(world: World, point: str) -> None:
-    await training(world, point)
-    await check(world)
-
-
-# The fourth blob is the delta.
-@pytest.mark.fault("F4")
-@pytest.mark.parametrize("point", ["blob.write.after:4", "blob.rename.before:4", "blob.rename.after:4"])
-async def test_killed_while_a_delta_is_written(zygote: Nursery, folder: Path, point: str) -> None:
-    world = in_sqlite(zygote, folder)
-    await with_deltas(world, point)
-    await check(world)
-
-
-# --- when it starts again ------------------------------------------------------------------------------------
-
-AT_THE_START = ["spool.keep.before", "spool.keep.after", "save.before", "save.uncommitted", "save.after"]
-
-
-@pytest.mark.fault("F2")
-@pytest.mark.parametrize("point", AT_THE_START)
-async def test_killed_again_when_it_starts(world: World, point: str) -> None:
-    await restarted(world, point)
-    await check(world)
+# --- in the middle of a round --------------------------------------------------------------------------------
 
 
 @pytest.mark.fault("F2")
@@ -251,20 +194,19 @@ async def test_killed_in_the_middle_of_a_round_with_a_robust_rule(zygote: Nurser
     await check(world)
 
 
-AFTER_THE_CLOSE = ["commit.model.before", "commit.model.after", "commit.state.after", "save.before:9", "save.after:9"]
-
-
 @pytest.mark.fault("F43")
-@pytest.mark.parametrize("point", AFTER_THE_CLOSE)
 async def test_killed_between_the_close_and_the_commit_of_what_an_outlier_has_left(
-    zygote: Nursery, folder: Path, point: str
+    zygote: Nursery, folder: Path
 ) -> None:
     """The update with the largest norm is dropped in every round; the others' weights are at most the median."""
     world = in_sqlite(zygote, folder)
     bounds = "[updates]\noutlier_factor = 1.0\nmax_weight_factor = 1.0\n"
-    text = scenario.job_text(more=bounds).replace("min_fraction = 1.0", "min_fraction = 0.5")
-    await scenario.train(world, text, [point])
-    assert world.statuses == [KILLED, 0]
+    points = [*chains.of("commit.model", "commit.state"), "save.uncharged", "save.after"]
+
+    def text(rounds: int) -> str:
+        return scenario.job_text(rounds=rounds, more=bounds).replace("min_fraction = 1.0", "min_fraction = 0.5")
+
+    await chains.train(world, points, text)
     await check(world, kept=False)
     _, attempts = await recompute.read(world.order.database)
     for attempt in attempts.values():
@@ -290,15 +232,12 @@ async def test_killed_beside_a_half_full_buffer(world: World) -> None:
     assert any(one.staleness for attempt in attempts.values() for one in attempt.assignments)
 
 
-IN_A_BUFFER = ["commit.model.before", "save.uncommitted:12", "save.after:12", "upload.discard.before:3"]
-
-
 @pytest.mark.fault("F4")
-@pytest.mark.parametrize("point", [*IN_A_BUFFER, "upload.discard.after:3", "spool.discard.before"])
-async def test_killed_while_a_buffer_is_merged(zygote: Nursery, folder: Path, point: str) -> None:
-    world = in_sqlite(zygote, folder)
-    await scenario.train(world, scenario.buffered_text(), [point], num_clients=4)
-    assert world.statuses == [KILLED, 0]
+@pytest.mark.parametrize("seed", [4])
+async def test_killed_while_a_buffer_is_merged(world: Chain, seed: int) -> None:
+    often = ["upload.discard.before:3", "upload.discard.after:3", "save.uncommitted:12", "save.after:12"]
+    points = chains.draw(seed, *often, "commit.model.before", "spool.discard.before", "save.uncharged")
+    await chains.train(world, points, lambda rounds: scenario.buffered_text(2 * rounds), num_clients=4)
     await check(world)
 
 
@@ -306,7 +245,6 @@ async def test_killed_while_a_buffer_is_merged(zygote: Nursery, folder: Path, po
 
 
 @pytest.mark.fault("F2")
-@pytest.mark.slow  # tests/core/rounds/test_machine.py has the crashes of such jobs without processes
 @pytest.mark.parametrize("point", ["", "save.uncommitted:9"])
 async def test_killed_between_the_clocks_of_its_clients(world: World, point: str) -> None:
     """No clock is counted twice or lost: each merged update is one, and the checker finds none out of bounds."""
@@ -319,24 +257,3 @@ async def test_killed_between_the_clocks_of_its_clients(world: World, point: str
     stored = job.row.clocks
     assert stored is not None
     assert sum(clocks_from_builtins(stored).clocks.values()) == 7
-
-
-# --- the list itself -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("crash_points.point(name)", "one literal text"),
-        ("crash_points.point('a' + 'b')", "one literal text"),
-        ("crash_points.step()", "one literal text"),
-        (
-            "with crash_points.step('a'):\n  crash_points.point('a.before')",
-            "the crash point a.before is at module.py:1 already",
-        ),
-    ],
-)
-def test_points_that_could_be_missed_are_refused(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "module.py").write_text(text)
-    with pytest.raises(ValueError, match=said):
-        points.all_points(tmp_path)

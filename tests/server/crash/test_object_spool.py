@@ -14,24 +14,24 @@ from fedplat_server.storage.blob_stores import BlobPlace
 from fedplat_server.storage.object_store import ObjectStore
 from fedplat_server.storage.spool_backend import list_names
 from fedplat_server.verify.checker import verify
-from support.crash import points, recompute, scenario
+from support.crash import chains, recompute, scenario
+from support.crash.chains import Chain
 from support.crash.nursery import Nursery, Order
-from support.crash.scenario import KILLED, World
+from support.crash.scenario import KILLED
 from support.seaweedfs import SeaweedFS
 
 pytestmark = pytest.mark.slow  # tests/server/test_object_spool.py has the same steps without processes
-POINTS = points.all_points()
-FETCHES = [one for one in POINTS if one.startswith(("spool_store.fetch.", "spool.keep."))]
-"""Only a later leader reaches these in the middle of a round."""
-STORED = [
-    *(one for one in POINTS if one.startswith("spool_store.") and one not in FETCHES),
-    *("spool_store.put.before:2", "spool_store.put.after:2"),
-    *("spool.new_folder.after", "upload.append.after", "spool.sync.before", "spool.sync.after"),
-    *("upload.discard.after", "spool.discard.before", "spool.discard.after", "save.uncommitted:5", "save.after:5"),
+POINTS = [
+    *(*chains.of("spool_store.put", "spool_store.delete"), "spool_store.put.before:2", "spool_store.put.after:2"),
+    *(*chains.of("spool.keep"), "spool.new_folder.after", "upload.append.after", *chains.of("spool.sync")),
+    *("upload.discard.after", *chains.of("spool.discard"), "save.uncommitted:5", "save.after:5"),
 ]
+FETCHES = ["commit.model.before", *chains.of("spool_store.fetch")]
+"""With all updates of a round accepted, the next two hosts fetch them."""
+HALVES = [slice(0, None, 2), slice(1, None, 2)]
 
 
-class Hosts(World):
+class Hosts(Chain):
     """A server whose lives are on hosts of their own: each begins with an empty data folder."""
 
     async def _one_life(self, order: Order) -> None:
@@ -70,18 +70,11 @@ async def check(hosts: Hosts) -> None:
 
 
 @pytest.mark.fault("F2", "F53")
-@pytest.mark.parametrize("point", STORED)
-async def test_killed_at_a_step_of_the_spool(hosts: Hosts, point: str) -> None:
-    await scenario.train(hosts, scenario.job_text(), [point])
-    assert hosts.statuses == [KILLED, 0]
-    await check(hosts)
-
-
-@pytest.mark.fault("F2", "F53")
-@pytest.mark.parametrize("point", FETCHES)
-async def test_killed_again_on_the_second_host(hosts: Hosts, point: str) -> None:
-    await scenario.train(hosts, scenario.job_text(), ["", point], scenario.kill_in_the_second_round)
-    assert hosts.statuses == [KILLED, KILLED, 0]
+@pytest.mark.parametrize("seed", [12])
+@pytest.mark.parametrize("half", HALVES, ids=["first", "second"])
+async def test_killed_at_each_step_of_the_spool(hosts: Hosts, seed: int, half: slice) -> None:
+    points = ["create_job.after", *chains.draw(seed, *chains.draw(seed, *POINTS)[half], FETCHES)]
+    await chains.train(hosts, points, lambda rounds: scenario.job_text(rounds=rounds))
     await check(hosts)
 
 

@@ -17,31 +17,26 @@ from fedplat_server.storage.blob_stores import BlobPlace
 from fedplat_server.storage.object_store import ObjectStore
 from fedplat_server.verify.checker import verify
 from support import daemons
-from support.crash import points, recompute, scenario
+from support.crash import chains, recompute, scenario
+from support.crash.chains import Chain
 from support.crash.nursery import Nursery, Order
 from support.crash.scenario import KILLED, World
-from support.daemons import initial_model
 from support.seaweedfs import SeaweedFS
 
-pytestmark = pytest.mark.calm("the daemons of these tests are other processes")
+pytestmark = [pytest.mark.slow, pytest.mark.calm("the daemons of these tests are other processes")]
 DOWNLINK = '[compression]\ndownlink = {codec = "eden"}\n'
 FORGETFUL = "[retention]\nversions = 1\nstates = 1\n"
-# The first blob is the initial model, the second the first version, the third its optimizer's state.
-WRITING = [
-    *("object.claim.before", "object.claim.after", "object.put.before", "object.put.after"),
-    *("object.put.before:2", "object.put.after:2", "object.cache.before:2", "object.cache.after:2"),
-    *("object.put.after:3", "object.cache.after:3", "commit.model.after", "commit.state.after", "save.uncommitted:5"),
-    *("object.cache.before", "object.cache.after"),
-]
-DELTAS = ["object.put.before:4", "object.put.after:4", "commit.delta.before", "commit.delta.after"]
-REMOVING = ["object.delete.before", "object.delete.after", "retention.give_up.before", "retention.give_up.after"]
+PUTTING = chains.of("object.put", "object.cache")
+REMOVING = chains.of("object.delete", "retention.give_up")
+ORPHANS = ["object.put.after", *chains.of("object.delete")]
+"""A model without a row, which the next start and the one after it remove."""
 
 
 @pytest.fixture
-async def world(zygote: Nursery, folder: Path, s3: SeaweedFS) -> World:
+async def world(zygote: Nursery, folder: Path, s3: SeaweedFS) -> Chain:
     database = f"sqlite:///{folder / 'fedplat.sqlite'}"
     log = folder.parent / "server.log"
-    return World(zygote, Order(folder, database, log, blobs=s3.url(), environment=s3.environment))
+    return Chain(zygote, Order(folder, database, log, blobs=s3.url(), environment=s3.environment))
 
 
 def place_of(world: World) -> BlobPlace:
@@ -88,39 +83,35 @@ def no_age(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.fault("F4")
-@pytest.mark.parametrize("point", WRITING)
-async def test_killed_while_a_version_is_made(world: World, point: str) -> None:
-    await scenario.train(world, scenario.job_text(), [point])
-    assert world.statuses == [KILLED, 0]
+@pytest.mark.parametrize("seed", [9])
+async def test_killed_while_models_are_written(world: Chain, seed: int) -> None:
+    """First the initial model; in a round the first object is the model of the version, the second one its state."""
+    second = ["object.put.before:2", "object.put.after:2", "object.cache.after:2"]
+    commits = ["commit.model.after", "commit.state.after", "save.uncharged"]
+    points = [
+        *(*chains.of("object.claim"), *chains.draw(seed, *PUTTING), "create_job.after"),
+        *chains.draw(seed, *PUTTING, *second, *commits, ORPHANS),
+    ]
+    await chains.train(world, points, lambda rounds: scenario.job_text(rounds=rounds))
     await check(world)
 
 
 @pytest.mark.fault("F4")
-@pytest.mark.parametrize("point", DELTAS)
-async def test_killed_while_a_delta_is_made(world: World, point: str) -> None:
-    await scenario.train(world, scenario.job_text(more=DOWNLINK), [point])
-    assert world.statuses == [KILLED, 0]
+@pytest.mark.parametrize("seed", [10])
+async def test_killed_while_a_delta_is_made(world: Chain, seed: int) -> None:
+    third = ["object.put.before:3", "object.put.after:3"]
+    points = ["create_job.after", *chains.draw(seed, *third, *chains.of("commit.delta"))]
+    await chains.train(world, points, lambda rounds: scenario.job_text(rounds=rounds, more=DOWNLINK))
     await check(world)
 
 
 @pytest.mark.fault("F48")
-@pytest.mark.parametrize("point", REMOVING)
-async def test_killed_while_old_versions_are_removed(world: World, point: str) -> None:
-    await scenario.train(world, scenario.job_text(rounds=4, retention=FORGETFUL), [point])
-    assert world.statuses == [KILLED, 0]
+@pytest.mark.parametrize("seed", [11])
+async def test_killed_while_old_versions_are_removed(world: Chain, seed: int) -> None:
+    points = chains.draw(seed, *REMOVING)
+    await chains.train(world, points, lambda rounds: scenario.job_text(rounds=rounds + 3, retention=FORGETFUL))
     assert (await verify(world.order.database, world.order.data_dir, blobs=place_of(world))).findings == []
     await check_store(world)
-
-
-@pytest.mark.parametrize("point", ["object.delete.before", "object.delete.after"])
-async def test_killed_while_an_orphan_is_removed(world: World, point: str) -> None:
-    async def leave_something_and_die(world: World) -> None:
-        await world.ask(lambda site: site.operator.upload(initial_model()))
-        await scenario.kill_in_the_second_round(world)
-
-    await scenario.train(world, scenario.job_text(), ["", point], leave_something_and_die)
-    assert world.statuses == [KILLED, KILLED, 0]
-    await check(world)
 
 
 @pytest.mark.fault("F2")
@@ -137,5 +128,4 @@ async def test_killed_in_a_round_and_the_local_copies_are_lost(world: World) -> 
 
 
 def test_every_point_is_here() -> None:
-    tested = {point.partition(":")[0] for point in WRITING + DELTAS + REMOVING}
-    assert {point for point in points.all_points() if point.startswith("object.")} <= tested
+    assert {*chains.of("object")} == {*chains.of("object.claim"), *PUTTING, *chains.of("object.delete")}

@@ -17,6 +17,7 @@ from support.crash.nursery import Nursery, Order
 from support.crash.scenario import KILLED, World
 from support.jobs import job_file
 
+pytestmark = pytest.mark.slow
 CLIP, NOISE = 3.0, 1e-3
 TEXT = job_file(
     "matrix",

@@ -9,17 +9,19 @@ import pytest
 from fedplat_server.database.store import open_store
 from fedplat_server.verify.checker import verify
 from support import daemons, trees
-from support.crash import points, scenario
+from support.crash import chains, scenario
+from support.crash.chains import Chain
 from support.crash.nursery import Nursery, Order
-from support.crash.scenario import KILLED, World
+from support.crash.scenario import World
 
-POINTS = [point for point in points.all_points() if point.startswith("retention.")]
+pytestmark = [pytest.mark.slow, pytest.mark.calm("the daemons of these tests are other processes")]
+POINTS = chains.of("retention")
 FORGETFUL = "[retention]\nversions = 1\nstates = 1\nhistory_days = 1e-9\n"
 
 
 @pytest.fixture
-async def world(zygote: Nursery, folder: Path, database: str) -> World:
-    return World(zygote, Order(folder, database, folder.parent / "server.log"))
+async def world(zygote: Nursery, folder: Path, database: str) -> Chain:
+    return Chain(zygote, Order(folder, database, folder.parent / "server.log"))
 
 
 async def files(world: World) -> tuple[set[str], set[str]]:
@@ -36,10 +38,10 @@ async def files(world: World) -> tuple[set[str], set[str]]:
 
 
 @pytest.mark.fault("F48")
-@pytest.mark.parametrize("point", POINTS)
-async def test_killed_while_old_versions_are_removed(world: World, point: str) -> None:
-    await scenario.train(world, scenario.job_text(rounds=4, retention=FORGETFUL), [point])
-    assert world.statuses == [KILLED, 0]
+@pytest.mark.parametrize("seed", [5])
+async def test_killed_while_old_versions_are_removed(world: Chain, seed: int) -> None:
+    points = chains.draw(seed, *POINTS)
+    await chains.train(world, points, lambda rounds: scenario.job_text(rounds=rounds + 3, retention=FORGETFUL))
     assert (await verify(world.order.database, world.order.data_dir)).findings == []
     there, named = await files(world)
     assert there == named
@@ -47,13 +49,12 @@ async def test_killed_while_old_versions_are_removed(world: World, point: str) -
 
 
 @pytest.mark.fault("F48")
-@pytest.mark.parametrize(
-    "point", [one for one in POINTS if "history" not in one] + ["save.after:5", "commit.state.after:2"]
-)
-async def test_no_seed_survives_a_crash(world: World, point: str) -> None:
+@pytest.mark.parametrize("seed", [6])
+async def test_no_seed_survives_a_crash(world: Chain, seed: int) -> None:
     """A job with a tree of noise, killed before and after each step in which a state goes; it ends all the same."""
-    await scenario.train(world, trees.TEXT, [point], num_clients=2)
-    assert world.statuses == [KILLED, 0]
+    others = [point for point in POINTS if "history" not in point]
+    points = chains.draw(seed, *others, "save.after", "commit.state.after")
+    await chains.train(world, points, lambda rounds: trees.text(rounds + 1), num_clients=2)
     there, named = await files(world)
     assert there == named
     assert trees.seeds(world.order.data_dir) == []

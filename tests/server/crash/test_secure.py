@@ -22,6 +22,7 @@ from support.crash.scenario import KILLED, Member, World
 from support.raw_client import PATIENCE_S
 from support.secure_clients import EndedError, SecureWork, secure_job
 
+pytestmark = pytest.mark.slow
 NUM_CLIENTS = 5
 SIZE = scenario.base_model().schema.num_floating
 HELD = {

@@ -269,7 +269,8 @@ async def train(
 
 
 async def _train(world: World, text: str, crash_at: Sequence[str], disturb: Disturb | None, num_clients: int) -> None:
-    async with asyncio.timeout(daemons.PATIENCE_S), asyncio.TaskGroup() as group:
+    patience_s = daemons.PATIENCE_S + 4.0 * len(crash_at)
+    async with asyncio.timeout(patience_s), asyncio.TaskGroup() as group:
         living = group.create_task(world.live(crash_at))
         members = [await enroll(world, number) for number in range(num_clients)]
         await operate(world, text)
