@@ -123,7 +123,7 @@ def delta(number: int, version: int) -> np.ndarray:
 
 
 class Member:
-    """A client of an asynchronous job. Number 0 ends its first task when version 3 is there, number 2 with that never."""
+    """A client in a thread. Number 0 ends its first task when there is version 3, number 2 the one with that never."""
 
     def __init__(self, number: int, client: Client, go: threading.Event) -> None:
         self.began_with: list[int] = []

@@ -33,6 +33,8 @@ from support.inbox import Inbox
 from support.jobs import job_file, write_job
 
 pytestmark = pytest.mark.slow
+HELD_S = 500.0
+"""A bound for the trainings that wait until the server has been killed, some of them to the end of the test."""
 
 
 class Place(NamedTuple):
@@ -81,7 +83,7 @@ def survivor(place: Place, folder: Path) -> Generator[Held]:
     def train(task: Task) -> TrainResult:
         if task.round == 3:
             in_training.set()
-            assert go_on.wait(processes.PATIENCE_S)
+            assert go_on.wait(HELD_S)
         task.parameters["weight"][:] += 1.0
         return TrainResult(parameters=task.parameters, num_examples=5)
 
@@ -142,7 +144,7 @@ def separated(place: Place, folder: Path) -> Generator[Held]:
         rounds[number].add(task.round)
         if task.round == 3:
             in_training.set()
-            assert go_on.wait(processes.PATIENCE_S)
+            assert go_on.wait(HELD_S)
         return TrainResult(parameters=task.parameters, num_examples=5, metrics={"loss": 1.0 + number})
 
     def check() -> None:
@@ -208,7 +210,7 @@ def funnel(place: Place, folder: Path) -> Generator[Held]:
     def train(task: Task) -> TrainResult:
         if task.round == 3:
             in_round_3.set()
-            assert go_on.wait(processes.PATIENCE_S)
+            assert go_on.wait(HELD_S)
         task.parameters["weight"][:] += 1.0
         return TrainResult(parameters=task.parameters, num_examples=5)
 
@@ -355,7 +357,7 @@ class Trainings:
         with self._lock:
             task.progress(next(self._fractions))
             self.tasks.append(task)
-        assert self.go_on.wait(processes.PATIENCE_S)
+        assert self.go_on.wait(HELD_S)
         return TrainResult(parameters=task.parameters, num_examples=1)
 
     def have_left(self, least_s: float, most_s: float) -> bool:
@@ -440,7 +442,9 @@ class Watching:
         out, errors = self._following.communicate(timeout=processes.PATIENCE_S)
         assert self._following.returncode == 130
         assert errors.startswith("waiting for ")
-        numbers = [event["sequence"] for event in [*self.seen, *map(json.loads, out.splitlines())]]
+        events = [*self.seen, *map(json.loads, out.splitlines())]
+        assert [event["type"] for event in events[:2]] == ["operator.added", "webhook.added"]
+        numbers = [event["sequence"] for event in events]
         assert numbers == list(range(1, len(numbers) + 1))
         processes.until(lambda: set(numbers[2:]) <= self._inbox.sequences(), "every event at the webhook")
 
@@ -465,7 +469,7 @@ def watched(place: Place) -> Generator[Watching]:
 
 
 @pytest.mark.fault("F1", "F2", "F18", "F21")
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_server_that_is_killed_loses_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests
 ) -> None:
