@@ -1,4 +1,4 @@
-"""One server for all tests that neither end it nor start it with options of their own."""
+"""One server for the tests that neither end it nor start it with options of their own, and databases for others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Generator
 
 import pytest
 
-from support import deployment, processes
+from fedplat_server.database import schema
+from support import databases, deployment, processes
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +19,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[processes.Serv
         assert running.stop() == 0
     assert "database is locked" not in running.log_text()
     deployment.check(running)
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Generator[str]:
+    with databases.postgres_server() as url:
+        yield url
+
+
+@pytest.fixture
+def database(postgres_server: str) -> Generator[str]:
+    """An empty PostgreSQL database with the tables of this version."""
+    with databases.postgres_database(postgres_server, "template1") as url:
+        schema.upgrade(url)
+        yield url
