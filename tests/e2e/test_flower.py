@@ -256,7 +256,7 @@ RULE = write_job(
     rounds=ROUNDS,
     selection={"goal": 2, "min_fraction": 1.0, "wait_for": 2},
     config={"lr": 0.1},
-    aggregation={"rule": "flower", "strategy": "counting", "options": {"eta": 0.02, "tau": 0.01}},
+    aggregation={"rule": "flower", "strategy": "counting", "options": {"eta": 0.04, "tau": 0.01}},
     evaluation={"clients": {"evaluator": "digits", "goal": 2}},
     retry={"base_s": 0.1},
 )
