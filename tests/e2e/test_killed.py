@@ -56,7 +56,7 @@ def vector(size: int = 4) -> Parameters:
     return Parameters.from_arrays({"weight": np.zeros(size, np.float32)})
 
 
-def followed(admin: AdminClient, job: str, on_event: Callable[[admin_pb2.Event], None] = lambda _: None) -> None:
+def followed(admin: AdminClient, job: str, on_event: Callable[[admin_pb2.JobEvent], None] = lambda _: None) -> None:
     ended = watch.follow(admin, job, watch.View(on_event, lambda _: None))
     assert ended.status == admin_pb2.JOB_STATUS_COMPLETED
 

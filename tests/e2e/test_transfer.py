@@ -54,8 +54,10 @@ def initial() -> Parameters:
 
 def write(name: str, goal: int, rounds: int = ROUNDS, uplink: codecs.CodecOptions | None = None) -> str:
     selection = {"goal": goal, "min_fraction": 1.0}
-    compression = {} if uplink is None else {"compression": {"uplink": msgspec.to_builtins(uplink)}}
-    return write_job(name, population="noise", trainer="noise", rounds=rounds, selection=selection, **compression)
+    compression: dict[str, Any] = {} if uplink is None else {"uplink": msgspec.to_builtins(uplink)}
+    return write_job(
+        name, population="noise", trainer="noise", rounds=rounds, selection=selection, compression=compression
+    )
 
 
 def noise(task: Task, number: int) -> TrainResult:

@@ -43,7 +43,7 @@ def submit_file(admin: AdminClient, folder: Path, text: str, model: Parameters) 
     return submission.submit(admin, submission.load(file)).job_id
 
 
-def completed(admin: AdminClient, job: str) -> list[admin_pb2.Event]:
+def completed(admin: AdminClient, job: str) -> list[admin_pb2.JobEvent]:
     """The events of a job up to its end, which is its completion."""
     events = list(admin.watch_job(job))
     assert admin.show_job(job).status == admin_pb2.JOB_STATUS_COMPLETED
