@@ -46,12 +46,8 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
         self.profile_path = folder / "admin.toml"
         self.ca = folder / "pki" / "ca.pem"
-        port = self.address.rpartition(":")[2]
-        init = ["init", "--data-dir", str(folder), "--host", "127.0.0.1", "--port", port]
-        if "--database" in options:
-            init += ["--database", options[options.index("--database") + 1]]
-        done = subprocess.run([self.command[0], *init], check=True, capture_output=True, text=True)
-        self.said_by_init = done.stdout + done.stderr
+        database = options[options.index("--database") + 1] if "--database" in options else None
+        self.said_by_init = release.init(folder, int(self.address.rpartition(":")[2]), database)
 
     @property
     def profile(self) -> profile.Profile:

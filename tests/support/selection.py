@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import functools
 import re
 import subprocess
 import sys
@@ -40,8 +39,8 @@ class Graph:
 
     dependants: Mapping[str, frozenset[str]]
     tests: frozenset[str]
-    inputs: Mapping[str, tuple[str, ...]]
-    """By folder or file of tests, the prefixes of the paths that its tests read."""
+    readers: Mapping[str, frozenset[str]]
+    """The modules that read files, or start programs, by the prefixes of their paths (`inputs.toml`)."""
 
     def reach(self, changed: Iterable[str]) -> frozenset[str] | None:
         """Return the tests that depend on changed files; None: all of them, or nothing is known about a file."""
@@ -55,12 +54,17 @@ class Graph:
             path = to_do.pop()
             if path not in found:
                 found.add(path)
-                to_do += self.dependants.get(path, ())
+                to_do += self._users(path)
         return self.tests & found
+
+    def _users(self, path: str) -> set[str]:
+        """Return the modules that depend on a file directly."""
+        readers = (modules for prefix, modules in self.readers.items() if path.startswith(prefix))
+        return set(self.dependants.get(path, ())).union(*readers)
 
     def _starts(self, path: str) -> Iterator[str]:
         """Yield the files from which a change of this one spreads."""
-        yield from (test for test in self.tests for prefix in self.inputs_of(test) if path.startswith(prefix))
+        yield from self._users(path)
         if path in self.tests or path in self.dependants:
             yield path
         elif path.startswith((*PRODUCT, "tests/")):  # data, templates, and what was deleted
@@ -73,12 +77,6 @@ class Graph:
             if known:
                 yield from known
                 return
-
-    @functools.cache  # noqa: B019 -- there is one graph in a process
-    def inputs_of(self, test: str) -> tuple[str, ...]:
-        """Return the prefixes of paths that a test reads."""
-        names = [test, *(f"{folder.as_posix()}/" for folder in Path(test).parents)]
-        return tuple(prefix for name in names for prefix in self.inputs.get(name, ()))
 
 
 def read_graph(root: Path = ROOT) -> Graph:
@@ -94,11 +92,17 @@ def read_graph(root: Path = ROOT) -> Graph:
         for folder in Path(test).parents:
             dependants[f"{folder.as_posix()}/conftest.py"].add(test)
     listed: dict[str, list[str]] = tomllib.loads((root / INPUTS.relative_to(ROOT)).read_text())
-    inputs = {
-        name: tuple(prefix for each in prefixes for prefix in (PRODUCT if each == "programs" else (each,)))
-        for name, prefixes in listed.items()
-    }
-    return Graph({file: frozenset(users) for file, users in dependants.items()}, tests, inputs)
+    readers: defaultdict[str, set[str]] = defaultdict(set)
+    for name, prefixes in listed.items():
+        modules_of_name = [file for file in files if file == name or (name.endswith("/") and file.startswith(name))]
+        for prefix in prefixes:
+            for each in PRODUCT if prefix == "programs" else (prefix,):
+                readers[each].update(modules_of_name)
+    return Graph(_freeze(dependants), tests, _freeze(readers))
+
+
+def _freeze(sets: Mapping[str, set[str]]) -> dict[str, frozenset[str]]:
+    return {name: frozenset(each) for name, each in sets.items()}
 
 
 def _names(file: str) -> Iterator[str]:
