@@ -19,7 +19,7 @@ from support import daemons
 from support.commands import here
 from support.daemons import Site, digest_of, initial_model, update_of
 from support.jobs import job_file
-from support.processes import BIN
+from support.polling import BIN
 from support.seaweedfs import SeaweedFS
 from support.store_proxy import NO_SPACE, store_proxy
 

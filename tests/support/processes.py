@@ -6,29 +6,19 @@ import contextlib
 import os
 import signal
 import subprocess
-import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from fedplat.admin import AdminClient, profile
 from support import releases
+from support.polling import BIN, PATIENCE_S, until
 from support.ports import free_port
 
+__all__ = ["BIN", "until"]  # beside servers, most tests need these
+
 ROOT = releases.ROOT
-BIN = releases.MAIN.bin
-PATIENCE_S = 60.0
-
-
-def until(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
-    """Waits for something that another process does; a bound, not an expectation of speed."""
-    pause = threading.Event()
-    for _ in range(int(patience_s / 0.05)):
-        if condition():
-            return
-        pause.wait(0.05)
-    raise AssertionError(f"gave up waiting for: {what}")
 
 
 class Server:

@@ -22,7 +22,7 @@ from fedplat_client.transport import connect
 from fedplat_server.auth.ca import Authority
 from support.mtls import DAY, signed_by
 from support.peers import Silos, client_id, credentials_of, refusal, silos_in
-from support.processes import until
+from support.polling import until
 
 S = grpc.StatusCode
 LARGE = 64_000_000

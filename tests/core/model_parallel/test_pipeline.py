@@ -19,7 +19,7 @@ from fedplat.pytorch.parallel.stages import split_stages
 from fedplat.pytorch.training.learner import Learner
 from support.model_parallel import llama, piped
 from support.model_parallel.piped import Case, Measured
-from support.processes import PATIENCE_S
+from support.polling import PATIENCE_S
 from support.ranks.backends import backends
 from support.ranks.group import RankError, Zygote
 
