@@ -4,9 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := .venv-peers
-PYTEST := $(BIN)/python -m pytest --dist worksteal --durations=25
-# Slow tests wait for processes: more workers than cores.
-SLOW_WORKERS := $(shell echo $$(( $$(nproc) * 2 )))
+# Each worker runs whole modules, whose tests share fixtures; the longest come first (tests/support/costs.py).
+PYTEST := tests/in_memory.sh $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations=25
+WORKERS := auto
+# What `make test` runs: .ci/run overrides both.
+MARKS := not slow and not grid and not gpu
+TESTS :=
 # The tests start hundreds of processes, each of which would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 # Programs of benchmarks/ that need no other platform. Together they take less than 10 minutes. The last one shows the
@@ -22,7 +25,7 @@ BENCHMARKS := \
 	both_ways.py \
 	papers/private_utility.py
 
-.PHONY: all demo private secure warm-start gossip large test test-slow test-all test-gpu faults faults-page hostile fuzz flower soak soak-attackers check format proto bench bench-peers references papers papers-page bench-page job-reference metrics-page job-schema manifests dist compat docs images clean
+.PHONY: all demo private secure warm-start gossip large test test-all test-durations test-gpu faults faults-page hostile fuzz flower soak soak-attackers check check-texts check-types format proto bench bench-peers references papers papers-page bench-page job-reference metrics-page job-schema manifests dist compat docs images clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
@@ -52,15 +55,16 @@ large: $(STAMP) ## a model divided among ranks: a pool of four, two silos of two
 	$(BIN)/python examples/large/run.py
 
 test: $(STAMP) ## every test that is not slow; no network beyond loopback, no GPU
-	$(PYTEST) -n auto -m "not slow"
+	$(PYTEST) -n $(WORKERS) -m "$(MARKS)" $(TESTS)
 
-test-slow: $(STAMP) ## slow tests: both databases at every crash point, failing stores, attackers, whole examples
-	$(PYTEST) -n $(SLOW_WORKERS) -m slow
+test-all: $(STAMP) ## every test that needs no GPU, in all combinations: also those that .ci/run leaves out
+	FEDPLAT_STORM_THIRD=all $(PYTEST) -n $(WORKERS) -m "not gpu"
 
-test-all: test test-slow ## every test
+test-durations: $(STAMP) ## the same on a quiet machine, and write what the tests cost into tests/durations.json
+	FEDPLAT_STORM_THIRD=all $(PYTEST) -n $(WORKERS) -m "not gpu" --record-durations
 
 test-gpu: $(STAMP) ## tests that need CUDA devices, in a PyTorch with CUDA; SHARED_GPU=1 lets all ranks of a test share one
-	$(PYTEST) -m gpu
+	$(BIN)/python -m pytest -m gpu
 
 faults: $(STAMP) ## the tests that prove the rows of docs/reliability.md; fails if a row has no test
 	$(BIN)/python tests/faults/run.py -n auto --dist worksteal -q
@@ -87,10 +91,15 @@ soak: $(STAMP) ## 200 clients and many faults for 10 minutes; fails if memory gr
 soak-attackers: $(STAMP) ## 100 honest clients and one attacker of each kind for 10 minutes
 	$(BIN)/python tests/faults/soak_attackers.py
 
-check: $(STAMP) ## format, lint, types, layers
+check: check-texts check-types ## format, lint, layers, texts, types
+
+check-texts: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+	$(BIN)/python tests/style/check.py
+
+check-types: $(STAMP)
 	$(BIN)/pyright
 
 format: $(STAMP)

@@ -22,7 +22,7 @@ from msgspec import Meta, Struct
 from fedplat import user_code
 from fedplat.decoding import prepare_type
 from fedplat.errors import FedplatError, PluginError
-from fedplat.plugins import BUILTIN, ENTRY_POINTS, Kind, Plugins, find_file, find_records, kinds
+from fedplat.plugins import BUILTIN, ENTRY_POINTS, Kind, Plugins, find_entry_points, find_file, find_records, kinds
 from fedplat.texts import NAME_PATTERN
 
 JOB_KINDS = (
@@ -233,13 +233,13 @@ def _absolute(reference: str, folder: Path) -> str:
 
 def _find_entry_point(kind: Kind, name: str) -> tuple[str, str]:
     """Return the reference and the package's version of an entry point."""
-    points = [point for point in importlib.metadata.entry_points(group=ENTRY_POINTS + kind.name) if point.name == name]
-    if not points:
+    point = find_entry_points(kind.name).get(name)
+    if point is None:
         raise PluginError(
             f"no installed package has an entry point {name!r} in the group {ENTRY_POINTS}{kind.name}; install it, or "
             f"expected {kind.name}.{name}=/path/to/file.py:NAME"
         )
-    return f"{points[0].module}:{points[0].attr}", points[0].dist.version if points[0].dist is not None else ""
+    return f"{point.module}:{point.attr}", point.dist.version if point.dist is not None else ""
 
 
 def _find_package(record: type) -> str:

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
@@ -230,7 +231,7 @@ class Plugins:
     def names(self, kind: Kind) -> list[str]:
         """Return all names of a kind, without importing any plugin."""
         given = [name for group, name in (*self.given, *sorted(self.absent)) if group == kind.name]
-        return [*kind.builtin, *given, *(_entry_points(kind.name) if self.installed else ())]
+        return [*kind.builtin, *given, *(find_entry_points(kind.name) if self.installed else ())]
 
     def find(self, kind: Kind, name: str) -> type[Struct] | None:
         """Return the options record with a name, or None. Raises `PluginError` if a plugin cannot be used."""
@@ -238,7 +239,7 @@ class Plugins:
             return kind.builtin[name]
         if (kind.name, name) in self.given:
             record: object = self.given[kind.name, name]
-        elif self.installed and name in (found := _entry_points(kind.name)):
+        elif self.installed and name in (found := find_entry_points(kind.name)):
             with user_code.wrap_errors(f"the plugin {kind.name}.{name}"):
                 record = found[name].load()
         elif self.folder is not None and ":" in name:
@@ -281,8 +282,28 @@ BUILTIN = Plugins()
 """The built-in names only."""
 
 
-def _entry_points(kind: str) -> Mapping[str, importlib.metadata.EntryPoint]:
-    return {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS + kind)}
+def find_entry_points(kind: str) -> Mapping[str, importlib.metadata.EntryPoint]:
+    """Return the entry points of installed packages for a kind, by name; of equal names the first one on the path."""
+    return _scan_entry_points(tuple((folder, _changed_ns(folder)) for folder in sys.path)).get(kind, {})
+
+
+def _changed_ns(folder: str) -> int:
+    """Return a number that changes when a package is installed in a folder or removed from it."""
+    try:
+        return os.stat(folder or os.curdir).st_mtime_ns
+    except OSError:
+        return 0
+
+
+@functools.lru_cache(maxsize=1)
+def _scan_entry_points(_: tuple[tuple[str, int], ...]) -> Mapping[str, Mapping[str, importlib.metadata.EntryPoint]]:
+    """Return all entry points of plugins by kind. The scan reads a file of each installed package, which is slow."""
+    found, of_all = dict[str, dict[str, importlib.metadata.EntryPoint]](), importlib.metadata.entry_points()
+    for group in of_all.groups:
+        kind = group.removeprefix(ENTRY_POINTS)
+        if kind != group:
+            found[kind] = {point.name: point for point in reversed(tuple(of_all.select(group=group)))}
+    return found
 
 
 @functools.cache

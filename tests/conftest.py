@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from collections.abc import Generator
 
@@ -10,7 +11,11 @@ import hypothesis
 import pytest
 
 from faults import table
-from support import storm
+from support import costs, order, storm
+
+# Threads that wait for each other on busy cores make small matrices many times slower. Libraries read these variables
+# when they are imported, here and in each process that a test starts.
+os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 
 # A shell's job in the background ignores SIGINT, and so would every process that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -21,6 +26,15 @@ hypothesis.settings.register_profile("tests", deadline=None, suppress_health_che
 hypothesis.settings.load_profile("tests")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    costs.add_option(parser)
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the modules in an order drawn from this seed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    costs.register(config)
+
+
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove variables that tests have set in this process, and that would change the programs that others start.
@@ -29,17 +43,6 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     for name in ("GRPC_VERBOSITY", "PYTHONSAFEPATH"):
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def one_thread() -> Generator[None]:
-    """One thread of PyTorch: for small matrices, more of them only cost time."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -56,8 +59,13 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     table.note_rows(items)
+    if (seed := config.getoption("--shuffle")) is not None:
+        order.shuffle_modules(items, seed)
+    elif hasattr(config, "workerinput"):
+        costs.longest_first(items)
 
 
 def pytest_report_header() -> str:

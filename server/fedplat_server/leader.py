@@ -139,6 +139,7 @@ class LeaderParts:
         )
         budgets = Budgets(store)
         alerts = AlertMonitor(runner.coordinator, jobs.record, budgets.accountant, loop.time)
+        alerts.watch_disk(metrics.instruments.full_writes)
         if (certificates := endpoint.certificates) is not None:
             alerts.watch_certificate(lambda: certificates.days_left)
         if health is not None:

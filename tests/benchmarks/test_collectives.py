@@ -10,12 +10,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
 from collectives import compare
 from collectives.implementations import POINT_TO_POINT, SHARED, SHARED_MEMORY
 from fedplat.pytorch.distributed.bench.records import LIBRARY, BenchReport
 from fedplat_server.errors import ConfigError
+from support.cli.runner import CliRunner
 from support.ranks.group import Zygote
 
 

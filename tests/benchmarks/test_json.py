@@ -13,12 +13,12 @@ from typing import Any
 import mcmahan
 import pytest
 import typer
-from typer.testing import CliRunner
 
 import aggregation
 import report
 import round_overhead
 from round_overhead import Setting
+from support.cli.runner import CliRunner
 
 KEYS = ["name", "title", "columns", "rows", "notes", "command", "machine", "date"]
 PROGRAMS = sorted(

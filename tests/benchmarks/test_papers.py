@@ -134,7 +134,6 @@ def test_a_run_ends_at_its_target(mnist: Path):
 
 
 # The first square roots of a process that several threads compute are sometimes wrong by 3e-4 (Intel MKL 2024.2).
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("attack", ["alie", "bit-flip", "ipm"])
 def test_attackers_report_what_the_attack_says(mnist: Path, attack: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(workers, "BATCH_SIZE", 2)

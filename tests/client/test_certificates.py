@@ -6,16 +6,19 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import pytest
 from cryptography import x509
 
-from fedplat.wire.v1 import model_pb2
-from fedplat_client import Client, DataDirectoryError, EnrollmentError, Task, TrainResult
+from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client import Client, DataDirectoryError, EnrollmentError, Task, TrainResult, transport
+from fedplat_client._auth import mtls
 from fedplat_client._auth.authenticator import SignedAccess
 from fedplat_client._auth.mtls import CertificateAccess
 from fedplat_client._state.data_dir import DataDirectory, Identity
 from fedplat_client._state.keys import SigningKey, make_signing_request, new_signing_key, new_tls_key
 from fedplat_client.cancellation import StopSignal
+from fedplat_client.errors import ServerUnavailableError
 from fedplat_client.transport import connect
 
 
@@ -46,6 +49,38 @@ def test_a_damaged_key_gives_one_clear_line(content: bytes, tmp_path: Path) -> N
             pytest.raises(DataDirectoryError, match=r"tls\.key is damaged .*delete it to get another one"),
         ):
             access.authenticate("/method", b"", StopSignal())
+
+
+def test_a_certificate_is_renewed_while_it_is_still_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed renewal is tried again before the end, up to which the certificate is used."""
+    now, requests, failing = [0.0], list[float](), [False]
+
+    def request(*_: object) -> tuple[bytes, fleet_pb2.RenewCertificateResponse]:
+        requests.append(now[0])
+        if failing[0]:
+            raise ServerUnavailableError("UNAVAILABLE", "away, says the test")
+        return new_tls_key(), fleet_pb2.RenewCertificateResponse(certificate="", port=1, valid_s=90.0)
+
+    def open_channel(address: str, **_: object) -> grpc.Channel:
+        return grpc.insecure_channel(address)  # the certificate is not one
+
+    monkeypatch.setattr(mtls, "request_certificate", request)
+    monkeypatch.setattr(transport, "connect", open_channel)
+    identity = Identity("key", "127.0.0.1:1", "demo", tls=True)
+    with connect("127.0.0.1:1") as channel:
+        signed = SignedAccess(channel, SigningKey(new_signing_key()), 1.0)
+        directory = DataDirectory(tmp_path, "127.0.0.1:1", "demo")
+        with CertificateAccess(signed, directory, identity, 1.0, lambda: now[0]) as access:
+            for now[0] in (0.0, 59.0, 60.0, 119.0):
+                access.authenticate("/method", b"", StopSignal())
+            assert requests == [0.0, 60.0]
+            failing[0] = True
+            for now[0] in (120.0, 127.0, 128.0):  # it is valid until 150
+                access.authenticate("/method", b"", StopSignal())
+            assert requests[2:] == [120.0, 128.0]
+            now[0] = 150.0
+            with pytest.raises(ServerUnavailableError):
+                access.authenticate("/method", b"", StopSignal())
 
 
 def test_without_tls_a_certificate_is_of_no_use(

@@ -219,6 +219,7 @@ def test_a_delta_that_leads_elsewhere_is_not_believed(
     first, second, delta = versions.assign()
     assert run(make_client()) == [versions.first, versions.second]
     assert versions.downloaded == [first.digest, delta.digest, second.digest]
+    assert [request.offset for request in versions.fleet.requests["Download"]] == [0, 0, 0]
     assert "The delta cannot be used" in caplog.text
     assert len([*folder.iterdir()]) == 2, "files of the delta are left"
 

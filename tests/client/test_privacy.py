@@ -44,9 +44,6 @@ PER_TASK = StepCharge(1.0, 0.25, 8)
 """The cost of a training with this configuration on twenty examples."""
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def module() -> nn.Module:
     return nn.Linear(40, 50)
 

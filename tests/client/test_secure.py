@@ -19,6 +19,8 @@ from fedplat.model import Parameters
 from fedplat.secure_aggregation.setup import FEATURE, LocalNoise
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import Task, TrainResult
+from fedplat_client._state.data_dir import DataDirectory
+from fedplat_client._state.served_attempts import ServedAttempts
 from fedplat_client.cancellation import StopSignal
 from support.fake_fleet import serving
 from support.secure_cohort import MakeCohort
@@ -220,6 +222,22 @@ def test_a_process_that_is_killed_between_steps_has_lost_its_keys(
     assert [(each.token, each.reason) for each in cohort.failures] == [("token-5", model_pb2.REASON_KEYS_LOST)]
     assert len(fleet.messages["token-5", "keys"]) == 1
     assert "token-5" not in cohort.check_sum(tmp_path)
+
+
+def test_an_attempt_is_recorded_before_the_server_has_a_key_of_it(make_cohort: MakeCohort) -> None:
+    """However early the process is killed after that, the client takes part once."""
+    cohort = make_cohort(4)
+    fleet, recorded = cohort.fleet, dict[str, bool]()
+
+    def look(token: str, kind: str) -> None:
+        if kind == "keys":
+            folder = cohort.folder / f"data-{token.removeprefix('token-')}"
+            served = ServedAttempts(DataDirectory(folder, fleet.address, "demo").served)
+            recorded[token] = not served.is_new("job-1", 1, 1)
+
+    fleet.on_message = look
+    cohort.run()
+    assert recorded == {f"token-{number}": True for number in range(1, 5)}
 
 
 def test_client_state_belongs_to_the_masked_update(make_cohort: MakeCohort) -> None:

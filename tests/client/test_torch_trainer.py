@@ -28,9 +28,6 @@ from fedplat_client.trainers.torch import TorchTrainer
 CONFIG = {"epochs": 10, "batch_size": 32, "learning_rate": 0.1, "momentum": 0.9}
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def digits(num_examples: int | None = None) -> TensorDataset:
     images, labels = load_digits(return_X_y=True)
     return TensorDataset(

@@ -80,12 +80,21 @@ def test_a_file_is_not_replaced_unless_it_may_be(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_folder_is_synced_with_its_files_before_it_gets_its_name(tmp_path: Path, synced: list[str]) -> None:
+def test_a_folder_is_synced_with_its_files_before_it_gets_its_name(
+    tmp_path: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     part = tmp_path / "part"
     part.mkdir()
     for name in "ab":
         (part / name).write_text(name)
+    rename = Path.rename
+
+    def note_rename(source: Path, target: Path) -> Path:
+        synced.append("renamed")
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", note_rename)
     durable.rename_folder(part, tmp_path / "whole")
     assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == ["a", "b"]
-    assert synced == ["file", "file", "folder", "folder"]
+    assert synced == ["file", "file", "folder", "renamed", "folder"]
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]

@@ -12,18 +12,9 @@ from hypothesis import strategies as st
 from fedplat import aggregate, model, sampling, toml
 from fedplat.errors import JobFileError
 from fedplat.job import Adaptive, ClientEvaluation, JobSpec, Selection, build_rule, parse_job
+from support.jobs import SMALL
 from support.rules import NEEDED
 
-SMALL = """\
-name = "a"
-population = "p"
-trainer = "t"
-rounds = 3
-[model]
-initial = "m:f"
-[selection]
-goal = 4
-"""
 FULL = """\
 name = "digits-1.b_2"
 population = "demo"

@@ -6,18 +6,9 @@ import pytest
 
 from fedplat.errors import JobFileError
 from fedplat.job import parse_job
+from support.jobs import SMALL_OF_KEYS
 
-SMALL = """
-name = "digits"
-population = "demo"
-trainer = "digits"
-rounds = 1
-model.initial = "m.safetensors"
-selection.goal = 4
-warm_start.trainer = "digits"
-warm_start.batch_size = 8
-warm_start.learning_rate = 0.1
-"""
+SMALL = f"{SMALL_OF_KEYS}warm_start.trainer = 'digits'\nwarm_start.batch_size = 8\nwarm_start.learning_rate = 0.1\n"
 HOGWILD = f"{SMALL}warm_start.method = 'hogwild'\npool.ranks = 2\n"
 PIPEDREAM = f"{SMALL}pool.ranks = 2\npool.parallel.pipeline = 2\npool.parallel.schedule = 'pipedream'\n"
 

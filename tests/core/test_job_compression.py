@@ -7,17 +7,7 @@ import pytest
 from fedplat import codecs
 from fedplat.errors import JobFileError
 from fedplat.job import Compression, parse_job
-
-SMALL = """
-name = "a"
-population = "p"
-trainer = "t"
-rounds = 3
-[model]
-initial = "m:f"
-[selection]
-goal = 4
-"""
+from support.jobs import SMALL
 
 
 def test_nothing_is_compressed_by_default() -> None:

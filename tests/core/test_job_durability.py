@@ -6,22 +6,14 @@ import pytest
 
 from fedplat.errors import JobFileError
 from fedplat.job import parse_job
-
-SMALL = """
-name = "digits"
-population = "demo"
-trainer = "digits"
-rounds = 1
-model.initial = "m.safetensors"
-selection.goal = 4
-"""
+from support.jobs import SMALL_OF_KEYS as SMALL
 
 
 @pytest.mark.parametrize(
     ("line", "durability"), [("", "spool"), ("durability = 'spool'", "spool"), ("durability = 'memory'", "memory")]
 )
 def test_updates_lie_in_a_spool_unless_the_job_says_otherwise(line: str, durability: str) -> None:
-    assert parse_job(line + SMALL).durability == durability
+    assert parse_job(SMALL + line).durability == durability
 
 
 @pytest.mark.parametrize("value", ["'disk'", "true", "1"])

@@ -7,16 +7,9 @@ import pytest
 from fedplat.errors import JobFileError
 from fedplat.job import is_unreadable, parse_job, read_newer
 from fedplat.parallel import Parallel
+from support.jobs import SMALL_OF_KEYS
 
-SMALL = """
-name = "digits"
-population = "demo"
-trainer = "digits"
-rounds = 1
-model.initial = "m.safetensors"
-selection.goal = 4
-pool.ranks = 4
-"""
+SMALL = f"{SMALL_OF_KEYS}pool.ranks = 4\n"
 LAYOUT = f"{SMALL}pool.parallel.shard = 2\npool.parallel.pipeline = 2\n"
 TABLE = "trainer = 't'\nbatch_size = 8\nlearning_rate = 0.1\n"
 STEP = f"[server_step]\n{TABLE}steps = 2\n"

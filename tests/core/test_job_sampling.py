@@ -7,16 +7,8 @@ import pytest
 from fedplat import sampling
 from fedplat.errors import JobFileError
 from fedplat.job import Selection, parse_job
+from support.jobs import SMALL
 
-SMALL = """\
-name = "a"
-population = "p"
-trainer = "t"
-rounds = 3
-model.initial = "m:f"
-[selection]
-goal = 4
-"""
 POLICIES = "uniform, poisson, weighted, stratified, oort"
 MISTAKES = {
     "an unknown policy": ("{ policy = 'random' }", f"sampling.policy = 'random': expected one of {POLICIES}"),

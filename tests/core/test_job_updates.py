@@ -8,17 +8,7 @@ import pytest
 from fedplat import aggregate, model
 from fedplat.errors import JobFileError
 from fedplat.job import build_rule, parse_job
-
-SMALL = """
-name = "a"
-population = "p"
-trainer = "t"
-rounds = 3
-[model]
-initial = "m:f"
-[selection]
-goal = 4
-"""
+from support.jobs import SMALL
 
 
 def test_clip_norm_bounds_each_update():

@@ -16,17 +16,7 @@ from fedplat.modes import (
     StalenessWeight,
 )
 from fedplat.testing import check_staleness
-
-SMALL = """\
-name = "a"
-population = "p"
-trainer = "t"
-rounds = 3
-[model]
-initial = "m:f"
-[selection]
-goal = 4
-"""
+from support.jobs import SMALL
 
 
 def test_the_mode():

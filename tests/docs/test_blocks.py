@@ -1,73 +1,67 @@
-"""Every fenced block of the documentation is run, checked, or states why no test runs it."""
+"""Blocks and commands of the documentation that `make check` (tests/style/blocks.py) refuses and accepts."""
 
 from __future__ import annotations
 
-import ast
-import collections
-import json
-import tomllib
-from pathlib import Path
-from typing import Any
-
 import pytest
-import tomli_w
-import yaml
 
-from fedplat.job import parse_job
-from fedplat.plugins import Plugins, kinds
+from style import blocks
+from style.sources import Sources
 from support.docs import commands
-from support.docs.blocks import OWN_TESTS, ROOT, Block, read, read_all
-
-BLOCKS = read_all()
-LANGUAGES = {"bash", "console", "dockerfile", "json", "python", "text", "toml", "yaml"}
-JOB: dict[str, Any] = {
-    "name": "digits",
-    "population": "demo",
-    "trainer": "digits",
-    "rounds": 10,
-    "model": {"initial": "model:initial"},
-    "selection": {"goal": 2},
-}
-"""What a job file needs; the blocks of pages are parts of job files."""
+from support.docs.blocks import OWN_TESTS, Block
 
 
-def of(*languages: str) -> list[Any]:
-    return [pytest.param(block, id=str(block)) for block in BLOCKS if block.language in languages]
+@pytest.mark.parametrize(
+    ("language", "marker", "text", "message"),
+    [
+        ("", "not run: output", "a", "a block of no language"),
+        ("ruby", "not run: output", "a", "a block of ruby"),
+        ("bash", "run", "fedplat status", "no test runs <!-- run -->"),
+        ("bash", "not run:", "fedplat status --al", "'--al'"),
+        ("text", "", "a", "no test runs it"),
+        ("console", "not run: output", "fedplat status\nnothing", "no command"),
+        ("console", "not run: output", "$ fedplat status --wach", "'--wach'"),
+        ("toml", "", "rounds =", "TOMLDecodeError"),
+        ("toml", "", "rouns = 3", "rouns"),
+        ("toml", "", "[project.entry-points.'fedplat.ruls']", "no kind of plugin is ruls"),
+        ("json", "", "{", "JSONDecodeError"),
+        ("yaml", "", "a: b: c", "ScannerError"),
+        ("yaml", "", "# nothing", "no data"),
+        ("python", "", "a b", "SyntaxError"),
+        ("python", "", "from fedplat.model import Parametres", "ImportError"),
+        ("python", "", "def f():\n    from fedplat.modle import Parameters", "ModuleNotFoundError"),
+    ],
+)
+def test_a_wrong_block_is_found(language: str, marker: str, text: str, message: str) -> None:
+    found = [*blocks.mistakes(Block("docs/jobs.md", 1, language, marker, text))]
+    assert any(message in each for each in found), found
 
 
-@pytest.mark.parametrize("block", [pytest.param(block, id=str(block)) for block in BLOCKS])
-def test_each_block_is_run_or_checked_or_says_why_not(block: Block) -> None:
-    advice = "see 'Writing documentation' in docs/contributing.md"
-    assert block.language in LANGUAGES, f"{block}: a block of {block.language or 'no language'}; {advice}"
-    if block.marker:
-        assert block.reason or block.own_test, f"{block}: no test runs <!-- {block.marker} -->; {advice}"
-    assert block.reason or block.own_test or block.is_run_here or block.is_checked, (
-        f"{block}: no test runs it; {advice}"
-    )
+@pytest.mark.parametrize(
+    ("language", "marker", "text"),
+    [
+        ("bash", "", "fedplat status"),
+        ("text", "not run: output", "a"),
+        ("toml", "", "rounds = 3\nselection.over_selection = 1"),
+        ("json", "", '{"a": 1}'),
+        ("python", "", "from fedplat.model import Parameters\nimport absent"),
+    ],
+)
+def test_a_right_block_is_accepted(language: str, marker: str, text: str) -> None:
+    assert [*blocks.mistakes(Block("docs/jobs.md", 1, language, marker, text))] == []
 
 
-@pytest.mark.parametrize("test", sorted(set(OWN_TESTS.values())))
-def test_the_tests_of_pages_exist(test: str) -> None:
+def test_a_test_of_a_page_that_does_not_exist_and_one_without_a_block_are_found() -> None:
+    (page, marker), test = next(iter(OWN_TESTS.items()))
     path, _, name = test.partition("::")
-    functions = [node for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)]
-    assert name in [function.name for function in functions]
-
-
-def test_no_row_of_the_tests_of_pages_is_left_over() -> None:
-    used = {(block.page, key) for block in BLOCKS for key in (block.marker, block.marker.partition(":")[0])}
-    used |= {(block.page, block.language) for block in BLOCKS if not block.marker}
-    assert set(OWN_TESTS) <= used
-
-
-@pytest.mark.parametrize("block", of("bash", "console"))
-def test_the_programs_accept_all_commands(block: Block) -> None:
-    text = block.text
-    if block.language == "console":
-        text = "\n".join(line for line in text.splitlines() if line.startswith("$ "))
-    found = commands.find(text)
-    assert found, f"{block}: no command"
-    for command in found:
-        assert commands.check(command) == "", f"{block}: {' '.join(command.words)}"
+    used = [Block(page, 1, marker, "", "")]
+    there = f"its test {test} does not exist", f"it has no block {marker}, "
+    for text, found_blocks, expected in (
+        (f"def {name}(): pass", used, (False, False)),
+        (f"class A:\n    def {name}(): pass", used, (True, False)),
+        (f"def {name}(): pass", [], (False, True)),
+    ):
+        found = [each for each in blocks.check_own_tests(Sources({path: text}), found_blocks) if each.path == page]
+        assert tuple(any(each.message.startswith(start) for each in found) for start in there) == expected
 
 
 @pytest.mark.parametrize(
@@ -87,44 +81,3 @@ def test_the_programs_accept_all_commands(block: Block) -> None:
 )
 def test_a_wrong_command_is_found(line: str, message: str) -> None:
     assert any(message in commands.check(command) for command in commands.find(line))
-
-
-@pytest.mark.parametrize("block", of("toml"))
-def test_the_job_files_are_valid(block: Block, tmp_path: Path) -> None:
-    parsed = tomllib.loads(block.text)
-    if block.own_test:
-        return
-    if "project" in parsed:  # of a package with plugins
-        assert {group.removeprefix("fedplat.") for group in parsed["project"]["entry-points"]} <= set(kinds())
-        return
-    for other in read(block.page):
-        if other.marker.startswith("file: "):
-            (tmp_path / other.marker.removeprefix("file: ")).write_text(other.text)
-    own = frozenset({("rules", "lion"), ("policies", "turns"), ("codecs", "signs")})  # of --plugin
-    plugins = Plugins(folder=tmp_path, absent=own)
-    tables = {**JOB, **parsed, "selection": {**JOB["selection"], **parsed.get("selection", {})}}
-    parse_job(tomli_w.dumps(tables), plugins)
-
-
-@pytest.mark.parametrize("block", of("yaml", "json"))
-def test_data_is_well_formed(block: Block) -> None:
-    assert (json.loads if block.language == "json" else yaml.safe_load)(block.text)
-
-
-@pytest.mark.parametrize("block", [case for case in of("python") if not case.values[0].own_test])
-def test_programs_compile_and_import_what_exists(block: Block) -> None:
-    tree = compile(block.text, str(block), "exec", ast.PyCF_ONLY_AST)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fedplat"):
-            exec(compile(ast.Module([node], []), str(block), "exec"), {})
-
-
-def test_most_blocks_run() -> None:
-    """Counts them; `pytest -rP` shows the figures."""
-    states = collections.Counter(
-        "executed" if block.own_test or block.is_run_here else "checked" if block.is_checked else "not run"
-        for block in BLOCKS
-    )
-    print(dict(states))
-    assert states["executed"] > states["checked"]
-    assert states["executed"] + states["checked"] > 2 * states["not run"]

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from typer.testing import CliRunner
 
 from fedplat.admin import AdminClient, profile
 from fedplat.cli.app import app
 from fedplat_server.cli.commands import app as server
 from support import processes
+from support.cli.runner import CliRunner
 from support.docs import commands
 from support.docs.blocks import ROOT, Block, read, read_all
 

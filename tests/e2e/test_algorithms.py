@@ -6,7 +6,7 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from fedplat.pytorch.training import Learner
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, EvaluateResult, Task
 from fedplat_client.trainers.torch import TorchTrainer
-from support import elastic_client, processes
+from support import deployment, elastic_client, processes
 from support.clients import at_work
 from support.jobs import write_job
 
@@ -58,24 +58,14 @@ ELASTIC = (
 PERSONAL = '[evaluation]\nevery = 100\n[evaluation.clients]\nevaluator = "personal"\ngoal = 3\nmin_fraction = 1.0'
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def with_head() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[processes.Server]:
-    with processes.server(tmp_path_factory.mktemp("server")) as server:
-        yield server
 
 
 @contextlib.contextmanager
 def fleet(server: processes.Server, folder: Path, trainer: str, make: Callable[[int], TorchTrainer]) -> Generator[None]:
     """Clients at work, with the data folders that they have had before."""
-    ticket = server.ticket("fleet", NUM_CLIENTS)
-    clients = [Client.from_ticket(ticket, data_dir=folder / str(number)) for number in range(NUM_CLIENTS)]
+    clients = deployment.clients_of(server, "fleet", folder, NUM_CLIENTS)
     for number, client in enumerate(clients):
         client.add_trainer(trainer, made := make(number))
         client.add_evaluator(trainer, made.evaluate)
@@ -83,22 +73,10 @@ def fleet(server: processes.Server, folder: Path, trainer: str, make: Callable[[
         yield
 
 
-def submit(admin: AdminClient, folder: Path, name: str, model: Parameters, rounds: int, more: str) -> str:
-    (folder / f"{name}.safetensors").write_bytes(model.to_bytes())
-    (folder / "job.toml").write_text(write(name=name, rounds=rounds, more=more))
-    return submission.submit(admin, submission.load(folder / "job.toml")).job_id
-
-
 def until_round(admin: AdminClient, job: str, number: int) -> None:
     for event in admin.watch_job(job):
         if event.entity == "version" and event.round >= number:
             return
-
-
-def completed(admin: AdminClient, job: str) -> None:
-    for _ in admin.watch_job(job):
-        pass
-    assert admin.show_job(job).status == admin_pb2.JOB_STATUS_COMPLETED
 
 
 @pytest.mark.slow
@@ -117,12 +95,11 @@ def test_scaffold_finds_the_optimum_of_all_data_though_its_clients_are_restarted
     zeros = Parameters.from_arrays({"weight": np.zeros((1, 3), "f4")})
     with server.admin() as admin:
         with fleet(server, tmp_path, "scaffold", trainer):
-            job = submit(admin, tmp_path, "scaffold", zeros, 40, SCAFFOLD)
+            job = deployment.submit_file(admin, tmp_path, write("scaffold", 40, SCAFFOLD), zeros)
             until_round(admin, job, 15)
         with fleet(server, tmp_path, "scaffold", trainer):
-            completed(admin, job)
-        admin.export_model(job, None, tmp_path / "model")
-    model = Parameters.open(tmp_path / "model")
+            deployment.completed(admin, job)
+        model = deployment.exported(admin, job, tmp_path)
     assert model.keys() == {"weight", "control/weight"}
     np.testing.assert_allclose(without_control(model)["weight"], optimum, atol=0.02)
     # The server's variate is the mean of the clients', which are their gradients; they add up to nothing there.
@@ -145,13 +122,13 @@ def test_personal_layers_never_travel_and_outlive_a_restart(server: processes.Se
 
     with server.admin() as admin:
         with fleet(server, tmp_path, "personal", trainer):
-            job = submit(admin, tmp_path, "personal", learner.initial(), 12, PERSONAL)
+            job = deployment.submit_file(admin, tmp_path, write("personal", 12, PERSONAL), learner.initial())
             until_round(admin, job, 11)
         with fleet(server, tmp_path, "personal", trainer):
-            completed(admin, job)
-        admin.export_model(job, None, tmp_path / "model")
+            deployment.completed(admin, job)
+        model = deployment.exported(admin, job, tmp_path)
         (last,) = (version for version in admin.list_versions(job) if version.round == 12)
-    assert Parameters.open(tmp_path / "model").keys() == {"0.weight", "0.bias"}
+    assert model.keys() == {"0.weight", "0.bias"}
     assert last.metrics["loss"] < 0.1  # no common head does better than the mean of the squared targets
     assert np.mean((INPUTS[2] @ direction) ** 2) > 1.0
 
@@ -182,16 +159,16 @@ def test_elastic_exchanges_conserve_the_sum_though_clients_are_restarted(
     more = ELASTIC.format(rounds=rounds)
     with server.admin() as admin:
         with fleet(server, tmp_path, "elastic", trainer):
-            job = submit(admin, tmp_path, "elastic", start, rounds, more)
+            job = deployment.submit_file(admin, tmp_path, write("elastic", rounds, more), start)
             until_round(admin, job, 6)
         with fleet(server, tmp_path, "elastic", trainer):
-            completed(admin, job)
-        admin.export_model(job, None, tmp_path / "model")
+            deployment.completed(admin, job)
+        model = deployment.exported(admin, job, tmp_path)
         trained = [each for each in admin.list_rounds(job) if each.kind == admin_pb2.ATTEMPT_KIND_TRAIN]
     assert [each.client_metrics["centre_distance"] > 0.0 for each in trained] == [each.round > 1 for each in trained]
     assert kept.keys() == {0, 1, 2}
     moved = rounds * 8 * 0.1 * sum(inputs.astype("f8").mean(axis=0) for inputs in INPUTS)
-    total = Parameters.open(tmp_path / "model")["weight"].astype("f8") + sum(kept.values())
+    total = model["weight"].astype("f8") + sum(kept.values())
     np.testing.assert_allclose(total, np.full((1, 3), 4 * 0.5) - moved, atol=2e-5)
 
 
@@ -212,12 +189,11 @@ def test_elastic_exchanges_conserve_the_sum_though_a_client_is_killed(
 
     start = Parameters.from_arrays({"weight": np.full((1, 3), 0.5, "f4")})
     more = ELASTIC.format(rounds=rounds).replace("goal = 3", "goal = 1")
-    ticket = server.ticket(f"killed-{point[:2]}", 1)
+    population = f"killed-{point[:2]}"
+    text = write(name, rounds, more).replace("goal = 3", "goal = 1").replace('"fleet"', f'"{population}"')
+    ticket = server.ticket(population, 1)
     with server.admin() as admin:
-        (tmp_path / f"{name}.safetensors").write_bytes(start.to_bytes())
-        text = write(name=name, rounds=rounds, more=more).replace("goal = 3", "goal = 1")
-        (tmp_path / "job.toml").write_text(text.replace('"fleet"', f'"killed-{point[:2]}"'))
-        job = submission.submit(admin, submission.load(tmp_path / "job.toml")).job_id
+        job = deployment.submit_file(admin, tmp_path, text, start)
         command = [sys.executable, elastic_client.__file__, ticket, str(tmp_path / "data"), point]
         done = subprocess.run(command, capture_output=True, text=True, timeout=processes.PATIENCE_S, check=False)
         assert done.returncode == -signal.SIGKILL, done.stderr
@@ -225,10 +201,10 @@ def test_elastic_exchanges_conserve_the_sum_though_a_client_is_killed(
         client.add_trainer(name, trainer)
         client.add_evaluator(name, evaluate)
         with at_work([client]):
-            completed(admin, job)
-        admin.export_model(job, None, tmp_path / "model")
+            deployment.completed(admin, job)
+        model = deployment.exported(admin, job, tmp_path)
     moved = rounds * 8 * 0.1 * elastic_client.INPUTS.astype("f8").mean(axis=0)
-    total = Parameters.open(tmp_path / "model")["weight"].astype("f8") + kept[-1]
+    total = model["weight"].astype("f8") + kept[-1]
     np.testing.assert_allclose(total, np.full((1, 3), 2 * 0.5) - moved, atol=2e-5)
 
 

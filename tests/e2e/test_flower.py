@@ -1,74 +1,113 @@
-"""A Flower app on a real server with real clients: from the command line to the model, through crashes."""
+"""Flower apps on a real server with real clients: from the command line to the model, through crashes."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import re
-import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
-from support import processes
+from fedplat_server.cli import commands
+from support import deployment, flower_digits, processes
+from support.deployment import run_fedplat
+from support.jobs import write_job
 
 pytest.importorskip("flwr")
+pytest.importorskip("sklearn")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-APP = processes.ROOT / "examples" / "flower" / "digits"
+EXAMPLE = processes.ROOT / "examples" / "flower" / "digits"
 NUM_CLIENTS = 3
+REPORTING = """
+class Reporting(FedAvg):
+    def aggregate_train(self, server_round, replies):
+        replies = list(replies)
+        with open("errors.txt", "a") as file:
+            file.writelines(f"{each.error.code} {each.error.reason}\\n" for each in replies if each.has_error())
+        return super().aggregate_train(server_round, replies)
+"""
+STRATEGY = """
+from flwr.serverapp.strategy import FedAdam
+
+class Counting(FedAdam):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.rounds = []
+
+    def aggregate_train(self, server_round, replies):
+        self.rounds.append(server_round)
+        assert self.rounds == list(range(1, server_round + 1)), self.rounds
+        return super().aggregate_train(server_round, replies)
+"""
 
 
-def copy_app(folder: Path) -> Path:
-    """The example; its strategy draws the same clients each time, and its pictures are in a file.
-
-    A dozen processes import the app; scikit-learn would be half of the time of each.
-    """
-    app = shutil.copytree(APP, folder / "app", ignore=shutil.ignore_patterns("__pycache__"))
-    pictures, digits = load_digits(return_X_y=True)
-    np.savez(folder / "digits.npz", pictures=pictures, digits=digits)
-    task = app / "digits" / "task.py"
-    text = task.read_text()
-    for old, new in (
-        ("import torch\nfrom sklearn.datasets import load_digits\n", "import numpy as np\nimport torch\n"),
-        ("= load_digits(return_X_y=True)\n", f"= np.load({str(folder / 'digits.npz')!r}).values()\n"),
-    ):
+def replace(file: Path, parts: Mapping[str, str]) -> None:
+    text = file.read_text()
+    for old, new in parts.items():
         assert old in text
-        text = text.replace(old, new)
-    task.write_text(text)
-    file = app / "digits" / "server_app.py"
-    seeded = file.read_text().replace("    torch.manual_seed(0)\n", "    random.seed(0)\n    torch.manual_seed(0)\n")
-    file.write_text(seeded.replace("import torch\n", "import random\n\nimport torch\n", 1))
-    return app
+        text = text.replace(old, new, 1)
+    file.write_text(text)
+
+
+def break_the_server(app: Path) -> None:
+    begin = "    random.seed(0)"
+    replace(app / "digits" / "server_app.py", {begin: f'    raise ValueError("no such city")\n{begin}'})
+    (app / "fedplat.toml").write_text("[retry]\nbase_s = 0.1\nmax_attempts = 2\n")
+
+
+def break_a_client(app: Path) -> None:
+    parts = {
+        "app = ServerApp()\n": f"app = ServerApp()\n{REPORTING}",
+        "strategy = FedAvg(": f"strategy = Reporting(min_train_nodes={NUM_CLIENTS}, ",
+    }
+    replace(app / "digits" / "server_app.py", parts)
+    failing = '    if context.node_config["partition-id"] == 1:\n        raise ValueError("no pictures")\n'
+    begin = "    arrays, (rows, _), config"
+    replace(app / "digits" / "client_app.py", {begin: failing + begin})
+
+
+@pytest.fixture(scope="module")
+def apps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The app, one whose ServerApp fails, and one whose ClientApp fails for a node."""
+    folder = tmp_path_factory.mktemp("apps")
+    made = {name: flower_digits.write_app(folder, EXAMPLE, name) for name in ("digits", "broken", "failing")}
+    break_the_server(made["broken"])
+    break_a_client(made["failing"])
+    return made
+
+
+@pytest.fixture(scope="module")
+def flower_server(apps: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[processes.Server]:
+    folder = tmp_path_factory.mktemp("flower")
+    (folder / "own.py").write_text(STRATEGY)
+    options = ["--plugin", f"flower-strategies.counting={folder}/own.py:Counting"]
+    for name, app in apps.items():
+        options += ["--flower-app", f"{name}={app}"]
+    with processes.server(folder / "server", *options) as running:
+        yield running
 
 
 class Deployment:
-    """A server and its clients."""
+    """An app on a server, and its clients."""
 
     def __init__(self, folder: Path, app: Path, server: processes.Server) -> None:
         self.folder, self.app, self.server = folder, app, server
         self.clients: list[subprocess.Popen[bytes]] = []
         self.job_id = ""
 
-    def run(self, *arguments: str, status: int = 0) -> str:
-        """What a command of the operator says."""
-        command = [str(processes.BIN / "fedplat"), "--profile", str(self.server.profile_path), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == status, done.stdout + done.stderr
-        return done.stdout if status == 0 else done.stderr
-
     def submit(self, *options: str, status: int = 0) -> str:
-        arguments = ["flower", "run", str(self.app), "--server", self.server.address, "--population", "few"]
-        said = self.run(*arguments, "--no-watch", *options, status=status)
+        arguments = ["flower", "run", str(self.app), "--server", self.server.address, "--population", self.app.name]
+        said = run_fedplat(self.server, *arguments, "--no-watch", *options, status=status)
         if status == 0:
-            self.job_id = re.findall(r"job digits \((j-\w+)", said)[0]
+            self.job_id = re.findall(rf"job {self.app.name} \((j-\w+)", said)[0]
         return said
 
     def job(self) -> admin_pb2.Job:
@@ -77,7 +116,7 @@ class Deployment:
 
     def num_waiting(self) -> int:
         with self.server.admin() as admin:
-            return admin.status().num_waiting
+            return deployment.num_waiting(admin, self.app.name)
 
     def until(self, condition: Callable[[admin_pb2.Job], bool], what: str) -> admin_pb2.Job:
         processes.until(lambda: condition(self.job()), what)
@@ -93,58 +132,45 @@ class Deployment:
         command = [str(processes.BIN / "fedplat-client"), "flower", str(self.app), "--data-dir", str(data_dir)]
         command += ["--node-config", f"partition-id={number}", "--node-config", f"num-partitions={NUM_CLIENTS}"]
         if not data_dir.exists():
-            ticket.write_text(self.server.ticket("few"))
+            ticket.write_text(self.server.ticket(self.app.name))
         command += ["--ticket-file", str(ticket)]
         with (self.folder / f"client-{number}.log").open("ab") as log:
             self.clients.append(subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
 
     def model(self) -> bytes:
         """A digest of the arrays of the last version."""
-        file = self.folder / "exported.safetensors"
-        self.run("model", "export", self.job_id, "--output", str(file))
-        model = Parameters.open(file)
+        with self.server.admin() as admin:
+            model = deployment.exported(admin, self.job_id, self.folder)
         arrays = [name.encode() + model[name].tobytes() for name in sorted(model) if not name.startswith("__")]
         return hashlib.sha256(b"".join(arrays)).digest()
 
 
 @contextmanager
-def deployed(
-    folder: Path, num_clients: int = NUM_CLIENTS, change: Callable[[Path], None] = lambda app: None
-) -> Generator[Deployment]:
-    """A deployment of the app as `change` has left it."""
-    folder.mkdir()
-    app = copy_app(folder)
-    change(app)
-    with processes.server(folder / "server", "--flower-app", f"digits={app}") as server:
-        deployment = Deployment(folder, app, server)
-        try:
-            for number in range(num_clients):  # one after the other: the order of enrollment is that of the nodes
-                deployment.start_client(number)
-                processes.until(lambda count=number: deployment.num_waiting() > count, "a client")
-            yield deployment
-        finally:
-            for client in deployment.clients:
-                client.terminate()
-            for client in deployment.clients:
-                client.wait(processes.PATIENCE_S)
+def deployed(folder: Path, app: Path, server: processes.Server) -> Generator[Deployment]:
+    made = Deployment(folder, app, server)
+    try:
+        for number in range(NUM_CLIENTS):  # one after the other: the order of enrollment is that of the nodes
+            made.start_client(number)
+            processes.until(lambda count=number: made.num_waiting() > count, "a client")
+        yield made
+    finally:
+        for client in made.clients:
+            client.terminate()
+        for client in made.clients:
+            client.wait(processes.PATIENCE_S)
 
 
-def train_undisturbed(deployment: Deployment) -> bytes:
+def train_undisturbed(made: Deployment) -> bytes:
     """Train two rounds; the model."""
-    deployment.submit("--run-config", "num-server-rounds=2")
-    job = deployment.until_ended()
+    made.submit("--run-config", "num-server-rounds=2")
+    job = made.until_ended()
     assert job.status == admin_pb2.JOB_STATUS_COMPLETED, job.reason
     assert job.round == 4  # two rounds of training, two of evaluation
     metrics = job.current.client_metrics
     assert metrics["server-round"] == 2.0
     assert metrics["accuracy"] > 0.5
-    assert "flower-apps.digits" in deployment.run("status")
-    return deployment.model()
-
-
-def verify(deployment: Deployment) -> str:
-    command = [str(processes.BIN / "fedplat-server"), "verify", "--data-dir", str(deployment.server.folder)]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    assert "flower-apps.digits" in run_fedplat(made.server, "status")
+    return made.model()
 
 
 def is_collecting_after(num_exchanges: int, job: admin_pb2.Job) -> bool:
@@ -152,93 +178,116 @@ def is_collecting_after(num_exchanges: int, job: admin_pb2.Job) -> bool:
     return job.round >= num_exchanges and job.current.phase >= admin_pb2.ATTEMPT_PHASE_COLLECTING
 
 
-def test_a_server_and_a_client_that_are_killed_change_nothing_and_a_changed_app_pauses_its_job(tmp_path: Path) -> None:
-    """One test, because each part takes the same server and clients, which take longest to start."""
-    with deployed(tmp_path / "run") as deployment:
-        undisturbed = train_undisturbed(deployment)
-        kill_after_each_exchange(deployment)
-        assert deployment.model() == undisturbed
-        assert "nothing is broken" in verify(deployment)
-        change_the_app(deployment)
+def test_a_server_and_a_client_that_are_killed_change_nothing_and_a_changed_app_pauses_its_job(
+    tmp_path: Path, apps: dict[str, Path], flower_server: processes.Server
+) -> None:
+    """One test, because each part takes the same clients, which take longest to start."""
+    with deployed(tmp_path, apps["digits"], flower_server) as made:
+        undisturbed = train_undisturbed(made)
+        kill_after_each_exchange(made)
+        assert made.model() == undisturbed
+        assert "nothing is broken" in deployment.run(commands.app, "verify", "--data-dir", str(flower_server.folder))
+        change_the_app(made)
 
 
-def kill_after_each_exchange(deployment: Deployment) -> None:
-    deployment.submit("--run-config", "num-server-rounds=2")
+def kill_after_each_exchange(made: Deployment) -> None:
+    made.submit("--run-config", "num-server-rounds=2")
     for num_exchanges in (1, 2, 3):
-        deployment.until(functools.partial(is_collecting_after, num_exchanges), "an exchange")
-        deployment.clients[1].send_signal(signal.SIGKILL)
-        deployment.server.kill()
-        deployment.server.start()
-        deployment.start_client(1)
-    job = deployment.until_ended()
+        made.until(functools.partial(is_collecting_after, num_exchanges), "an exchange")
+        made.clients[1].send_signal(signal.SIGKILL)
+        made.server.kill()
+        made.server.start()
+        made.start_client(1)
+    job = made.until_ended()
     assert job.status == admin_pb2.JOB_STATUS_COMPLETED, job.reason
 
 
-def change_the_app(deployment: Deployment) -> None:
-    deployment.submit("--run-config", "num-server-rounds=200")
-    deployment.until(lambda job: job.round >= 1, "an exchange")
-    deployment.server.kill()
-    with (deployment.app / "digits" / "task.py").open("a") as file:
+def change_the_app(made: Deployment) -> None:
+    made.submit("--run-config", "num-server-rounds=200")
+    made.until(lambda job: job.round >= 1, "an exchange")
+    made.server.kill()
+    with (made.app / "digits" / "task.py").open("a") as file:
         file.write("\n# changed\n")
-    deployment.server.start()
-    job = deployment.until(lambda job: job.status == admin_pb2.JOB_STATUS_PAUSED, "the pause")
+    made.server.start()
+    job = made.until(lambda job: job.status == admin_pb2.JOB_STATUS_PAUSED, "the pause")
     assert "flower-apps.digits" in job.reason
-    deployment.run("job", "resume", deployment.job_id)
+    run_fedplat(made.server, "job", "resume", made.job_id)
     round_ = job.round
-    deployment.until(lambda job: job.round > round_ + 1, "another exchange")
-    deployment.run("job", "cancel", deployment.job_id)
+    made.until(lambda job: job.round > round_ + 1, "another exchange")
+    run_fedplat(made.server, "job", "cancel", made.job_id)
 
 
-def break_the_server(app: Path) -> None:
-    file = app / "digits" / "server_app.py"
-    file.write_text(file.read_text().replace("    net = Net()\n", '    raise ValueError("no such city")\n'))
-    (app / "fedplat.toml").write_text("[retry]\nbase_s = 0.1\nmax_attempts = 2\n")
+def test_an_app_that_fails_ends_the_job_with_its_own_words(
+    tmp_path: Path, apps: dict[str, Path], flower_server: processes.Server
+) -> None:
+    made = Deployment(tmp_path, apps["broken"], flower_server)
+    made.submit()
+    job = made.until_ended()
+    assert job.status == admin_pb2.JOB_STATUS_FAILED
+    assert "the ServerApp of broken raised ValueError: no such city" in job.reason
+    assert "server_app.py, line" in job.reason
 
 
-def test_an_app_that_fails_ends_the_job_with_its_own_words(tmp_path: Path) -> None:
-    with deployed(tmp_path / "run", num_clients=0, change=break_the_server) as deployment:
-        deployment.submit()
-        job = deployment.until_ended()
-        assert job.status == admin_pb2.JOB_STATUS_FAILED
-        assert "the ServerApp of digits raised ValueError: no such city" in job.reason
-        assert "server_app.py, line" in job.reason
-
-
-REPORTING = """
-class Reporting(FedAvg):
-    def aggregate_train(self, server_round, replies):
-        replies = list(replies)
-        with open("errors.txt", "a") as file:
-            file.writelines(f"{each.error.code} {each.error.reason}\\n" for each in replies if each.has_error())
-        return super().aggregate_train(server_round, replies)
-"""
-
-
-def break_a_client(app: Path) -> None:
-    file = app / "digits" / "server_app.py"
-    text = file.read_text().replace("app = ServerApp()\n", f"app = ServerApp()\n{REPORTING}", 1)
-    file.write_text(text.replace("strategy = FedAvg(", f"strategy = Reporting(min_train_nodes={NUM_CLIENTS}, "))
-    client = app / "digits" / "client_app.py"
-    failing = '    if context.node_config["partition-id"] == 1:\n        raise ValueError("no pictures")\n'
-    client.write_text(client.read_text().replace("    net = Net()\n", f"{failing}    net = Net()\n", 1))
-
-
-def test_a_failed_client_is_an_error_reply(tmp_path: Path) -> None:
-    with deployed(tmp_path / "run", change=break_a_client) as deployment:
-        deployment.submit("--run-config", "num-server-rounds=1")
-        job = deployment.until_ended()
+def test_a_failed_client_is_an_error_reply(
+    tmp_path: Path, apps: dict[str, Path], flower_server: processes.Server
+) -> None:
+    with deployed(tmp_path, apps["failing"], flower_server) as made:
+        made.submit("--run-config", "num-server-rounds=1")
+        job = made.until_ended()
         assert job.status == admin_pb2.JOB_STATUS_COMPLETED, job.reason
-        (errors,) = (deployment.server.folder / "flower" / job.job_id).glob("errors.txt")
+        (errors,) = (flower_server.folder / "flower" / job.job_id).glob("errors.txt")
         (line,) = errors.read_text().splitlines()
-        failure = "the ClientApp of digits, called with train, raised ValueError: no pictures"
+        failure = "the ClientApp of failing, called with train, raised ValueError: no pictures"
         assert line.startswith(f"2 UserCodeError: {failure}")
 
 
-def test_a_server_without_the_app_says_how_to_get_it(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    with processes.server(folder / "server") as server:
-        said = Deployment(folder, APP, server).submit(status=1)
+def test_a_server_without_the_app_says_how_to_get_it(server: processes.Server, tmp_path: Path) -> None:
+    said = Deployment(tmp_path, EXAMPLE, server).submit(status=1)
     assert "the server has no such Flower app; it has none" in said
     assert "--flower-app digits=FOLDER" in said
     assert "Traceback" not in said
+
+
+ROUNDS = 3
+RULE = write_job(
+    "rule",
+    population="rule",
+    trainer="digits",
+    rounds=ROUNDS,
+    selection={"goal": 2, "min_fraction": 1.0, "wait_for": 2},
+    config={"lr": 0.1},
+    aggregation={"rule": "flower", "strategy": "counting", "options": {"eta": 0.04, "tau": 0.01}},
+    evaluation={"clients": {"evaluator": "digits", "goal": 2}},
+    retry={"base_s": 0.1},
+)
+
+
+def test_a_client_app_and_a_strategy_in_an_ordinary_job(flower_server: processes.Server, tmp_path: Path) -> None:
+    """A strategy of Flower is the rule; it continues from its memory, which is stored with the version."""
+    app = flower_digits.write_app(tmp_path, EXAMPLE)
+    clients: list[list[str]] = []
+    for number in range(2):
+        ticket = tmp_path / f"{number}.ticket"
+        ticket.write_text(flower_server.ticket("rule"))
+        command = [str(processes.BIN / "fedplat-client"), "flower", str(app), "--ticket-file", str(ticket)]
+        options = ["--label", f"partition_id={number}", "--node-config", "num-partitions=2"]
+        clients.append(
+            [*command, *options, "--run-config", "local-epochs=2", "--data-dir", str(tmp_path / str(number))]
+        )
+    rng = np.random.default_rng(1)
+    arrays = {"weight": rng.normal(0, 0.1, (64, 10)).astype("f4"), "bias": np.zeros(10, np.float32)}
+    with flower_server.admin() as admin:
+        (tmp_path / "rule.toml").write_text(RULE)
+        (tmp_path / "unused.safetensors").write_bytes(Parameters.from_arrays(arrays).to_bytes())
+        run_fedplat(flower_server, "job", "submit", str(tmp_path / "rule.toml"))
+        with processes.processes(clients, tmp_path / "clients.log"):
+            processes.until(lambda: len(admin.list_versions("rule")) > 1, "a version")
+            flower_server.kill()
+            flower_server.start()
+            events = list(admin.watch_job("rule"))
+    assert events[-1].to_state == "COMPLETED", flower_server.log_text() + (tmp_path / "clients.log").read_text()
+    scores = [event.metrics["eval_acc"] for event in events if "eval_acc" in event.metrics]
+    assert len(scores) >= ROUNDS
+    assert scores[-1] > scores[0] + 0.1
+    versions = [event for event in events if event.entity == "version"]
+    assert {event.round for event in versions} >= set(range(1, ROUNDS + 1))

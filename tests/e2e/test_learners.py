@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fedplat.admin import AdminClient
-from fedplat.cli import submission
 from fedplat.model import Parameters
 from fedplat.simulation.api import simulate
 from fedplat.simulation.data import Federation
 from fedplat.simulation.federated.training import training_seed
-from fedplat.wire.v1 import admin_pb2
-from fedplat_client import Client, Task
+from fedplat_client import Task
 from fedplat_client.task import TrainFunction
 from fedplat_client.trainers.learner import LearnerTrainer
 from fedplat_client.trainers.sklearn import SklearnTrainer
-from support import processes
+from support import deployment, processes
 from support.clients import at_work
 from support.jobs import write_job
 from support.learners import Centroids
@@ -55,15 +51,6 @@ def initial():
     return Lit()
 """
 Make = Callable[[int, Path], TrainFunction]
-
-
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[processes.Server]:
-    with processes.server(tmp_path_factory.mktemp("server")) as server:
-        yield server
 
 
 def seed_of(client: int) -> Callable[[Task], int]:
@@ -126,44 +113,19 @@ CASES: dict[str, tuple[str, dict[str, Any], Make]] = {
 }
 
 
-def write_files(folder: Path, name: str, model: str, config: dict[str, Any], start: Parameters) -> Path:
-    (folder / "lit.py").write_text(LIT)
-    (folder / "start.safetensors").write_bytes(start.to_bytes())
-    text = write_job(
+def write(name: str, model: str, config: dict[str, Any]) -> str:
+    return write_job(
         name,
-        population="fleet",
+        population="learners",
         trainer=name,
         rounds=ROUNDS,
-        model={"initial": "start.safetensors"},
         selection={"goal": NUM_CLIENTS, "min_fraction": 1.0},
         config=config,
         more=f"[simulation]\nseed = {SEED}\n[simulation.model]\n{model}",
     )
-    (folder / "job.toml").write_text(text)
-    return folder / "job.toml"
-
-
-@contextlib.contextmanager
-def fleet(server: processes.Server, folder: Path, name: str, make: Make) -> Generator[None]:
-    ticket = server.ticket("fleet", NUM_CLIENTS)
-    clients = [Client.from_ticket(ticket, data_dir=folder / str(number)) for number in range(NUM_CLIENTS)]
-    for number, client in enumerate(clients):
-        client.add_trainer(name, make(number, folder))
-    with at_work(clients):
-        yield
-
-
-def deploy(admin: AdminClient, file: Path, folder: Path) -> Parameters:
-    job = submission.submit(admin, submission.load(file)).job_id
-    for _ in admin.watch_job(job):
-        pass
-    assert admin.show_job(job).status == admin_pb2.JOB_STATUS_COMPLETED
-    admin.export_model(job, None, folder / "model")
-    return Parameters.open(folder / "model")
 
 
 def first_model(name: str, folder: Path, make: Make) -> Parameters:
-    (folder / "lit.py").write_text(LIT)
     if name == "lightning":
         from fedplat import initial
 
@@ -175,12 +137,17 @@ def first_model(name: str, folder: Path, make: Make) -> Parameters:
 @pytest.mark.parametrize("name", CASES)
 def test_a_server_computes_what_the_simulation_did(server: processes.Server, tmp_path: Path, name: str) -> None:
     model, config, make = CASES[name]
+    (tmp_path / "lit.py").write_text(LIT)
     start = first_model(name, tmp_path, make)
-    file = write_files(tmp_path, name, model, config, start)
+    clients = deployment.clients_of(server, "learners", tmp_path, NUM_CLIENTS)
+    for number, client in enumerate(clients):
+        client.add_trainer(name, make(number, tmp_path))
+    with server.admin() as admin, at_work(clients):
+        job = deployment.submit_file(admin, tmp_path, write(name, model, config), start)
+        deployment.completed(admin, job)
+        deployed = deployment.exported(admin, job, tmp_path)
     federation = Federation(INPUTS, LABELS, PARTS, INPUTS[:0], LABELS[:0])
-    simulated = simulate(file, {"simulation.engine": "loop"}, data=federation).model
+    simulated = simulate(tmp_path / "job.toml", {"simulation.engine": "loop"}, data=federation).model
     assert simulated is not None
     assert simulated != start
-    with server.admin() as admin, fleet(server, tmp_path, name, make):
-        deployed = deploy(admin, file, tmp_path)
     assert deployed.to_bytes() == simulated.to_bytes()

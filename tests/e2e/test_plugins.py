@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,10 +11,12 @@ import pytest
 
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
-from support import plugins, processes
+from fedplat_client import cli as client_command
+from fedplat_server.cli import commands
+from support import deployment, plugins, processes
+from support.deployment import run_fedplat
 from support.jobs import write_job
 
-pytestmark = pytest.mark.slow
 ROUNDS = 3
 TRAINER = """
 import numpy as np
@@ -37,14 +39,6 @@ JOB = write_job(
 )
 
 
-def run(server: processes.Server, *arguments: str, status: int = 0) -> str:
-    """What a command of the operator says."""
-    command = [str(processes.BIN / "fedplat"), "--profile", str(server.profile_path), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout if status == 0 else done.stderr
-
-
 def show(server: processes.Server) -> admin_pb2.Job:
     with server.admin() as admin:
         return admin.show_job("own")
@@ -52,7 +46,7 @@ def show(server: processes.Server) -> admin_pb2.Job:
 
 def num_waiting(server: processes.Server) -> int:
     with server.admin() as admin:
-        return admin.status().num_waiting
+        return deployment.num_waiting(admin, "few")
 
 
 def client(tmp_path: Path, server: processes.Server, name: str, options: Sequence[str]) -> list[str]:
@@ -70,6 +64,7 @@ def expected() -> float:
     return weight
 
 
+@pytest.mark.slow
 def test_plugins_on_a_server_and_its_clients(tmp_path: Path) -> None:
     (tmp_path / "trainer.py").write_text(TRAINER)
     (tmp_path / "own.toml").write_text(JOB)
@@ -79,9 +74,9 @@ def test_plugins_on_a_server_and_its_clients(tmp_path: Path) -> None:
     codec = plugins.options(file, "codecs.halves")
     with processes.server(tmp_path / "server", *plugins.options(file)) as server:
         plain = list(server.command)
-        assert run(server, "status").count("sha256 ") == 3
+        assert run_fedplat(server, "status").count("sha256 ") == 3
         with processes.processes([client(tmp_path, server, "without", [])], tmp_path / "without.log"):
-            run(server, "job", "submit", str(tmp_path / "own.toml"))
+            run_fedplat(server, "job", "submit", str(tmp_path / "own.toml"))
             with processes.processes([client(tmp_path, server, "first", codec)], tmp_path / "first.log"):
                 processes.until(lambda: num_waiting(server) == 2, "two clients that wait")
                 phase = show(server).current.phase
@@ -90,9 +85,9 @@ def test_plugins_on_a_server_and_its_clients(tmp_path: Path) -> None:
 
         server.command = [part for part in plain if part != "--plugin" and "own.py" not in part]
         server.start()
-        missing = run(server, "job", "show", "own")
+        missing = run_fedplat(server, "job", "show", "own")
         assert "PAUSED (the server has no plugin codecs.halves (the job has sha256 " in missing
-        assert "cannot resume: the server has no plugin" in run(server, "job", "resume", "own", status=1)
+        assert "cannot resume: the server has no plugin" in run_fedplat(server, "job", "resume", "own", status=1)
         assert "the server has no plugin" in server.log_text()
         server.stop()
 
@@ -101,16 +96,15 @@ def test_plugins_on_a_server_and_its_clients(tmp_path: Path) -> None:
         server.start()
         before = show(server)
         assert "resume it now to continue with the other code" in before.reason
-        run(server, "job", "resume", "own")
+        run_fedplat(server, "job", "resume", "own")
         assert {plugin.digest for plugin in show(server).plugins}.isdisjoint(plugin.digest for plugin in before.plugins)
         both = [client(tmp_path, server, name, codec) for name in ("second", "third")]
         with processes.processes(both, tmp_path / "clients.log"), server.admin() as admin:
             assert [event.to_state for event in admin.watch_job("own")][-1] == "COMPLETED"
-        run(server, "model", "export", "own", "--output", str(tmp_path / "out.safetensors"))
+        run_fedplat(server, "model", "export", "own", "--output", str(tmp_path / "out.safetensors"))
         model = Parameters.open(tmp_path / "out.safetensors")
         np.testing.assert_allclose(model["weight"], expected(), rtol=1e-5)
-        verify = [str(processes.BIN / "fedplat-server"), "verify", "--live", "--data-dir", str(tmp_path / "server")]
-        subprocess.run(verify, check=True, capture_output=True)
+        deployment.run(commands.app, "verify", "--live", "--data-dir", str(tmp_path / "server"))
 
 
 @pytest.mark.parametrize(
@@ -122,13 +116,19 @@ def test_plugins_on_a_server_and_its_clients(tmp_path: Path) -> None:
         ("codecs.bf16=own.py:Halves", "bf16 is a built-in name"),
     ],
 )
-def test_a_wrong_plugin_of_a_client(tmp_path: Path, plugin: str, text: str) -> None:
+def test_a_wrong_plugin_of_a_client(
+    tmp_path: Path, plugin: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "trainer.py").write_text(TRAINER)
     plugins.write_file(tmp_path)
-    command = [str(processes.BIN / "fedplat-client"), "run", "--trainer", "trainer.py:add", "--plugin", plugin]
+    monkeypatch.chdir(tmp_path)
+    command = ["fedplat-client", "run", "--trainer", "trainer.py:add", "--plugin", plugin]
     common = ["--server", "127.0.0.1:1", "--population", "few", "--data-dir", str(tmp_path / "client")]
-    done = subprocess.run([*command, *common], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("Error: --plugin ")
-    assert done.stderr.count("\n") == 1
-    assert text in done.stderr
+    monkeypatch.setattr(sys, "argv", [*command, *common])
+    with pytest.raises(SystemExit) as caught:
+        client_command.main()
+    error = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert error.startswith("Error: --plugin ")
+    assert error.count("\n") == 1
+    assert text in error

@@ -23,12 +23,12 @@ from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat_client import Client, Task, TrainResult
 from fedplat_server import metrics
-from support import processes
+from support import processes, programs
 from support.boards import expressions
 from support.clients import at_work
 from support.jobs import write_job
 from support.processes import free_port, until
-from support.scrapes import Samples, program, promtool
+from support.scrapes import Samples, promtool
 
 pytestmark = pytest.mark.slow
 RULES = Path(metrics.__path__[0]) / "grafana/fedplat.rules.yml"
@@ -90,7 +90,7 @@ def prometheus(folder: Path, target: str) -> Generator[Prometheus]:
     config.write_text(json.dumps(everything))  # JSON is YAML
     promtool("check", "config", config)
     command = [
-        program("prometheus"),
+        programs.require("prometheus"),
         f"--config.file={config}",
         f"--storage.tsdb.path={folder / 'tsdb'}",
         f"--web.listen-address=127.0.0.1:{port}",

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from fedplat.admin import AdminClient, profile
 from fedplat.cli.app import app
 from fedplat.model import Parameters
 from support import processes
+from support.cli.runner import CliRunner
 
 README = (processes.ROOT / "README.md").read_text()
 DOCS = {path.name: path.read_text() for path in sorted((processes.ROOT / "docs").glob("*.md"))}
@@ -90,43 +90,42 @@ def test_the_simulation_of_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_two_machines(tmp_path: Path) -> None:
+def test_two_machines(server: processes.Server, tmp_path: Path) -> None:
     """A server, two clients that run the page's trainer, and the operator's commands, to the exported model."""
     write_files(MACHINES, tmp_path)
     assert set(files_of(MACHINES)) == {"trainer.py", "job.toml", "start.py"}
     commands = commands_of(MACHINES)
-    with processes.server(tmp_path / "server") as server:
-        assert "python trainer.py" in commands
-        assert "export FEDPLAT_TICKET=fpt1..." in commands
-        environment = {
-            **os.environ,
-            "FEDPLAT_PROFILE": str(server.profile_path),
-            "PATH": f"{processes.BIN}:/usr/bin:/bin",
-        }
+    assert "python trainer.py" in commands
+    assert "export FEDPLAT_TICKET=fpt1..." in commands
+    environment = {
+        **os.environ,
+        "FEDPLAT_PROFILE": str(server.profile_path),
+        "PATH": f"{processes.BIN}:/usr/bin:/bin",
+    }
 
-        def run(command: str) -> str:
-            done = subprocess.run(
-                command.split(), cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-            )
-            assert done.returncode == 0, done.stderr + done.stdout
-            return done.stdout
+    def run(command: str) -> str:
+        done = subprocess.run(
+            command.split(), cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr + done.stdout
+        return done.stdout
 
-        first, *others = [command for command in commands if re.match("fedplat (?!simulate|privacy)", command)]
-        ticket = run(first).strip()
-        trainers = [
-            [
-                "env",
-                f"HOME={tmp_path / str(n)}",
-                f"FEDPLAT_TICKET={ticket}",
-                sys.executable,
-                str(tmp_path / "trainer.py"),
-            ]
-            for n in (1, 2)
+    first, *others = [command for command in commands if re.match("fedplat (?!simulate|privacy)", command)]
+    ticket = run(first).strip()
+    trainers = [
+        [
+            "env",
+            f"HOME={tmp_path / str(n)}",
+            f"FEDPLAT_TICKET={ticket}",
+            sys.executable,
+            str(tmp_path / "trainer.py"),
         ]
-        with processes.processes(trainers, tmp_path / "clients.log"):
-            assert [command.split()[1] for command in others] == ["job", "model"]
-            for command in others:
-                run(command)
+        for n in (1, 2)
+    ]
+    with processes.processes(trainers, tmp_path / "clients.log"):
+        assert [command.split()[1] for command in others] == ["job", "model"]
+        for command in others:
+            run(command)
     check_weight(tmp_path / "final.safetensors")
 
 

@@ -17,7 +17,6 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from typer.testing import CliRunner
 
 from fedplat.admin import profile
 from fedplat.auth import Ticket
@@ -28,6 +27,7 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.cli import commands
 from support import processes
+from support.cli.runner import CliRunner
 from support.jobs import write_job
 
 JOB = write_job("short", trainer="train")

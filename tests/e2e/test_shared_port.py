@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Generator
 from pathlib import Path
 
 import msgspec
@@ -12,17 +11,9 @@ import pytest
 
 from fedplat.admin import AdminClient, profile
 from fedplat.errors import ServerUnreachableError
-from fedplat_server.database import schema
-from support import databases, processes
+from support import processes
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def database() -> Generator[str]:
-    with databases.postgres_server() as server, databases.postgres_database(server, "template1") as url:
-        schema.upgrade(url)
-        yield url
 
 
 class Host:
@@ -55,6 +46,7 @@ class Host:
 
 
 def test_calls_arrive_at_all_and_go_on_when_one_is_killed(tmp_path: Path, database: str) -> None:
+    # The real command: other tests run it in their own process.
     init = [str(processes.BIN / "fedplat-server"), "init", "--data-dir", str(tmp_path), "--database", database]
     subprocess.run([*init, "--host", "127.0.0.1"], check=True, capture_output=True)
     host = Host(tmp_path, database)

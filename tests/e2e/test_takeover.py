@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Generator
 from pathlib import Path
 
 import msgspec
@@ -18,8 +17,7 @@ from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult
-from fedplat_server.database import schema
-from support import databases, processes
+from support import processes
 from support.clients import at_work
 from support.jobs import write_job
 from support.shared_daemons import Daemon, lease, status, two
@@ -38,19 +36,6 @@ JOB = write_job(
     deadlines={"heartbeat_s": 0.2},
     retry={"base_s": 0.1},
 )
-
-
-@pytest.fixture(scope="module")
-def postgres_server() -> Generator[str]:
-    with databases.postgres_server() as url:
-        yield url
-
-
-@pytest.fixture
-def database(postgres_server: str) -> Generator[str]:
-    with databases.postgres_database(postgres_server, "template1") as url:
-        schema.upgrade(url)
-        yield url
 
 
 def until_leads(daemon: Daemon, database: str, term: int) -> float:

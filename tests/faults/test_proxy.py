@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncGenerator
 
 import pytest
 
 from faults import proxy
+from support.ports import free_port
 
 CONTENT = bytes(range(256)) * 4000  # about 1 MB
 
@@ -176,9 +176,7 @@ async def test_one_connection_is_cut_and_another_lives() -> None:
 
 async def test_a_server_that_is_not_there_and_one_that_is_elsewhere() -> None:
     async with echoing() as (echo, network):
-        with socket.create_server(("127.0.0.1", 0)) as closed:
-            nowhere = f"127.0.0.1:{closed.getsockname()[1]}"
-        network.retarget(nowhere)
+        network.retarget(f"127.0.0.1:{free_port()}")
         with pytest.raises(ConnectionError):
             await exchange(network.address, CONTENT)
         network.retarget(echo.address)

@@ -63,7 +63,7 @@ HARMED = """
 import pathlib, signal, sys
 from fuzz import run, targets
 run.FOUND, run.HANG_S, targets.feed = pathlib.Path(sys.argv[1]), 0.2, lambda *_: {harm}
-signal.signal(signal.SIGALRM, run.too_long)
+signal.signal(signal.SIGPROF, run.too_long)
 run.limit_memory()
 run.guarded("model", b"bad")
 """

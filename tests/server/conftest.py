@@ -9,10 +9,11 @@ from sqlalchemy.engine import make_url
 
 from fedplat_server.database import engine, schema
 from support import access, databases, storm
+from support.deadlines import deadline_clock
 from support.fixtures import empty_database, folder, site, weather
 from support.seaweedfs import s3, seaweedfs
 
-__all__ = ["empty_database", "folder", "s3", "seaweedfs", "site", "weather"]
+__all__ = ["deadline_clock", "empty_database", "folder", "s3", "seaweedfs", "site", "weather"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -23,7 +23,6 @@ from fedplat_server.coordination.alerts import (
     StoreFacts,
     WebhookFacts,
 )
-from fedplat_server.storage import files
 from support import daemons
 from support.daemons import Site, initial_model, until, update_of
 from support.jobs import job_file
@@ -43,12 +42,6 @@ HEALTHY = JobFacts(
     rounds=[RoundFacts(40.0, 13, 1)] * 5,
 )
 SLOW = [RoundFacts(200.0, 10, 0)] * 5
-
-
-@pytest.fixture(autouse=True)
-def _disk_was_never_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writes of other tests of this process failed."""
-    monkeypatch.setattr(files, "last_full_unix_s", lambda: None)
 
 
 def of(**changes: Any) -> JobFacts:

@@ -113,6 +113,38 @@ def test_orphans_and_temporary_files_are_removed(blobs: BlobStore) -> None:
     assert blobs.all_digests() == frozenset(digests[:3])
 
 
+@pytest.mark.parametrize("way", ["put", "adopt", "adopt_file"])
+def test_the_bytes_of_a_blob_are_durable_before_its_name(
+    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    steps: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def note_sync(descriptor: int) -> None:
+        fsync(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        steps.append(f"sync {path.relative_to(blobs.folder)}" if path.is_dir() else "sync the file")
+
+    def note_rename(source: Path, target: Path) -> None:
+        replace(source, target)
+        steps.append("rename")
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "replace", note_rename)
+    first, second = f"sync {DIGEST[:2]}", f"sync {DIGEST[:2]}/{DIGEST[2:4]}"
+    for expected in (["sync the file", "sync .", first, "rename", second], ["sync the file", "rename", second]):
+        source = blobs.folder / "draft.tmp"
+        source.write_bytes(DATA)
+        steps.clear()
+        if way == "put":
+            blobs.put_file(source)
+        elif way == "adopt":
+            blobs.adopt(source, DIGEST)
+        else:
+            blobs.adopt_file(source)
+        assert steps == expected
+
+
 # --- failures: nothing is left, and the next try works ---------------------------------------------------------
 
 

@@ -127,6 +127,27 @@ async def test_a_candidate_follows_until_the_leader_resigns(database: str) -> No
     await leases.close()
 
 
+class Contested(SqlLeases):
+    """Leases in a database that another candidate takes between the reading and the first attempt to take it."""
+
+    num_lost = 1
+
+    async def acquire(self, candidate: Candidate, secret: str, valid_s: float) -> Lease | None:
+        if self.num_lost:
+            self.num_lost -= 1
+            return None
+        return await super().acquire(candidate, secret, valid_s)
+
+
+@pytest.mark.fault("F20")
+async def test_a_candidate_that_comes_too_late_tries_again(database: str) -> None:
+    leases = Contested(create_engine(async_url(database)))
+    election = LeaseElection(leases, ONE, QUICK)
+    assert (await election.elect(unfollowed)).lease.holder == "d-one"
+    assert leases.num_lost == 0
+    await election.close()
+
+
 # --- networks between a leader and its database --------------------------------------------------------------
 
 

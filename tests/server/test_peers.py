@@ -24,7 +24,7 @@ from support import daemons
 from support.daemons import RawClient, Site
 from support.mtls import Place, make_pki, running
 from support.peers import refusal
-from support.processes import free_port
+from support.ports import free_port
 
 pytestmark = pytest.mark.calm  # they look at single answers
 

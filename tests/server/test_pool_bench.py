@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from fedplat.pytorch.distributed.bench.records import FACTORS, BenchReport, Link, Measurement, bandwidths
 from fedplat_server.cli.bench import picture, sizes, tables
 from fedplat_server.cli.commands import app
 from fedplat_server.errors import ConfigError
+from support.cli.runner import CliRunner
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from fedplat_server.cli import main
 from fedplat_server.database import schema
 from fedplat_server.storage import data_dir as folder
 from support import daemons
+from support.commands import here
 from support.jobs import job_file
 
 pytestmark = pytest.mark.calm
@@ -37,9 +38,8 @@ def open_to_others(*paths: Path) -> list[str]:
     return [f"{each} {mode:o}" for each, mode in found if mode & 0o077]
 
 
-def command(*arguments: str | Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    line = [COMMAND, *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, env={**os.environ, **(environment or {})}, check=True)
+def command(*arguments: str | Path) -> None:
+    subprocess.run([COMMAND, *map(str, arguments)], capture_output=True, text=True, check=True)
 
 
 @pytest.mark.slow
@@ -135,38 +135,42 @@ def test_a_database_of_an_older_version_is_closed_by_its_upgrade(tmp_path: Path)
     assert stat.S_IMODE(database.stat().st_mode) == 0o600
 
 
-@pytest.mark.slow
-def test_a_password_belongs_into_a_file_or_the_environment(tmp_path: Path) -> None:
+def test_a_password_belongs_into_a_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Nothing listens there: the commands fail, but first they warn of what is an argument, and of nothing else."""
     url = "postgresql://ben:hush-hush@127.0.0.1:1/fedplat"
     held = tmp_path / "database"
     held.write_text(url + "\n")
 
-    def said(*arguments: str, environment: dict[str, str] | None = None) -> str:
-        line = [COMMAND, "db", "current", *arguments]
-        done = subprocess.run(line, capture_output=True, text=True, env={**os.environ, **(environment or {})})
-        assert done.returncode == 1, done.stderr
-        assert "127.0.0.1:1" in done.stderr
-        assert "hush-hush" not in done.stdout + done.stderr
-        return done.stderr
+    def said(*arguments: str, environment: str = "") -> str:
+        with monkeypatch.context() as patch:
+            if environment:
+                patch.setenv("FEDPLAT_DATABASE", environment)
+            status, out, err = here(patch, capsys, "db", "current", *arguments)
+        assert status == 1, err
+        assert "127.0.0.1:1" in err
+        assert "hush-hush" not in out + err
+        return err
 
     assert "warning: --database has a password" in said("--database", url)
     for silent in (
         said("--database", f"@{held}"),
-        said(environment={"FEDPLAT_DATABASE": url}),
-        said(environment={"FEDPLAT_DATABASE": f"@{held}"}),
+        said(environment=url),
+        said(environment=f"@{held}"),
         said("--database", url.replace(":hush-hush", "")),
     ):
         assert "warning" not in silent
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("content", [None, "", "postgresql://a@b/c\npostgresql://d@e/f"])
-def test_a_file_without_a_url_is_refused(tmp_path: Path, content: str | None) -> None:
+def test_a_file_without_a_url_is_refused(
+    tmp_path: Path, content: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "database"
     if content is not None:
         path.write_text(content)
-    done = subprocess.run([COMMAND, "db", "current", "--database", f"@{path}"], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "expected one line, a URL" in done.stderr
-    assert done.stderr.count("\n") == 1
+    status, _, err = here(monkeypatch, capsys, "db", "current", "--database", f"@{path}")
+    assert status == 2
+    assert "expected one line, a URL" in err
+    assert err.count("\n") == 1

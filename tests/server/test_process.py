@@ -27,6 +27,7 @@ from support.access import authorized
 from support.commands import here
 from support.daemons import PATIENCE_S, digest_of, initial_model, reason_name, update_of
 from support.jobs import job_file
+from support.ports import free_port
 from support.raw_client import CHALLENGE, Metadata, Signing
 
 COMMAND = str(Path(sys.executable).parent / "fedplat-server")
@@ -331,8 +332,7 @@ def test_a_database_that_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("asyncpg")
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
+    port = free_port()
     (tmp_path / "url").write_text(f"postgresql://user:a-secret-word@127.0.0.1:{port}/x")
     url = f"@{tmp_path / 'url'}"
     status, out, err = here(monkeypatch, capsys, "db", "upgrade", "--data-dir", str(tmp_path), "--database", url)

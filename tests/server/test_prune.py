@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 from grpc import aio
-from typer.testing import CliRunner
 
 from fedplat_server.cli.commands import app
 from fedplat_server.errors import ConfigError
 from fedplat_server.verify.checker import verify
 from support import daemons
+from support.cli.runner import CliRunner
 from support.daemons import Site
 from support.jobs import job_file
 from support.rollbacks import ZERO, play, roll_back, values
@@ -113,6 +113,7 @@ async def test_an_operator_prunes_what_has_ended(folder: Path) -> None:
     with rows(folder) as database:
         database.execute("UPDATE attempts SET ended_unix_s = ended_unix_s - 40 * 86400 WHERE round <= 4")
         database.execute("UPDATE clients SET seen_unix_s = seen_unix_s - 100 * 86400 WHERE sequence = 1")
+        database.execute("UPDATE assignments SET metrics = json_object('loss', 0.5)")
         num_audited = database.execute("SELECT count(*) FROM audit_log").fetchone()[0]
     limits = ("--keep-versions", "2", "--older-than", "30d", "--clients-unseen-for", "90d")
     planned = counted(folder, *limits, "--dry-run")
@@ -130,6 +131,8 @@ async def test_an_operator_prunes_what_has_ended(folder: Path) -> None:
         assert database.execute("SELECT count(*) FROM audit_log").fetchone()[0] == num_audited + 1
         assert database.execute("SELECT count(*) FROM clients").fetchone()[0] == 1
         assert database.execute("SELECT count(*) FROM assignments").fetchone()[0] == 2 * ROUNDS
+        with_metrics = "SELECT min(round), count(*) FROM assignments WHERE metrics LIKE '%loss%'"
+        assert database.execute(with_metrics).fetchone() == (5, 2 * (ROUNDS - 4))
         of_old = "SELECT count(*) FROM history WHERE entity = 'assignment' AND round <= 4"
         assert database.execute(of_old).fetchone()[0] == 0
         assert database.execute(of_old.replace("<=", ">")).fetchone()[0] > 0
@@ -138,6 +141,17 @@ async def test_an_operator_prunes_what_has_ended(folder: Path) -> None:
         assert await kept(site, job) == [0, 5, 6]
         assert await values(site, job) == [6.0, 0.0]
         assert len(await site.operator.rounds(job)) == ROUNDS
+
+
+async def test_limits_of_the_command_concern_jobs_that_have_ended(folder: Path) -> None:
+    async with daemons.running(folder) as site:
+        job, clients = await site.operator.start(job_file(rounds=ROUNDS), ZERO), await site.fleet(2)
+        for version in range(1, 4):
+            await play(site, clients, job, version, 1.0, 0.0)
+    with rows(folder) as database:
+        database.execute("UPDATE attempts SET ended_unix_s = ended_unix_s - 40 * 86400")
+    planned = counted(folder, "--keep-versions", "1", "--older-than", "30d", "--dry-run")
+    assert (planned["models"], planned["attempts"]) == (0, 0)
 
 
 async def test_a_client_that_was_pruned_needs_a_new_ticket(folder: Path) -> None:
@@ -163,6 +177,7 @@ async def test_sqlite_is_not_pruned_beside_a_daemon(folder: Path) -> None:
 async def test_beside_a_daemon_on_postgresql_files_are_left_to_it(folder: Path, postgres: str) -> None:
     async with daemons.running(folder, database=postgres) as site:
         job = await trained(site)
+        await site.operator.upload(daemons.initial_model())  # as if the daemon was about to reference it
         number = len([path for path in (folder / "blobs").rglob("*") if path.is_file()])
         options = ["--database", postgres, "--keep-versions", "1", "--yes", "--json"]
         # A process of its own: what this one prints is also the daemon's log.
@@ -171,7 +186,8 @@ async def test_beside_a_daemon_on_postgresql_files_are_left_to_it(folder: Path, 
         output, _ = await process.communicate()
         assert process.returncode == 0
         told = json.loads(output)
-        assert (told["models"], told["removed"], told["files_removed"]) == (5, True, False)
+        assert (told["models"], told["orphans"]) == (5, 0)
+        assert (told["removed"], told["files_removed"]) == (True, False)
         assert len([path for path in (folder / "blobs").rglob("*") if path.is_file()]) == number
         assert await kept(site, job) == [0, 6]
         assert await values(site, job) == [6.0, 0.0]

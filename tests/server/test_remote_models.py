@@ -16,9 +16,10 @@ from fedplat_server.storage.blob_stores import BlobPlace
 from fedplat_server.storage.object_store import ObjectStore
 from fedplat_server.verify.checker import verify
 from support import daemons
+from support.commands import here
 from support.daemons import Site, digest_of, initial_model, update_of
 from support.jobs import job_file
-from support.processes import BIN
+from support.polling import BIN
 from support.seaweedfs import SeaweedFS
 from support.store_proxy import NO_SPACE, store_proxy
 
@@ -94,20 +95,20 @@ async def test_a_full_store_refuses_models_until_it_has_room(
             await train(site)
 
 
-def run(folder: Path, *options: str) -> tuple[int, str]:
-    command = [str(BIN / "fedplat-server"), *options, "--data-dir", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.returncode, done.stderr
-
-
 @pytest.mark.slow
-def test_wrong_settings_are_refused_at_the_start(s3: SeaweedFS, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    serve = ("run", "--insecure", "--listen", "127.0.0.1:0", "--blobs")
-    status, text = run(folder, *serve, "ftp://x/y")
+def test_wrong_settings_are_refused_at_the_start(
+    s3: SeaweedFS, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ("--data-dir", str(folder), "--blobs")
+    serve = ("run", "--insecure", "--listen", "127.0.0.1:0", *where)
+    status, _, text = here(monkeypatch, capsys, *serve, "ftp://x/y")
     assert (status, "expected a folder, or a URL such as s3://bucket/prefix" in text) == (2, True), text
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-and-secret")
-    for command in (serve, ("verify", "--blobs")):
-        status, text = run(folder, *command, s3.url())
+    started = subprocess.run(
+        [str(BIN / "fedplat-server"), *serve, s3.url()], capture_output=True, text=True, check=False
+    )
+    checked, _, said = here(monkeypatch, capsys, "verify", *where, s3.url())
+    for status, text in ((started.returncode, started.stderr), (checked, said)):
         assert (status, "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in text) == (1, True), text
         assert "Traceback" not in text
         assert "wrong-and-secret" not in text

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fedplat.rounds import Change
-from fedplat.rounds.commands import Assign, Refuse
+from fedplat.rounds.commands import Assign, Command, Refuse
 from fedplat.rounds.events import JobAction, OperatorCommand, TimerFired
 from fedplat.rounds.states import JobStatus
 from fedplat_server.errors import ParticipationError, StaleRevisionError, StoreError, StoreUnavailableError
@@ -94,6 +94,31 @@ async def test_a_check_in_that_could_not_be_stored_is_not_in_the_room() -> None:
         assert not it.runner.coordinator.room.clients
         await it.back()
         assert isinstance(await it.wait_for_work(PATIENCE_S), Assign)
+
+
+async def test_a_command_runs_after_what_follows_stored_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the spool expects an update before its client gets the assignment."""
+    async with bench() as it:
+        await it.act(JobAction.START, "toy")
+        order: list[str] = []
+        act, on_stored = it.actor.act, it.actor.on_stored
+
+        async def note_save() -> None:
+            order.append("saved")
+
+        def note_changes(changes: Sequence[Change]) -> None:
+            order.append("followed")
+            on_stored(changes)
+
+        def note_command(command: Command) -> None:
+            order.append(type(command).__name__)
+            act(command)
+
+        it.store.after["save"] = note_save
+        monkeypatch.setattr(it.actor, "on_stored", note_changes)
+        monkeypatch.setattr(it.actor, "act", note_command)
+        assert isinstance(await it.wait_for_work(PATIENCE_S), Assign)
+        assert order == ["saved", "followed", "Assign"]
 
 
 async def test_own_events_are_tried_until_they_are_stored() -> None:

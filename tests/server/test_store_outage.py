@@ -15,7 +15,7 @@ from fedplat import wire
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.cli import options
 from fedplat_server.errors import BlobError, ConfigError
-from fedplat_server.storage import files, spool_backend
+from fedplat_server.storage import spool_backend
 from fedplat_server.storage.object_store import ObjectStore, RequestLimits
 from fedplat_server.storage.spool_backend import list_names
 from fedplat_server.verify.checker import verify
@@ -36,8 +36,6 @@ def proxy(s3: SeaweedFS, monkeypatch: pytest.MonkeyPatch) -> Generator[StoreProx
     monkeypatch.setattr(
         spool_backend, "REQUEST_LIMITS", RequestLimits(connect_s=5.0, request_s=60.0, retry_s=1.0, max_retries=0)
     )
-    # Other tests of this process have filled disks.
-    monkeypatch.setattr(files._full, "last_unix_s", None)  # pyright: ignore[reportPrivateUsage]
     with store_proxy(s3.endpoint) as made:
         monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
         yield made

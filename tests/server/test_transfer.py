@@ -13,6 +13,9 @@ from msgspec.structs import force_setattr
 
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_server.config import Limits
+from fedplat_server.errors import RefusedError
+from fedplat_server.rpc import streams
+from fedplat_server.storage.blobs import Blob, BlobStore
 from support import daemons
 from support.daemons import RawClient, Site, digest_of, initial_model, update_of
 from support.jobs import job_file
@@ -219,3 +222,16 @@ async def test_uploads_of_an_ended_attempt_leave_nothing_behind(site: Site) -> N
     await site.operator.until(job, "job", "COMPLETED")
     assert (await refused(two.upload(second.token, UPDATE, offset=100)))[0] is grpc.StatusCode.NOT_FOUND
     await daemons.until_spool_is_empty(site.folder)
+
+
+async def test_the_parts_of_a_model_are_limited_together(tmp_path: Path) -> None:
+    blobs, content = BlobStore(tmp_path / "blobs"), initial_model().to_bytes()
+
+    async def parts() -> AsyncIterator[bytes]:
+        for start in range(0, len(content), 10):
+            yield content[start : start + 10]
+
+    with pytest.raises(RefusedError, match=f"a model may have at most {len(content) - 1} bytes"):
+        await streams.store_model(blobs, parts(), len(content) - 1)
+    assert [path for path in blobs.folder.rglob("*") if path.is_file()] == []
+    assert await streams.store_model(blobs, parts(), len(content)) == Blob(digest_of(content), len(content))

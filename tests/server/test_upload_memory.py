@@ -143,3 +143,26 @@ async def test_a_share_that_shrinks_makes_room() -> None:
         await waiting
         assert order == ["6"]
     assert budget.free_bytes == 10
+
+
+async def test_a_small_share_does_not_overtake_a_large_one_that_waits() -> None:
+    budget, order, over = MemoryBudget(10, 3600.0, 5), list[str](), asyncio.Event()
+    async with budget.share(6):
+        waiting = [asyncio.create_task(hold(budget, 8, "large", order, over))]
+        await asyncio.sleep(0)
+        waiting.append(asyncio.create_task(hold(budget, 2, "small", order, over)))
+        await asyncio.sleep(0)
+        assert (order, budget.free_bytes, budget.num_waiting) == ([], 4, 2)
+    over.set()
+    await asyncio.gather(*waiting)
+    assert order == ["large", "small"]
+
+
+async def test_a_share_that_is_granted_to_a_call_that_just_ended_is_free_again() -> None:
+    budget, order, over = MemoryBudget(10, 3600.0, 5), list[str](), asyncio.Event()
+    async with budget.share(10):
+        waiting = asyncio.create_task(hold(budget, 10, "late", order, over))
+        await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert (order, budget.free_bytes) == ([], 10)

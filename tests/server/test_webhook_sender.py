@@ -137,6 +137,8 @@ def test_allowed_networks_and_public_addresses_may_be_reached() -> None:
     mixed = ["10.1.2.3", "192.168.1.1", "93.184.215.14", "fc00::1", "2606:2800:21f::1", "::ffff:10.0.0.9"]
     assert select_addresses(mixed, allowed, is_secure=True) == [mixed[0], *mixed[2:]]
     assert select_addresses(mixed, allowed, is_secure=False) == [mixed[0], mixed[3], mixed[5]]
+    embedded = ["64:ff9b::5db8:d70e", "2002:5db8:d70e::1"]  # of a public address
+    assert select_addresses(embedded, [], is_secure=True) == embedded
     with pytest.raises(PermissionError, match=r"93.184.215.14 may not be reached without TLS"):
         select_addresses(["93.184.215.14"], allowed, is_secure=False)
     with pytest.raises(ConfigError, match=r"webhook network '10\.0\.0\.0/33'"):

@@ -1,17 +1,23 @@
-"""Commands of the server in this process."""
+"""Commands of the server in this process: to import their modules takes longer than most of them."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
+from fedplat_server.cli import init as init_command
 from fedplat_server.cli import main
+from fedplat_server.storage.data_dir import PRIVATE_UMASK
 
 
 def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Runs a command that needs no daemon in this process, which is quicker: (exit status, stdout, stderr)."""
+    """Runs a command that needs no daemon: (exit status, stdout, stderr)."""
     monkeypatch.setattr(sys, "argv", ["fedplat-server", *arguments])
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as caught:
@@ -20,3 +26,14 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *a
     assert isinstance(caught.value.code, int)
     out, err = capsys.readouterr()
     return caught.value.code, out, err
+
+
+def init(folder: Path, port: int = 7443, database: str | None = None) -> str:
+    """`fedplat-server init` for a server on loopback; returns what it prints."""
+    before, printed = os.umask(PRIVATE_UMASK), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            init_command.init(["127.0.0.1"], port, None, folder, database)
+    finally:
+        os.umask(before)
+    return printed.getvalue()

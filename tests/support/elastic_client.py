@@ -50,7 +50,6 @@ def die_after(owner: type[Any], name: str, number: int) -> None:
 if __name__ == "__main__":
     ticket, folder, point = sys.argv[1:]
     die_after(*POINTS[point])
-    torch.set_num_threads(1)
     client = Client.from_ticket(ticket, data_dir=Path(folder))
     client.add_trainer("elastic", make_trainer())
     client.run()

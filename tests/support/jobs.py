@@ -8,6 +8,19 @@ from typing import Any
 
 FAR_S = 3600.0
 """A deadline that no test reaches."""
+SMALL = """\
+name = "a"
+population = "p"
+trainer = "t"
+rounds = 3
+[model]
+initial = "m:f"
+[selection]
+goal = 4
+"""
+"""The smallest job file, to which tests add keys of the selection, and tables."""
+SMALL_OF_KEYS = 'name = "a"\npopulation = "p"\ntrainer = "t"\nrounds = 1\nmodel.initial = "m:f"\nselection.goal = 4\n'
+"""The same without tables, to which tests add keys of tables (`pool.ranks = 4`)."""
 
 
 def write_job(

@@ -1,4 +1,7 @@
-"""A silo's own script, which a launcher starts in several processes: `layout_client.py TICKET DATA_DIR LAYOUT`."""
+"""A silo's own script, which a launcher starts in several processes: `layout_client.py TICKET DATA_DIR LAYOUT`.
+
+Its trainers have a model in parts, by the layout, or a whole one in each process ("replicas", "points").
+"""
 
 from __future__ import annotations
 
@@ -34,10 +37,22 @@ def tokens_trainer(parallel: Parallel | Literal["none", "data"]) -> TorchTrainer
     return TorchTrainer(model=Llama, data=TensorDataset(*examples()), seed=5, parallel=parallel, plan=PLAN)
 
 
+def points() -> TensorDataset:
+    inputs = torch.randn(45, 6, generator=torch.Generator().manual_seed(3))
+    return TensorDataset(inputs, inputs[:, :3].argmax(1))
+
+
+def small_module() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def points_trainer(parallel: Literal["none", "data"]) -> TorchTrainer:
+    return TorchTrainer(model=small_module, data=points(), seed=5, parallel=parallel)
+
+
 def main() -> None:
     logging.basicConfig(level=logging.INFO)
     gc.disable()  # a failed training must close its connections itself, not when the collector happens to run
-    torch.set_num_threads(1)
     layout = Parallel.from_text(sys.argv[3])
     client = Client.from_ticket(sys.argv[1], data_dir=sys.argv[2])
     trainer = tokens_trainer(layout)
@@ -48,6 +63,10 @@ def main() -> None:
         model=Llama, data=TensorDataset(*examples()), loss=shaky_loss, seed=5, parallel=layout, plan=PLAN
     )
     client.add_trainer("shaky", shaky)
+    client.add_trainer("points", points_trainer("data"))
+    client.add_trainer(
+        "shaky-points", TorchTrainer(model=small_module, data=points(), loss=shaky_loss, parallel="data")
+    )
     print("ready", os.getpid(), flush=True)
     client.run()
 

@@ -65,6 +65,7 @@ def add_versions(folder: Path) -> None:
         return result
 
     schema.config = config
+    schema.head.cache_clear()
 
 
 @contextlib.contextmanager
@@ -74,3 +75,4 @@ def added(folder: Path) -> Generator[None]:
         patch.setattr(schema, "config", schema.config)  # remembers it
         add_versions(folder)
         yield
+    schema.head.cache_clear()

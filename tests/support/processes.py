@@ -6,29 +6,19 @@ import contextlib
 import os
 import signal
 import subprocess
-import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from fedplat.admin import AdminClient, profile
 from support import releases
+from support.polling import BIN, PATIENCE_S, until
 from support.ports import free_port
 
+__all__ = ["BIN", "until"]  # beside servers, most tests need these
+
 ROOT = releases.ROOT
-BIN = releases.MAIN.bin
-PATIENCE_S = 60.0
-
-
-def until(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
-    """Waits for something that another process does; a bound, not an expectation of speed."""
-    pause = threading.Event()
-    for _ in range(int(patience_s / 0.05)):
-        if condition():
-            return
-        pause.wait(0.05)
-    raise AssertionError(f"gave up waiting for: {what}")
 
 
 class Server:
@@ -46,12 +36,8 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
         self.profile_path = folder / "admin.toml"
         self.ca = folder / "pki" / "ca.pem"
-        port = self.address.rpartition(":")[2]
-        init = ["init", "--data-dir", str(folder), "--host", "127.0.0.1", "--port", port]
-        if "--database" in options:
-            init += ["--database", options[options.index("--database") + 1]]
-        done = subprocess.run([self.command[0], *init], check=True, capture_output=True, text=True)
-        self.said_by_init = done.stdout + done.stderr
+        database = options[options.index("--database") + 1] if "--database" in options else None
+        self.said_by_init = release.init(folder, int(self.address.rpartition(":")[2]), database)
 
     @property
     def profile(self) -> profile.Profile:

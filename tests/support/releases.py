@@ -16,6 +16,8 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from support import commands
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests" / "compat" / "releases"
 _BUILD = ROOT / "build" / "compat"
@@ -55,6 +57,14 @@ class Release:
         )
         assert done.returncode == 0, f"{program} {' '.join(arguments)} of {self.name}: {done.stdout}\n{done.stderr}"
         return done.stdout
+
+    def init(self, folder: Path, port: int = 7443, database: str | None = None) -> str:
+        """Make the certificates, the database and the first operator; what the command prints."""
+        if self == MAIN:
+            return commands.init(folder, port, database)
+        where = [] if database is None else ["--database", database]
+        options = ["--data-dir", str(folder), "--host", "127.0.0.1", "--port", str(port), *where]
+        return self.run("fedplat-server", "init", *options)
 
 
 MAIN = Release("main", Path(sys.executable).parent)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import subprocess
 import urllib.request
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import prometheus_client
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fedplat.rounds import Change, Context, Coordinator, JobState, Proposal
@@ -22,22 +20,15 @@ from fedplat_server.metrics.collector import DaemonCollector, LeaderState
 from fedplat_server.metrics.job_series import JobSeriesTable
 from fedplat_server.metrics.observer import ObservedActor
 from fedplat_server.metrics.privacy_costs import PrivacyLosses
+from support import programs
 from support.rounds.driver import Tokens, make_aggregated
 
 DECLARED = ("loss", "accuracy")
 
 
-def program(name: str) -> str:
-    """The path of a program of Debian's package prometheus."""
-    path = shutil.which(name)
-    if path is None:
-        pytest.fail(f"{name} is not installed: apt-get install --no-install-recommends prometheus")
-    return path
-
-
 def promtool(*arguments: str | Path, text: str = "") -> str:
     """What promtool prints; it must succeed."""
-    command = [program("promtool"), *map(str, arguments)]
+    command = [programs.require("promtool"), *map(str, arguments)]
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr

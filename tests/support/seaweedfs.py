@@ -14,7 +14,8 @@ import obstore
 import pytest
 from obstore.exceptions import BaseError
 
-from support.processes import BIN, free_port, until
+from support.polling import BIN, until
+from support.ports import free_port
 
 BUCKET = "fed"
 _KEYS = {"AWS_ACCESS_KEY_ID": "fedplat-tests", "AWS_SECRET_ACCESS_KEY": "a-secret-of-the-tests"}

@@ -69,16 +69,11 @@ class Daemon:
             self._process.wait()
 
 
-def init(folder: Path, database: str, release: releases.Release = releases.MAIN) -> None:
-    """Make the certificates and the first operator."""
-    folder.mkdir()
-    release.run("fedplat-server", "init", "--data-dir", str(folder), "--database", database, "--host", "127.0.0.1")
-
-
 @contextlib.contextmanager
 def started(folder: Path, database: str, versions: Sequence[releases.Release]) -> Generator[list[Daemon]]:
     """Daemons of these versions, which start one after the other; the first one leads, and also makes the folder."""
-    init(folder, database, versions[0])
+    folder.mkdir()
+    versions[0].init(folder, database=database)
     daemons = [Daemon(folder, database, f"daemon-{number}", each) for number, each in enumerate(versions)]
     try:
         for daemon in daemons:

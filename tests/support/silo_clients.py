@@ -17,7 +17,7 @@ from fedplat.model import Parameters, Vector
 from fedplat_client import Client, ClientOptions, Task, TrainResult
 from support.daemons import Site, until
 from support.jobs import FAR_S, write_job
-from support.processes import free_port
+from support.ports import free_port
 from support.raw_client import digest_of
 
 Change = Callable[[Task, int], None]

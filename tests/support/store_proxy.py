@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from typing_extensions import override
 
-from support.processes import PATIENCE_S
+from support.polling import PATIENCE_S
 
 _HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "server", "date"})
 

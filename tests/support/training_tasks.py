@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-import torch
 
 from fedplat.aggregate import FedAvg
 from fedplat.job.pool import WarmStart
@@ -17,7 +16,6 @@ from fedplat_server.workers.tasks import train
 
 def ask(ranks: Ranks, folder: str, reference: str, layout: str, files: list[str], result: str) -> list[str]:
     """Train and evaluate the model in a file, which each rank finds elsewhere; return the errors in the replies."""
-    torch.set_num_threads(1)
     parallel = Parallel.from_text(layout) if layout else None
     trainer, rule, model = TrainerReference(reference, folder), FedAvg(), str(Path(folder, files[ranks.rank]))
     options = WarmStart(trainer="t", batch_size=8, learning_rate=0.1)

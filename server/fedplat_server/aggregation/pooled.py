@@ -24,6 +24,7 @@ from fedplat_server.aggregation import backend
 from fedplat_server.aggregation.backend import Aggregate, AggregationBackend
 from fedplat_server.aggregation.local import LocalAggregation
 from fedplat_server.errors import BlobFullError, PoolError, PoolUnavailableError, PoolWorkError
+from fedplat_server.instruments.full_writes import note_full
 from fedplat_server.storage import files
 from fedplat_server.storage.blobs import Blob, BlobStore
 from fedplat_server.workers.attempt_inputs import (
@@ -209,7 +210,7 @@ def _raise_problem(result: AttemptAggregate) -> None:
         case "refused":
             raise ModelError(result.problem)
         case "full":
-            files.note_full("models")
+            note_full("models")
             raise BlobFullError(result.problem)
         case "failed":
             raise PoolWorkError(result.problem)

@@ -34,7 +34,7 @@ from fedplat_server.database.jobs import AttemptFilter, AttemptRecord, JobRecord
 from fedplat_server.database.ledger import Account, Population
 from fedplat_server.database.ports import Store
 from fedplat_server.errors import LeadershipLostError, StoreError
-from fedplat_server.storage import files
+from fedplat_server.instruments.full_writes import FullWrites
 from fedplat_server.storage.store_health import StoreHealth
 
 EPSILON_INTERVAL_S = 60.0
@@ -88,6 +88,7 @@ class AlertMonitor:
         self._now = now
         self._unix_s = unix_s
         self._days_left: Callable[[], float | None] = lambda: None
+        self._full_writes = FullWrites()
         self._health: StoreHealth | None = None
         self._jobs: dict[str, _JobTimes] = {}
         self._failed_unix_s: dict[str, float] = {}
@@ -100,6 +101,10 @@ class AlertMonitor:
     def watch_certificate(self, days_left: Callable[[], float]) -> None:
         """Include the server's certificate; `days_left` returns the days until it expires."""
         self._days_left = days_left
+
+    def watch_disk(self, full_writes: FullWrites) -> None:
+        """Include the writes that failed since the start of the daemon, also before it led."""
+        self._full_writes = full_writes
 
     def watch_store(self, health: StoreHealth) -> None:
         """Include the object store of the spool."""
@@ -168,13 +173,13 @@ class AlertMonitor:
         self._seen.load(raised)
 
     def _find_alerts(self, disk: DiskSpace) -> list[alerts.Alert]:
-        days_left, full_unix_s = self._days_left(), files.last_full_unix_s()
+        days_left, full_unix_s = self._days_left(), self._full_writes.last_unix_s
         server = ServerFacts(
             certificate_s=None if days_left is None else days_left * alerts.DAY_S,
             disk_free_bytes=disk.free_bytes,
             disk_total_bytes=disk.total_bytes,
             full_s=None if full_unix_s is None else self._unix_s() - full_unix_s,
-            num_full=files.num_full(),
+            num_full=self._full_writes.num,
             budgets=self._budgets,
             webhooks=self.failing_webhooks,
             store=self._store_facts(),

@@ -21,7 +21,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from fedplat_server.errors import ConfigError, ConflictError, StoreError, StoreFullError, StoreUnavailableError
-from fedplat_server.storage import files
+from fedplat_server.instruments.full_writes import note_full
 
 WRITES = "fedplat_writes"
 """The execution option of connections for transactions that write."""
@@ -182,7 +182,7 @@ def _translate(error: exc.DBAPIError, url: URL) -> StoreError:
     if sqlstate in _CONFLICTS:
         return ConflictError(message)
     if sqlstate == _DISK_FULL or getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
-        files.note_full("database")
+        note_full("database")
         return StoreFullError(message)
     if error.connection_invalidated or (sqlstate is not None and _UNAVAILABLE.fullmatch(sqlstate)):
         return StoreUnavailableError(message)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import random
 from pathlib import Path
 
@@ -63,6 +64,7 @@ def config(connection: sqlalchemy.Connection | None = None) -> Config:
     return result
 
 
+@functools.cache
 def head() -> str:
     """Return the revision that this code needs."""
     revision = ScriptDirectory.from_config(config()).get_current_head()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from fedplat_server.instruments.catalogue import METRICS, PREFIX
+from fedplat_server.instruments.full_writes import FullWrites
 from fedplat_server.instruments.labels import JobLabels, PopulationLabels
 
 DELIVERY_RESULTS = ("delivered", "failed", "abandoned")
@@ -18,6 +19,7 @@ class Instruments:
         self.registry = CollectorRegistry()
         self.jobs = JobLabels()
         self.populations = PopulationLabels()
+        self.full_writes = FullWrites()
         self.check_ins = self._counter("check_ins_total")
         self.assignments = self._counter("assignments_total")
         self.attempts = self._counter("attempts_total")

@@ -19,7 +19,6 @@ from fedplat_server.instruments import Instruments
 from fedplat_server.instruments.catalogue import METRICS, PREFIX
 from fedplat_server.metrics.job_series import JobSeries, JobSeriesTable, usual_round_s
 from fedplat_server.metrics.privacy_costs import PrivacyLosses
-from fedplat_server.storage import files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +83,7 @@ class DaemonCollector(Collector):
         if self._certificates is not None:
             families.add("certificate_expiry_timestamp_seconds", self._certificates.loaded.expires.timestamp())
         families.add("log_lines_dropped_total", self._count_dropped_lines())
-        for place, count in files.num_full_by_place().items():
+        for place, count in self._instruments.full_writes.by_place.items():
             families.add("storage_full_total", count, place)
         if self.leader is not None:
             self._add_totals(families, self.leader)

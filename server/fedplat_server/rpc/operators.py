@@ -26,7 +26,6 @@ from fedplat_server.rpc import convert, pages, validation
 from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.operator_access import current_operator, current_role
 from fedplat_server.rpc.services import Services
-from fedplat_server.storage import files
 
 MAX_ALERTS = 100
 _SEVERITIES = {
@@ -61,7 +60,7 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
             evaluators=services.evaluation.names,
             trainers=sorted(services.config.trainers),
             plugins=convert.plugins(services.config.plugins.versions),
-            num_storage_full=files.num_full(),
+            num_storage_full=services.instruments.full_writes.num,
             leader=services.lease.holder,
             leader_address=services.lease.address,
             term=services.lease.term,

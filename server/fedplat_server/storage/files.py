@@ -7,13 +7,11 @@ import ctypes
 import errno
 import os
 import re
-import threading
-import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Literal
 
 from fedplat_server.errors import BlobError, BlobFullError
+from fedplat_server.instruments.full_writes import Place, note_full
 
 READ_BYTES = 1 << 20
 WRITEBACK_BYTES = 8 << 20
@@ -26,42 +24,6 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 def is_digest(text: str) -> bool:
     """Return whether a text is a SHA-256 in lowercase hexadecimal digits."""
     return _DIGEST.fullmatch(text) is not None
-
-
-Place = Literal["models", "updates", "database"]
-"""What a disk is full for."""
-
-
-class _Counters:
-    def __init__(self) -> None:
-        self.counts: dict[Place, int] = {"models": 0, "updates": 0, "database": 0}
-        self.last_unix_s: float | None = None
-        self.lock = threading.Lock()
-
-
-_full = _Counters()
-
-
-def note_full(place: Place) -> None:
-    """Count a write that failed because the disk was full."""
-    with _full.lock:
-        _full.counts[place] += 1
-        _full.last_unix_s = time.time()
-
-
-def last_full_unix_s() -> float | None:
-    """Return when a write of this process last failed because a disk was full; None: never."""
-    return _full.last_unix_s
-
-
-def num_full() -> int:
-    """Return how many writes of this process failed because a disk was full: of models, updates and the database."""
-    return sum(num_full_by_place().values())
-
-
-def num_full_by_place() -> Mapping[Place, int]:
-    """Return the same for each place."""
-    return dict(_full.counts)
 
 
 @contextlib.contextmanager

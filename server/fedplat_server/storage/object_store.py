@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from fedplat import durable
 from fedplat_server.errors import BlobError, BlobFullError, BlobMissingError, BlobUnavailableError, ConfigError
+from fedplat_server.instruments.full_writes import note_full
 from fedplat_server.storage import files
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ class ObjectStore:
         status, code = _find(_STATUS, text), _find(_CODE, text)
         answer = f"the store answered {' '.join(part for part in (status, code) if part)}"
         if code in _FULL_CODES or status == _FULL_STATUS:
-            files.note_full("models")
+            note_full("models")
             return BlobFullError(f"{what}: the store has no room ({answer})")
         if code == "NoSuchBucket":
             return BlobError(f"{what}: there is no such bucket ({answer}); create it, or correct the URL")

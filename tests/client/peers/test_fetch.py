@@ -23,7 +23,7 @@ from fedplat_client.errors import Cancelled, PeerError
 from fedplat_server.auth.ca import Authority
 from fedplat_server.auth.tls import utc_now
 from support.peers import Silos, client_id, credentials_of, silos_in
-from support.processes import until
+from support.polling import until
 
 
 @pytest.fixture

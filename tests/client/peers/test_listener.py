@@ -7,9 +7,9 @@ import datetime
 import hashlib
 import socket
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 import pytest
@@ -22,7 +22,7 @@ from fedplat_client.transport import connect
 from fedplat_server.auth.ca import Authority
 from support.mtls import DAY, signed_by
 from support.peers import Silos, client_id, credentials_of, refusal, silos_in
-from support.processes import until
+from support.polling import until
 
 S = grpc.StatusCode
 LARGE = 64_000_000
@@ -33,6 +33,28 @@ LARGE = 64_000_000
 def silos(tmp_path: Path) -> Generator[Silos]:
     with silos_in(tmp_path) as made:
         yield made
+
+
+class Cut:
+    """A timer of a listener, which fires when a test lets it."""
+
+    all: ClassVar[list[Cut]] = []
+
+    def __init__(self, seconds: float, cancel: Callable[[], object]) -> None:
+        self.seconds = seconds
+        self.fire = cancel
+        self.all.append(self)
+
+    def start(self) -> None: ...
+
+    def cancel(self) -> None: ...
+
+
+@pytest.fixture
+def cuts(monkeypatch: pytest.MonkeyPatch) -> list[Cut]:
+    monkeypatch.setattr(Cut, "all", [])
+    monkeypatch.setattr(threading, "Timer", Cut)
+    return Cut.all
 
 
 def content_of(call: Any) -> bytes:
@@ -197,12 +219,19 @@ def test_calls_without_a_request_keep_no_one_out(
             assert content_of(call) == silos.content
 
 
-def test_a_call_without_a_request_is_cut(tmp_path: Path) -> None:
-    limits = ListenerLimits(streams_per_peer=1, request_s=0.1)
+def test_a_call_without_a_request_is_cut(cuts: list[Cut], tmp_path: Path) -> None:
+    limits = ListenerLimits(streams_per_peer=1, request_s=7.0)
+
+    def is_served() -> bool:
+        with contextlib.suppress(grpc.RpcError), silos.stream(2) as call:
+            return content_of(call) == silos.content
+        return False
+
     with silos_in(tmp_path, limits=limits) as silos, silos.offer(2), half_sent(silos, 2, 1) as calls:
+        until(lambda: [cut.seconds for cut in cuts] == [7.0], "a call without a request")
+        cuts[0].fire()
         assert refusal(calls[0])[0] is S.CANCELLED
-        with silos.stream(2) as call:
-            assert content_of(call) == silos.content
+        until(is_served, "the place of the call")
 
 
 def test_a_peer_replaces_its_own_stream_of_a_file(tmp_path: Path) -> None:
@@ -217,10 +246,13 @@ def test_a_peer_replaces_its_own_stream_of_a_file(tmp_path: Path) -> None:
         assert caught.value.code() is S.CANCELLED
 
 
-def test_a_stream_that_is_not_read_is_cut(tmp_path: Path) -> None:
-    with silos_in(tmp_path, LARGE, limits=ListenerLimits(stream_s=0.2)) as silos, silos.offer(2):
+def test_a_stream_that_is_not_read_is_cut(cuts: list[Cut], tmp_path: Path) -> None:
+    with silos_in(tmp_path, LARGE, limits=ListenerLimits(stream_s=7.0)) as silos, silos.offer(2):
         with silos.stream() as call:
             next(call)
+            (cut,) = [each for each in cuts if each.seconds == 7.0]
+            assert silos.listener.num_streams == 1
+            cut.fire()
             until(lambda: silos.listener.num_streams == 0, "the stream is cut")
             with pytest.raises(grpc.RpcError) as caught:
                 content_of(call)

@@ -132,7 +132,8 @@ async def test_a_neighbour_that_cannot_be_reached_is_missed(tmp_path: Path, capl
             peer_listen=f"127.0.0.1:{silo_fleet.free_port()}", peer_address=f"127.0.0.1:{silo_fleet.free_port()}"
         )
         async with fleet.at_work():
-            job = await fleet.operator.start(gossip_job(3, rounds=1, upload_s=2.0), initial_model())
+            # The silos try until this time is over; on a busy machine two of them need seconds to meet.
+            job = await fleet.operator.start(gossip_job(3, rounds=1, upload_s=8.0), initial_model())
             await fleet.operator.until(job, "attempt", "REDUCING")
             shown = (await fleet.operator.show(job)).exchange
             assert (shown.num_edges, shown.num_confirmed) == (3, 1)
@@ -153,7 +154,8 @@ async def test_late_training_counts_in_the_next_round(tmp_path: Path) -> None:
     async with silo_fleet.running(tmp_path) as fleet:
         await fleet.add_all(3, change=train)
         async with fleet.at_work():
-            text = gossip_job(3, rounds=2, training_s=3.0, heartbeat_s=0.3)
+            # The time after which silo 3 is late; the others need less, also on a busy machine.
+            text = gossip_job(3, rounds=2, training_s=8.0, heartbeat_s=0.3)
             job = await fleet.operator.start(text, initial_model())
             await fleet.operator.until(job, "attempt", "SELECTING", round_=2)
             released.set()

@@ -307,6 +307,28 @@ def test_damaged_files_of_others_are_dropped_and_own_ones_begin_again(
     assert "the silo begins again" in caplog.text
 
 
+def test_a_file_of_another_silo_is_durable_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, steps = SiloFolder(tmp_path / "silo"), list[str]()
+    received, digest = folder.received / "part", "a" * 64
+    received.write_bytes(b"model")
+    sync, replace = durable.sync, Path.replace
+
+    def note_sync(path: Path) -> None:
+        sync(path)
+        steps.append(f"sync {path.name}")
+
+    def note_replace(path: Path, target: Path) -> Path:
+        steps.append("replace")
+        return replace(path, target)
+
+    monkeypatch.setattr(durable, "sync", note_sync)
+    monkeypatch.setattr(Path, "replace", note_replace)
+    assert folder.admit(received, digest).read_bytes() == b"model"
+    assert steps == ["sync part", "replace", "sync silo"]
+
+
 def test_states_of_other_jobs_are_evicted_oldest_first(tmp_path: Path) -> None:
     store = SiloStore(tmp_path / "silos", tmp_path / "exports", 2500)
     for number in range(3):

@@ -18,7 +18,7 @@ from fedplat_client.task import Control
 from fedplat_server.auth.ca import Authority
 from fedplat_server.auth.tls import utc_now
 from support.peers import credentials_of
-from support.processes import until
+from support.polling import until
 from support.silo_networks import NetworkedSilo, Networks, impatient_networks_in, networks_in
 
 CONTENT = bytes(range(256)) * 5_000

@@ -21,7 +21,7 @@ from fedplat_client._work.silos.ring import BrokenRingError, RingRun
 from fedplat_client.cancellation import Stop
 from fedplat_client.errors import Cancelled
 from fedplat_client.task import Control
-from support.processes import until
+from support.polling import until
 from support.secure_group import random_of
 from support.silo_networks import NetworkedSilo, Networks, impatient_networks_in, networks_in
 

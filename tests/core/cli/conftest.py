@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import pytest
 from click.testing import Result
-from typer.testing import CliRunner
 
 from fedplat.admin import AdminClient
 from fedplat.admin.profile import Profile
@@ -13,6 +12,7 @@ from fedplat.cli.app import app
 from support.cli.commands import Run, environment
 from support.cli.fake_admin import FakeServer
 from support.cli.fake_state import State
+from support.cli.runner import CliRunner
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import Result
-from typer.testing import CliRunner
 
 from fedplat.cli.app import app
 from fedplat.packed import PackedReader
+from support.cli.runner import CliRunner
 from support.packed import examples
 
 SOURCE = """

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import grpc
 import pytest
 from click.testing import Result
-from typer.testing import CliRunner
 
 from fedplat.admin import AdminClient
 from fedplat.admin.profile import Profile
@@ -18,6 +17,7 @@ from fedplat.errors import ServerRefusedError
 from support.cli.commands import FEDPLAT, Run
 from support.cli.fake_admin import FakeServer
 from support.cli.fake_state import S, State
+from support.cli.runner import CliRunner
 
 
 @pytest.fixture

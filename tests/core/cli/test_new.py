@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from typer.testing import CliRunner
 
 from fedplat.admin import AdminClient, profile
 from fedplat.cli.app import app
 from fedplat.cli.new import TEMPLATES
 from fedplat.simulation.scenario import file
 from support import processes
+from support.cli.runner import CliRunner
 
 FILES = {
     ".gitignore",

@@ -11,7 +11,6 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from fedplat.admin import AdminClient, connection
 from fedplat.admin.profile import Profile
@@ -23,6 +22,7 @@ from fedplat.wire.v1 import admin_pb2
 from support.cli.commands import Run, environment_for, start
 from support.cli.fake_admin import FakeServer
 from support.cli.fake_state import S, State
+from support.cli.runner import CliRunner
 from support.cli.story import ending, script
 from support.jobs import write_job
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from click.testing import Result
 from rich.console import Console
-from typer.testing import CliRunner
 
 from fedplat.cli.app import app
 from fedplat.cli.output import Output
 from fedplat.job import find_mechanism, parse_job, planning
 from fedplat.privacy import Charge, Mechanism
 from fedplat.privacy.accounting import epsilon, epsilon_rdp
+from support.cli.runner import CliRunner
 from support.simulation.runs import DIGITS
 
 JOB = """

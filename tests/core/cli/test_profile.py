@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from typer.testing import CliRunner
 
 from fedplat.admin import profile
 from fedplat.admin.profile import Profile
@@ -18,6 +17,7 @@ from fedplat.wire.v1 import admin_pb2
 from support.cli.commands import TOKEN, Run, parsed
 from support.cli.fake_admin import FakeServer
 from support.cli.fake_state import State
+from support.cli.runner import CliRunner
 
 PEM = "-----BEGIN CERTIFICATE-----\nabc\n-----END CERTIFICATE-----"
 

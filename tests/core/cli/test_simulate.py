@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from typer.testing import CliRunner
 
 from fedplat.cli.app import app
 from support.cli.fake_state import State
+from support.cli.runner import CliRunner
 from support.simulation.runs import write_digits
 
 FEDPLAT = [sys.executable, "-W", "error", "-m", "fedplat.cli"]

@@ -407,7 +407,7 @@ def test_a_closed_run_ends_its_threads(style: str, tmp_path: Path) -> None:
     assert run.advance() is not None
     run.close()
     for thread in set(threading.enumerate()) - before:
-        thread.join(10)
+        thread.join(60.0)
         assert not thread.is_alive()
 
 

@@ -26,9 +26,6 @@ LABELS = RNG.integers(0, 3, 41)
 CONFIG: dict[str, Any] = {"epochs": 2, "batch_size": 8, "learning_rate": 0.1}
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def network() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
 

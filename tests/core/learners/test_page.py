@@ -58,8 +58,6 @@ def test_its_module_learns_to_read_digits(folder: Path) -> None:
     import torch
     from torch.utils.data import TensorDataset
 
-    from fedplat.simulation.engines.client_trainer import one_thread
-
     run = simulate(folder / "lit.toml", {"simulation.engine": "loop", "rounds": 1})
     assert run.summary.best is not None
     assert run.summary.best.value > 0.1
@@ -68,8 +66,7 @@ def test_its_module_learns_to_read_digits(folder: Path) -> None:
     dataset = TensorDataset(torch.from_numpy(inputs), torch.from_numpy(labels))
     trainer = user_code.load("lit_client.py:make_trainer", folder)(dataset)
     task = Task(name="digits", parameters=run.model.copy(), config={"learning_rate": 0.1, "batch_size": 16})
-    with one_thread():
-        assert trainer(task).num_examples == len(labels)
+    assert trainer(task).num_examples == len(labels)
     assert isinstance(task.parameters, Parameters)
     assert trainer.evaluate(task).metrics["accuracy"] > 0.8
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from fedplat.cli.app import app
+from support.cli.runner import CliRunner
 from support.docs.blocks import read
 
 BLOCKS = list(read("docs/packed-data.md"))

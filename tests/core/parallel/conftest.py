@@ -20,11 +20,8 @@ HERE = "support.ranks.scenarios"
 @pytest.fixture
 def alone() -> Generator[Ranks]:
     """This process, as a group of its own."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the two processes have
     with join_group("gloo") as ranks:
         yield ranks
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from fedplat.pytorch.distributed import join_group
+from support import ports
 from support.ranks.group import RankError, RankGroup, Zygote
 
 HERE = "support.ranks.on_ranks"
@@ -56,6 +59,14 @@ def test_a_rank_that_is_killed_ends_the_calls_of_the_others(zygote: Zygote, vict
         for rank in {0, 1, 2} - {victim}:
             with pytest.raises(RankError, match="RuntimeError"):
                 group.result(rank)
+
+
+def test_a_group_gets_another_port_if_its_own_is_taken(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as other:
+        numbers = iter([other.getsockname()[1], ports.free_port()])
+        monkeypatch.setattr(ports, "free_port", lambda: next(numbers))
+        with zygote.group(2) as group:
+            assert len(group.call(f"{HERE}:talk")) == 2
 
 
 @pytest.mark.fault("F35")

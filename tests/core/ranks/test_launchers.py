@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import pytest
 
 from fedplat.pytorch.distributed import LaunchedRank, find_rank, join_group, open_store
+from support.ports import free_port
 
 TORCHRUN = {
     **{"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
@@ -126,17 +127,14 @@ print(json.dumps([told, sorted(listening)]))
 
 def test_ranks_of_srun_on_one_host_meet_where_no_other_host_can() -> None:
     step = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "gpu7"}
-    with socket.socket() as port:  # bound, but not listening: reserved
-        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        port.bind(("127.0.0.1", 0))
-        step |= {"MASTER_PORT": str(port.getsockname()[1])}
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", PROGRAM],
-                env={**os.environ, **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-                stdout=subprocess.PIPE,
-            )
-            for rank in range(2)
-        ]
-        replies = [json.loads(rank.communicate(timeout=120)[0]) for rank in ranks]
+    step |= {"MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            env={**os.environ, **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    replies = [json.loads(rank.communicate(timeout=120)[0]) for rank in ranks]
     assert replies == [[[0, 1], ["127.0.0.1"]]] * 2

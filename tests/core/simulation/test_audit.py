@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from fedplat.cli.app import app
 from fedplat.errors import JobFileError
@@ -19,6 +18,7 @@ from fedplat.simulation.privacy_audit import Audit, add_canaries, choose_canarie
 from fedplat.simulation.run import Simulation
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.setup import RunSetup
+from support.cli.runner import CliRunner
 from support.simulation.runs import DIGITS
 
 NUM_CLIENTS = 200

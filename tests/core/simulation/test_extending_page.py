@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from fedplat.cli.app import app
 from fedplat.errors import JobFileError
 from fedplat.plugins import Kind, kinds
 from fedplat.simulation.api import simulate
+from support.cli.runner import CliRunner
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "extending.md").read_text("utf-8")
 FILES = dict(re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", PAGE, flags=re.DOTALL))

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import Result
-from typer.testing import CliRunner
 
 from fedplat.cli.app import app as cli
 from fedplat.errors import EngineError, JobFileError
 from fedplat.model import Parameters
 from fedplat.simulation import simulate
 from fedplat.simulation.flower import AppOptions, ExchangeResult, run_app
+from support.cli.runner import CliRunner
 from support.simulation import flower_apps
 from support.simulation.flower_apps import write_app
 
@@ -108,13 +108,9 @@ def test_the_final_bytes_depend_on_the_seed_only(here: Path) -> None:
 
 @pytest.mark.slow
 def test_the_example_has_the_model_of_a_plain_loop(here: Path) -> None:
-    torch = pytest.importorskip("torch")
     done = run(str(DIGITS), "--workers", "2")
     assert done.exit_code == 0, done.output
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     expected = compute_reference(DIGITS, 10, 0)
-    torch.set_num_threads(threads)
     assert (here / "runs/digits/model.safetensors").read_bytes() == expected.to_bytes()
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
 from fedplat.cli.app import app
 from fedplat.cli.new import TEMPLATES, create
 from fedplat.job import reference
 from fedplat.simulation.scenario import schema
+from support.cli.runner import CliRunner
 from support.processes import BIN, ROOT
 
 FILE = ROOT / "docs" / "schema" / schema.FILE_NAME

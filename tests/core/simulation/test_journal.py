@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from fedplat import durable
 from fedplat.errors import ReplayError
+from fedplat.simulation.federated.snapshot import Snapshot
+from fedplat.simulation.recording import checkpoint
 from fedplat.simulation.recording.result import AttemptResult, Result
 from fedplat.simulation.run import Hooks, Simulation, run
 from support.simulation.cases import BAD, job, make_fleet
@@ -77,6 +80,43 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     total = sum(record.num_updates for record in whole.rounds)
     assert total - trained_before <= engine.calls["results"] < total - trained_before + 4
     assert len(list(tmp_path.glob("checkpoint-*"))) == 1
+
+
+def test_a_run_that_is_killed_while_it_writes_a_checkpoint_has_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, rename, num_left = play(None, Fragile(30), {}), durable.rename_folder, 2
+
+    def die_at_the_second(source: Path, target: Path) -> None:
+        nonlocal num_left
+        num_left -= 1
+        if not num_left:
+            raise StoppedError
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "rename_folder", die_at_the_second)
+        with pytest.raises(StoppedError):
+            play(tmp_path, Fragile(30), {})
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-000002"]
+    resumed = play(tmp_path, engine := Fragile(30), {})
+    assert resumed.to_dict(clients=True) == whole.to_dict(clients=True)
+    assert engine.calls["results"] < sum(record.num_updates for record in whole.rounds)
+
+
+def test_the_lines_that_a_checkpoint_needs_are_written_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, missing = checkpoint.write, list[int]()
+
+    def compare(folder: Path, snapshot: Snapshot, num_bytes: int) -> None:
+        missing.append(num_bytes - (folder / "answers.jsonl").stat().st_size)
+        write(folder, snapshot, num_bytes)
+
+    monkeypatch.setattr(checkpoint, "write", compare)
+    play(tmp_path, Fragile(30), {})
+    assert missing
+    assert not any(missing)
 
 
 @pytest.mark.parametrize("stop_at", [8, 45])

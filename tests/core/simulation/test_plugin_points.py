@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from fedplat.cli.app import app
 from fedplat.errors import DataError, JobFileError, ModelError, PluginError, UserCodeError
@@ -20,6 +19,7 @@ from fedplat.simulation.engines.registry import LoopOptions
 from fedplat.simulation.run_folder import RunFolderOptions
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.learners import ModelOptions
+from support.cli.runner import CliRunner
 from support.simulation.runs import write_digits
 
 PLUGINS = '''

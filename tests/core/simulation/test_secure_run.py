@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from fedplat.cli.app import app
 from fedplat.model import Parameters
+from support.cli.runner import CliRunner
 
 DIGITS = """
 name = "digits"

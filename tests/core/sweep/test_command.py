@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from click.testing import Result
 from rich.console import Console
-from typer.testing import CliRunner
 
 from fedplat import sweep
 from fedplat.cli.app import app
@@ -26,6 +25,7 @@ from fedplat.sweep.schedule import RunStep
 from support.cli.commands import environment
 from support.cli.fake_admin import FakeServer
 from support.cli.fake_state import State
+from support.cli.runner import CliRunner
 from support.sweeps import GRID, HALVING, SEARCH, FakePool, write_sweep
 
 

@@ -24,7 +24,7 @@ from fedplat.sweep import StepProgress, worker
 from fedplat.sweep.messages import DoneReply, FailureReply, StepRequest, WorkerSetup
 from fedplat.sweep.outcome import Outcome
 from fedplat.sweep.worker import OUTCOME, SweepWorker
-from support.processes import until
+from support.polling import until
 from support.simulation.engines import RAY
 from support.sweeps import BASE, GRID, HALVING, SEARCH, write_sweep
 

@@ -31,9 +31,6 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "plugins"
 CALLS = itertools.count()
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.mark.parametrize(
     "options", [LocalSgd(), LocalFedProx(mu=0.3), LocalScaffold(), LocalFedDyn(alpha=0.5)], ids=repr
 )

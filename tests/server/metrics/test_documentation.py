@@ -15,8 +15,8 @@ from fedplat_server.metrics import reference
 from fedplat_server.metrics.collector import DaemonCollector
 from fedplat_server.metrics.job_series import JobSeriesTable
 from support.commands import here
-from support.processes import ROOT
 from support.scrapes import promtool
+from support.selection import ROOT
 
 PAGE = (ROOT / "docs" / "operations.md").read_text("utf-8")
 

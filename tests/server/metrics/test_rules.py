@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from fedplat.cli.app import app
 from fedplat_server import metrics
 from fedplat_server.cli.commands import app as server
 from fedplat_server.instruments.catalogue import METRICS
+from support.cli.runner import CliRunner
 from support.scrapes import promtool
 
 RULES = Path(metrics.__path__[0]) / "grafana/fedplat.rules.yml"

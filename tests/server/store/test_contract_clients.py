@@ -12,6 +12,8 @@ from fedplat_server.database.clients import ClientFilter, ClientRecord, Enrollme
 from fedplat_server.database.ports import Store
 from fedplat_server.errors import EnrollmentConflictError, StoreError, TokenRefusedError
 from fedplat_server.records.audit import AuditAction, AuditEntry
+from fedplat_server.records.events import EventType
+from support.store.driver import Driver
 
 FAR = 9e9
 """A moment that never comes; the clock of the tests' stores begins at 1,000,000."""
@@ -196,6 +198,25 @@ async def test_sessions_are_counted(open_store: Store) -> None:
     found = await open_store.clients.begin_sessions(["a", "z"])
     assert {name: one.session_number for name, one in found.items()} == {"a": 4, "z": 1}
     assert await open_store.clients.find_clients(["z"]) == {"z": dataclasses.replace(other, session_number=1)}
+    await open_store.clients.begin_sessions(["z"])
+    assert (await open_store.clients.find_clients(["a"]))["a"].session_number == 4
+
+
+async def test_idle_clients_have_no_work_and_were_not_seen(open_store: Store) -> None:
+    store, driver = open_store, Driver(open_store)
+    names = "abcdefgh"
+    for name in names:
+        await store.clients.enroll(enrollment(name))
+    await driver.create("one")
+    await driver.check_in(*"abcde")
+    assert await store.clients.list_idle_clients(FAR) == ["f", "g", "h"]
+    await store.clients.record_seen({})
+    await store.clients.record_seen({"g": 2.0, "f": FAR})
+    assert await store.clients.list_idle_clients(FAR) == ["g", "h"]
+    assert await store.clients.list_idle_clients(3.0) == ["g"]
+    assert await store.clients.list_idle_clients(2.0) == []
+    assert await store.clients.remove_clients(["f", "g"], FAR) == 1  # f was seen after it was listed
+    assert [one.client_id for one in await store.clients.list_clients()] == list("abcdefh")
 
 
 async def test_a_client_is_revoked_once(open_store: Store) -> None:
@@ -207,6 +228,8 @@ async def test_a_client_is_revoked_once(open_store: Store) -> None:
     assert await open_store.clients.revoke_client("a") == revoked
     assert await open_store.clients.find_clients(["a"]) == {"a": revoked}
     assert await open_store.clients.revoke_client("b") is None
+    events = await open_store.events.list_events(types={EventType.CLIENT_REVOKED})
+    assert [(one.client_id, one.population) for one in events] == [("a", "demo")]
 
 
 async def test_the_clients_of_a_token_are_revoked_page_by_page(open_store: Store) -> None:
@@ -230,6 +253,8 @@ async def test_the_clients_of_a_token_are_revoked_page_by_page(open_store: Store
     assert await page("nothing", "") == []
     assert await store.clients.find_clients(["a", "other"]) == {"a": first, "other": other}
     assert [row.subject for row in await store.audit.list_rows()] == ["z", "m"]
+    events = await store.events.list_events(types={EventType.CLIENT_REVOKED})
+    assert [one.client_id for one in events] == ["a", "z", "m"]
 
 
 async def test_what_a_client_says_of_itself_is_replaced(open_store: Store) -> None:

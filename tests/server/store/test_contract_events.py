@@ -159,6 +159,18 @@ async def test_a_commit_wakes_who_waits_for_events(store: Store) -> None:
     assert not store.events.next_append().is_set()
 
 
+async def test_the_raised_alerts_are_those_that_have_not_ended(store: Store) -> None:
+    """Alerts of one name differ by their job and population."""
+    everywhere, here = AlertOfTest("failing", "x"), AlertOfTest("failing", "x", "j-1", "demo")
+    there, elsewhere = AlertOfTest("failing", "x", "j-2", "demo"), AlertOfTest("failing", "x", "", "other")
+    await store.events.record_alerts([everywhere, here, there], [])
+    await store.events.record_alerts([elsewhere], [everywhere, there])
+    await store.events.record_alerts([everywhere], [])
+    await Driver(store).create("j-1")  # has events of other types
+    raised = [(one.subject, one.job_id, one.population) for one in await store.events.list_raised_alerts()]
+    assert raised == [("failing", "j-1", "demo"), ("failing", "", "other"), ("failing", "", "")]
+
+
 # --- webhooks ------------------------------------------------------------------------------------------------
 
 
@@ -213,6 +225,18 @@ async def test_each_event_is_scheduled_once_for_each_webhook_that_receives_its_t
     assert [one.num_pending for one in found] == [5, 2]
     oldest = deliveries[-1].event
     assert (found[0].oldest_unix_s, oldest.type) == (oldest.unix_s, "webhook.added")
+
+
+async def test_a_webhook_receives_what_happens_after_it_was_added(store: Store) -> None:
+    """Also if the deliveries to earlier webhooks are scheduled late, and only then."""
+    await store.webhooks.add_webhook(webhook(1))
+    await store.events.record_alerts([alert(1)], [])
+    await store.webhooks.add_webhook(webhook(2))
+    await store.events.record_alerts([alert(2)], [])
+    await schedule_all(store)
+    for number, expected in ((1, ["alert_2", webhook(2).webhook_id, "alert_1"]), (2, ["alert_2"])):
+        found = await store.webhooks.list_deliveries(webhook_id=webhook(number).webhook_id)
+        assert [one.event.subject for one in found] == expected
 
 
 async def test_deliveries_are_listed_page_by_page(store: Store) -> None:
@@ -282,6 +306,18 @@ async def test_the_oldest_pending_deliveries_fail_if_there_are_too_many(store: S
     failed = await store.webhooks.list_deliveries(state="failed")
     assert [one.event.subject for one in failed] == ["alert_1", "alert_0"]
     assert all("pending deliveries" in one.result and one.next_unix_s is None for one in failed)
+
+
+async def test_the_deliveries_of_removed_events_go_and_others_stay(store: Store) -> None:
+    await store.webhooks.add_webhook(webhook(1, "alert.raised"))
+    await store.events.record_alerts([alert(number) for number in range(3)], [])
+    await schedule_all(store)
+    while (delivery := await store.webhooks.find_next_delivery(webhook(1).webhook_id)) is not None:
+        await store.webhooks.record_attempt(after_attempt(delivery, SUCCESS, 9.0, 0.0))
+    first = (await store.events.list_events(types={"alert.raised"}))[0]
+    while first in await store.events.list_events():
+        assert await store.events.remove_events(2e9, limit=1) == 1
+    assert [one.event.subject for one in await store.webhooks.list_deliveries()] == ["alert_2", "alert_1"]
 
 
 async def test_events_are_removed_by_age_unless_a_webhook_needs_them(store: Store) -> None:

@@ -10,6 +10,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from fedplat_server.database.engine import async_url, create_engine
 from fedplat_server.database.ports import LeaseStore
 from fedplat_server.database.sql_leases import SqlLeases, open_leases, require_term
 from fedplat_server.database.store import open_store
@@ -80,6 +81,38 @@ async def test_a_released_lease_is_free_at_once_and_terms_never_repeat(leases: L
     second = await leases.acquire(TWO, "s2", LONG_S)
     assert second is not None
     assert second.term == 2
+
+
+async def test_a_term_that_is_over_is_not_renewed_by_the_daemon_that_leads_again(leases: LeaseStore) -> None:
+    first = await leases.acquire(ONE, "s1", LONG_S)
+    second = await leases.acquire(ONE, "s2", LONG_S)  # it has lost track of its own lease
+    assert first is not None
+    assert second is not None
+    assert not await leases.renew(first, 2 * LONG_S)
+    assert (await leases.read()).lease == second
+    assert await leases.renew(second, LONG_S)
+
+
+async def test_the_lease_of_another_name_is_left_alone(database: str, leases: LeaseStore) -> None:
+    store = await open_store(database)
+    engine = create_engine(async_url(database))
+    row = "'other', 'd-other', 'other:1', 7, 'secret', 1.0, 2.0"
+    try:
+        async with engine.begin() as connection:
+            columns = "name, holder, address, term, secret, renewed_unix_s, expires_unix_s"
+            await connection.execute(text(f"INSERT INTO leases ({columns}) VALUES ({row})"))
+        lease = await leases.acquire(ONE, "s1", LONG_S)
+        assert lease is not None
+        assert lease.term == 1
+        assert await leases.renew(lease, LONG_S)
+        await store.fence(1)
+        await leases.release(lease)
+        async with engine.connect() as connection:
+            query = text("SELECT * FROM leases WHERE name = 'other'")
+            assert str(tuple((await connection.execute(query)).one())) == f"({row})"
+    finally:
+        await engine.dispose()
+        await store.close()
 
 
 async def test_of_many_that_take_it_at_once_one_gets_it(database: str) -> None:

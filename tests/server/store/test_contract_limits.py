@@ -119,6 +119,19 @@ async def test_the_coordinator_never_proposes_what_is_refused(store: Store) -> N
     assert min(each[1] - each[0] for each in rounds.values() if len(each) > 1) >= 2
 
 
+async def test_rounds_of_another_job_do_not_count(store: Store) -> None:
+    driver = Driver(store, check=False)
+    for job_id in ("one", "two"):
+        await driver.create(job_id, LIMITED)
+        await play(driver, job_id, "a", "b")
+        await play(driver, job_id, "a", "c")
+        forgetful(driver, job_id)
+        assert "max_participations" in await refused(driver, job_id, "a", "d")
+        await driver.operate(job_id, JobAction.CANCEL)
+    await driver.create("three", SEPARATED)
+    await play(driver, "three", "a", "b")
+
+
 async def test_other_jobs_have_no_such_limit(store: Store) -> None:
     driver = Driver(store, check=False)
     await driver.create("limited", LIMITED)

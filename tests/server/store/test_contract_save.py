@@ -8,9 +8,9 @@ import dataclasses
 import pytest
 from msgspec import structs
 
-from fedplat.rounds import Change, reporting
+from fedplat.rounds import AttemptKey, Change, reporting
 from fedplat.rounds.events import AttemptAggregated, JobAction, OperatorCommand, UpdateReported
-from fedplat.rounds.states import JobStatus
+from fedplat.rounds.states import AttemptPhase, JobStatus
 from fedplat_server.database.jobs import AttemptFilter
 from fedplat_server.database.ports import Store
 from fedplat_server.errors import StaleRevisionError, StoreError
@@ -49,6 +49,21 @@ async def test_a_paused_commit_becomes_a_version(store: Store, database: str) ->
     await run_to_the_end(driver, "one", "x")
     assert driver.coordinator.jobs["one"].status is JobStatus.COMPLETED
     await check_invariants(database)
+
+
+async def test_the_end_of_an_attempt_is_that_of_its_first_save(store: Store) -> None:
+    driver = Driver(store)
+    await driver.create("one", JOB_FILE.partition("[evaluation")[0])
+    await driver.finish_attempt("one", "a")
+    key = AttemptKey("one", 1, 1)
+    before = await store.jobs.find_attempts([key])
+    assert before[key].ended_unix_s is not None
+    (change,) = driver.propose(OperatorCommand("one", JobAction.PAUSE)).changes
+    ended = driver.coordinator.jobs["one"].attempt
+    assert ended is not None
+    closed = structs.replace(ended, key=key, phase=AttemptPhase.COMMITTED, ended_at=driver.now)
+    await store.jobs.save([dataclasses.replace(change, attempt=closed)], driver.now)
+    assert (await store.jobs.find_attempts([key]))[key].ended_unix_s == before[key].ended_unix_s
 
 
 async def test_many_steps_are_saved_at_once(store: Store, database: str) -> None:

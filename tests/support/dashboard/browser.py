@@ -9,7 +9,8 @@ from typing import Any, Literal
 from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser, BrowserContext, Page, async_playwright
 
-CHROMIUM = "/usr/bin/chromium"
+from support import programs
+
 ARGUMENTS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -24,8 +25,9 @@ Theme = Literal["light", "dark"]
 
 @contextlib.asynccontextmanager
 async def chromium() -> AsyncGenerator[Browser]:
+    path = programs.require("chromium")
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        browser = await playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
         try:
             yield browser
         finally:

@@ -43,7 +43,7 @@ OWN_TESTS = {
     ("docs/operations.md", "file: prometheus.yml"): (
         "tests/server/metrics/test_documentation.py::test_the_configuration_of_prometheus_is_valid"
     ),
-    ("docs/operations.md", "file: receiver.py"): "tests/e2e/test_webhooks.py::test_the_receiver_of_the_page_runs",
+    ("docs/operations.md", "file: receiver.py"): "tests/e2e/test_operator.py::test_the_receiver_of_the_page_runs",
     ("docs/packed-data.md", "file"): "tests/core/packed/test_page.py::test_its_code_runs",
     ("docs/packed-data.md", "pack"): "tests/core/packed/test_page.py::test_its_code_runs",
     ("docs/packed-data.md", "train"): "tests/core/packed/test_page.py::test_its_code_runs",

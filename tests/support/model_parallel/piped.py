@@ -277,14 +277,9 @@ def end_with_a_failure(ranks: Ranks, layout: str, note: str) -> None:
 
 @contextmanager
 def alone(backend: str = "gloo") -> Generator[Ranks]:
-    """This process, as a group of its own, with as many threads as a rank."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with join_group(cast(Backend, backend)) as ranks:
-            yield ranks
-    finally:
-        torch.set_num_threads(before)
+    """This process, as a group of its own."""
+    with join_group(cast(Backend, backend)) as ranks:
+        yield ranks
 
 
 def in_turn(*cases: Case, backend: str = "gloo") -> list[Found]:

@@ -107,7 +107,6 @@ def prepare(
 
 def train_layers(ranks: Ranks, num_stages: int, learner: str = "linear", **changes: Any) -> dict[str, Any]:
     """Train linear stages; return the weights, the losses and the number of versions of each stage."""
-    torch.set_num_threads(1)
     made = LEARNERS[learner]
     model = made.initial(1)
     run = prepare(make_place(ranks, num_stages), made, PLAN_OF_LAYERS, points(), model, **changes)
@@ -120,7 +119,6 @@ def train_layers(ranks: Ranks, num_stages: int, learner: str = "linear", **chang
 
 def resume(ranks: Ranks, num_stages: int) -> list[str]:
     """The digest of a training, and of one that ends at a drained pipeline and continues from its weights."""
-    torch.set_num_threads(1)
     place = make_place(ranks, num_stages)
     model = DROPOUT.initial(1)
     saved = DROPOUT.initial(1)
@@ -138,7 +136,6 @@ def resume(ranks: Ranks, num_stages: int) -> list[str]:
 
 def train_llama(ranks: Ranks, num_stages: int) -> dict[str, Any]:
     """Train the small Llama."""
-    torch.set_num_threads(1)
     learner = Learner(model=lambda: Llama(0.1))
     model = learner.initial(3)
     place = make_place(ranks, num_stages)
@@ -186,7 +183,6 @@ def fail(ranks: Ranks, num_stages: int) -> str:
 
 def train_in_pool(ranks: Ranks, folder: str = "", kill_at: int = 0) -> dict[str, Any]:
     """Train the small Llama as a pool does; the last stage is killed after a step, once a checkpoint is complete."""
-    torch.set_num_threads(1)
     done: list[int] = []
 
     def note(step: int, total: int) -> None:

@@ -60,7 +60,6 @@ def train(
 
     The rank `kill` is killed; without one, all ranks stop together.
     """
-    torch.set_num_threads(1)
     parallel = Parallel.from_text(layout)
     done: list[int] = []
 

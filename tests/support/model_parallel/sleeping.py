@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import torch
 
 from fedplat.pytorch.distributed import Ranks
 from parallel_ranks import measure_sleeping
@@ -13,5 +12,4 @@ from parallel_ranks import measure_sleeping
 
 def measure(ranks: Ranks, layouts: list[str], seconds: float) -> list[dict[str, Any]]:
     """Train in each layout; return the times of the operations."""
-    torch.set_num_threads(1)
     return [msgspec.to_builtins(measure_sleeping(ranks, layout, seconds)) for layout in layouts]

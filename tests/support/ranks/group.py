@@ -9,9 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from support import ports
 
 TESTS = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
@@ -47,6 +49,11 @@ class RankGroup:
             raise error
         return reply["result"]
 
+    def wait_until_joined(self) -> None:
+        """Raises `RankError` with the error of the first rank that cannot join."""
+        for rank in range(len(self._streams)):
+            self.result(rank)
+
     def close(self) -> None:
         """Lets the ranks end."""
         for stream in self._streams:
@@ -74,16 +81,25 @@ class Zygote:
 
     @contextlib.contextmanager
     def group(self, count: int, **environment: str) -> Generator[RankGroup]:
-        """A group of `count` ranks; they end with the context."""
-        # A port that is bound, but not listened at, is reserved; rank 0 may bind it again.
+        """A group of `count` ranks; they end with the context. A program that takes rank 0's port first has it."""
         with contextlib.ExitStack() as stack:
-            port = stack.enter_context(socket.socket())
-            port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            port.bind(("127.0.0.1", 0))
+            try:
+                group = stack.enter_context(self._start(count, environment))
+                group.wait_until_joined()
+            except RankError as exc:
+                if "EADDRINUSE" not in str(exc):
+                    raise
+                group = stack.enter_context(self._start(count, environment))
+                group.wait_until_joined()
+            yield group
+
+    @contextlib.contextmanager
+    def _start(self, count: int, environment: Mapping[str, str]) -> Generator[RankGroup]:
+        with contextlib.ExitStack() as stack:
             pairs = [socket.socketpair() for _ in range(count)]
             backend = environment.get("BACKEND", "gloo")
             request = {
-                "environment": {"MASTER_PORT": str(port.getsockname()[1]), **environment},
+                "environment": {"MASTER_PORT": str(ports.free_port()), **environment},
                 "ranks": [environment_of(rank, count, backend) for rank in range(count)],
             }
             socket.send_fds(self._control, [json.dumps(request).encode()], [theirs.fileno() for _, theirs in pairs])

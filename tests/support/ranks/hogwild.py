@@ -75,7 +75,6 @@ def train(ranks: Ranks, trainer: ServerTrainer, work: TrainingRun) -> Parameters
 
 def train_disjoint(ranks: Ranks, folder: str = "", **changes: Any) -> str:
     """The bytes of the model after a training in which ranks use different columns."""
-    torch.set_num_threads(1)
     saved = Path(folder) if folder else None
     work = TrainingRun(options=warm(**changes), num_ranks=NUM_RANKS, checkpoints=saved)
     return train(ranks, DISJOINT, work).to_bytes().hex()
@@ -83,7 +82,6 @@ def train_disjoint(ranks: Ranks, folder: str = "", **changes: Any) -> str:
 
 def train_dense(ranks: Ranks) -> str:
     """The bytes of the model after a training in which all ranks use all weights."""
-    torch.set_num_threads(1)
     work = TrainingRun(options=warm(epochs=5, batch_size=4, learning_rate=0.02), num_ranks=NUM_RANKS)
     return train(ranks, DENSE, work).to_bytes().hex()
 
@@ -97,7 +95,6 @@ def die(ranks: Ranks, folder: str) -> str:
                 os.sched_yield()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    torch.set_num_threads(1)
     work = TrainingRun(options=warm(checkpoint_every=10), num_ranks=NUM_RANKS, checkpoints=Path(folder), note=note)
     try:
         train(ranks, DISJOINT, work)

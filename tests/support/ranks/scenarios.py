@@ -159,7 +159,6 @@ SCENARIOS: tuple[Callable[[Ranks, Path], Arrays], ...] = (
 
 def do(ranks: Ranks, folder: str) -> None:
     """All scenarios; what rank 0 has found is left in the folder."""
-    torch.set_num_threads(1)
     for scenario in SCENARIOS:
         if scenario is traced and ranks.device.type == "cuda":
             continue  # PyTorch's profiler ends a process that was forked, as these are, with a segmentation fault
@@ -178,5 +177,4 @@ def do_half(ranks: Ranks, folder: str) -> None:
                 os.sched_yield()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    torch.set_num_threads(1)
     learned(ranks, *checkpointed(Path(folder), note=end))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -37,20 +38,30 @@ def main() -> None:
 
 
 def serve(connection: socket.socket) -> None:
-    """Runs the calls of the test on this rank, until the test closes the connection."""
-    with (
-        connection.makefile("rwb", buffering=0) as stream,
-        join_group(cast(Backend, os.environ.get("BACKEND", "gloo"))) as ranks,
-    ):
+    """Runs the calls of the test on this rank, until the test closes the connection. The first reply: it has joined."""
+    with contextlib.ExitStack() as stack:
+        stream = stack.enter_context(connection.makefile("rwb", buffering=0))
+        try:
+            ranks = stack.enter_context(join_group(cast(Backend, os.environ.get("BACKEND", "gloo"))))
+        except Exception as exc:
+            stream.write(error_of(exc))
+            return
+        stream.write(b'{"result": "joined"}\n')
         for line in stream:
             request = json.loads(line)
             module, _, name = request["call"].partition(":")
             try:
                 result = getattr(importlib.import_module(module), name)(ranks, **request["arguments"])
-                reply = {"result": result}
+                reply = json.dumps({"result": result}).encode() + b"\n"
             except Exception as exc:
-                reply = {"error": type(exc).__name__, "text": str(exc), "traceback": traceback.format_exc()}
-            stream.write(json.dumps(reply).encode() + b"\n")
+                reply = error_of(exc)
+            stream.write(reply)
+
+
+def error_of(exc: Exception) -> bytes:
+    """The reply that has the error of this rank."""
+    error = {"error": type(exc).__name__, "text": str(exc), "traceback": traceback.format_exc()}
+    return json.dumps(error).encode() + b"\n"
 
 
 if __name__ == "__main__":

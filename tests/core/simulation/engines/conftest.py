@@ -6,17 +6,10 @@ from collections.abc import Generator
 
 import pytest
 
-from fedplat.simulation.engines.client_trainer import ClientTraining, one_thread
+from fedplat.simulation.engines.client_trainer import ClientTraining
 from fedplat.simulation.engines.interface import Engine
 from fedplat.simulation.engines.ray.cluster import Cluster
 from support.simulation.engines import ENGINES, RAY, MakeEngine
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Generator[None]:  # pyright: ignore[reportUnusedFunction] -- pytest uses it
-    """Threads of OpenMP that wait for each other on busy cores make small matrices ten times slower."""
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from style.sources import functions, is_property, modules
+from style.sources import Finding, Sources, is_property
 
 IRREGULAR = frozenset(
     [
@@ -88,23 +89,27 @@ REFUSED_WORDS = frozenset(
 )
 
 
-def test_the_name_of_a_public_class_is_unique_over_the_distributions() -> None:
-    places: defaultdict[str, list[str]] = defaultdict(list)
-    for path, tree in modules().items():
-        for node in ast.walk(tree):
+def check(sources: Sources) -> Iterator[Finding]:
+    yield from find_shared_classes(sources)
+    for source in sources.modules():
+        for function in source.functions:
+            if is_participle(function.name.strip("_")) and not is_property(function):
+                yield Finding(source.path, function.lineno, f"{function.name}: a participle alone; better: a verb")
+        for node in source.nodes:
+            for name in filter(is_refused, names(node)):
+                yield Finding(source.path, getattr(node, "lineno", 0), f"{name}: not a term of the field")
+
+
+def find_shared_classes(sources: Sources) -> Iterator[Finding]:
+    """Yield the public classes whose name another module of the distributions has, too."""
+    places: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
+    for source in sources.modules():
+        for node in source.nodes:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].append(path)
-    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
-
-
-def test_no_function_is_named_by_a_participle_alone() -> None:
-    found = [
-        f"{path}:{node.lineno}: {node.name}"
-        for path, tree in modules().items()
-        for node in functions(tree)
-        if is_participle(node.name.strip("_")) and not is_property(node)
-    ]
-    assert not found, "\n".join(found)
+                places[node.name].append((source.path, node.lineno))
+    for name, (first, *others) in places.items():
+        for path, line in others:
+            yield Finding(path, line, f"class {name}: {first[0]}:{first[1]} has a class of this name")
 
 
 def is_participle(name: str) -> bool:
@@ -121,12 +126,7 @@ def names(node: ast.AST) -> Iterator[str]:
             pass
 
 
-def test_identifiers_use_the_fields_terms() -> None:
-    found = [
-        f"{path}:{getattr(node, 'lineno', 0)}: {name}"
-        for path, tree in modules().items()
-        for node in ast.walk(tree)
-        for name in names(node)
-        if {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)} & REFUSED_WORDS
-    ]
-    assert not found, "\n".join(found)
+@functools.cache
+def is_refused(name: str) -> bool:
+    words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
+    return not words.isdisjoint(REFUSED_WORDS)

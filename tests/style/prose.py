@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterable, Iterator
 
-import pytest
-
-from style.sources import (
-    area_of,
-    areas,
-    comment_lines,
-    functions,
-    is_property,
-    module_paths,
-    modules,
-    texts,
-    texts_of_tests,
-)
+from style.sources import FILES, PACKAGES, Finding, Source, Sources, is_generated, is_property
 
 REFUSED = {
     "nobody": "no client, no process, no one",
@@ -89,55 +79,48 @@ NOT_VERBS = frozenset(
 )
 
 
-@pytest.mark.parametrize("area", areas(texts()))
-def test_the_words_are_plain(area: str) -> None:
-    found = [
-        finding
-        for path, text in texts().items()
-        if area_of(path) == area
-        for finding in refused(path, enumerate(text.splitlines(), 1))
-    ]
-    assert not found, "\n".join(found)
+FOLDERS = (*PACKAGES, "proto", "docs", "examples", "docker", "benchmarks")
+KINDS = (".py", ".md", ".proto", ".toml", ".yaml", ".yml", ".sh")
 
 
-@pytest.mark.parametrize("area", areas(texts_of_tests()))
-def test_the_words_of_comments_in_tests_are_plain(area: str) -> None:
-    found = [
-        finding
-        for path, text in texts_of_tests().items()
-        if area_of(path) == area
-        for finding in refused(path, comment_lines(text))
-    ]
-    assert not found, "\n".join(found)
+def check(sources: Sources) -> Iterator[Finding]:
+    for source in sources:
+        if has_sentences(source):
+            yield from refused(source.path, enumerate(source.text.splitlines(), 1))
+        elif source.is_in("tests") and not source.is_in("tests/style") and ANY_PHRASE.search(source.text):
+            yield from refused(source.path, comment_lines(source))
+    for source in sources.modules():
+        for function in source.functions:
+            refused_words = QUESTIONS if is_property(function) else QUESTIONS | NOT_VERBS
+            if (text := ast.get_docstring(function)) and text.split()[0].strip(",.:;") in refused_words:
+                start = text.splitlines()[0]
+                yield Finding(source.path, function.lineno, f"{function.name}: not a verb or noun first: {start}")
 
 
-def refused(path: str, lines: Iterable[tuple[int, str]]) -> Iterator[str]:
+def has_sentences(source: Source) -> bool:
+    """Return whether people read a file: a module, the protocol, a document, an example or a container's file."""
+    if source.path in FILES:
+        return True
+    return source.is_in(*FOLDERS) and source.path.endswith(KINDS) and not is_generated(source)
+
+
+def refused(path: str, lines: Iterable[tuple[int, str]]) -> Iterator[Finding]:
     """Yield a message for each refused phrase in numbered lines of a file."""
     for number, line in lines:
         for phrase, instead in PHRASES if ANY_PHRASE.search(line) else ():
             for match in phrase.finditer(line):
-                yield f"{path}:{number}: {match[0]!r}; better: {instead}"
+                yield Finding(path, number, f"{match[0]!r}; better: {instead}")
 
 
-def test_comments_and_docstrings_of_tests_are_read_and_data_is_not() -> None:
-    text = '"""One."""\nA = "data"  # two\n"""Three,\nfour."""\ndef f() -> None:\n    """Five."""\n    g("data")\n'
-    assert sorted(comment_lines(text)) == [
-        (1, '"""One."""'),
-        (2, "# two"),
-        (3, '"""Three,'),
-        (4, 'four."""'),
-        (6, '    """Five."""'),
-    ]
-
-
-@pytest.mark.parametrize("area", areas(module_paths()))
-def test_docstrings_begin_with_a_verb_and_those_of_properties_with_a_noun(area: str) -> None:
-    found = [
-        f"{path}:{function.lineno}: {function.name}: {text.splitlines()[0]}"
-        for path, tree in modules().items()
-        if area_of(path) == area
-        for function in functions(tree)
-        if (text := ast.get_docstring(function))
-        and text.split()[0].strip(",.:;") in (QUESTIONS if is_property(function) else QUESTIONS | NOT_VERBS)
-    ]
-    assert not found, "\n".join(found)
+def comment_lines(source: Source) -> Iterator[tuple[int, str]]:
+    """Yield the comments and docstrings of a module, also those of its variables, as numbered lines."""
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    lines = source.text.splitlines()
+    for node in source.nodes:
+        match node:
+            case ast.Expr(value=ast.Constant(value=str()), lineno=first, end_lineno=last):
+                yield from enumerate(lines[first - 1 : last], first)
+            case _:
+                pass

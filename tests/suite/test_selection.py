@@ -1,0 +1,127 @@
+"""The tests that a change can reach, on a small checkout and on this one."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from support import selection
+from support.selection import Graph, read_graph
+
+FILES = {
+    "fedplat/__init__.py": "",
+    "fedplat/rules/__init__.py": "from fedplat.rules.mean import mean\n",
+    "fedplat/rules/mean.py": "import numpy\n",
+    "fedplat/rules/median.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import fedplat.cli\n",
+    "fedplat/cli.py": "def run():\n    from fedplat import rules\n    return rules\n",
+    "fedplat/pages/app.py": "import os\n",
+    "fedplat/pages/static/page.css": "",
+    "tests/conftest.py": "",
+    "tests/core/conftest.py": "from support import boards\n",
+    "tests/core/test_mean.py": "from fedplat.rules import mean\n",
+    "tests/core/test_median.py": 'TARGET = "fedplat.rules.median:median"\n',
+    "tests/client/test_cli.py": "from fedplat import cli\n",
+    "tests/client/test_pages.py": "from fedplat.pages import app\n",
+    "tests/e2e/test_programs.py": "import subprocess\n",
+    "tests/support/boards.py": "",
+    "tests/support/inputs.toml": '"tests/e2e/" = ["programs", "docs/"]\n"tests/client/test_cli.py" = ["README.md"]\n',
+    "docs/index.md": "",
+    "README.md": "",
+}
+CORE, CLIENT = ("tests/core/test_mean.py", "tests/core/test_median.py"), "tests/client/test_cli.py"
+PAGES, PROGRAMS = "tests/client/test_pages.py", "tests/e2e/test_programs.py"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changed", "selected"),
+    [
+        ("fedplat/rules/mean.py", {*CORE, CLIENT, PROGRAMS}),  # importing the median runs the package's __init__
+        ("fedplat/rules/median.py", {CORE[1], PROGRAMS}),
+        ("fedplat/cli.py", {CLIENT, PROGRAMS}),  # a type checker's import is not one
+        ("fedplat/pages/static/page.css", {PAGES, PROGRAMS}),
+        ("fedplat/pages/removed.py", {PAGES, PROGRAMS}),
+        ("tests/support/boards.py", {*CORE}),
+        ("tests/core/conftest.py", {*CORE}),
+        ("tests/core/test_mean.py", {CORE[0]}),
+        ("docs/index.md", {PROGRAMS}),
+        ("README.md", {CLIENT}),
+        ("pyproject.toml", None),
+        ("proto/fedplat/wire/v1/fleet.proto", None),
+        ("tests/conftest.py", None),
+        ("a-new-kind-of-file", None),
+    ],
+)
+def test_a_change_reaches_what_depends_on_it(checkout: Path, changed: str, selected: set[str] | None) -> None:
+    assert read_graph(checkout).reach([changed]) == selected
+
+
+def test_changes_add_up(checkout: Path) -> None:
+    graph = read_graph(checkout)
+    assert graph.reach([]) == set()
+    assert graph.reach(["README.md", "tests/core/test_mean.py"]) == {CLIENT, CORE[0]}
+    assert graph.reach(["README.md", "Makefile"]) is None
+
+
+def test_changes_are_those_since_the_verified_commit(checkout: Path) -> None:
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(
+            ["git", *identity, *arguments], cwd=checkout, check=True, capture_output=True, text=True
+        ).stdout
+
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "all")
+    assert selection.read_changes(checkout) is None  # nothing is verified
+    (checkout / ".ci").mkdir()
+    (checkout / ".ci/verified").write_text(git("rev-parse", "HEAD"))
+    (checkout / "README.md").write_text("changed\n")
+    git("mv", "fedplat/cli.py", "fedplat/commands.py")
+    git("commit", "-qam", "more")
+    (checkout / "new.txt").write_text("untracked\n")
+    changes = selection.read_changes(checkout)
+    assert changes is not None
+    assert set(changes) == {"README.md", "fedplat/cli.py", "fedplat/commands.py", "new.txt"}
+    (checkout / ".ci/verified").write_text("0" * 40)
+    assert selection.read_changes(checkout) is None
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return read_graph()
+
+
+@pytest.mark.parametrize(
+    ("changed", "test"),
+    [
+        ("fedplat/aggregate/fedavg.py", "tests/core/aggregate/test_contract.py"),
+        ("server/fedplat_server/database/sql_retention.py", "tests/server/store/test_contract_retention.py"),
+        ("server/fedplat_server/rpc/report_intake.py", "tests/server/test_report.py"),
+        ("server/fedplat_server/crash_points.py", "tests/server/crash/test_matrix.py"),
+        ("client/fedplat_client/_work/assignment.py", "tests/client/test_client.py"),
+        ("fedplat/rounds/sync.py", "tests/core/rounds/test_machine.py"),
+        ("fedplat/dashboard/static/dashboard.css", "tests/core/dashboard/test_pages.py"),
+        ("tests/support/daemons.py", "tests/server/test_round.py"),
+    ],
+)
+def test_a_change_of_this_checkout_reaches_its_tests(graph: Graph, changed: str, test: str) -> None:
+    selected = graph.reach([changed])
+    assert selected is not None
+    assert test in selected
+
+
+def test_a_leaf_reaches_few_tests(graph: Graph) -> None:
+    selected = graph.reach(["fedplat/sweep/schedule.py"])
+    assert selected is not None
+    assert len(selected) < len(graph.tests) / 3

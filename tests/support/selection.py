@@ -1,0 +1,177 @@
+"""Prints the test modules that a change can reach, or nothing if everything must run: what `.ci/run` gives to pytest.
+
+A change is what differs from the commit in `.ci/verified`, on which `make test-all` has passed. The imports of all
+modules, read without running them, lead from a changed file to the tests that depend on it. `inputs.toml` beside this
+file lists what imports do not show: the files that tests read, and the tests that start programs.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import subprocess
+import sys
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+VERIFIED = ROOT / ".ci" / "verified"
+INPUTS = Path(__file__).with_name("inputs.toml")
+SHARED = (
+    *("pyproject.toml", "client/pyproject.toml", "server/pyproject.toml", "constraints.txt", "Makefile", "proto/"),
+    *(".ci/run", "tests/conftest.py", "tests/in_memory.sh", "tests/support/selection.py", "tests/support/inputs.toml"),
+)
+"""A change of these runs everything."""
+PRODUCT = ("fedplat/", "server/fedplat_server/", "client/fedplat_client/")
+FOLDERS = ("fedplat", "server", "client", "tests", "benchmarks", "examples", "docs/site")
+"""The folders with Python."""
+PATH = ("", "server", "client", "tests", "benchmarks", "benchmarks/papers", "docs/site", "examples/large")
+"""The folders that the tests import from (`pythonpath` in pyproject.toml)."""
+_REFERENCE = re.compile(r"((?:fedplat(?:_server|_client)?|support)(?:\.[A-Za-z_]\w*)+)(?::\w+)?")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Graph:
+    """Which files depend on a file directly, and which of them are tests. Paths are relative to the root."""
+
+    dependants: Mapping[str, frozenset[str]]
+    tests: frozenset[str]
+    readers: Mapping[str, frozenset[str]]
+    """The modules that read files, or start programs, by the prefixes of their paths (`inputs.toml`)."""
+
+    def reach(self, changed: Iterable[str]) -> frozenset[str] | None:
+        """Return the tests that depend on changed files; None: all of them, or nothing is known about a file."""
+        found, to_do = set[str](), list[str]()
+        for path in changed:
+            starts = set(self._starts(path))
+            if path.startswith(SHARED) or not starts:
+                return None
+            to_do += starts
+        while to_do:
+            path = to_do.pop()
+            if path not in found:
+                found.add(path)
+                to_do += self._users(path)
+        return self.tests & found
+
+    def _users(self, path: str) -> set[str]:
+        """Return the modules that depend on a file directly."""
+        readers = (modules for prefix, modules in self.readers.items() if path.startswith(prefix))
+        return set(self.dependants.get(path, ())).union(*readers)
+
+    def _starts(self, path: str) -> Iterator[str]:
+        """Yield the files from which a change of this one spreads."""
+        yield from self._users(path)
+        if path in self.tests or path in self.dependants:
+            yield path
+        elif path.startswith((*PRODUCT, "tests/")):  # data, templates, and what was deleted
+            yield from self._neighbours(path)
+
+    def _neighbours(self, path: str) -> Iterator[str]:
+        """Yield the modules of the nearest folder that has some."""
+        for folder in Path(path).parents:
+            known = [each for each in (*self.dependants, *self.tests) if Path(each).parent == folder]
+            if known:
+                yield from known
+                return
+
+
+def read_graph(root: Path = ROOT) -> Graph:
+    """Return the graph of a checkout."""
+    files = [path.relative_to(root).as_posix() for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
+    modules = {name: file for file in files for name in _names(file)}
+    dependants: defaultdict[str, set[str]] = defaultdict(set)
+    for file in files:
+        for used in _uses(file, (root / file).read_text(), modules):
+            dependants[used].add(file)
+    tests = frozenset(file for file in files if file.startswith("tests/") and Path(file).name.startswith("test_"))
+    for test in tests:
+        for folder in Path(test).parents:
+            dependants[f"{folder.as_posix()}/conftest.py"].add(test)
+    listed: dict[str, list[str]] = tomllib.loads((root / INPUTS.relative_to(ROOT)).read_text())
+    readers: defaultdict[str, set[str]] = defaultdict(set)
+    for name, prefixes in listed.items():
+        modules_of_name = [file for file in files if file == name or (name.endswith("/") and file.startswith(name))]
+        for prefix in prefixes:
+            for each in PRODUCT if prefix == "programs" else (prefix,):
+                readers[each].update(modules_of_name)
+    return Graph(_freeze(dependants), tests, _freeze(readers))
+
+
+def _freeze(sets: Mapping[str, set[str]]) -> dict[str, frozenset[str]]:
+    return {name: frozenset(each) for name, each in sets.items()}
+
+
+def _names(file: str) -> Iterator[str]:
+    """Yield the names by which a file is imported."""
+    for folder in PATH:
+        if file.startswith(f"{folder}/" if folder else ""):
+            name = file.removeprefix(f"{folder}/" if folder else "").removesuffix(".py").removesuffix("/__init__")
+            yield name.replace("/", ".")
+
+
+def _uses(file: str, text: str, modules: Mapping[str, str]) -> Iterator[str]:
+    """Yield the files that a module imports, or names in a text such as "package.module:function"."""
+    is_product = file.startswith(PRODUCT)
+    for name in _find_names(ast.parse(text), file):
+        parts = name.split(".")
+        if is_product and not parts[0].startswith("fedplat"):
+            continue  # a package of others, with the name of a program here
+        for length in range(1, len(parts) + 1):  # importing a.b.c runs a and a.b, too
+            used = modules.get(".".join(parts[:length]))
+            if used is not None and used != file:
+                yield used
+
+
+def _find_names(tree: ast.AST, file: str) -> Iterator[str]:
+    to_do = [tree]
+    while to_do:
+        node = to_do.pop()
+        match node:
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                to_do += node.orelse
+                continue
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=module, names=names, level=level):
+                package = ".".join([*Path(file).parts[:-level], *([module] if module else [])]) if level else module
+                yield from (f"{package}.{alias.name}" for alias in names)
+            case ast.Constant(value=str(text)) if found := _REFERENCE.fullmatch(text):
+                yield found[1]
+            case _:
+                pass
+        to_do += ast.iter_child_nodes(node)
+
+
+def read_changes(root: Path = ROOT) -> list[str] | None:
+    """Return the paths that differ from the verified commit; None if it is not known here."""
+    verified = root / VERIFIED.relative_to(ROOT)
+    if not verified.exists():
+        return None
+    commit = verified.read_text().strip()
+    found: list[str] = []
+    for command in (["diff", "--name-only", "--no-renames", commit], ["ls-files", "-o", "--exclude-standard"]):
+        done = subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            return None
+        found += done.stdout.splitlines()
+    return [path for path in found if root / path != verified]
+
+
+def main() -> None:
+    """Print one module a line; the reason goes to stderr."""
+    changes = read_changes()
+    graph = read_graph()
+    selected = graph.reach(changes) if changes is not None else None
+    if selected is None:
+        print("all tests: a shared part has changed, or the last verified commit is not known", file=sys.stderr)
+        return
+    print(f"{len(selected)} of {len(graph.tests)} test modules depend on what has changed", file=sys.stderr)
+    print("\n".join(sorted(selected)))
+
+
+if __name__ == "__main__":
+    main()
