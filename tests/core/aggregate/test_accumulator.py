@@ -284,12 +284,14 @@ def test_partial_sums_that_are_merged_are_those_of_one_accumulator(order: int) -
         update["weight"] += rng.integers(-8, 8, 9).astype(np.float32)
         update["steps"][:] = [7 - number, number, 3, 5]
         update["mask"][:] = [number == 0, number == 4, False, True]
-        updates.append((update, Contribution(2.0**number, {"local_steps": float(2**number)})))
+        updates.append((update, Contribution(2.0**number, metrics={"local_steps": float(2**number)})))
     whole, *parts = [Accumulator(base.schema, rule) for _ in range(4)]
     for number, update in enumerate(updates):
         whole.fold(*update)
         parts[number % 2].fold(*update)
-    total = np.sum([part.total for part in parts], axis=0, dtype=np.float32)
+    total = np.zeros(9, np.float32)
+    for part in parts:
+        total += part.total
     shard = Shard(range(base.schema.num_floating), memory=total)
     merged = Accumulator.merge_partials(base.schema, rule, {}, [part.summary for part in parts[::order]], shard)
     assert (merged.num_updates, merged.total_weight) == (whole.num_updates, whole.total_weight) == (5, 31.0)

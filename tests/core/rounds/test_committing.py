@@ -55,6 +55,21 @@ def test_a_version_that_comes_too_late_or_too_early_is_refused() -> None:
     assert driver.job.latest.version == 1
 
 
+def test_a_version_of_an_earlier_attempt_is_refused_while_the_next_one_commits() -> None:
+    driver = collecting(2)
+    driver.report("c0", "c1")
+    late = driver.aggregated()
+    driver.do(AggregationFailed(driver.key, "disk full"))
+    driver.wait(1000.0)
+    driver.check_in("c2", "c3")
+    driver.report("c2", "c3")
+    assert (driver.key.number, driver.attempt.phase) == (2, AttemptPhase.COMMITTING)
+    assert driver.verdict(late) == Verdict(Reason.STALE)
+    assert driver.job.latest.version == 0
+    driver.commit()
+    assert driver.job.latest.attempt == 2
+
+
 # --- weights and metrics ---
 
 
