@@ -110,8 +110,9 @@ def test_metrics_are_weighted_means_over_those_who_have_them() -> None:
 @pytest.mark.fault("F46")
 def test_an_attempt_has_the_metrics_that_most_reports_have() -> None:
     driver = collecting(4, goal=4)
-    driver.report("c0", "c1", "c2", loss=1.0)
-    driver.report("c3", loss=1.0, **{f"mine-{n}": 1.0 for n in range(64)})
+    driver.report("c0", "c1", loss=1.0)
+    driver.report("c2", loss=1.0, of_half=1.0)
+    driver.report("c3", loss=1.0, of_half=1.0, **{f"mine-{n}": 1.0 for n in range(64)})
     key = driver.key
     driver.commit()
     assert driver.ledger.attempts[key].metrics == {"loss": 1.0}
