@@ -59,6 +59,15 @@ def test_a_blob_that_is_held_or_young_is_left_alone(blobs: BlobStore) -> None:
     assert blobs.exists(digest)
 
 
+def test_a_sweep_goes_on_after_a_blob_that_is_gone(blobs: BlobStore) -> None:
+    digests = sorted(blobs.put_chunks([bytes([number])]).digest for number in range(3))
+    blobs.settle(digests)
+    blobs.delete(digests[0])
+    with blobs.sweep() as sweep:
+        assert sweep.remove(digests) == 2
+    assert blobs.all_digests() == frozenset()
+
+
 def test_a_recorder_knows_what_was_written_by_it(blobs: BlobStore) -> None:
     recorder = blobs.recorder()
     other, mine = blobs.put_chunks([b"other"]), recorder.put_chunks([b"mine"])

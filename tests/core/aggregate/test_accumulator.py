@@ -16,8 +16,10 @@ from fedplat.aggregate import (
     Contribution,
     FedAdam,
     FedAvg,
+    FedNova,
     Partial,
     Rule,
+    Shard,
     State,
     clip_by_norm,
     first_columns,
@@ -268,3 +270,31 @@ def test_the_end_needs_a_few_windows_of_memory(tmp_path: Path):
     finally:
         tracemalloc.stop()
     assert peak < 14 * 4 * WINDOW
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_partial_sums_that_are_merged_are_those_of_one_accumulator(order: int) -> None:
+    """With the largest carried values in any part, and a part without updates."""
+    rng, rule = np.random.default_rng(3), FedNova().build()
+    arrays = {"weight": np.zeros(9, np.float32), "steps": np.zeros(4, np.int64), "mask": np.zeros(4, bool)}
+    base = Parameters.from_arrays(arrays, "max")
+    updates: list[tuple[Parameters, Contribution]] = []
+    for number in range(5):
+        update = base.copy()
+        update["weight"] += rng.integers(-8, 8, 9).astype(np.float32)
+        update["steps"][:] = [7 - number, number, 3, 5]
+        update["mask"][:] = [number == 0, number == 4, False, True]
+        updates.append((update, Contribution(2.0**number, metrics={"local_steps": float(2**number)})))
+    whole, *parts = [Accumulator(base.schema, rule) for _ in range(4)]
+    for number, update in enumerate(updates):
+        whole.fold(*update)
+        parts[number % 2].fold(*update)
+    total = np.zeros(9, np.float32)
+    for part in parts:
+        total += part.total
+    shard = Shard(range(base.schema.num_floating), memory=total)
+    merged = Accumulator.merge_partials(base.schema, rule, {}, [part.summary for part in parts[::order]], shard)
+    assert (merged.num_updates, merged.total_weight) == (whole.num_updates, whole.total_weight) == (5, 31.0)
+    model, _ = merged.finish(base, {})
+    assert model == whole.finish(base, {})[0]
+    assert (model["steps"].tolist(), model["mask"].tolist()) == ([7, 4, 3, 5], [True, True, False, True])

@@ -306,3 +306,13 @@ def test_on_a_terminal_the_table_is_live(state: State, server: FakeServer, clien
     assert "a sentence about the [bold]watch[/bold]\\x1b[2J" in screen.getvalue()
     assert "evaluated" in screen.getvalue()
     assert "COMPLETED" in screen.getvalue()
+
+
+def test_an_assignment_that_changes_is_counted_in_its_last_state() -> None:
+    """Also the report of a client that was revoked before the attempt ended."""
+    table = AttemptTable()
+    for before, after in (("", "TRAINING"), ("TRAINING", "UPLOADING"), ("UPLOADING", "REPORTED")):
+        table.add(admin_pb2.JobEvent(entity="assignment", round=1, attempt=1, from_state=before, to_state=after))
+    assert (table.attempts[0].assigned, table.attempts[0].reported, table.attempts[0].dropped) == (1, 1, 0)
+    table.add(admin_pb2.JobEvent(entity="assignment", round=1, attempt=1, from_state="REPORTED", to_state="DROPPED"))
+    assert (table.attempts[0].assigned, table.attempts[0].reported, table.attempts[0].dropped) == (1, 0, 1)

@@ -43,6 +43,29 @@ def test_without_noise_and_clipping_it_is_the_plain_training(kind: str) -> None:
     close(trained(work(batch_size=0, momentum=0.5, **quiet(dp=kind)))[0], plain)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_example_without_a_finite_gradient_counts_as_none(kind: dp.Clipping) -> None:
+    torch.manual_seed(1)
+    module, inputs, targets = nn.Linear(3, 2), torch.randn(4, 3), torch.randn(4, 2)
+    sums: list[list[torch.Tensor]] = []
+    for rows in ([0, 1, 3], [0, 1, 2, 3]):
+        inputs[2] = torch.inf
+        with dp.clipping(module, nn.functional.mse_loss, kind, 0.5) as clipper:
+            clipper.add(inputs[rows], targets[rows])
+            sums.append([each.clone() for each in clipper.take()])
+    assert all(each.abs().sum() > 0.0 for each in sums[0])
+    for without, with_it in zip(*sums, strict=True):
+        torch.testing.assert_close(with_it, without)
+
+
+def test_no_number_of_the_noise_is_used_twice() -> None:
+    whole = dp.make_noise(3).add_noise(torch.zeros(10), 2.0)
+    noise = dp.make_noise(3)
+    parts = [noise.add_noise(torch.zeros(size), 2.0) for size in (4, 6)]
+    assert torch.cat(parts).equal(whole)
+    assert len(set(whole.tolist())) == 10
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -102,6 +102,12 @@ def test_an_overflow_costs_what_the_worst_cap_would() -> None:
     )
 
 
+def test_an_overflow_that_is_too_rare_to_compute_takes_its_part_of_delta() -> None:
+    mechanism, delta, overflow = Mechanism("poisson", 1.0, 0.01), 1e-5, 5e-10
+    spent = epsilon([Charge(replace(mechanism, overflow=overflow), 10)], delta)
+    assert spent == epsilon([Charge(mechanism, 10)], delta - 10 * overflow) > epsilon([Charge(mechanism, 10)], delta)
+
+
 def test_no_releases_cost_nothing() -> None:
     assert epsilon([], 1e-5) == epsilon_rdp([], 1e-5) == 0.0
     assert epsilon([Charge(mechanism, 0) for mechanism in ALL], 1e-5) == 0.0

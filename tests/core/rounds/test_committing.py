@@ -55,6 +55,22 @@ def test_a_version_that_comes_too_late_or_too_early_is_refused() -> None:
     assert driver.job.latest.version == 1
 
 
+def test_a_version_of_an_earlier_attempt_is_refused_while_the_next_one_commits() -> None:
+    driver = collecting(2)
+    driver.report("c0", "c1")
+    late = driver.aggregated()
+    driver.do(AggregationFailed(driver.key, "disk full"))
+    assert driver.job.resume_at is not None
+    driver.wait(driver.job.resume_at - driver.now)
+    driver.check_in("c2", "c3")
+    driver.report("c2", "c3")
+    assert (driver.key.number, driver.attempt.phase) == (2, AttemptPhase.COMMITTING)
+    assert driver.verdict(late) == Verdict(Reason.STALE)
+    assert driver.job.latest.version == 0
+    driver.commit()
+    assert driver.job.latest.attempt == 2
+
+
 # --- weights and metrics ---
 
 
@@ -94,8 +110,9 @@ def test_metrics_are_weighted_means_over_those_who_have_them() -> None:
 @pytest.mark.fault("F46")
 def test_an_attempt_has_the_metrics_that_most_reports_have() -> None:
     driver = collecting(4, goal=4)
-    driver.report("c0", "c1", "c2", loss=1.0)
-    driver.report("c3", loss=1.0, **{f"mine-{n}": 1.0 for n in range(64)})
+    driver.report("c0", "c1", loss=1.0)
+    driver.report("c2", loss=1.0, of_half=1.0)
+    driver.report("c3", loss=1.0, of_half=1.0, **{f"mine-{n}": 1.0 for n in range(64)})
     key = driver.key
     driver.commit()
     assert driver.ledger.attempts[key].metrics == {"loss": 1.0}

@@ -57,6 +57,18 @@ def test_the_goal_closes_the_attempt_and_the_rest_is_surplus() -> None:
     assert driver.coordinator.find(key, "c0") is None  # the next attempt is now the job's last one
 
 
+@pytest.mark.parametrize("num_reports", [2, 3])
+def test_a_job_that_closes_at_its_deadline_waits_for_all_clients(num_reports: int) -> None:
+    driver = collecting(3, goal=2, selection={"over_selection": 1.5, "close": "deadline"})
+    driver.report("c0", "c1")
+    assert driver.attempt.phase is AttemptPhase.COLLECTING
+    if num_reports == 3:
+        driver.report("c2")
+    else:
+        driver.wait(100.0)
+    assert (driver.attempt.phase, driver.attempt.num_reported) == (AttemptPhase.COMMITTING, num_reports)
+
+
 # --- deadlines ---
 
 

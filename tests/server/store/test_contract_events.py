@@ -285,6 +285,46 @@ async def test_attempts_are_recorded_and_the_next_one_waits(store: Store) -> Non
     assert states == [(DeliveryState.PENDING, 1, "503"), (DeliveryState.DELIVERED, 2, "200")]
 
 
+async def test_what_happens_to_one_webhook_concerns_no_other(store: Store) -> None:
+    one, two = webhook(1, "alert.raised"), webhook(2, "alert.raised")
+    for each in (one, two):
+        await store.webhooks.add_webhook(each)
+    await store.events.record_alerts([alert(number) for number in range(4)], [])
+    await schedule_all(store)
+    other = await store.webhooks.find_webhook(two.webhook_id)
+
+    async def states(webhook_id: str) -> list[tuple[str, str]]:
+        return [
+            (each.event.subject, each.state) for each in await store.webhooks.list_deliveries(webhook_id=webhook_id)
+        ]
+
+    untouched = [(f"alert_{number}", "pending") for number in (3, 2, 1, 0)]
+    first = await store.webhooks.find_next_delivery(one.webhook_id)
+    second = await store.webhooks.find_next_delivery(two.webhook_id)
+    assert first is not None
+    assert second is not None
+    assert (first.webhook_id, second.webhook_id) == (one.webhook_id, two.webhook_id)
+    delivered = after_attempt(first, SUCCESS, 9.0, 0.0)
+    await store.webhooks.record_attempt(delivered)
+    await store.webhooks.record_attempt(after_attempt(first, FAILURE, 10.0, 0.0))  # repeated after a lost reply
+    assert (await states(one.webhook_id))[-1] == ("alert_0", "delivered")
+    following = await store.webhooks.find_next_delivery(one.webhook_id)
+    assert following is not None
+    assert following.event.subject == "alert_1"
+    assert await states(two.webhook_id) == untouched
+    assert await store.webhooks.find_webhook(two.webhook_id) == other
+    assert await store.webhooks.limit_pending(3) == 1  # the oldest one of the second webhook
+    assert await states(one.webhook_id) == [*untouched[:3], ("alert_0", "delivered")]
+    assert await states(two.webhook_id) == [*untouched[:3], ("alert_0", "failed")]
+    await store.webhooks.remove_webhook(one.webhook_id)
+    assert await states(two.webhook_id) == [*untouched[:3], ("alert_0", "failed")]
+
+
+async def test_a_webhook_without_events_has_no_delivery(store: Store) -> None:
+    await store.webhooks.add_webhook(webhook(1))
+    assert await store.webhooks.find_next_delivery(webhook(1).webhook_id) is None
+
+
 async def test_an_attempt_for_a_removed_webhook_leaves_nothing(store: Store) -> None:
     await store.webhooks.add_webhook(webhook(1))
     await store.events.record_alerts([alert(1)], [])
