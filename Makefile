@@ -25,7 +25,7 @@ BENCHMARKS := \
 	both_ways.py \
 	papers/private_utility.py
 
-.PHONY: all demo private secure warm-start gossip large test test-all test-durations test-gpu faults faults-page hostile fuzz flower soak soak-attackers check check-texts check-types format proto bench bench-peers references papers papers-page bench-page job-reference metrics-page job-schema manifests dist compat docs images clean
+.PHONY: all demo private secure warm-start gossip large test test-all test-durations test-gpu faults faults-page planted-faults hostile fuzz flower soak soak-attackers check check-texts check-types format proto bench bench-peers references papers papers-page bench-page job-reference metrics-page job-schema manifests dist compat docs images clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
@@ -74,6 +74,9 @@ faults-page: $(STAMP) ## the same, and write the table into docs/reliability.md
 
 compat: $(STAMP) ## this version beside the releases in tests/compat/releases: programs, protocol, databases, a rolling upgrade
 	$(PYTEST) -n auto -m "slow or not slow" tests/compat tests/server/store/test_expansion.py tests/server/test_newer_jobs.py
+
+planted-faults: $(STAMP) ## plant known faults one at a time, and show which test catches each; about 7 CPU-minutes
+	$(BIN)/python tests/planted_faults/run.py
 
 hostile: $(STAMP) ## 100,000 malformed messages to a daemon with honest clients, on SQLite and on PostgreSQL
 	$(BIN)/python tests/hostile/flood.py

@@ -11,6 +11,7 @@ is complete, with `checkpoint.json` and safetensors files. A resumed run cuts of
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,7 @@ class ReplayLog(TrainingModel):
         snapshot = self._learning.snapshot()
         if snapshot is not None:
             self._file.flush()
+            os.fsync(self._file.fileno())  # a checkpoint is of no use without the lines before it
             checkpoint.write(self._folder, snapshot, self._file.tell())
 
     def _write(self, result: RecordedResult) -> None:

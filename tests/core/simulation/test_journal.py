@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -104,15 +105,22 @@ def test_a_run_that_is_killed_while_it_writes_a_checkpoint_has_the_one_before(
     assert engine.calls["results"] < sum(record.num_updates for record in whole.rounds)
 
 
-def test_the_lines_that_a_checkpoint_needs_are_written_before_it(
+def test_the_lines_that_a_checkpoint_needs_are_synced_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, missing = checkpoint.write, list[int]()
+    write, fsync = checkpoint.write, os.fsync
+    synced, missing = dict[int, int](), list[int]()
+
+    def note(descriptor: int) -> None:
+        fsync(descriptor)
+        status = os.fstat(descriptor)
+        synced[status.st_ino] = status.st_size
 
     def compare(folder: Path, snapshot: Snapshot, num_bytes: int) -> None:
-        missing.append(num_bytes - (folder / "answers.jsonl").stat().st_size)
+        missing.append(num_bytes - synced.get((folder / "answers.jsonl").stat().st_ino, 0))
         write(folder, snapshot, num_bytes)
 
+    monkeypatch.setattr(os, "fsync", note)
     monkeypatch.setattr(checkpoint, "write", compare)
     play(tmp_path, Fragile(30), {})
     assert missing
