@@ -25,7 +25,7 @@ BENCHMARKS := \
 	both_ways.py \
 	papers/private_utility.py
 
-.PHONY: all demo private secure warm-start gossip large test test-all test-durations test-gpu faults faults-page planted-faults hostile fuzz flower soak soak-attackers check check-texts check-types format proto bench bench-peers references papers papers-page bench-page job-reference metrics-page job-schema manifests dist compat docs images clean
+.PHONY: all demo private secure warm-start gossip large test test-all test-durations test-gpu faults faults-page planted-faults hostile fuzz flower soak simulate-faults soak-attackers check check-texts check-types format proto bench bench-peers references papers papers-page bench-page job-reference metrics-page job-schema manifests dist compat docs images clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
@@ -90,6 +90,10 @@ flower: $(STAMP) ## Flower's own apps, unchanged, from the checkout that FLOWER_
 
 soak: $(STAMP) ## 200 clients and many faults for 10 minutes; fails if memory grows or data is lost
 	$(BIN)/python tests/faults/soak.py
+
+SEEDS ?= 1000
+simulate-faults: $(STAMP) ## servers, clients and faults from SEEDS seeds (1000); prints those that find a bug
+	$(BIN)/python tests/faults/simulate.py --seeds $(SEEDS)
 
 soak-attackers: $(STAMP) ## 100 honest clients and one attacker of each kind for 10 minutes
 	$(BIN)/python tests/faults/soak_attackers.py

@@ -51,6 +51,19 @@ def rename_folder(source: Path, target: Path) -> None:
     sync(target.parent)
 
 
+def make_folder(path: Path) -> None:
+    """Create a folder and its parents, unless they exist, so that their entries survive a power failure.
+
+    An existing folder is synced, too: an earlier process may have been killed before it did that. Raises `OSError`.
+    """
+    missing = [each for each in path.parents if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync(each.parent)
+    with contextlib.suppress(PermissionError):  # its parent may be entered but not read: then others have made it
+        sync(path.parent)
+
+
 def create(path: Path, mode: int = 0o600) -> int:
     """Create a file, open it for writing and return its descriptor. Raises `FileExistsError` if the path exists."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)

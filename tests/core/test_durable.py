@@ -98,3 +98,16 @@ def test_a_folder_is_synced_with_its_files_before_it_gets_its_name(
     assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == ["a", "b"]
     assert synced == ["file", "file", "folder", "renamed", "folder"]
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]
+
+
+def test_a_new_folder_is_synced_into_each_folder_above_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that exists: the process that made it may have been killed before its sync."""
+    synced: list[Path] = []
+    monkeypatch.setattr(durable, "sync", synced.append)
+    folder = tmp_path / "a" / "b" / "c"
+    durable.make_folder(folder)
+    assert folder.is_dir()
+    assert {*synced} == {tmp_path, tmp_path / "a", tmp_path / "a" / "b"}
+    synced.clear()
+    durable.make_folder(folder)
+    assert synced == [tmp_path / "a" / "b"]

@@ -15,7 +15,8 @@ import pytest
 from fedplat.rounds import AssignmentId, AttemptKey, Proposal
 from fedplat.rounds.events import ClientRevoked, JobAction, OperatorCommand
 from fedplat.rounds.states import AttemptPhase
-from fedplat_server.errors import BlobError, BlobFullError, SpoolError, UploadError
+from fedplat_server.errors import BlobError, BlobFullError, RefusedError, SpoolError, UploadError
+from fedplat_server.rpc.report_intake import ReceivedUpdate, receive_update
 from fedplat_server.storage.spool import Spool
 from fedplat_server.storage.spool_file import MemoryFile, SpoolFile
 from fedplat_server.storage.spool_names import path_of
@@ -166,6 +167,17 @@ def test_only_what_is_needed_is_kept_with_what_had_arrived(uploads: Spool) -> No
     assert resumed.finish().read_bytes() == DATA
 
 
+def test_a_folder_that_an_earlier_process_has_made_is_synced_at_the_start(uploads: Spool, disk: Disk) -> None:
+    """That process may have been killed between the two: then a power failure would take the update with it."""
+    fill(uploads)
+    disk.synced.clear()
+    again = Spool(uploads.folder)
+    again.keep([KEY])
+    assert disk.synced == ["folder", "folder"]  # that above the spool's, and the spool's
+    again.persist(KEY, DIGEST)
+    assert disk.synced == ["folder", "folder", "file", "folder"]
+
+
 def test_what_an_earlier_process_left_goes_when_other_bytes_come(uploads: Spool) -> None:
     upload = uploads.open(KEY, DIGEST, len(DATA), 0)
     upload.write(DATA[:100])
@@ -181,6 +193,17 @@ def test_a_file_that_is_damaged_is_not_taken_for_the_update(uploads: Spool) -> N
     again = Spool(uploads.folder)
     again.keep([KEY])
     assert again.complete(KEY, DIGEST) is None
+
+
+@pytest.mark.parametrize("left", [bytes(len(DATA)), bytes(len(DATA) + 7), DATA[:50] + bytes(20)])
+def test_an_update_in_its_report_replaces_what_a_power_failure_has_left(uploads: Spool, left: bytes) -> None:
+    """The next report succeeds: each further one would be incomplete if the file stayed as it is."""
+    fill(uploads).write_bytes(left)
+    again = Spool(uploads.folder)
+    again.keep([KEY])
+    with pytest.raises(RefusedError, match="report again"):
+        receive_update(again, KEY, DIGEST, DATA, lambda _: 1.0)
+    assert receive_update(again, KEY, DIGEST, DATA, lambda _: 1.0) == ReceivedUpdate(len(DATA), 1.0)
 
 
 # --- in memory -----------------------------------------------------------------------------------------------
@@ -210,7 +233,7 @@ def test_updates_in_memory_never_touch_the_disk(tmp_path: Path, disk: Disk) -> N
     assert path is not None
     uploads.persist(KEY, DIGEST)
     assert path.read_bytes() == DATA
-    assert (list(uploads.folder.iterdir()), disk.synced) == ([], [])
+    assert (list(uploads.folder.iterdir()), disk.synced) == ([], ["folder"])  # the one above the spool's own
     uploads.discard(KEY)
     uploads.discard(KEY)
     assert uploads.complete(KEY, DIGEST) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from fedplat_server.storage.blobs import Blob, BlobStore
 from support import daemons
 from support.daemons import RawClient, Site, digest_of, initial_model, update_of
 from support.jobs import job_file
+from support.raw_client import PATIENCE_S
 
 UPDATE = update_of(initial_model(), 0).to_bytes()
 DIGEST = digest_of(UPDATE)
@@ -35,6 +37,35 @@ async def working(site: Site) -> tuple[RawClient, str]:
     await site.operator.start(job_file(goal=1))
     client = await site.enroll()
     return client, (await client.assignment()).token
+
+
+@pytest.mark.parametrize("cancellations", [1, 2])
+async def test_a_model_is_not_closed_while_a_thread_writes_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cancellations: int
+) -> None:
+    """The caller leaves: the number of a closed file's descriptor would belong to the next file, say the database."""
+    is_writing, may_write, written = asyncio.Event(), threading.Event(), list[str]()
+    loop = asyncio.get_running_loop()
+
+    def write_all(descriptor: int, data: bytes) -> None:
+        loop.call_soon_threadsafe(is_writing.set)
+        may_write.wait(PATIENCE_S)
+        written.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield b"part"
+
+    monkeypatch.setattr(streams.durable, "write_all", write_all)
+    storing = asyncio.ensure_future(streams.store_model(BlobStore(tmp_path), parts(), 100))
+    await is_writing.wait()
+    for _ in range(cancellations):
+        storing.cancel()
+        await asyncio.sleep(0)
+    loop.call_later(0.01, may_write.set)
+    with pytest.raises(asyncio.CancelledError):
+        await storing
+    assert [name.partition("-")[0] for name in written] == ["incoming"]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.fault("F14")

@@ -65,7 +65,9 @@ async def run_to_the_end(function: Callable[..., _T], *arguments: object) -> _T:
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        await asyncio.wait([task])
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):  # cancelled again
+                await asyncio.wait([task])
         raise
 
 

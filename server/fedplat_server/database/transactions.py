@@ -93,10 +93,13 @@ class Database:
         """Abort every transaction and connection at once, without waiting for the database."""
         self._is_severed = True
         for connection in self._connections:
-            if hasattr(connection.driver_connection, "terminate"):  # connections of SQLite never hang
-                connection.driver_connection.terminate()
+            driver = getattr(connection, "driver_connection", connection)
+            if hasattr(driver, "terminate"):  # connections of SQLite never hang
+                driver.terminate()
         for task in self._running:
-            task.cancel()
+            # Not at once: a task that is cancelled before its first step never runs, and would keep its place in the
+            # queue. By then it has begun, or has seen that it must not.
+            task.get_loop().call_soon(task.cancel)
 
     async def read(self, transaction: Transaction[_T]) -> _T:
         """Run a transaction that only reads, on one snapshot."""

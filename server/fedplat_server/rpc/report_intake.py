@@ -269,6 +269,8 @@ def _write(spool: Spool, key: AssignmentId, digest: str, update: bytes) -> None:
         received = spool.count_received(key, digest)  # an interrupted upload may have stored the first bytes
         upload = spool.open(key, digest, len(update), received)
         try:
-            upload.write(update[received:])
+            if received < len(update):
+                upload.write(update[received:])
+            upload.finish()  # drops other bytes, such as a power failure leaves in a file that was not synced
         finally:
             upload.close()

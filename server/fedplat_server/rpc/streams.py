@@ -15,6 +15,7 @@ from fedplat.model import Parameters
 from fedplat.wire import pieces
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import crash_points
+from fedplat_server.aggregation.backend import run_to_the_end
 from fedplat_server.auth import rate_limits
 from fedplat_server.config import Limits
 from fedplat_server.errors import BlobMissingError, Code, RefusedError, UploadError
@@ -141,7 +142,9 @@ async def store_model(blobs: BlobStore, parts: AsyncIterator[durable.Bytes], lim
             if size > limit_bytes:
                 raise RefusedError(Code.TOO_LARGE, f"a model may have at most {limit_bytes} bytes")
             with crash_points.step("model.receive"):
-                await asyncio.to_thread(durable.write_all, file.fileno(), data)
+                # To its end, even if the caller leaves: otherwise the file would be closed meanwhile, and the thread
+                # would write to whatever file has its descriptor next, such as the database.
+                await run_to_the_end(durable.write_all, file.fileno(), data)
         try:
             return await asyncio.to_thread(_put_canonical, blobs, Path(file.name))
         except ModelError as exc:

@@ -52,7 +52,7 @@ class BlobStore:
         self._fetches: dict[str, asyncio.Future[Path]] = {}
         self._threads = ThreadPoolExecutor(_NUM_FETCHES, "fetch blobs")
         with files.translate_os_errors(f"making the folder {folder}"):
-            folder.mkdir(parents=True, exist_ok=True)
+            durable.make_folder(folder)
 
     def claim(self, database_id: str) -> None:
         """Make a database the owner of the blobs, before any is written or removed.

@@ -28,7 +28,7 @@ def claim_folder(folder: Path, database_id: str, place: files.Place) -> None:
         return True
 
     with files.translate_os_errors(f"claiming the folder {folder}", place):
-        folder.mkdir(parents=True, exist_ok=True)
+        durable.make_folder(folder)
         _claim(str(folder), database_id, create, path.read_bytes)
 
 

@@ -72,7 +72,7 @@ class Spool:
         self._leftovers: dict[str, list[Path]] = {}  # files of an earlier process, by `name_update`
         self._deletions: set[asyncio.Task[None]] = set()
         with files.translate_os_errors(f"making the folder {folder}", "updates"):
-            folder.mkdir(parents=True, exist_ok=True)
+            durable.make_folder(folder)
 
     # --- which updates are needed ---
 
@@ -114,6 +114,8 @@ class Spool:
                     shutil.rmtree(path)
                 else:
                     path.unlink()
+            if names:
+                durable.sync(self.folder)  # an earlier process may have been killed before it had synced a new folder
         copies = self._backend.keep(needed)
         if (threads := self._backend.threads) is not None:
             num_copies = Counter(key for key, _ in copies)  # of two, only a report or the aggregation knows which

@@ -198,6 +198,21 @@ async def test_a_severed_store_lets_go_of_a_database_that_does_not_answer(postgr
         await blocker.close()
 
 
+@pytest.mark.fault("F19")
+async def test_a_transaction_that_has_not_begun_when_the_store_is_severed_gives_its_turn_back(database: str) -> None:
+    """Cancelled before its first step, it would keep the turn of the only writer, and the daemon would never end."""
+    store = await open_store(database)
+    writes = [asyncio.ensure_future(store.jobs.set_version_metrics("j-1", 0, {})) for _ in range(8)]
+    await asyncio.sleep(0)
+    await store.sever()
+    for write in writes:
+        with pytest.raises(LeadershipLostError):
+            await write
+    with pytest.raises(LeadershipLostError):
+        await store.jobs.set_version_metrics("j-1", 0, {})
+    await store.close()
+
+
 async def test_a_database_that_is_gone_is_reported(postgres: str) -> None:
     leases = await open_leases(postgres)
     try:

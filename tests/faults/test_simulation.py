@@ -1,0 +1,60 @@
+"""Simulations of servers, clients and faults from seeds, and what the simulator itself must be able to."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("simulate.py")
+NUM_FAST, NUM_SEEDS = 3, 50
+
+
+def simulate(*options: str) -> dict[str, Any]:
+    """The results of some seeds."""
+    command = [sys.executable, str(PROGRAM), "--json", "--jobs", "1", *options]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode in (0, 1), process.stderr
+    return {"said": process.stderr, **json.loads(process.stdout)}
+
+
+def test_nothing_is_found_and_the_same_seed_is_the_same_simulation() -> None:
+    once, again = (simulate("--seeds", str(NUM_FAST)) for _ in range(2))
+    assert once["failed"] == [], once["said"]
+    traces = [{each["seed"]: each["trace"] for each in found["results"]} for found in (once, again)]
+    assert traces[0] == traces[1]
+    assert len({*traces[0].values()}) == NUM_FAST
+
+
+@pytest.mark.slow
+def test_nothing_is_found_in_many_seeds() -> None:
+    found = simulate("--first", str(NUM_FAST), "--seeds", str(NUM_SEEDS - NUM_FAST))
+    assert found["failed"] == [], found["said"]
+    happened = {name for each in found["results"] for name, count in each["happened"].items() if count}
+    assert happened >= {
+        *("kill", "kill at a point", "power failure", "power failure at a point", "pause", "pause at a point"),
+        *("storm", "outage", "partition", "lossy network", "messages lost", "transactions cut off by a crash"),
+        *("bytes not synced: torn", "new name: no change"),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bug", "seed"),
+    [
+        ("blob-synced-after-the-commit", 8),
+        ("folder-synced-before-the-rename", 0),
+        ("acknowledged-before-the-sync", 10),
+        ("acknowledged-before-the-transaction", 0),
+        ("lease-checked-before-the-write", 67),
+        ("folder-of-a-killed-server", 36),
+        ("folders-not-synced", 7),
+    ],
+)
+def test_a_planted_bug_of_ordering_is_found(bug: str, seed: int) -> None:
+    """The seed is one of many that find it, so that a test need not run them all: see `simulate.py --bug`."""
+    assert simulate("--first", str(seed), "--seeds", "1", "--bug", bug)["failed"] == [seed]
