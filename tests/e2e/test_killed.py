@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import signal
 import sqlite3
 import subprocess
@@ -16,7 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -28,9 +27,8 @@ from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Task, TrainResult
 from support import deployment, otlp, processes
 from support.clients import add_one, at_work
-from support.daemons import initial_model
-from support.inbox import Inbox
-from support.jobs import job_file, write_job
+from support.jobs import write_job
+from support.watching import Watching, watched
 
 pytestmark = pytest.mark.slow
 HELD_S = 500.0
@@ -414,60 +412,6 @@ def again(place: Place, folder: Path) -> Generator[Held]:
         yield Held(lambda: None, check)
 
 
-class Watching:
-    """`fedplat events --follow` and a webhook, which both get every event once a killed server is back."""
-
-    def __init__(self, admin: AdminClient, following: subprocess.Popen[str], inbox: Inbox) -> None:
-        self._admin, self._following, self._inbox = admin, following, inbox
-        self._job = ""
-        self.seen: list[dict[str, Any]] = []
-
-    def change(self) -> None:
-        """Make four events, the last ones before the server is killed."""
-        self._job = deployment.submit(self._admin, job_file("told"), initial_model())
-        self._admin.cancel(self._job)
-
-    def check(self) -> None:
-        """Read the events up to those of the last change."""
-        assert self._following.stdout is not None
-        mine: list[str] = []
-        while "job.cancelled" not in mine:
-            self.seen.append(json.loads(self._following.stdout.readline()))
-            mine += [self.seen[-1]["type"]] * (self.seen[-1]["job_id"] == self._job)
-        assert mine == ["job.created", "job.started", "round.abandoned", "job.cancelled"]
-
-    def end(self) -> None:
-        """None is missing, and none came twice."""
-        self._following.send_signal(signal.SIGINT)
-        out, errors = self._following.communicate(timeout=processes.PATIENCE_S)
-        assert self._following.returncode == 130
-        assert errors.startswith("waiting for ")
-        events = [*self.seen, *map(json.loads, out.splitlines())]
-        assert [event["type"] for event in events[:2]] == ["operator.added", "webhook.added"]
-        numbers = [event["sequence"] for event in events]
-        assert numbers == list(range(1, len(numbers) + 1))
-        processes.until(lambda: set(numbers[2:]) <= self._inbox.sequences(), "every event at the webhook")
-
-
-@contextlib.contextmanager
-def watched(place: Place) -> Generator[Watching]:
-    """From the first events, which are those of the operator and of the webhook."""
-    inbox = Inbox()
-    inbox.start()
-    try:
-        place.admin.add_webhook(inbox.url)
-        command = [str(processes.BIN / "fedplat"), "--profile", str(place.server.profile_path)]
-        command += ["events", "--follow", "--json"]
-        pipe = subprocess.PIPE
-        with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as following:
-            try:
-                yield Watching(place.admin, following, inbox)
-            finally:
-                following.kill()
-    finally:
-        inbox.stop()
-
-
 @pytest.mark.fault("F1", "F2", "F18", "F21")
 @pytest.mark.timeout(600)
 def test_a_server_that_is_killed_loses_nothing(
@@ -479,7 +423,7 @@ def test_a_server_that_is_killed_loses_nothing(
         options = ("--traces", receiver.address, "--json-log", "--webhook-network", "127.0.0.0/8")
         server = stack.enter_context(processes.server(tmp_path / "server", *options))
         place = Place(server, stack.enter_context(server.admin()), receiver)
-        watching = stack.enter_context(watched(place))
+        watching = stack.enter_context(watched(server))
         trainings = stack.enter_context(long_trainings(place, tmp_path / "long"))
         # The funnel is the last one, since its rounds have deadlines of seconds.
         scenarios = {"survivor": survivor, "separated": separated, "traced": traced, "again": again, "funnel": funnel}
