@@ -18,7 +18,7 @@ from typing import Any
 from support import databases
 from support.fault_simulation import planted, run
 
-LIMIT_S = 20
+LIMIT_S = 40
 """CPU time after which a simulation counts as one that hangs."""
 _MEMORY = Path("/dev/shm")
 

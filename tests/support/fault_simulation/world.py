@@ -32,6 +32,7 @@ from fedplat_server.database import schema
 from fedplat_server.database.ports import Store
 from fedplat_server.database.store import open_store
 from fedplat_server.errors import BlobError, BlobUnavailableError, LeadershipLostError, StoreUnavailableError
+from fedplat_server.rpc import health
 from support.crash import scenario
 from support.crash.scenario import CODECS, Member, Receipt, content_of
 from support.daemons import Operator, Site, digest_of
@@ -44,7 +45,7 @@ from support.fault_simulation.virtual import PROCESS, SimulatedProcess, VirtualL
 from support.faulty_store import Faults, FaultyStore
 
 _T = TypeVar("_T")
-PATIENCE_S = 4 * 3600.0
+PATIENCE_S = 2 * 3600.0
 """Simulated time after the last fault in which the job must be complete."""
 QUIET_S = 15.0
 NUM_LAST = 200
@@ -445,6 +446,7 @@ def simulated(world: World) -> Generator[None]:
     world.database.is_away = world.is_database_away
     world.database.install()
     _replace_flock()
+    health.CHECK_S = 5.0  # each ping is a transaction
     require_usable, schema.require_usable = schema.require_usable, _usable
     crash_points._trap = cast(Any, world)  # pyright: ignore[reportPrivateUsage]
     if world.plan.num_servers > 1:
