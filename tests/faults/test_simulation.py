@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow  # a start of the program imports the server
 PROGRAM = Path(__file__).with_name("simulate.py")
-NUM_FAST, NUM_SEEDS = 3, 50
+NUM_TWICE, NUM_SEEDS = 3, 50
 BUGS = [
     *("blob-synced-after-the-commit", "folder-synced-before-the-rename", "acknowledged-before-the-sync"),
     *("acknowledged-before-the-transaction", "lease-checked-before-the-write"),
@@ -29,16 +30,15 @@ def simulate(*options: str) -> dict[str, Any]:
 
 
 def test_nothing_is_found_and_the_same_seed_is_the_same_simulation() -> None:
-    once, again = (simulate("--seeds", str(NUM_FAST)) for _ in range(2))
+    once, again = (simulate("--seeds", str(NUM_TWICE)) for _ in range(2))
     assert once["failed"] == [], once["said"]
     traces = [{each["seed"]: each["trace"] for each in found["results"]} for found in (once, again)]
     assert traces[0] == traces[1]
-    assert len({*traces[0].values()}) == NUM_FAST
+    assert len({*traces[0].values()}) == NUM_TWICE
 
 
-@pytest.mark.slow
 def test_nothing_is_found_in_many_seeds() -> None:
-    found = simulate("--first", str(NUM_FAST), "--seeds", str(NUM_SEEDS - NUM_FAST))
+    found = simulate("--first", str(NUM_TWICE), "--seeds", str(NUM_SEEDS - NUM_TWICE))
     assert found["failed"] == [], found["said"]
     happened = {name for each in found["results"] for name, count in each["happened"].items() if count}
     assert happened >= {
@@ -48,7 +48,6 @@ def test_nothing_is_found_in_many_seeds() -> None:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_of_ordering_is_found(bug: str) -> None:
     """One of these seeds finds it, which one depends on all that the server does."""
