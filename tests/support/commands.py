@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,9 @@ def init(folder: Path, port: int = 7443, database: str | None = None) -> str:
     """`fedplat-server init` for a server on loopback; returns what it prints."""
     before, printed = os.umask(PRIVATE_UMASK), io.StringIO()
     try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            init_command.init(["127.0.0.1"], port, None, folder, database)
+        # In a thread, since the command has an event loop of its own, and a test may run in one.
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), ThreadPoolExecutor(1) as thread:
+            thread.submit(init_command.init, ["127.0.0.1"], port, None, folder, database).result()
     finally:
         os.umask(before)
     return printed.getvalue()

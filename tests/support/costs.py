@@ -105,13 +105,13 @@ def tree_cpu_s() -> float:
     return time.process_time() + of_ended.ru_utime + of_ended.ru_stime + sum(map(_cpu_s, _children(os.getpid())))
 
 
-def _children(process: int) -> Iterable[int]:
-    try:
-        threads = os.listdir(f"/proc/{process}/task")
-        texts = [Path(f"/proc/{process}/task/{thread}/children").read_text() for thread in threads]
-    except (FileNotFoundError, ProcessLookupError):  # it has ended
-        return []
-    return [int(child) for text in texts for child in text.split()]
+def _children(process: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
+        for thread in os.listdir(f"/proc/{process}/task"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # only the thread
+                found += map(int, Path(f"/proc/{process}/task/{thread}/children").read_text().split())
+    return found
 
 
 def _cpu_s(process: int) -> float:

@@ -125,6 +125,7 @@ print(json.dumps([told, sorted(listening)]))
 """
 
 
+@pytest.mark.slow
 def test_ranks_of_srun_on_one_host_meet_where_no_other_host_can() -> None:
     step = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "gpu7"}
     step |= {"MASTER_PORT": str(free_port())}

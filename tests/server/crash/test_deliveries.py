@@ -41,7 +41,8 @@ async def test_killed_while_events_are_delivered(world: Chain, receiver: Receive
         await world.ask(lambda site: site.operator.webhooks.AddWebhook(request))
         await receiver.until(lambda delivered: any(one.type == "job.completed" for one in delivered))
 
-    await chains.train(world, points, lambda rounds: scenario.job_text(rounds=rounds), disturb=add_webhook_and_wait)
+    # Deliveries come behind the rounds, so the last rounds must not be over before the last point is reached.
+    await chains.train(world, points, lambda rounds: scenario.job_text(rounds=4 * rounds), disturb=add_webhook_and_wait)
     store = await open_store(world.order.database)
     try:
         stored = {row.sequence: row for row in await store.events.list_events(limit=1000)}
