@@ -102,8 +102,9 @@ app = ServerApp()
 def main(grid, context):
     random.seed(0)  # the strategy draws the same clients each time
     arrays = ArrayRecord({name: Array(each) for name, each in task.zeros().items()})
-    # It waits for three nodes: one that is started again would otherwise miss an exchange, or not, by its speed.
-    strategy = FedAvg(fraction_evaluate=context.run_config["fraction-evaluate"], min_available_nodes=3)
+    # All three nodes train, also one that has to be started again first: otherwise its speed would decide.
+    fraction = context.run_config["fraction-evaluate"]
+    strategy = FedAvg(fraction_evaluate=fraction, min_train_nodes=3, min_available_nodes=3)
     strategy.start(
         grid=grid,
         initial_arrays=arrays,
