@@ -109,7 +109,7 @@ async def test_a_new_silo_gets_the_last_mean_of_the_others(tmp_path: Path, liste
         for _ in range(3):
             await fleet.add(change=train, listens=listens)
         async with fleet.at_work():
-            job = await fleet.operator.start(text.replace("training_s = 3600.0", "training_s = 2.0"), initial_model())
+            job = await fleet.operator.start(text.replace("training_s = 3600.0", "training_s = 10.0"), initial_model())
             await fleet.operator.until(job, "attempt", "COMMITTED", round_=1)
             new = await fleet.add(listens=listens)
             async with fleet.at_work(new):
