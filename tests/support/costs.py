@@ -230,13 +230,14 @@ class Verdict(NamedTuple):
 def check_budget(costs: Iterable[Cost], run_cpu_s: float, slow: float) -> Verdict:
     """Compare a whole run with the budget, on a machine that is `slow` times as slow as the recorded one.
 
-    A run without slow tests is charged all its CPU seconds, with the collection of its tests, another one those of its
-    fast tests. One test may have twice its limit, since noise must not fail a run: `tests/suite/test_budget.py` checks
-    the recorded seconds.
+    Only a run without slow tests can exceed it: it is charged all its CPU seconds, with the collection of its tests. In
+    another run, processes that slow tests have started take part of the seconds of fast ones. One test may have twice
+    its limit, since noise must not fail a run: `tests/suite/test_budget.py` checks the recorded seconds.
     """
     costs = list(costs)
     fast = [cost for cost in costs if not cost.is_slow]
-    total_s = run_cpu_s if len(fast) == len(costs) else sum(cost.cpu_s for cost in fast)
+    is_fast = len(fast) == len(costs)
+    total_s = run_cpu_s if is_fast else sum(cost.cpu_s for cost in fast)
     excesses = [
         f"{cost.test}: {cost.own_cpu_s:.1f} CPU seconds; expected at most {LONGEST_CPU_S}, or the mark slow"
         for cost in fast
@@ -248,7 +249,7 @@ def check_budget(costs: Iterable[Cost], run_cpu_s: float, slow: float) -> Verdic
         f"{total_s:.0f} CPU seconds for {len(fast)} fast tests; the budget is {BUDGET_CPU_S:.0f} on the recorded "
         f"machine, which is {slow:.2f} times as fast as this one is now"
     )
-    return Verdict(summary, excesses)
+    return Verdict(summary, excesses if is_fast else [])
 
 
 class Accountant:
