@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
 import logging
 import subprocess
 import tempfile
-import threading
 import time
 import urllib.parse
 from collections.abc import Generator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -28,49 +25,12 @@ from fedplat.job import parse_job
 from support import processes
 from support.daemons import initial_model
 from support.databases import execute_sql, in_thread
+from support.inbox import Inbox
 from support.jobs import job_file
 from support.own_postgres import Postgres
 
 pytestmark = pytest.mark.slow
 JOB = job_file("observed")
-
-
-class Receiver:
-    """A webhook's receiver, which can be away."""
-
-    def __init__(self) -> None:
-        self.sequences: set[int] = set()
-        self.port = processes.free_port()
-        self._server: HTTPServer | None = None
-        self._thread: threading.Thread | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/"
-
-    def start(self) -> None:
-        sequences = self.sequences
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                event = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                sequences.add(event["data"]["sequence"])
-                self.send_response(204)
-                self.end_headers()
-
-            def log_message(self, format: str, *args: object) -> None:
-                """Write nothing."""
-
-        self._server = HTTPServer(("127.0.0.1", self.port), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever)
-        self._thread.start()
-
-    def stop(self) -> None:
-        if self._server is not None and self._thread is not None:
-            self._server.shutdown()
-            self._thread.join()
-            self._server.server_close()
-            self._server = None
 
 
 class Dashboard:
@@ -139,7 +99,7 @@ def change(admin: AdminClient) -> tuple[str, str]:
 def test_nothing_is_lost_while_one_after_the_other_is_away(tmp_path: Path, postgres: Postgres) -> None:
     in_thread(execute_sql(postgres.url, "CREATE DATABASE fed"))
     url = make_url(postgres.url).set(database="fed").render_as_string(hide_password=False)
-    receiver = Receiver()
+    receiver = Inbox()
     receiver.start()
     log = logging.getLogger(__name__)
     with contextlib.ExitStack() as stack:
@@ -175,7 +135,7 @@ def test_nothing_is_lost_while_one_after_the_other_is_away(tmp_path: Path, postg
         change(admin)
         receiver.start()
         returned("receiver")
-        processes.until(lambda: expected(admin) <= receiver.sequences, "every event at the receiver", 120.0)
+        processes.until(lambda: expected(admin) <= receiver.sequences(), "every event at the receiver", 120.0)
 
 
 def is_writable(admin: AdminClient) -> bool:

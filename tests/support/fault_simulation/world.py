@@ -58,7 +58,7 @@ _AGAIN = frozenset(
 
 
 _RESTARTED = (StoreUnavailableError, BlobUnavailableError, LeadershipLostError)
-"""With what a server may end that has not served any caller yet: it is started again."""
+"""The errors with which a server may end before it serves its first caller: it is started again."""
 
 
 class World:

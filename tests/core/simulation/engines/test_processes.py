@@ -36,7 +36,7 @@ def engines() -> Generator[list[ProcessEngine]]:
 
 
 def workers_now() -> list[BaseProcess]:
-    """The workers that have not ended."""
+    """The workers that still run."""
     return [process for process in multiprocessing.active_children() if process not in BEFORE]
 
 
