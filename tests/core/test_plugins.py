@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from fedplat.codecs.container import options_from_text, options_to_text
 from fedplat.errors import CodecError, DataError, JobFileError, PluginError, UserCodeError
 from fedplat.job import JobSpec, build_rule, parse_job
 from fedplat.model import VectorBlocks
-from fedplat.plugins import BUILTIN, Plugins, find_kind, kinds, name_of
+from fedplat.plugins import BUILTIN, Plugins, find_entry_points, find_kind, kinds, name_of
 from fedplat.privacy import Noise
 from fedplat.sampling import Policy
 from fedplat.simulation.api import simulate
@@ -294,6 +295,14 @@ def test_installed_packages_add_names_by_entry_points(folder: Path, monkeypatch:
             parse_job(write_job("toy", more='[selection.sampling]\npolicy = "broken"\n'), plugins)
     finally:
         sys.modules.pop("own", None)
+
+
+def test_a_package_that_is_installed_later_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(folder))
+    os.utime(folder, ns=(0, 0))  # a folder that was last changed in the same tick of the clock has the same time
+    assert "later" not in find_entry_points("rules")
+    _declare(folder, "rules", "later", "own:Momentum")
+    assert find_entry_points("rules")["later"].value == "own:Momentum"
 
 
 def test_names_that_the_owner_gives(folder: Path) -> None:
