@@ -41,10 +41,11 @@ _FAILURES = (FedplatError, NotFoundError, LoginError)
 
 @dataclasses.dataclass(frozen=True)
 class _Rendered:
-    """The live parts of a page, which all streams of a session for the same address share."""
+    """The live parts of a page, which all streams of a session for the same address share, and when they were made."""
 
     version: int
-    at: float
+    began: float
+    ended: float
     parts: Mapping[str, str]
 
 
@@ -60,8 +61,8 @@ class Dashboard:
         self.updates = LiveUpdates()
         self._limit = LoginLimit(clock)
         self._renderer = Renderer()
-        self._rendered: dict[tuple[int, str], _Rendered] = {}
-        self._locks: dict[tuple[int, str], asyncio.Lock] = {}
+        self._rendered: dict[tuple[BrowserSession, str], _Rendered] = {}
+        self._locks: dict[tuple[BrowserSession, str], asyncio.Lock] = {}
         self.app = Starlette(
             routes=self._routes(),
             middleware=[Middleware(Guard, hosts=hosts)],
@@ -221,6 +222,7 @@ class Dashboard:
         async def events() -> AsyncIterator[bytes]:
             job = request.path_params.get("job", "")
             sent: dict[str, str] = {}
+            opened = self._clock()
             with session.count_stream() as is_admitted:
                 if not is_admitted:
                     return
@@ -230,7 +232,7 @@ class Dashboard:
                             yield format_signal("signed-out")
                             return
                         try:
-                            parts = await self._parts(request, session, function, job)
+                            parts = await self._parts(request, session, function, job, opened)
                         except SignedOutError:
                             self.sessions.close(request.cookies.get(COOKIE, ""))
                             yield format_signal("signed-out")
@@ -245,16 +247,21 @@ class Dashboard:
         return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
 
     async def _parts(
-        self, request: Request, session: BrowserSession, function: routes.PageFunction, job: str
+        self, request: Request, session: BrowserSession, function: routes.PageFunction, job: str, opened: float
     ) -> Mapping[str, str]:
-        """Return the live parts of a page, rendered once for all streams of the session that show it."""
-        key = (id(session), _address(request))
+        """Return the live parts of a page, rendered once for all streams of the session that show it.
+
+        The page of a stream that was `opened` later than they were rendered may be newer than they are.
+        """
+        key = (session, _address(request))
         lock = self._locks.setdefault(key, asyncio.Lock())
         async with lock:
             version = self.updates.version(job)
             known = self._rendered.get(key)
-            if known is not None and known.version == version and self._clock() - known.at < RENDER_EVERY_S:
-                return known.parts
+            began = self._clock()
+            if known is not None and known.version == version and known.began >= opened:
+                if began - known.ended < RENDER_EVERY_S:
+                    return known.parts
 
             def render() -> Mapping[str, str]:
                 page, frame = self._fetch(session, request, function)
@@ -263,15 +270,15 @@ class Dashboard:
                 return self._renderer.parts(page, frame)
 
             parts = await run_in_threadpool(render)
-            self._rendered[key] = _Rendered(version, self._clock(), parts)
+            self._rendered[key] = _Rendered(version, began, self._clock(), parts)
         if not lock.locked():
-            self._forget(key)
+            self._forget()
         return parts
 
-    def _forget(self, key: tuple[int, str]) -> None:
+    def _forget(self) -> None:
         """Keep the memory of the streams bounded: forget what is too old to be shared."""
         now = self._clock()
-        for old in [key for key, each in self._rendered.items() if now - each.at > 2 * TICK_S]:
+        for old in [key for key, each in self._rendered.items() if now - each.ended > 2 * TICK_S]:
             del self._rendered[old]
             self._locks.pop(old, None)
 

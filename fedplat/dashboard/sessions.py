@@ -24,7 +24,7 @@ _ID_BYTES = 32
 _CODE_BYTES = 16
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class BrowserSession:
     """A signed-in operator. `source` has the operator's token, and makes all calls of the session."""
 

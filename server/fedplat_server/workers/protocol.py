@@ -22,10 +22,7 @@ OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.use_local_subchannel_pool", 1),  # a new channel connects at once, without the backoff of earlier ones
 )
-RANK_ENVIRONMENT = {
-    "GRPC_ENABLE_FORK_SUPPORT": "0",  # gRPC's fork handlers crash processes that a trainer forks, e.g. a DataLoader's
-    "PYTHONSAFEPATH": "1",
-}
+RANK_ENVIRONMENT = {"PYTHONSAFEPATH": "1"}
 """Environment variables of the process of a rank."""
 
 

@@ -66,6 +66,21 @@ async def test_a_stream_sends_the_live_parts_and_ends_with_the_dashboard(
     assert any("19 <span" in event for event in events)
 
 
+async def test_a_new_page_never_goes_back_to_what_an_older_one_was_sent(
+    visitor: Visitor, server: FakeServer, dashboard: Dashboard, clock: FakeClock
+) -> None:
+    older = asyncio.create_task(read_stream(visitor, dashboard, "/"))
+    await until(lambda: "status" in server.calls, "a rendering")
+    server.num_clients = 77
+    clock.now += 0.01  # less than the time for which streams share what was rendered
+    server.calls.clear()
+    newer = asyncio.create_task(read_stream(visitor, dashboard, "/"))
+    await until(lambda: "status" in server.calls, "another rendering")
+    dashboard.updates.stop()
+    assert "77" in (await newer).split("\n\n")[0]
+    assert "77" not in (await older).split("\n\n")[0]
+
+
 async def test_a_stream_without_a_session_says_so(stranger: Visitor) -> None:
     assert (await stranger.get(f"/jobs/{JOB_ID}?live=1")).text == "event: signed-out\ndata: 1\n\n"
 
