@@ -48,6 +48,10 @@ class _Rendered:
     ended: float
     parts: Mapping[str, str]
 
+    def is_for(self, version: int, opened: float, now: float) -> bool:
+        """Return whether a stream that was `opened` then may send them: its page may be newer than they are."""
+        return self.version == version and self.began >= opened and now - self.ended < RENDER_EVERY_S
+
 
 class Dashboard:
     """The pages of one login. `app` is the ASGI app; `stop` ends its streams.
@@ -249,19 +253,15 @@ class Dashboard:
     async def _parts(
         self, request: Request, session: BrowserSession, function: routes.PageFunction, job: str, opened: float
     ) -> Mapping[str, str]:
-        """Return the live parts of a page, rendered once for all streams of the session that show it.
-
-        The page of a stream that was `opened` later than they were rendered may be newer than they are.
-        """
+        """Return the live parts of a page, rendered once for all streams of the session that show it."""
         key = (session, _address(request))
         lock = self._locks.setdefault(key, asyncio.Lock())
         async with lock:
             version = self.updates.version(job)
             known = self._rendered.get(key)
             began = self._clock()
-            if known is not None and known.version == version and known.began >= opened:
-                if began - known.ended < RENDER_EVERY_S:
-                    return known.parts
+            if known is not None and known.is_for(version, opened, began):
+                return known.parts
 
             def render() -> Mapping[str, str]:
                 page, frame = self._fetch(session, request, function)
