@@ -23,11 +23,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from fedplat.gossip import means, suspects
+from fedplat.gossip import means, shares, suspects
 from fedplat.gossip.consensus import Consensus, measure_consensus
 from fedplat.gossip.messages import (
     AssignNeighbours,
@@ -277,6 +277,7 @@ def _begin_round(state: GossipState, number: int) -> Step:
         suspects=frozenset(),
         excluded=frozenset(),
         restarts={},
+        left_out={},
         reason="",
     )
     timer = SetTimer(state.timer, state.rules.training_s)
@@ -343,12 +344,23 @@ def _commit_rows(state: GossipState) -> Step:
 
 
 def _measure(state: GossipState, names: list[str], edges: Edges, pairs: list[tuple[str, str]]) -> Consensus:
-    """Return the distance of the silos before they mix; of the two reports of an edge the larger counts."""
+    """Return the distance of the silos before they mix; of the two reports of an edge the larger counts.
+
+    No two models are further apart than their norms allow, and no norm counts for more than a hundred times the median,
+    so that one silo cannot decide with a number whether all of them agree.
+    """
     nothing: dict[str, float] = {}
+    stated = {name: state.announced[name].squared_norm for name in names}
+    most = shares.limit(stated.values())
+    norms = {name: min(norm, most) for name, norm in stated.items()}
     distances = [
-        max(state.received.get(a, nothing).get(b, 0.0), state.received.get(b, nothing).get(a, 0.0)) for a, b in pairs
+        min(
+            max(state.received.get(a, nothing).get(b, 0.0), state.received.get(b, nothing).get(a, 0.0)),
+            (math.sqrt(norms[a]) + math.sqrt(norms[b])) ** 2,
+        )
+        for a, b in pairs
     ]
-    return measure_consensus(edges, distances, [state.announced[name].squared_norm for name in names])
+    return measure_consensus(edges, distances, list(norms.values()))
 
 
 def _has_received(state: GossipState, receiver: str, sender: str) -> bool:
@@ -384,15 +396,27 @@ def _request_keys(state: GossipState) -> Step:
 
 
 def _begin_ring(state: GossipState) -> Step:
+    outliers = shares.find_outliers({silo: offer.largest for silo, offer in state.offers.items()})
+    if outliers:
+        state = _change(
+            state,
+            excluded=state.excluded.union(outliers),
+            left_out={**state.left_out, **outliers},
+            offers={silo: offer for silo, offer in state.offers.items() if silo not in outliers},
+        )
+        if len(state.offers) < state.rules.minimum:
+            return _repeat_ring(state, "; ".join(f"{silo}: {text}" for silo, text in outliers.items()))
     offers = dict(sorted(state.offers.items()))
     weights = {name: state.announced[name].num_examples if state.rules.by_examples else 1.0 for name in offers}
-    total, num_weighed = math.fsum(weights.values()), sum(weight > 0.0 for weight in weights.values())
+    num_weighed = sum(weight > 0.0 for weight in weights.values())
     if num_weighed < state.rules.minimum:
         return _fail(
             state,
             f"{num_weighed} of the {len(weights)} silos of a ring have examples to weigh their models by, and their "
             f"mean would reveal them; expected {state.rules.minimum}",
         )
+    weights = shares.limit_weights(weights)
+    total = math.fsum(weights.values())
     places = tuple(
         RingPlace(name, state.announced[name].address, offers[name].key, weights[name] / total, offers[name].signature)
         for name in suspects.draw_order(state, list(offers))
@@ -419,9 +443,9 @@ def _close_ring(state: GossipState) -> Step:
 def _commit_mean(state: GossipState, digest: str, reports: Mapping[str, RingCompleted]) -> Step:
     """Commit the mean that silos have reported: the next model of all, or the end of the job if they agree."""
     holders = {silo: event for silo, event in reports.items() if event.digest == digest}
-    away = math.fsum(event.squared_distance for event in holders.values()) / len(holders)
-    norms = [model.squared_norm for model in state.announced.values()]
-    distance, norm = math.sqrt(away), math.sqrt(math.fsum(norms) / len(norms))
+    away = _average_stated([event.squared_distance for event in holders.values()])
+    norm = math.sqrt(_average_stated([model.squared_norm for model in state.announced.values()]))
+    distance = math.sqrt(away)
     state = _change(state, consensus=Consensus(bound=distance, estimate=distance, norm=norm))
     if state.rules.options.exchange != "ring" and state.consensus.relative > state.rules.options.tolerance:
         return _settle(state)
@@ -432,6 +456,12 @@ def _commit_mean(state: GossipState, digest: str, reports: Mapping[str, RingComp
         return following, (average, *commands)
     ended, commands = _end(state, EndJob("COMPLETED", average.digest))
     return ended, (average, *commands)
+
+
+def _average_stated(numbers: Sequence[float]) -> float:
+    """Return the mean of what silos state, none of which counts for more than a hundred times the median."""
+    most = shares.limit(numbers)
+    return math.fsum(min(number, most) for number in numbers) / len(numbers)
 
 
 def _repeat_ring(state: GossipState, reason: str) -> Step:

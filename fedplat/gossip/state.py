@@ -62,6 +62,7 @@ class GossipState:
     `unfinished` are the offers of the last attempt of the round, of which no mean stands, and `late` the means of it
     that silos have reported. `suspects` are pairs of silos between which rings of this round broke, `excluded` silos
     that no ring of it has any more, and `restarts` counts how often each silo has given up a ring of it by itself.
+    `left_out` are silos whose numbers exclude them, and why.
     `consensus` is of the last exchange or ring, `average` the last committed mean, and `reason` why a phase was
     repeated.
     """
@@ -89,6 +90,7 @@ class GossipState:
     suspects: frozenset[tuple[str, str]] = frozenset()
     excluded: frozenset[str] = frozenset()
     restarts: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
+    left_out: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     confirmed: int = 0
     consensus: Consensus = dataclasses.field(default_factory=Consensus)
     average: CommitAverage | None = None
