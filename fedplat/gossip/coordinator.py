@@ -338,9 +338,19 @@ def _commit_rows(state: GossipState) -> Step:
         own, weights = links.row(position)
         rows[name] = CommitRow(state.round, name, own, tuple((names[j], weight) for j, weight in weights))
     consensus = _measure(state, names, edges, pairs)
-    state = _change(state, rows={**state.rows, **rows}, confirmed=len(pairs), consensus=consensus)
+    masses = {**state.masses, **_push_masses(state.masses, rows)} if options.is_directed else state.masses
+    state = _change(state, rows={**state.rows, **rows}, masses=masses, confirmed=len(pairs), consensus=consensus)
     following, commands = _continue(state)
     return following, (*rows.values(), *commands)
+
+
+def _push_masses(masses: Mapping[str, float], rows: Mapping[str, CommitRow]) -> dict[str, float]:
+    """Return the weights of push-sum after a round, which silos compute from the same rows."""
+    return {
+        name: row.own * masses.get(name, 1.0)
+        + math.fsum(weight * masses.get(sender, 1.0) for sender, weight in row.neighbours)
+        for name, row in rows.items()
+    }
 
 
 def _measure(state: GossipState, names: list[str], edges: Edges, pairs: list[tuple[str, str]]) -> Consensus:
@@ -407,7 +417,7 @@ def _begin_ring(state: GossipState) -> Step:
         if len(state.offers) < state.rules.minimum:
             return _repeat_ring(state, "; ".join(f"{silo}: {text}" for silo, text in outliers.items()))
     offers = dict(sorted(state.offers.items()))
-    weights = {name: state.announced[name].num_examples if state.rules.by_examples else 1.0 for name in offers}
+    weights = _weigh(state, offers)
     num_weighed = sum(weight > 0.0 for weight in weights.values())
     if num_weighed < state.rules.minimum:
         return _fail(
@@ -415,7 +425,6 @@ def _begin_ring(state: GossipState) -> Step:
             f"{num_weighed} of the {len(weights)} silos of a ring have examples to weigh their models by, and their "
             f"mean would reveal them; expected {state.rules.minimum}",
         )
-    weights = shares.limit_weights(weights)
     total = math.fsum(weights.values())
     places = tuple(
         RingPlace(name, state.announced[name].address, offers[name].key, weights[name] / total, offers[name].signature)
@@ -424,6 +433,19 @@ def _begin_ring(state: GossipState) -> Step:
     ring = BeginRing(state.round, state.attempt, places, max(offer.largest for offer in offers.values()))
     state = _change(_enter(state, GossipPhase.REDUCING), offers=offers, ring=ring)
     return state, (ring, SetTimer(state.timer, state.rules.exchange_s))
+
+
+def _weigh(state: GossipState, silos: Iterable[str]) -> dict[str, float]:
+    """Return the weights of the silos of a ring.
+
+    In push-sum they are those of the silos' sums, so that the mean is the sum of all sums, which no lost message
+    changes, divided by that of all weights. The plain mean of the models differs from it while they are apart.
+    """
+    if state.rules.options.is_directed:
+        return {name: state.masses.get(name, 1.0) for name in silos}
+    if not state.rules.by_examples:
+        return dict.fromkeys(silos, 1.0)
+    return shares.limit_weights({name: state.announced[name].num_examples for name in silos})
 
 
 def _close_ring(state: GossipState) -> Step:

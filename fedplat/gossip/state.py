@@ -52,7 +52,8 @@ class GossipRules(Struct, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(frozen=True)
 class GossipState:
-    """The state of a job. `rows` are not yet mixed.
+    """The state of a job. `rows` are not yet mixed. In push-sum `masses` are the weights of silos that follow from all
+    rows so far, 1 at first: a silo's model is its sum divided by its weight.
 
     For each receiver of the round, `senders` are those whose models it gets, `awaited` those of which it has reported
     neither success nor failure, and `received` has the squared distances of those that it has got.
@@ -81,6 +82,7 @@ class GossipState:
     awaited: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict[str, frozenset[str]])
     received: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict[str, Mapping[str, float]])
     rows: Mapping[str, CommitRow] = dataclasses.field(default_factory=dict[str, CommitRow])
+    masses: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     offers: Mapping[str, KeyOffered] = dataclasses.field(default_factory=dict[str, KeyOffered])
     unfinished: Mapping[str, KeyOffered] = dataclasses.field(default_factory=dict[str, KeyOffered])
     late: Mapping[str, RingCompleted] = dataclasses.field(default_factory=dict[str, RingCompleted])
