@@ -23,12 +23,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from fedplat.gossip import means, shares, suspects
-from fedplat.gossip.consensus import Consensus, measure_consensus
+from fedplat.gossip import means, shares, stated, suspects
+from fedplat.gossip.consensus import Consensus
 from fedplat.gossip.messages import (
     AssignNeighbours,
     BeginRing,
@@ -53,7 +53,7 @@ from fedplat.gossip.messages import (
     TimerPassed,
 )
 from fedplat.gossip.state import GossipPhase, GossipRules, GossipState
-from fedplat.gossip.topology import Edges, draw_edges
+from fedplat.gossip.topology import draw_edges
 from fedplat.gossip.weights import metropolis, push_sum
 
 Step = tuple[GossipState, tuple[GossipCommand, ...]]
@@ -337,40 +337,11 @@ def _commit_rows(state: GossipState) -> Step:
     for name, position in positions.items():
         own, weights = links.row(position)
         rows[name] = CommitRow(state.round, name, own, tuple((names[j], weight) for j, weight in weights))
-    consensus = _measure(state, names, edges, pairs)
-    masses = {**state.masses, **_push_masses(state.masses, rows)} if options.is_directed else state.masses
+    consensus = stated.measure_round(state, names, edges, pairs)
+    masses = {**state.masses, **stated.push_masses(state.masses, rows)} if options.is_directed else state.masses
     state = _change(state, rows={**state.rows, **rows}, masses=masses, confirmed=len(pairs), consensus=consensus)
     following, commands = _continue(state)
     return following, (*rows.values(), *commands)
-
-
-def _push_masses(masses: Mapping[str, float], rows: Mapping[str, CommitRow]) -> dict[str, float]:
-    """Return the weights of push-sum after a round, which silos compute from the same rows."""
-    return {
-        name: row.own * masses.get(name, 1.0)
-        + math.fsum(weight * masses.get(sender, 1.0) for sender, weight in row.neighbours)
-        for name, row in rows.items()
-    }
-
-
-def _measure(state: GossipState, names: list[str], edges: Edges, pairs: list[tuple[str, str]]) -> Consensus:
-    """Return the distance of the silos before they mix; of the two reports of an edge the larger counts.
-
-    No two models are further apart than their norms allow, and no norm counts for more than a hundred times the median,
-    so that one silo cannot decide with a number whether all of them agree.
-    """
-    nothing: dict[str, float] = {}
-    stated = {name: state.announced[name].squared_norm for name in names}
-    most = shares.limit(stated.values())
-    norms = {name: min(norm, most) for name, norm in stated.items()}
-    distances = [
-        min(
-            max(state.received.get(a, nothing).get(b, 0.0), state.received.get(b, nothing).get(a, 0.0)),
-            (math.sqrt(norms[a]) + math.sqrt(norms[b])) ** 2,
-        )
-        for a, b in pairs
-    ]
-    return measure_consensus(edges, distances, list(norms.values()))
 
 
 def _has_received(state: GossipState, receiver: str, sender: str) -> bool:
@@ -417,7 +388,7 @@ def _begin_ring(state: GossipState) -> Step:
         if len(state.offers) < state.rules.minimum:
             return _repeat_ring(state, "; ".join(f"{silo}: {text}" for silo, text in outliers.items()))
     offers = dict(sorted(state.offers.items()))
-    weights = _weigh(state, offers)
+    weights = stated.weigh(state, offers)
     num_weighed = sum(weight > 0.0 for weight in weights.values())
     if num_weighed < state.rules.minimum:
         return _fail(
@@ -433,19 +404,6 @@ def _begin_ring(state: GossipState) -> Step:
     ring = BeginRing(state.round, state.attempt, places, max(offer.largest for offer in offers.values()))
     state = _change(_enter(state, GossipPhase.REDUCING), offers=offers, ring=ring)
     return state, (ring, SetTimer(state.timer, state.rules.exchange_s))
-
-
-def _weigh(state: GossipState, silos: Iterable[str]) -> dict[str, float]:
-    """Return the weights of the silos of a ring.
-
-    In push-sum they are those of the silos' sums, so that the mean is the sum of all sums, which no lost message
-    changes, divided by that of all weights. The plain mean of the models differs from it while they are apart.
-    """
-    if state.rules.options.is_directed:
-        return {name: state.masses.get(name, 1.0) for name in silos}
-    if not state.rules.by_examples:
-        return dict.fromkeys(silos, 1.0)
-    return shares.limit_weights({name: state.announced[name].num_examples for name in silos})
 
 
 def _close_ring(state: GossipState) -> Step:
@@ -465,8 +423,8 @@ def _close_ring(state: GossipState) -> Step:
 def _commit_mean(state: GossipState, digest: str, reports: Mapping[str, RingCompleted]) -> Step:
     """Commit the mean that silos have reported: the next model of all, or the end of the job if they agree."""
     holders = {silo: event for silo, event in reports.items() if event.digest == digest}
-    away = _average_stated([event.squared_distance for event in holders.values()])
-    norm = math.sqrt(_average_stated([model.squared_norm for model in state.announced.values()]))
+    away = stated.average_stated([event.squared_distance for event in holders.values()])
+    norm = math.sqrt(stated.average_stated([model.squared_norm for model in state.announced.values()]))
     distance = math.sqrt(away)
     state = _change(state, consensus=Consensus(bound=distance, estimate=distance, norm=norm))
     if state.rules.options.exchange != "ring" and state.consensus.relative > state.rules.options.tolerance:
@@ -478,12 +436,6 @@ def _commit_mean(state: GossipState, digest: str, reports: Mapping[str, RingComp
         return following, (average, *commands)
     ended, commands = _end(state, EndJob("COMPLETED", average.digest))
     return ended, (average, *commands)
-
-
-def _average_stated(numbers: Sequence[float]) -> float:
-    """Return the mean of what silos state, none of which counts for more than a hundred times the median."""
-    most = shares.limit(numbers)
-    return math.fsum(min(number, most) for number in numbers) / len(numbers)
 
 
 def _repeat_ring(state: GossipState, reason: str) -> Step:

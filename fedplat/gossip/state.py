@@ -52,8 +52,10 @@ class GossipRules(Struct, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(frozen=True)
 class GossipState:
-    """The state of a job. `rows` are not yet mixed. In push-sum `masses` are the weights of silos that follow from all
-    rows so far, 1 at first: a silo's model is its sum divided by its weight.
+    """The state of a job.
+
+    `rows` are not yet mixed. In push-sum `masses` are the weights of silos that follow from all rows so far, 1 at
+    first: a silo's model is its sum divided by its weight.
 
     For each receiver of the round, `senders` are those whose models it gets, `awaited` those of which it has reported
     neither success nor failure, and `received` has the squared distances of those that it has got.

@@ -104,6 +104,34 @@ def test_silos_agree_in_spite_of_lost_messages_cut_links_and_a_dead_silo(mode: s
     assert result.participation.merged.tolist() == [len(found) - 2 * (silo == 3) for silo in range(SILOS)]
 
 
+LINE = ", ".join(f'["{silo}", "{silo + 1}"]' for silo in range(SILOS - 1))
+WRONG_EDGES = {
+    '["north", "south"]': "there is no silo 'north', 'south'; expected the indices of silos in a simulation",
+    f'{LINE}, ["7", "8"]': "there is no silo '8'",
+    '["0", "1"]': "mode.edges name 2 silos, and 8 take part",
+    ", ".join(f'["{silo}", "{silo + 1}"]' for silo in range(0, SILOS, 2)): "no way from the silo 0 to 2",
+}
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("edges", WRONG_EDGES)
+def test_edges_that_cannot_work_are_refused_before_the_start(edges: str, trains: bool) -> None:
+    mode = f', topology = "edges", edges = [{edges}]'
+    with pytest.raises(JobFileError) as caught:
+        simulate(mode) if trains else mix(SILOS, mode)
+    assert WRONG_EDGES[edges] in str(caught.value)
+
+
+def test_silos_have_the_same_names_with_and_without_training() -> None:
+    trained, mixed = (run(f', topology = "edges", edges = [{LINE}], tolerance = 1.0') for run in (simulate, _mix))
+    assert [each.confirmed for each in exchanges(trained)] == [SILOS - 1] * len(trained.attempts)
+    assert [each.confirmed for each in exchanges(mixed)] == [SILOS - 1] * len(mixed.attempts)
+
+
+def _mix(mode: str) -> Result:
+    return mix(SILOS, mode)
+
+
 class Recording(LeastSquares):
     """Adds up the updates of all silos, which mixing does not change."""
 
