@@ -85,8 +85,9 @@ def test_a_run_from_the_command_line(here: Path) -> None:
     assert fields["final model"].startswith("runs/small/model.safetensors")
     lines = [line for line in done.stderr.splitlines() if line != "the app prints"]
     assert lines[0] == "small: 6 clients, seed 0; runs/small"
-    assert lines[1].startswith("round 1    train     4 of 4 replies  seen 0, server-round 1")
-    assert [line[:19].split()[2] for line in lines[1:]] == ["train", "evaluate", "train", "evaluate"]
+    assert lines[1] == "server-round 1   train     4 of 4 replies  seen 0"
+    shown = [tuple(line.split()[:3]) for line in lines[1:]]
+    assert shown == [("server-round", number, kind) for number in "12" for kind in ("train", "evaluate")]
     assert "INFO" not in done.output
     again = run("app", "--workers", "1", "--json", "--run-config", "num-rounds=1", "--num-clients", "5", "--seed", "7")
     assert again.exit_code == 0, again.output
