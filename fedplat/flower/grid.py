@@ -83,6 +83,12 @@ class FlowerGrid(Grid):
         """The arrays that the strategy has returned."""
         self.num_exchanges = 0
         """The number of calls that have sent messages."""
+        self.name_node: Callable[[int], str] = "node {}".format
+        """Returns how messages name a node."""
+        self.max_weight_factor = 0.0
+        """How many times the median a reply may weigh (`flower.max_weight_factor`); 0: any number."""
+        self.refused: dict[int, str] = {}
+        """The nodes whose replies to the last exchange were refused, and why."""
         self._list_nodes = list_nodes
         self._main = threading.get_ident()
         self._changed = threading.Condition()
@@ -141,6 +147,10 @@ class FlowerGrid(Grid):
             found = [self._replies.pop(each) for each in message_ids]
         return [each for each in found if each.has_content() or each.error.code != LATE]
 
+    def refuse(self, node_id: int, text: str) -> None:
+        """Note that the reply of a node to the last exchange was refused."""
+        self.refused[node_id] = text
+
     def publish(self, metrics: Mapping[str, object]) -> None:
         """Add metrics of the strategy to those that `take_metrics` returns."""
         self._metrics = claims.select_metrics({**self._metrics, **metrics}.items())
@@ -189,6 +199,7 @@ class FlowerGrid(Grid):
         Raises what the app has raised, as `FlowerError` or `UserCodeError`.
         """
         with self._changed:
+            self.refused = {}
             self._deliver(replies)
             while not self._is_over:
                 delay = self._ready_at - time.monotonic() if self._waiting else None

@@ -12,9 +12,8 @@ import torch
 from fedplat.decoding import prepare_type
 from fedplat.errors import PluginError, UserCodeError
 from fedplat.metrics import Metric
-from fedplat.plugins import adopt
 from fedplat.pytorch.training import Scores, Sums
-from fedplat.testing.errors import run_checks
+from fedplat.testing.errors import adopt, run_checks
 
 NUM_EXAMPLES, NUM_CLASSES = 211, 10
 ROUNDING = 1e-6

@@ -58,6 +58,7 @@ class AppStep:
     state: Blob | None
     cohort: tuple[str, ...]
     metrics: Mapping[str, float]
+    refused: Mapping[str, str]
 
 
 class _Run:
@@ -206,12 +207,12 @@ class FlowerRuns:
                 digest = Blob(job.latest.digest, job.latest.size_bytes)
                 blob = await asyncio.to_thread(blobs.adopt_file, message) if answer.has_model else digest
                 self._runs.pop(job.job_id, None)
-                return AppStep(blob, None, (), answer.metrics)
+                return AppStep(blob, None, (), answer.metrics, answer.refused)
             assert isinstance(answer, NextExchange)
             blob = await asyncio.to_thread(blobs.adopt_file, message)
             kept = await asyncio.to_thread(blobs.adopt_file, state)
         run.version, run.digest = job.latest.version + 1, blob.digest
-        return AppStep(blob, kept, answer.cohort, answer.metrics)
+        return AppStep(blob, kept, answer.cohort, answer.metrics, answer.refused)
 
     async def _start(self, job: JobState) -> tuple[_Run, bool]:
         """Start the process of a job's app; return whether it continues with the exchange of the latest version."""
@@ -230,7 +231,12 @@ class FlowerRuns:
             *arguments, stdin=PIPE, stdout=PIPE, cwd=folder, env=environment, limit=LIMIT_BYTES
         )
         run = self._runs[job.job_id] = _Run(process)
-        request = StartRun(name, self._apps[name], dict(job.spec.flower.run_config))
+        request = StartRun(
+            name,
+            self._apps[name],
+            dict(job.spec.flower.run_config),
+            max_weight_factor=job.spec.flower.max_weight_factor,
+        )
         async with contextlib.AsyncExitStack() as stack:
             if job.latest.state_digest:
                 local = self._blobs.local(job.latest.state_digest, job.latest.digest)

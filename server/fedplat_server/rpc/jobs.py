@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 from typing_extensions import override
 
+from fedplat.gossip.steps import MAX_SILOS
 from fedplat.job import JobSpec
 from fedplat.loaded_plugins import describe_versions
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
@@ -67,6 +68,7 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         job_checks.check_is_runnable(
             spec, services.evaluation.names, sorted(config.trainers), sorted(config.flower_apps)
         )
+        job_checks.check_silos(spec, await self._find_silos(spec))
         digest = validation.digest(request.initial_digest)
         with services.blobs.protect(digest):
             size_bytes = await asyncio.to_thread(_check_initial_model, services.blobs, digest, spec)
@@ -78,6 +80,14 @@ class JobsService(admin_pb2_grpc.JobsServicer):
             record = await services.budgets.create_job(state, request.job_file, key, [entry])
         services.jobs.add(record)
         return await self._job(services.jobs.find(record.state.job_id))
+
+    async def _find_silos(self, spec: JobSpec) -> set[str]:
+        """Return those of the silos that a job names which can take part in it."""
+        names = spec.gossip.named_silos[: MAX_SILOS + 1] if spec.gossip is not None else []
+        known = [name for name in names if validation.is_client_id(name)]
+        found = await self._services.store.clients.find_clients(known) if known else {}
+        able = (each for each in found.values() if each.population == spec.population and each.revoked_unix_s is None)
+        return {each.client_id for each in able}
 
     @override
     async def ListJobs(self, request: admin_pb2.ListJobsRequest, context: Context) -> admin_pb2.ListJobsResponse:
