@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -21,10 +21,9 @@ from fedplat.model import Parameters
 from fedplat.plugins import adopt
 from fedplat.pytorch import convert as backend
 from fedplat.pytorch.training.examples import Examples
+from fedplat.pytorch.training.meaning import Accuracy, CountAnswers, Loss, choose_count, guard
 from fedplat.pytorch.training.metrics import Scores, Sums
 from fedplat.pytorch.training.schedule import Indices, iterate_batches
-
-Loss: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 BATCH_NORM = "@batch_norm"
 """In `personal`, stands for all tensors of BatchNorm layers: FedBN (Li et al. 2021, arXiv 2102.07623)."""
@@ -48,10 +47,25 @@ class Learner:
     personal: tuple[str, ...] = ()
     metrics: tuple[Metric, ...] = ()
     """Metrics of evaluations, besides `loss` and `accuracy`; training does not compute them."""
+    accuracy: Accuracy = "auto"
+    """Which answers are correct: a function of (outputs, targets) that returns a tensor of booleans; or "classes", if
+    the outputs are [examples, classes, ...] with the largest at the answer. "auto" is "classes" for PyTorch's losses of
+    classes, and no accuracy for others, since only the author of a loss knows what it makes of the outputs."""
 
     def __post_init__(self) -> None:
         for metric in self.metrics:
             adopt(metric, Metric)
+        choose_count(self.accuracy, self.loss)
+
+    @functools.cached_property
+    def batch_loss(self) -> Loss:
+        """The loss, which refuses outputs that PyTorch would misunderstand."""
+        return guard(self.loss)
+
+    @functools.cached_property
+    def count_answers(self) -> CountAnswers | None:
+        """Counts correct answers of a batch; None without an accuracy."""
+        return choose_count(self.accuracy, self.loss)
 
     def make(self, device: torch.device | str = "cpu", seed: int = 0) -> nn.Module:
         """Create the module with initial values from a seed. PyTorch's global random state is restored afterwards."""
@@ -139,11 +153,11 @@ class Trainee:
         `after_batch` is called with the number of examples done.
         """
         self.module.eval()
-        scores, done = Scores(self.learner.metrics), 0
+        scores, done = Scores(self.learner.count_answers, self.learner.metrics), 0
         with torch.no_grad():
             for inputs, targets in examples.batches(order):
                 outputs = self.module(inputs)
-                scores.add(self.learner.loss(outputs, targets), outputs, targets)
+                scores.add(self.learner.batch_loss(outputs, targets), outputs, targets)
                 done += len(targets)
                 after_batch(done)
         return scores

@@ -91,6 +91,8 @@ class StackedGradients:
             named = {**dict(zip(self._names, parameters, strict=True)), **self._state}
             with _UnfoldedConvolutions() if unfold else nullcontext():
                 outputs = functional_call(self._module, named, (inputs,))
+            if not isinstance(outputs, torch.Tensor):
+                raise UnsuitableError(f"the module returns a {type(outputs).__name__}; expected a tensor")
             if not size:
                 return self._loss(outputs, targets), outputs
             return _masked_mean(self._losses_per_example(outputs, targets), size[0]), outputs
