@@ -89,6 +89,8 @@ class Trainee:
         self.personal = frozenset(_personal_names(self.module, learner.personal))
         state = self.module.state_dict()
         self._first = {name: state[name].clone() for name in state if name in self.personal}
+        ties = backend.find_tied_names(state)
+        self._ties = {name: first for name, first in ties.items() if not self.personal & {name, first}}
 
     @property
     def smallest_batch(self) -> int:
@@ -109,6 +111,7 @@ class Trainee:
             )
         note = client_state.get(_NOTE) if self.personal else None
         try:
+            values = backend.fill_ties(values, self._ties) if self._ties else values
             self.module.load_state_dict({**values, **(self._first if note is None else backend.to_torch(note))})
         except RuntimeError as exc:
             name = type(self.module).__name__
@@ -116,11 +119,12 @@ class Trainee:
 
     def save(self, parameters: Parameters, client_state: ClientState) -> None:
         """Copy the module's values into the job's model, and the personal ones into the client state."""
-        parameters.assign({**parameters, **backend.to_arrays(self.shared_tensors())})
+        shared = {name: tensor for name, tensor in self.shared_tensors().items() if name in parameters}
+        parameters.assign({**parameters, **backend.to_arrays(shared)})
         if self.personal:
             state = self.module.state_dict()
             client_state.put(
-                _NOTE, backend.from_state_dict({name: state[name] for name in state if name in self.personal})
+                _NOTE, backend.store_tensors({name: state[name] for name in state if name in self.personal})
             )
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -129,7 +133,7 @@ class Trainee:
 
     def start_weights(self, parameters: Parameters) -> dict[str, torch.Tensor]:
         """Return the initial values of the trained parameters that are not personal, after `load`."""
-        model = backend.to_torch(parameters)
+        model = backend.fill_ties(backend.to_torch(parameters), self._ties)
         return {name: model[name].to(self.device) for name in self.parameters() if name not in self.personal}
 
     def step_options(self, options: LocalOptions) -> LocalOptions:

@@ -139,7 +139,7 @@ class _Start:
         """Return what the algorithm adds to the update; store its client state."""
         ending = self._half.end(self.correction, self._state, direction)
         if ending.remember:
-            self._work.client_state.put(self._note, backend.from_state_dict(ending.remember))
+            self._work.client_state.put(self._note, backend.store_tensors(ending.remember))
         return ending
 
 
