@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -21,13 +21,17 @@ from fedplat.model import Parameters
 from fedplat.plugins import adopt
 from fedplat.pytorch import convert as backend
 from fedplat.pytorch.training.examples import Examples
+from fedplat.pytorch.training.hidden_state import HiddenState
 from fedplat.pytorch.training.meaning import Accuracy, CountAnswers, Loss, choose_count, guard
 from fedplat.pytorch.training.metrics import Scores, Sums
 from fedplat.pytorch.training.schedule import Indices, iterate_batches
+from fedplat.randomness import use_seeds
 
 BATCH_NORM = "@batch_norm"
 """In `personal`, stands for all tensors of BatchNorm layers: FedBN (Li et al. 2021, arXiv 2102.07623)."""
 _NOTE = "personal"
+_trained = weakref.WeakSet[nn.Module]()
+"""The modules that have had other values than their initial ones."""
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -73,8 +77,12 @@ class Learner:
             return self.model().to(device)
 
     def initial(self, seed: int = 0) -> Parameters:
-        """Return the initial model of a job: the values of a new module, without personal tensors."""
+        """Return the initial model of a job: the values of a new module, without personal tensors.
+
+        Raises `ModelError` if the factory returns a module that was trained before.
+        """
         trainee = Trainee(self, seed=seed)
+        _refuse_trained(trainee.module)
         return backend.from_state_dict(trainee.shared_tensors())
 
 
@@ -91,6 +99,8 @@ class Trainee:
         self._first = {name: state[name].clone() for name in state if name in self.personal}
         ties = backend.find_tied_names(state)
         self._ties = {name: first for name, first in ties.items() if not self.personal & {name, first}}
+        self.hidden = HiddenState(self.module, learner.loss)
+        self._is_used = self.module in _trained
 
     @property
     def smallest_batch(self) -> int:
@@ -102,7 +112,12 @@ class Trainee:
         return {name: tensor for name, tensor in self.module.state_dict().items() if name not in self.personal}
 
     def load(self, parameters: Parameters, client_state: ClientState) -> None:
-        """Load the values of the job's model, and the client's personal ones, into the module. Raises `ModelError`."""
+        """Load the values of the job's model, and the client's personal ones, into the module. Raises `ModelError`.
+
+        The module forgets what it remembers of an earlier training or evaluation.
+        """
+        _trained.add(self.module)
+        self.hidden.restore()
         values = {name: tensor for name, tensor in backend.to_torch(parameters).items() if not name.startswith(CONTROL)}
         if both := sorted(self.personal & values.keys()):
             raise ModelError(
@@ -110,6 +125,8 @@ class Trainee:
                 "tensors, such as Learner.initial() returns"
             )
         note = client_state.get(_NOTE) if self.personal else None
+        if self.personal and note is None and self._is_used:
+            _refuse_trained(self.module)
         try:
             values = backend.fill_ties(values, self._ties) if self._ties else values
             self.module.load_state_dict({**values, **(self._first if note is None else backend.to_torch(note))})
@@ -174,19 +191,27 @@ def has_batch_norm(module: nn.Module) -> bool:
 
 @contextmanager
 def use_seed(device: torch.device, seed: int) -> Generator[None]:
-    """Seed PyTorch's randomness within the block; restore its global state at the end."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
+    """Seed all randomness of the process (`use_seeds`) and of a GPU within the block; restore its state at the end."""
+    with use_seeds(seed) as number:
+        if device.type != "cuda":
+            yield
+            return
         torch.cuda.init()
-        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    before = [generator.get_state() for generator in generators]
-    try:
-        for generator in generators:  # torch.manual_seed takes a millisecond, to record a stack trace for later errors
-            generator.manual_seed(int(np.random.SeedSequence([seed, 1]).generate_state(1)[0]))
-        yield
-    finally:
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        before = generator.get_state()
+        generator.manual_seed(number)
+        try:
+            yield
+        finally:
+            generator.set_state(before)
+
+
+def _refuse_trained(module: nn.Module) -> None:
+    if module in _trained:
+        raise ModelError(
+            f"the function of the model returned the same {type(module).__name__} again, which was trained since; "
+            "expected a new module from each call: create it inside the function, not outside"
+        )
 
 
 def _personal_names(module: nn.Module, patterns: tuple[str, ...]) -> Iterator[str]:

@@ -79,8 +79,8 @@ class CountClasses:
         """Return the numbers of correct answers and of answers; None if the targets are no classes."""
         if not self.suits(outputs, targets):
             return None
-        counts = targets != self.ignored
-        return ((outputs.detach().argmax(1) == targets) & counts).sum(), counts.sum()
+        counts, hits = targets != self.ignored, outputs.detach().argmax(1) == targets
+        return (hits & counts if self.ignored >= 0 else hits).sum(), counts.sum()  # no answer is below 0
 
 
 @dataclass(frozen=True)

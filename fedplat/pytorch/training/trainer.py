@@ -69,7 +69,8 @@ def evaluate(
     `after_batch` is called with the completed fraction.
     """
     trainee.load(parameters, client_state or ClientState())
-    sums = trainee.evaluate(examples, batch_size, lambda done: after_batch(done / len(examples)))
+    with use_seed(trainee.device, 0):  # also a module that draws in evaluations has the same metrics in all processes
+        sums = trainee.evaluate(examples, batch_size, lambda done: after_batch(done / len(examples)))
     return sums.means(trainee.learner.metrics)
 
 

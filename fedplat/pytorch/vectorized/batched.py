@@ -89,7 +89,10 @@ class CohortTrainer:
         descent = FlatSgd(self.layout, self._options, works[0].learning_rate, weights)
         drift = self._drift(starts)
         descent.correct(starts[0].correction.pull, base.weights.to(weights.device), drift)
+        self._trainee.hidden.restore()
         scores = self._run(base, descent, weights, rows)
+        if self._trainee.hidden.is_changed():
+            raise UnsuitableError("the module remembers something of each client outside its state_dict")
         results: list[tuple[Parameters, dict[str, float]]] = [(base.parameters, {})] * len(works)
         for row, start, trained, score in zip(rows, starts, weights.cpu(), scores, strict=True):
             update = self.layout.update(base, trained, {})

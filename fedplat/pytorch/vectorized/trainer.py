@@ -39,7 +39,9 @@ class FlatTrainer:
         self._trainee, self._options = trainee, options
         self._needs_control = options.build_algorithm().needs_control
         names = [*self.layout.names, *self.layout.state_names]
-        self._gradients = Gradients(trainee.module, trainee.learner.batch_loss, names, len(self.layout.names))
+        self._gradients = Gradients(
+            trainee.module, trainee.learner.batch_loss, names, len(self.layout.names), trainee.hidden.is_changed
+        )
         self._weights = torch.zeros(self.layout.size)
         self._views = self.layout.views(self._weights)
 
@@ -67,6 +69,7 @@ class FlatTrainer:
 
     def _load(self, base: Base, client_state: ClientState) -> dict[str, torch.Tensor]:
         """Load the initial weights of a training; return copies of the module's other values."""
+        self._trainee.hidden.restore()
         self._weights[: self.layout.num_shared].copy_(base.weights)
         state = {**base.state, **self.layout.load_personal(self._weights, client_state)}
         return {name: state[name].clone() for name in self.layout.state_names}

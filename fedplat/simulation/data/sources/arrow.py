@@ -89,8 +89,8 @@ def split_of(table: Any, columns: ColumnNames, row: Row, written: Any | None = N
         targets = values(table.column(columns.targets), row, columns.targets)
     else:
         targets = _stack(table, columns.targets, row)
-    texts = () if written is None else written.column_names
-    others = {name: (written if name in texts else table).column(name) for name in columns.others}
+    tables = [table] if written is None else [written, table]
+    others = {name: next(each.column(name) for each in tables if name in each.column_names) for name in columns.others}
     return Split(inputs, targets, row, {name: values(column, row, name) for name, column in others.items()})
 
 

@@ -84,7 +84,7 @@ class ImageOptions(Protocol):
 
     @property
     def background(self) -> Background:
-        """What is behind transparent pixels; "" if no image has them."""
+        """The color behind transparent pixels; "" if no image has them."""
         ...
 
 
