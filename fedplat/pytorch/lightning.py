@@ -118,7 +118,7 @@ class LightningLearner:
                 smallest = 2 if any(isinstance(part, _BATCH_NORMS) for part in module.modules()) else 1
                 trainer.fit(module, _make_loader(data, options.batch_size, smallest, seed))
         values = convert.to_arrays(module.state_dict())
-        parameters.assign(values)
+        parameters.assign({name: values[name] for name in parameters if name in values})
         if not parameters.is_finite():
             raise DataError("the training has diverged: the model holds NaN or infinite values")
         logged = _metrics(trainer.callback_metrics, "train_")

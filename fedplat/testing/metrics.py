@@ -29,7 +29,7 @@ class MetricUnderTest:
 
     def measure(self, *batches: Sequence[int]) -> Scores:
         """Measure batches of examples."""
-        scores = Scores((self.metric,))
+        scores = Scores(metrics=(self.metric,))
         for batch in batches:
             scores.add(torch.tensor(0.0), self.outputs[list(batch)], self.targets[list(batch)])
         return scores

@@ -66,6 +66,8 @@ class TorchTrainer:
     """Names of tensors that stay on the client and are not in the model, see `fedplat.pytorch.training.Learner`."""
     metrics: tuple[Metric, ...] = ()
     """Metrics of evaluations, such as `fedplat.metrics.F1()`, besides `loss` and `accuracy`."""
+    accuracy: training.Accuracy = "auto"
+    """Which answers are correct, for a loss of your own, see `fedplat.pytorch.training.Learner`."""
     optimizer: MakeOptimizer | None = None
     """Creates an optimizer to replace SGD, from the parameters and the job's configuration."""
     private: PrivacyLimit | None = None
@@ -204,7 +206,9 @@ class TorchTrainer:
     def _build_trainee(
         self, task: Task, strategy: TrainingStrategy, options: training.LocalOptions | None = None
     ) -> tuple[training.Trainee, training.Examples]:
-        learner = training.Learner(model=self.model, loss=self.loss, personal=self.personal, metrics=self.metrics)
+        learner = training.Learner(
+            model=self.model, loss=self.loss, personal=self.personal, metrics=self.metrics, accuracy=self.accuracy
+        )
         trainee = strategy.make_trainee(learner, self.seed, "fp32" if options is None else options.precision)
         examples = self._examples(task, strategy.device)
         strategy.check(trainee, len(examples))

@@ -48,6 +48,8 @@ class ServerTrainer:
     layout the parameters are this rank's own, mostly `DTensor`s, and its state has to have their shapes."""
     metrics: tuple[Metric, ...] = ()
     """Metrics of evaluations, such as `fedplat.metrics.F1()`, besides `loss` and `accuracy`."""
+    accuracy: training.Accuracy = "auto"
+    """Which answers are correct, see `fedplat.pytorch.training.Learner`."""
     plan: ParallelPlan | None = None
     """The parts of the module that ranks divide, for jobs with `[pool.parallel]`; by default that of the module itself,
     if it is one of Hugging Face's."""
@@ -55,7 +57,7 @@ class ServerTrainer:
     @property
     def learner(self) -> training.Learner:
         """The module, the loss and the metrics."""
-        return training.Learner(model=self.model, loss=self.loss, metrics=self.metrics)
+        return training.Learner(model=self.model, loss=self.loss, metrics=self.metrics, accuracy=self.accuracy)
 
 
 def load_examples(data: Data, device: torch.device) -> training.Examples:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Protocol, cast
 
 import torch
@@ -77,13 +77,37 @@ class DatasetExamples(Examples):
         if self._read_packed is not None:
             inputs, targets = self._read_packed(chosen)
         elif (read := getattr(self._dataset, "__getitems__", None)) is not None:
-            inputs, targets = default_collate(read(chosen))
+            inputs, targets = self._collate(read(chosen))
         else:
-            inputs, targets = default_collate([self._dataset[index] for index in chosen])
-        return (inputs.pin_memory(), targets.pin_memory()) if self._pins else (inputs, targets)
+            inputs, targets = self._collate([self._dataset[index] for index in chosen])
+        if self._pins:
+            return _map_tensors(torch.Tensor.pin_memory, inputs), targets.pin_memory()
+        return inputs, targets
 
-    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._device, non_blocking=self._pins)
+    def _collate(self, examples: list[Any]) -> Batch:
+        """Return a batch of examples. Raises `ValueError` unless they are pairs of inputs and targets."""
+        batch: Any = default_collate(examples)
+        if not isinstance(batch, list | tuple) or len(cast(Any, batch)) != 2 or not isinstance(batch[1], torch.Tensor):
+            raise ValueError(
+                f"the dataset {type(self._dataset).__name__} returned a {type(examples[0]).__name__} for an example; "
+                "expected a pair (input, target), where the input may be a dict of tensors and the target is a number "
+                "or a tensor"
+            )
+        return cast(Batch, tuple(batch))
+
+    def _move(self, value: Any) -> Any:
+        return _map_tensors(lambda tensor: tensor.to(self._device, non_blocking=self._pins), value)
+
+
+def _map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return tensors, and dicts and sequences of them, changed alike."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: _map_tensors(change, each) for name, each in cast(Mapping[str, Any], value).items()}
+    if isinstance(value, list | tuple):
+        return [_map_tensors(change, each) for each in cast(Sequence[Any], value)]
+    return value
 
 
 def make_examples(dataset: Dataset[Any], device: torch.device) -> Examples:

@@ -69,7 +69,8 @@ def evaluate(
     `after_batch` is called with the completed fraction.
     """
     trainee.load(parameters, client_state or ClientState())
-    sums = trainee.evaluate(examples, batch_size, lambda done: after_batch(done / len(examples)))
+    with use_seed(trainee.device, 0):  # also a module that draws in evaluations has the same metrics in all processes
+        sums = trainee.evaluate(examples, batch_size, lambda done: after_batch(done / len(examples)))
     return sums.means(trainee.learner.metrics)
 
 
@@ -139,7 +140,7 @@ class _Start:
         """Return what the algorithm adds to the update; store its client state."""
         ending = self._half.end(self.correction, self._state, direction)
         if ending.remember:
-            self._work.client_state.put(self._note, backend.from_state_dict(ending.remember))
+            self._work.client_state.put(self._note, backend.store_tensors(ending.remember))
         return ending
 
 
