@@ -27,6 +27,8 @@ from fedplat.cli.session import (
 from fedplat.cli.submission import Submission, load, submit
 from fedplat.errors import FedplatError, JobFileError
 from fedplat.job import warnings
+from fedplat.simulation.scenario import feasible
+from fedplat.simulation.scenario import file as simulation_file
 from fedplat.simulation.scenario import schema as job_schema
 from fedplat.wire.v1 import admin_pb2
 
@@ -88,6 +90,7 @@ def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = 
     with reporting(context, as_json) as output:
         try:
             submission = _load(file)
+            _check_fleet(file)
         except JobFileError as exc:
             if not output.as_json:
                 raise
@@ -213,6 +216,14 @@ def _load_for(client: AdminClient, file: Path, patience: Patience) -> Submission
         if not found:
             raise
     return _load(file, found)
+
+
+def _check_fleet(file: Path) -> None:
+    """Check that the fleet of a simulation file has the clients that the job needs."""
+    try:
+        feasible.check_file(simulation_file.read(file))
+    except JobFileError as exc:
+        raise JobFileError(f"{file}: {exc}") from exc
 
 
 def _load(file: Path, server_plugins: frozenset[tuple[str, str]] = frozenset()) -> Submission:

@@ -15,7 +15,7 @@ import typer
 
 from fedplat.cli import formats, progress
 from fedplat.cli.output import Output
-from fedplat.cli.session import INTERRUPTED, JsonOption, reporting
+from fedplat.cli.session import FAILED, INTERRUPTED, JsonOption, reporting
 from fedplat.errors import JobFileError, MissingExtraError
 from fedplat.simulation import api
 from fedplat.simulation.api import Run
@@ -83,6 +83,9 @@ def simulate(  # noqa: PLR0913 - a command's parameters are its options
             raise typer.Exit(INTERRUPTED) from exc
         _draw(out, run, run_folder.folder, plots)
         _print(out, run, run_folder.folder)
+        if run.result.problem:
+            out.error(f"{run.result.job} is not complete: {run.result.problem}")
+            raise typer.Exit(FAILED)
 
 
 def _changes(
