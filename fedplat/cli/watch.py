@@ -125,7 +125,7 @@ def describe_event(board: AttemptTable, event: admin_pb2.JobEvent, job: admin_pb
     if event.entity == "job":
         return f"job {job.name} is {event.to_state}" + (f": {event.reason}" if event.reason else "")
     if event.entity == "progress":
-        return f"round {formats.rounds(event.round, job)}  {formats.progress(event.progress)}"
+        return f"round {formats.rounds(event.round, job)}  {event.reason or formats.progress(event.progress)}"
     if attempt is None:
         return ""
     is_warm_start = attempt.kind == admin_pb2.ATTEMPT_KIND_WARM_START
