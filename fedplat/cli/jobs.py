@@ -90,7 +90,9 @@ def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = 
     with reporting(context, as_json) as output:
         try:
             submission = _load(file)
-            _check_fleet(file)
+            described = simulation_file.read(file)
+            with simulation_file.naming(file):
+                feasible.check_file(described)
         except JobFileError as exc:
             if not output.as_json:
                 raise
@@ -218,19 +220,9 @@ def _load_for(client: AdminClient, file: Path, patience: Patience) -> Submission
     return _load(file, found)
 
 
-def _check_fleet(file: Path) -> None:
-    """Check that the fleet of a simulation file has the clients that the job needs."""
-    try:
-        feasible.check_file(simulation_file.read(file))
-    except JobFileError as exc:
-        raise JobFileError(f"{file}: {exc}") from exc
-
-
 def _load(file: Path, server_plugins: frozenset[tuple[str, str]] = frozenset()) -> Submission:
-    try:
+    with simulation_file.naming(file):
         return load(file, server_plugins)
-    except JobFileError as exc:
-        raise JobFileError("\n".join(f"{file}: {line}" for line in str(exc).splitlines())) from exc
 
 
 def _warn(output: Output, submission: Submission) -> None:

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 import fedplat
+from fedplat import texts
 from fedplat.errors import JobFileError, NoProgressError
 from fedplat.job import JobSpec, charges, find_mechanism
 from fedplat.learner import ArrayLearner
@@ -26,7 +27,7 @@ from fedplat.simulation.data import Dataset, Federation
 from fedplat.simulation.engines.registry import AutoOptions
 from fedplat.simulation.recording import folder as folders
 from fedplat.simulation.recording.result import AttemptResult, Result, describe_end
-from fedplat.simulation.report import frames, page, plots
+from fedplat.simulation.report import frames, page, plots, table
 from fedplat.simulation.report.comparison import Comparison, compare_results
 from fedplat.simulation.report.progress import ProgressEstimate, ShowProgress, show_bar
 from fedplat.simulation.report.secure import SecureSummary, summarize_costs
@@ -137,6 +138,14 @@ class Run:
         """Draw all plots into a folder and return their paths. Raises `MissingExtraError` without matplotlib."""
         return plots.draw(self.result, self.summary, Path(folder), self.federation)
 
+    def describe(self) -> dict[str, str]:
+        """Return the most important numbers as texts by name, as `fedplat simulate` prints them."""
+        computed = f"in {texts.duration(self.computed.wall_s)}, {self.computed.updates_per_s:.3g} client updates/s"
+        return table.describe(self.result, self.summary, self.privacy, self.secure) | {"computed": computed}
+
+    def __str__(self) -> str:
+        return table.format_lines({"job": f"{self.result.job}, seed {self.result.seed}"} | self.describe())
+
     def __repr__(self) -> str:
         result, last = self.result, self.summary.last
         score = "" if last is None else f", {self.summary.metric} {last.value:.4g}"
@@ -192,13 +201,15 @@ def simulate(  # noqa: PLR0913 - one call for scripts and notebooks; every argum
 ) -> Run:
     """Simulate a job: a simulation file with `changes` of its keys, or a `JobSpec` and `SimulationOptions`.
 
+    The file `"digits"` is an example that is part of the package.
+
     `data` and `learner` replace the file's data and model; the file's partition divides a `Dataset`. `observe` is
     called with each attempt that has ended. With `run_folder`, the run is written to a folder, from which it can be
     resumed. `progress` shows a bar, by default on a terminal and in a notebook. Raises `JobFileError`, `DataError`,
     `PluginError`, `MissingExtraError`, what training raises, and `NoProgressError` for a job that cannot be completed;
     a run that ends with its `until_s` warns.
 
-    >>> run = simulate("examples/digits-iid.toml", {"rounds": 3})
+    >>> run = simulate("digits", {"rounds": 3})
     >>> run.summary.last.round, run.series("accuracy").values.shape
     (3, (3,))
     """
