@@ -7,7 +7,9 @@ module does not import PyTorch.
 
 from __future__ import annotations
 
+import math
 import numbers
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast, runtime_checkable
 
@@ -157,6 +159,22 @@ def compute_all(metrics: Sequence[Metric], totals: Sequence[Totals], taken: Iter
 def is_smaller_better(name: str) -> bool:
     """Return whether smaller values of a metric are better: if its name ends in loss, error, mae or distance."""
     return name.endswith(("loss", "error", "mae", "distance"))
+
+
+_FRACTIONS = frozenset({"accuracy", "f1", "auc", "roc_auc", "precision", "recall", "iou", "dice", "top_1", "top_5"})
+
+
+def find_range(name: str, values: Iterable[float]) -> tuple[float, float]:
+    """Return the smallest and the largest value that a metric can have, as far as that is known.
+
+    A fraction, such as an accuracy, is from 0 to 1; so is `top_K`. A loss or an error is at least 0, unless one of the
+    measured values is not. Infinite where nothing is known.
+    """
+    last = name.rpartition("/")[2].rpartition(".")[2]
+    if last in _FRACTIONS or last.endswith(("_accuracy", "_f1", "_auc")) or re.fullmatch(r"top_\d+", last):
+        return 0.0, 1.0
+    is_positive = is_smaller_better(name) and all(value >= 0.0 for value in values if not math.isnan(value))
+    return (0.0 if is_positive else -math.inf), math.inf
 
 
 def _check_classes(outputs: torch.Tensor, targets: torch.Tensor) -> None:

@@ -113,8 +113,8 @@ def run(  # noqa: PLR0913 - a command's parameters are its options
             out.note("stopped")
             raise typer.Exit(INTERRUPTED) from exc
         _print(out, done, run_folder.folder, lines)
-        if done.result.status != "COMPLETED":
-            out.error(lines.describe_problem(done.result.reason or "the virtual time ended (simulation.until_s)"))
+        if done.result.problem:
+            out.error(done.result.problem)
             raise typer.Exit(FAILED)
 
 
@@ -142,16 +142,15 @@ class _Lines:
         self.metrics: dict[str, float] = {}
         """The last value of each metric."""
         self._out = out
-        self._failure = ""
 
     def add(self, exchange: ExchangeResult) -> None:
         """Print an exchange that has ended."""
         self.num_failures += len(exchange.failures)
         self.metrics |= exchange.metrics
         if exchange.failures:
-            self._failure = exchange.failures[0]
+            first = exchange.failures[0]
             more = f", and {len(exchange.failures) - 1} more" if len(exchange.failures) > 1 else ""
-            self._out.note(f"{_place(exchange)}: {self._failure}{more}")
+            self._out.note(f"{_place(exchange)}: {first}{more}")
         if self._out.as_json:
             return
         counts = [f"{exchange.num_replies} of {exchange.num_messages} replies"]
@@ -161,10 +160,6 @@ class _Lines:
         others = {name: value for name, value in exchange.metrics.items() if name != _SERVER_ROUND}
         words += [exchange.problem or formats.metrics(others, {})]
         self._out.note("  ".join(words).rstrip())
-
-    def describe_problem(self, reason: str) -> str:
-        """Return why a run has failed, with a failure of a client as an example."""
-        return f"{reason}; {self._failure}" if self._failure else reason
 
 
 def _place(exchange: ExchangeResult) -> str:

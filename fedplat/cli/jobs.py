@@ -27,6 +27,8 @@ from fedplat.cli.session import (
 from fedplat.cli.submission import Submission, load, submit
 from fedplat.errors import FedplatError, JobFileError
 from fedplat.job import JobSpec, warnings
+from fedplat.simulation.scenario import feasible
+from fedplat.simulation.scenario import file as simulation_file
 from fedplat.simulation.scenario import schema as job_schema
 from fedplat.wire.v1 import admin_pb2
 
@@ -88,6 +90,9 @@ def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = 
     with reporting(context, as_json) as output:
         try:
             submission = _load(file)
+            described = simulation_file.read(file)
+            with simulation_file.naming(file):
+                feasible.check_file(described)
         except JobFileError as exc:
             if not output.as_json:
                 raise
@@ -226,10 +231,8 @@ def _load_for(client: AdminClient, file: Path, patience: Patience) -> Submission
 
 
 def _load(file: Path, server_plugins: frozenset[tuple[str, str]] = frozenset()) -> Submission:
-    try:
+    with simulation_file.naming(file):
         return load(file, server_plugins)
-    except JobFileError as exc:
-        raise JobFileError("\n".join(f"{file}: {line}" for line in str(exc).splitlines())) from exc
 
 
 def _warn(output: Output, submission: Submission) -> None:

@@ -20,7 +20,6 @@ from fedplat import texts
 from fedplat.cli import progress
 from fedplat.cli.output import Output
 from fedplat.cli.session import JsonOption, reporting
-from fedplat.cli.simulate import read_file
 from fedplat.errors import JobFileError
 from fedplat.job import planning
 from fedplat.job.planning import NoiseCost, PrivacyPlan
@@ -28,6 +27,7 @@ from fedplat.privacy import Mechanism, losses
 from fedplat.simulation import api
 from fedplat.simulation.data import Federation
 from fedplat.simulation.recording import folder as folders
+from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import TABLE, SimulationFile
 from fedplat.simulation.setup import load_data
 from fedplat.user_code import wrap_errors
@@ -61,7 +61,7 @@ def plan(  # noqa: PLR0913 - a command's parameters are its options
     with reporting(context, as_json) as out:
         if plot is not None and plot.suffix.lower() != ".png":
             raise JobFileError(f"--plot {plot}: expected a name that ends in .png")
-        read = read_file(file, changes or [])
+        read = files.read(file, changes or [])
         data = _data(out, read) if simulate else None
         found = _make_plan(out, read, clients or _clients(read, data), noise or [])
         scores = _simulate_plan(out, read, found, data) if simulate else None

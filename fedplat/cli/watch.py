@@ -108,12 +108,18 @@ def picture(board: AttemptTable, job: admin_pb2.Job, height: int) -> Group:
 
 
 def lines(line: Callable[[str], object], job: admin_pb2.Job) -> Callable[[admin_pb2.JobEvent], None]:
-    """Return a callback that prints a line for each ended attempt, scored version, job status and progress event."""
+    """Return a callback that prints a line for each ended attempt, scored version, job status and progress event.
+
+    The caller of `follow` prints the final status, and knows that a running job was a draft and was started.
+    """
     board = AttemptTable()
 
     def show(event: admin_pb2.JobEvent) -> None:
         text = describe_event(board, event, job)
-        if text and not (event.entity == "job" and board.has_ended):  # the caller of `follow` prints the final status
+        is_start = event.to_state == "DRAFT" or (
+            event.from_state == "DRAFT" and job.status == admin_pb2.JOB_STATUS_RUNNING
+        )
+        if text and not (event.entity == "job" and (board.has_ended or is_start)):
             line(text)
 
     return show
@@ -125,7 +131,7 @@ def describe_event(board: AttemptTable, event: admin_pb2.JobEvent, job: admin_pb
     if event.entity == "job":
         return f"job {job.name} is {event.to_state}" + (f": {event.reason}" if event.reason else "")
     if event.entity == "progress":
-        return f"round {formats.rounds(event.round, job)}  {formats.progress(event.progress)}"
+        return f"round {formats.rounds(event.round, job)}  {event.reason or formats.progress(event.progress)}"
     if attempt is None:
         return ""
     is_warm_start = attempt.kind == admin_pb2.ATTEMPT_KIND_WARM_START

@@ -146,6 +146,10 @@ class Retry(Struct, frozen=True, forbid_unknown_fields=True):
     """Longest back-off, in seconds."""
     max_attempts: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     """The job fails after this many failed attempts at one round; 0: never."""
+    pause_after: Annotated[int, Meta(ge=0, le=1_000_000)] = 10
+    """Without `max_attempts`, the job is paused after this many attempts in a row that failed because clients' training
+    failed or was refused, their updates were rejected, or the updates could not be aggregated, since another try would
+    fail alike; 0: never. Attempts that fail because clients are away do not count."""
 
 
 class Updates(Struct, frozen=True, forbid_unknown_fields=True):

@@ -356,8 +356,9 @@ class Coordinator:
             drawn, error = list[ClientCheckedIn](), str(exc)
         client_ids = tuple(client.client_id for client in drawn)
         final = final or demand.sampling.is_trial  # trials of each client are not repeated
-        num_unable = room.count_unable(job_id) if final else 0
-        candidates = CandidatesDrawn(job_id, client_ids, final, *counts, num_unable, error, num_waiting)
+        is_short = final and len(drawn) < demand.target
+        num_unable, unlike = (room.count_unable(job_id), room.describe_unlike(job_id)) if is_short else (0, "")
+        candidates = CandidatesDrawn(job_id, client_ids, final, *counts, num_unable, error, num_waiting, unlike)
         self._step(proposal, candidates, context)
         attempt = proposal.jobs[job_id].attempt
         taken = attempt.assignments if attempt is not None and attempt.key == key else {}

@@ -100,7 +100,8 @@ class CandidatesDrawn:
     They were drawn from `num_eligible` clients. `num_resting` other clients wait that a later round may draw, and
     `num_spent` that have reached the participation limit, so that no later round may. `num_unable` other clients have
     the trainer, but not the job's codec, algorithm or features. `num_waiting` clients of the population waited before
-    the draw. `error` is the error of a policy that failed to draw.
+    the draw. `error` is the error of a policy that failed to draw. `unlike` describes those of them that the job does
+    not want (`WaitingRoom.describe_unlike`).
     """
 
     job_id: str
@@ -112,6 +113,7 @@ class CandidatesDrawn:
     num_unable: int = 0
     error: str = ""
     num_waiting: int = 0
+    unlike: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -265,11 +267,13 @@ class AttemptAggregated(AttemptEvent):
 class AggregationFailed(AttemptEvent):
     """The updates of an attempt could not be aggregated or stored.
 
-    `culprits` are the clients of a secure aggregation whose messages are the cause.
+    `culprits` are the clients of a secure aggregation whose messages are the cause. A cause that `is_lasting` fails the
+    next attempt too, unlike a full disk or a lost worker.
     """
 
     text: str
     culprits: tuple[str, ...] = ()
+    is_lasting: bool = False
 
 
 JobEvent = (

@@ -32,7 +32,7 @@ from fedplat.gossip.messages import (
 )
 from fedplat.gossip.state import GossipPhase, GossipRules, GossipState
 from fedplat.job import JobSpec
-from fedplat.rounds import assignments, closing, privacy_rules, reporting
+from fedplat.rounds import assignments, closing, futility, privacy_rules, reporting
 from fedplat.rounds.commands import Assign, Command, NextStep
 from fedplat.rounds.events import CandidatesDrawn, SiloReported, SilosLost
 from fedplat.rounds.records import Assignment, Attempt, AttemptKey, JobState, ModelVersion
@@ -198,7 +198,27 @@ def _step(job: JobState, event: GossipEvent, context: Context) -> Transition:
     state, commands = gossip.step(before, event)
     if state is before and not commands:
         return Transition(job)
-    return _follow(structs.replace(job, gossip=state, reason=state.reason), before, commands, context)
+    after = _follow(structs.replace(job, gossip=state, reason=_explain(job, state)), before, commands, context)
+    return _count_failure(after, context) if state.failures > before.failures else after
+
+
+def _explain(job: JobState, state: GossipState) -> str:
+    """Return why a phase is repeated, with the reason of the silos that failed; empty if none is."""
+    why = futility.describe(job.attempt) if state.reason and job.attempt is not None else ""
+    return f"{state.reason}; {why}" if why else state.reason
+
+
+def _count_failure(after: Transition, context: Context) -> Transition:
+    """Pause the job if its silos have failed too often in a row to try the phase again."""
+    job, attempt = after.job, after.job.open_attempt
+    if attempt is None or not futility.is_lasting(attempt):
+        return after
+    job = structs.replace(job, futile=job.futile + 1)
+    if job.status is not JobStatus.RUNNING or not futility.gives_up(job):
+        return structs.replace(after, job=job)
+    text = futility.describe_pause(job, f"round {attempt.key.round}", job.reason)
+    ended, commands = closing.abandon_all(job, Reason.ATTEMPT_ABANDONED, job.reason, context)
+    return Transition(closing.set_status(ended, JobStatus.PAUSED, text), after.commands + commands, after.verdict)
 
 
 def _follow(job: JobState, before: GossipState, commands: Iterable[GossipCommand], context: Context) -> Transition:
@@ -308,7 +328,10 @@ def _commit(job: JobState, before: GossipState, context: Context) -> tuple[JobSt
     ]
     metrics = {**closing.average_metrics(merged), **_describe(before, state_of(job))}
     job = closing.commit(job, attempt.with_assignments(merged), context, metrics)
-    return structs.replace(job, round=attempt.key.round, reason=""), (*late, NextStep(attempt.key, attempt.phase))
+    return structs.replace(job, round=attempt.key.round, reason="", futile=0), (
+        *late,
+        NextStep(attempt.key, attempt.phase),
+    )
 
 
 def _describe(before: GossipState, after: GossipState) -> dict[str, float]:

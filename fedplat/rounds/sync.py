@@ -387,7 +387,7 @@ def _on_aggregated(job: JobState, event: AttemptAggregated, context: Context) ->
     # A job that was paused meanwhile keeps the reason of its pause.
     reason = "" if job.status is JobStatus.RUNNING else job.reason
     after = structs.replace(
-        after, latest=event.version, round=attempt.key.round, failures=0, reason=reason, cohort=event.cohort
+        after, latest=event.version, round=attempt.key.round, failures=0, futile=0, reason=reason, cohort=event.cohort
     )
     return Transition(after) if job.spec.buffered is None else Transition(*buffered.stop_stale(after))
 
@@ -398,7 +398,7 @@ def _on_aggregation_failed(job: JobState, event: AggregationFailed, context: Con
         return Transition(job, verdict=Verdict(Reason.STALE))
     text = event.text if warm_start.is_warm_start(attempt) else f"aggregation failed: {event.text}"
     job = secure.reject_culprits(job, attempt, event.culprits, event.text)
-    return closing.fail_attempt(job, text, context)
+    return closing.fail_attempt(job, text, context, is_lasting=event.is_lasting)
 
 
 HANDLERS: Mapping[type[Any], Callable[[JobState, Any, Context], Transition]] = {

@@ -109,6 +109,7 @@ class GossipRun:
             groups=measure_groups(self.fleet, participation),
             participation=participation,
             model=model,
+            problem="" if status == "COMPLETED" else reason,
         )
 
 
@@ -122,11 +123,11 @@ def run_gossip(run: GossipRun, engine: Engine, initial: Parameters) -> Result:
     run.check()
     models = SiloModels(run.spec, engine, initial, run.seed)
     driver = GossipDriver(run.spec, fleet, models, run.links, run.seed, run.observe)
-    driver.run(run.until_s)
+    stopped = driver.run(run.until_s)
     outcome = driver.state.outcome
     return run.make_result(
         status="RUNNING" if outcome is None else outcome.status,
-        reason="" if outcome is None else outcome.reason,
+        reason=stopped if outcome is None else outcome.reason,
         records=driver.records,
         merged=driver.merged,
         duration_s=driver.now,

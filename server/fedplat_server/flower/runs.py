@@ -24,7 +24,7 @@ from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import RunWarmStart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat_server import logs
-from fedplat_server.errors import ConfigError, FlowerRunError
+from fedplat_server.errors import ConfigError, FlowerRunError, is_lasting
 from fedplat_server.flower.protocol import (
     AdvanceRun,
     Answer,
@@ -189,10 +189,10 @@ class FlowerRuns:
             raise
         except (FedplatError, OSError) as exc:
             logs.get().error("a Flower app failed", error=str(exc))
-            outcome = AggregationFailed(key, " ".join(str(exc).split())[:1000])
+            outcome = AggregationFailed(key, " ".join(str(exc).split())[:1000], is_lasting=is_lasting(exc))
         except Exception as exc:  # a task boundary: out of memory, or a bug; an attempt that never ends blocks its job
             logs.get().exception("a Flower app failed")
-            outcome = AggregationFailed(key, type(exc).__name__)
+            outcome = AggregationFailed(key, type(exc).__name__, is_lasting=is_lasting(exc))
         self._open.pop(key, None)
         self._made[key] = blobs.made
         self._post(outcome)

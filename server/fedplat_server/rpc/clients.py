@@ -97,6 +97,7 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
         coordinator = services.runner.coordinator
         key = coordinator.assignment_of(record.client_id)
         assignment = coordinator.find(key, record.client_id) if key is not None else None
+        offer = services.clients.find_offer(record.client_id)
         return admin_pb2.Client(
             client_id=record.client_id,
             population=record.population,
@@ -108,6 +109,8 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
             job_id=key.job_id if key is not None else "",
             enrollment_id=record.token_id,
             progress=services.progress.get(assignment) if assignment is not None else None,
+            trainers=sorted(offer.trainers),
+            evaluators=sorted(offer.evaluators),
         )
 
     def _state(self, record: ClientRecord) -> str:

@@ -28,7 +28,14 @@ from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import RunWarmStart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat_server import logs
-from fedplat_server.errors import ConfigError, PoolBrokenError, PoolMemoryError, PoolUnavailableError, PoolWorkError
+from fedplat_server.errors import (
+    ConfigError,
+    PoolBrokenError,
+    PoolMemoryError,
+    PoolUnavailableError,
+    PoolWorkError,
+    is_lasting,
+)
 from fedplat_server.storage.blobs import Blob, BlobStore
 from fedplat_server.workers.client import RunningTask, WorkerPool
 from fedplat_server.workers.local_rank import LocalRank
@@ -134,10 +141,10 @@ class ServerTraining:
             outcome = await self._warm_start(job, key)
         except (FedplatError, OSError) as exc:
             logs.get().error("a warm start failed", error=str(exc))
-            outcome = AggregationFailed(key, _in_one_line(exc))
+            outcome = AggregationFailed(key, _in_one_line(exc), is_lasting=is_lasting(exc))
         except Exception as exc:  # a task boundary: a bug, which is logged; the attempt is repeated
             logs.get().exception("a warm start failed")
-            outcome = AggregationFailed(key, type(exc).__name__)
+            outcome = AggregationFailed(key, type(exc).__name__, is_lasting=is_lasting(exc))
         self._open.pop(key, None)
         self._post(outcome)
 
