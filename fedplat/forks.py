@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import traceback
 from collections.abc import Generator, Iterable
 from typing import Any
 
@@ -46,6 +47,21 @@ def keep_descriptor(descriptor: int) -> Generator[int]:
         _descriptors.pop(key, None)
         if os.getpid() == owner:
             os.close(descriptor)
+
+
+def end_child(owner: int, exc: BaseException | None = None) -> None:
+    """End this process if it is not the process `owner`, but a forked child that comes back to code of its parent.
+
+    `exc` is what brings it back; `sys.exit()` keeps its status.
+    """
+    if os.getpid() == owner:
+        return
+    status = 0 if exc is None else 1
+    if isinstance(exc, SystemExit):
+        status = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
+    elif exc is not None:
+        traceback.print_exception(exc)
+    os._exit(status)
 
 
 def _release() -> None:

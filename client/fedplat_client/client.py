@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
+from fedplat import texts
 from fedplat.auth import Ticket
 from fedplat.gossip import steps
 from fedplat.loaded_plugins import CLIENT_KINDS, load_plugins
@@ -93,9 +94,9 @@ class Client:
         ticket: Ticket | None = None,
         plugins: Mapping[str, type | str] | None = None,
     ) -> None:
-        self._server = server
+        self._server = _check_text("the server", server)
         self._ticket = ticket
-        self._population = population
+        self._population = _check_text("the population", population)
         self._labels = _validate_labels(labels or {})
         self._directory = data_directory.DataDirectory(_resolve_data_dir(data_dir), server, population)
         self._options = options or ClientOptions()
@@ -325,13 +326,23 @@ class Client:
 
 
 def _resolve_data_dir(data_dir: str | os.PathLike[str] | None) -> Path:
-    return Path(data_dir).expanduser() if data_dir is not None else data_directory.default_data_dir()
+    if data_dir is None:
+        return data_directory.default_data_dir()
+    return Path(data_dir).expanduser().absolute()  # a trainer may change the current folder
+
+
+def _check_text(what: str, text: str) -> str:
+    """Return a text that the server gets. Raises `ValueError` for bytes of another encoding than UTF-8."""
+    if (shown := texts.repair(text)) != text:
+        raise ValueError(f"{what} '{shown}' is not valid UTF-8; write it in UTF-8")
+    return text
 
 
 def _validate_labels(labels: Mapping[str, str]) -> dict[str, str]:
     for key, value in labels.items():
         if not key or type(key) is not str or type(value) is not str:
             raise ValueError(f"the label {key!r} is {value!r}; expected text for both, such as {{'memory_mb': '4096'}}")
+        _check_text("the label", f"{key}={value}")
     return dict(labels)
 
 
@@ -349,5 +360,5 @@ def _register(table: dict[str, Function], kind: str, name: str, function: Functi
         raise ValueError(f"a {kind} needs a name and a function; got {name!r} and {function!r}")
     if name in table:
         raise ValueError(f"a {kind} {name!r} exists already; names must be unique")
-    table[name] = function
+    table[_check_text(f"the name of the {kind}", name)] = function
     return function

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from fedplat.client_state import ClientState
 from fedplat.codecs.container import Format
-from fedplat.errors import CodecError, PluginError, UserCodeError
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import spans
@@ -27,7 +26,7 @@ from fedplat_client._work.merge_check import make_merge_check
 from fedplat_client._work.model_download import Downloader
 from fedplat_client._work.secure import SecureExchange
 from fedplat_client._work.silos.worker import SiloWorker
-from fedplat_client._work.training import LocalTrainers, fit_model, read_config, stage_client_state
+from fedplat_client._work.training import LocalTrainers, fit_model, guard, read_config, stage_client_state
 from fedplat_client._work.transfer import Content
 from fedplat_client.backoff import retry
 from fedplat_client.cancellation import Stop, StopSignal, client_stopped, reason_name
@@ -74,25 +73,16 @@ class AssignmentWorker:
         span = functools.partial(spans.start, assignment.traceparent)
         _logger.info("The task started.", extra=fields)
         try:
-            if is_silo:
-                with self._stoppable(control):
-                    return self.silos.run(assignment, control, span, fields)
-            exchange = secure.open_exchange(
-                assignment, read_config(assignment), self.key, self.served, self.connection, control
-            )
-            request, content = self._produce(assignment, exchange, control, span)
-            with span("report"):
-                outcome = self._report(request, content, control, fields)
-            if exchange is not None and not outcome.failed:
-                del request, content  # the update is at the server; the other clients may take long
-                with span("unmask"), self._stoppable(control):
-                    exchange.unmask()
-            return outcome
+            with guard(control, "the client could not finish the task"):
+                if is_silo:
+                    with self._stoppable(control):
+                        return self.silos.run(assignment, control, span, fields)
+                return self._run_alone(assignment, control, span, fields)
         except Cancelled:
             stop = control.signal.stop
         except AssignmentFailedError as exc:
             stop = control.signal.stop or Stop(exc.reason, str(exc)[:_TEXT_LIMIT])
-        except (KeyboardInterrupt, SystemExit):
+        except KeyboardInterrupt:
             self.stop.set(client_stopped())
             self._fail(assignment.token, client_stopped())
             raise
@@ -105,6 +95,21 @@ class AssignmentWorker:
         if stop.reason not in _DEADLINES:  # the server's deadline has passed already
             self._fail(assignment.token, stop)
         return CheckInResult(failed=True)
+
+    def _run_alone(
+        self, assignment: fleet_pb2.Assignment, control: Control, span: spans.Start, fields: Mapping[str, object]
+    ) -> CheckInResult:
+        """Run an assignment of a job with a server, rather than a decentralised one."""
+        config = read_config(assignment)
+        exchange = secure.open_exchange(assignment, config, self.key, self.served, self.connection, control)
+        request, content = self._produce(assignment, exchange, control, span)
+        with span("report"):
+            outcome = self._report(request, content, control, fields)
+        if exchange is not None and not outcome.failed:
+            del request, content  # the update is at the server; the other clients may take long
+            with span("unmask"), self._stoppable(control):
+                exchange.unmask()
+        return outcome
 
     def _produce(
         self, assignment: fleet_pb2.Assignment, exchange: SecureExchange | None, control: Control, span: spans.Start
@@ -120,7 +125,7 @@ class AssignmentWorker:
             if content is not None:
                 control.trained = True
                 report = SentReport(assignment.token, content.digest)
-                stage_client_state(self.client_states, assignment.job_id, report, client_state)
+                stage_client_state(self.client_states, assignment.job_id, report, client_state, control)
                 with span("upload"):
                     self._attach_update(request, content, control)
         control.signal.check()
@@ -150,8 +155,8 @@ class AssignmentWorker:
         if not isinstance(result, TrainResult):
             return request, None, client_state
         if exchange is None:
-            return request, self._content(assignment, result, base, merged), client_state
-        exchange.encode(fit_model(lambda: result.to_update(base)), result)
+            return request, self._content(assignment, result, base, merged, control), client_state
+        exchange.encode(fit_model(control, lambda: result.to_update(base)), result)
         # The number of examples and the metrics are part of the masked vector.
         return fleet_pb2.ReportRequest(token=assignment.token, num_examples=1), None, client_state
 
@@ -165,20 +170,21 @@ class AssignmentWorker:
         return self.trainers.find_trainer(assignment.trainer)
 
     def _content(
-        self, assignment: fleet_pb2.Assignment, result: TrainResult, base: Parameters, merged: WasMerged
+        self,
+        assignment: fleet_pb2.Assignment,
+        result: TrainResult,
+        base: Parameters,
+        merged: WasMerged,
+        control: Control,
     ) -> Content:
         """Return the bytes to send: the update, encoded if the job has a codec."""
         codec = encoding.read_codec(assignment, self.trainers.plugins)
         if codec is None:
-            return Content(fit_model(lambda: result.to_pieces(base)))
-        update = fit_model(lambda: result.to_update(base))
+            return Content(fit_model(control, lambda: result.to_pieces(base)))
+        update = fit_model(control, lambda: result.to_update(base))
         seed = self.options.rng.getrandbits(128)
-        try:
+        with guard(control, "the trainer's result cannot be encoded"):
             return encoding.encode(assignment, update, Format(codec, base.schema), seed, self.residuals, merged)
-        except (CodecError, PluginError, UserCodeError) as exc:
-            raise AssignmentFailedError(
-                model_pb2.REASON_TRAINER_ERROR, f"the trainer's result cannot be encoded: {exc}"
-            ) from exc
 
     def _open_client_state(self, job_id: str, merged: WasMerged, *, training: bool) -> ClientState:
         """Return the client state of a job; its files are unchanged until the server reports which is valid."""
