@@ -167,6 +167,10 @@ class Client:
         """
         self._stop.set(cancellation.client_stopped())
 
+    def _stop_on_signal(self) -> None:
+        _logger.info("The client was told to stop by a signal.", extra=self._fields)
+        self.stop()
+
     def run(self, max_tasks: int | None = None) -> None:
         """Run assignments until `stop`, SIGINT or SIGTERM, or until `max_tasks` of them have ended or failed.
 
@@ -214,7 +218,7 @@ class Client:
 
     @contextlib.contextmanager
     def _open_session(self) -> Generator[tuple[ClientSession, Callable[[], None], RunAssignment]]:
-        with self._directory.lock(), cancellation.on_signals(self.stop), contextlib.ExitStack() as stack:
+        with self._directory.lock(), cancellation.on_signals(self._stop_on_signal), contextlib.ExitStack() as stack:
             identity = self._directory.load_identity(self._ticket)
             key = self._directory.load_signing_key(identity)
             channel = stack.enter_context(transport.connect(self._server, tls=identity.tls, ca=identity.ca))

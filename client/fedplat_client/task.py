@@ -49,6 +49,8 @@ class Control:
     """True if training has ended and the upload has begun."""
     may_be_late: bool = False
     """Whether the training continues after its deadline: a silo's model counts in the next round, too."""
+    is_given_back: bool = False
+    """True if the server knows that the client has given up the task, although its trainer may still run."""
     is_late: bool = False
     """True if the server continues without the result of a training that continues."""
 

@@ -20,7 +20,7 @@ from fedplat_client._state.residuals import Residuals
 from fedplat_client._state.served_attempts import ServedAttempts
 from fedplat_client._state.two_phase import SentReport, WasMerged
 from fedplat_client._work import encoding, secure, transfer
-from fedplat_client._work.failures import AssignmentFailedError, CheckInResult
+from fedplat_client._work.failures import AssignmentFailedError, CheckInResult, report_failure
 from fedplat_client._work.heartbeat import Heartbeat
 from fedplat_client._work.merge_check import make_merge_check
 from fedplat_client._work.model_download import Downloader
@@ -28,13 +28,11 @@ from fedplat_client._work.secure import SecureExchange
 from fedplat_client._work.silos.worker import SiloWorker
 from fedplat_client._work.training import LocalTrainers, fit_model, guard, read_config, stage_client_state
 from fedplat_client._work.transfer import Content
-from fedplat_client.backoff import retry
+from fedplat_client.backoff import Backoff, retry
 from fedplat_client.cancellation import Stop, StopSignal, client_stopped, reason_name
 from fedplat_client.errors import (
-    CallError,
     CallRefusedError,
     Cancelled,
-    IdentityError,
     ServerUnavailableError,
     TransferError,
 )
@@ -43,7 +41,6 @@ from fedplat_client.task import Control, EvaluateResult, Task, TrainResult
 
 _TEXT_LIMIT = 500
 _FAIL_ATTEMPTS = 3
-_FAIL_TIMEOUT_S = 5.0
 _DEADLINES = frozenset({model_pb2.REASON_TRAIN_TIMEOUT, model_pb2.REASON_UPLOAD_TIMEOUT})
 # The answer to a report when a crash of the server has lost the end of the upload.
 _BYTES_MISSING = "ABORTED"
@@ -84,7 +81,7 @@ class AssignmentWorker:
             stop = control.signal.stop or Stop(exc.reason, str(exc)[:_TEXT_LIMIT])
         except KeyboardInterrupt:
             self.stop.set(client_stopped())
-            self._fail(assignment.token, client_stopped())
+            self._fail(assignment.token, client_stopped(), control)
             raise
         assert stop is not None  # only a signal that is set raises Cancelled
         fields["reason"] = reason_name(stop.reason)
@@ -93,7 +90,7 @@ class AssignmentWorker:
             return CheckInResult(failed=stop.reason == model_pb2.REASON_REJECTED_MESSAGE, retry=stop.retry)
         _logger.warning("The task failed: %s", stop.text, extra=fields)
         if stop.reason not in _DEADLINES:  # the server's deadline has passed already
-            self._fail(assignment.token, stop)
+            self._fail(assignment.token, stop, control)
         return CheckInResult(failed=True)
 
     def _run_alone(
@@ -244,19 +241,14 @@ class AssignmentWorker:
         _logger.warning("The server rejected the report: %s", refusal.text, extra={**fields, **reason})
         return CheckInResult(failed=True, retry=refusal.retry if refusal.HasField("retry") else None)
 
-    def _fail(self, token: str, stop: Stop) -> None:
-        """Report a failure, so that the server need not wait for the deadline; best effort."""
-        request = fleet_pb2.FailRequest(token=token, reason=stop.reason, text=stop.text)
-        try:
-            retry(
-                lambda: self.connection.fail(request, _FAIL_TIMEOUT_S), self.options, self.stop, attempts=_FAIL_ATTEMPTS
-            )
-        except ServerUnavailableError as exc:
-            _logger.debug("The failure could not be reported: %s", exc)
-        except IdentityError:
-            raise
-        except CallError as exc:
-            _logger.warning("The server refused the report of a failure: %s", exc)
+    def _fail(self, token: str, stop: Stop, control: Control) -> None:
+        """Report a failure, unless the server knows it; best effort."""
+        backoff = Backoff(self.options)
+        for _ in range(_FAIL_ATTEMPTS):
+            if control.is_given_back or report_failure(self.connection, token, stop):
+                return
+            if self.options.wait(self.stop, backoff.next_s()):
+                return
 
 
 def _fields(assignment: fleet_pb2.Assignment) -> dict[str, object]:
