@@ -37,7 +37,7 @@ from fedplat_client._work.peers.listener import PeerListener
 from fedplat_client._work.peers.port import PeerPort
 from fedplat_client._work.silos.worker import SiloParts, SiloWorker
 from fedplat_client._work.training import LocalTrainers
-from fedplat_client.backoff import Backoff, draw_s
+from fedplat_client.backoff import Backoff, draw_s, is_cut
 from fedplat_client.errors import (
     CallError,
     Cancelled,
@@ -191,6 +191,7 @@ class Client:
             delay_s = 0.0
             enrolled_again = False  # whether the client has enrolled again since its last success
             while num_tasks != max_tasks and not self._stopped_within(delay_s):
+                began = self._options.clock()
                 try:
                     session.enroll()
                     prepare()
@@ -212,9 +213,16 @@ class Client:
                 except (IncompatibleServerError, IdentityError):
                     raise
                 except CallError as exc:
-                    delay_s = backoff.next_s(exc.retry)
-                    fields = {**self._fields, "retry_s": round(delay_s, 3)}
-                    _logger.warning("The server cannot be used: %s", session.explain_error(exc), extra=fields)
+                    lasted_s = self._options.clock() - began
+                    delay_s = backoff.next_after(exc, lasted_s)
+                    self._log_failure(exc, session, lasted_s, delay_s)
+
+    def _log_failure(self, exc: CallError, session: ClientSession, lasted_s: float, retry_s: float) -> None:
+        fields = {**self._fields, "retry_s": round(retry_s, 3)}
+        if is_cut(exc, lasted_s):
+            _logger.debug("The connection ended while the client waited for work: %s", exc, extra=fields)
+        else:
+            _logger.warning("The server cannot be used: %s", session.explain_error(exc), extra=fields)
 
     @contextlib.contextmanager
     def _open_session(self) -> Generator[tuple[ClientSession, Callable[[], None], RunAssignment]]:
