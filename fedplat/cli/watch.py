@@ -68,7 +68,7 @@ def follow(
             f"the server at {client.server} closed the watch before the job ended", reason="it closed the watch"
         )
 
-    return waiting.run(client, until_ended)
+    return waiting.run(client, until_ended, watches=True)
 
 
 @contextlib.contextmanager

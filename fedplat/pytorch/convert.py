@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.errors import MissingExtraError, ModelError
-from fedplat.model import Carry, Parameters
+from fedplat.model import Carry, Parameters, read_array
 
 try:
     import torch
@@ -97,10 +97,7 @@ def to_arrays(state: Mapping[str, object]) -> dict[str, npt.NDArray[Any]]:
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):  # a module's extra state may be any object
             raise ModelError(f"entry {name!r} is a {type(value).__name__}; expected a tensor")
-        try:
-            arrays[name] = _as_array(value)
-        except (TypeError, RuntimeError) as exc:
-            raise ModelError(f"tensor {name!r} ({value.dtype}) has no dense values in NumPy: {exc}") from exc
+        arrays[name] = read_array(name, value)
     return arrays
 
 
@@ -109,12 +106,3 @@ def as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
     if array.dtype.name == "bfloat16":  # torch.from_numpy does not support ml_dtypes
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
-
-
-def _as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    host = tensor.detach().cpu().contiguous()
-    if host.dtype == torch.bfloat16:
-        import ml_dtypes
-
-        return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return host.numpy()

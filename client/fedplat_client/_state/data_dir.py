@@ -29,7 +29,7 @@ from pathlib import Path
 import msgspec
 import platformdirs
 
-from fedplat import durable
+from fedplat import durable, forks
 from fedplat.auth import Ticket
 from fedplat.decoding import prepare_type
 from fedplat_client._state.keys import SigningKey, new_signing_key, new_tls_key
@@ -94,17 +94,15 @@ class DataDirectory:
             raise DataDirectoryError(
                 f"the data directory {self.path} cannot be used: {exc}; choose one that this user may write to"
             ) from exc
-        try:
+        with forks.keep_descriptor(lock):  # its end frees the lock
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as exc:
                 raise DataDirectoryError(
-                    f"the data directory {self.path} is in use by another client; "
-                    "stop that client, or use another data directory for this one"
+                    f"the data directory {self.path} is in use by another client; stop that client, or use another "
+                    "data directory for this one: Client(..., data_dir=FOLDER) or --data-dir FOLDER"
                 ) from exc
             yield
-        finally:
-            os.close(lock)  # also frees the lock
 
     def load_identity(
         self, ticket: Ticket | None = None, new_key: Callable[[], str] = lambda: uuid.uuid4().hex

@@ -19,6 +19,7 @@ from msgspec import Struct
 from torch import distributed
 from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
+from fedplat import texts
 from fedplat.client_state import ClientState
 from fedplat.decoding import prepare_type
 from fedplat.errors import FedplatError
@@ -177,7 +178,7 @@ class LaunchedGroup:
                     function(task)
             except Exception as exc:
                 # Publish the error before leaving the group, since leaving fails the other ranks.
-                message = f"rank {self._ranks.rank}: {type(exc).__name__}: {exc}"
+                message = f"rank {self._ranks.rank}: {texts.describe(exc)}"
                 self._open_store().compare_set(self._failure_key, "", message)
                 raise
 

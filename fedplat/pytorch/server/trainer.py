@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from fedplat import texts
 from fedplat.errors import TrainingError
 from fedplat.job.pool import ServerLearning
 from fedplat.metrics import Metric
@@ -77,7 +78,7 @@ def make_on_all_ranks(ranks: Ranks, make: Callable[[], Made], what: str = "the t
         made.append(make())
     except Exception as exc:
         _logger.exception("On this rank %s cannot be used.", what)
-        text = str(exc) if isinstance(exc, ValueError) else f"{type(exc).__name__}: {exc}"
+        text = texts.repair(str(exc)) if isinstance(exc, ValueError) else texts.describe(exc)
     for rank, error in enumerate(ranks.all_gather(text.encode())):
         if error:
             raise TrainingError(f"{what} cannot be used on rank {rank}: {error.decode()}")

@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from fedplat import texts
 from fedplat.decoding import prepare_type
 from fedplat.errors import FedplatError
 from fedplat.flower.app import read_app
@@ -70,7 +71,7 @@ class AppProcess:
         except FedplatError as exc:
             self._write(RunFailed(str(exc)))
         except Exception as exc:  # a process boundary: a bug, or no memory
-            self._write(RunFailed(f"{type(exc).__name__}: {exc}"))
+            self._write(RunFailed(texts.describe(exc)))
             raise
 
     def _start(self, request: StartRun) -> ServerAppRun:

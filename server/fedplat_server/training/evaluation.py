@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from fedplat import aggregate, user_code
+from fedplat import aggregate, texts, user_code
 from fedplat.job import JobSpec
 from fedplat.model import Parameters
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
@@ -58,7 +58,7 @@ def score(reference: str, path: str, rule: aggregate.RuleOptions) -> dict[str, f
         if (size := sum(len(name.encode()) + _NUMBER_BYTES for name in result)) > MAX_METRICS_BYTES:
             raise ValueError(f"{len(result)} metrics take {size} bytes; at most {MAX_METRICS_BYTES} are stored")
     except BaseException as exc:  # a process boundary: even sys.exit() must not reach the daemon
-        return Failure(f"{type(exc).__name__}: {exc}", traceback.format_exc(limit=-20))
+        return Failure(texts.describe(exc), traceback.format_exc(limit=-20))
     return result
 
 

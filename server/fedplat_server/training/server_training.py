@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from msgspec import structs
 
+from fedplat import texts
 from fedplat.decoding import prepare_type
 from fedplat.errors import FedplatError
 from fedplat.job import JobSpec, PoolOptions
@@ -312,4 +313,4 @@ def _metrics(reply: TrainReply) -> dict[str, float]:
 
 
 def _in_one_line(exc: Exception) -> str:
-    return " ".join(str(exc).split())[:1000] or type(exc).__name__
+    return " ".join(texts.repair(str(exc)).split())[:1000] or type(exc).__name__
