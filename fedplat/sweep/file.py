@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
-import tomllib
 from collections.abc import Generator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fedplat import bounded_toml
 from fedplat.errors import JobFileError, MissingExtraError
 from fedplat.local_options import LocalOptions
 from fedplat.metrics import is_smaller_better
@@ -223,7 +223,7 @@ def _naming(path: Path) -> Generator[None]:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(_read_text(path))
+        return bounded_toml.loads(_read_text(path))
     except (ValueError, RecursionError) as exc:
         raise JobFileError(f"the sweep file is not valid TOML: {exc}") from exc
 
