@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from fedplat import durable
+from fedplat import bounded_toml, durable
 from fedplat.decoding import prepare_type
 from fedplat.errors import ProfileError
 
@@ -48,10 +48,10 @@ def default_path() -> Path:
 def load(path: Path) -> Profile:
     """Read a profile. Raises `ProfileError`."""
     try:
-        return msgspec.toml.decode(path.read_bytes(), type=prepare_type(Profile))
+        return msgspec.convert(bounded_toml.loads(path.read_text("utf-8")), prepare_type(Profile))
     except OSError as exc:
         raise ProfileError(f"the profile {path} cannot be read: {exc.strerror}") from exc
-    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except (msgspec.ValidationError, ValueError) as exc:  # of TOML or UTF-8
         raise ProfileError(f"the profile {path} is not valid: {exc}") from exc
 
 

@@ -54,7 +54,7 @@ def serve(source: PageSource, options: LocalDashboardOptions) -> None:
 
             async def run() -> None:
                 dashboard = Dashboard(CodeLogin(source, codes), LOOPBACK_NAMES | {host.lower()})
-                server = make_server(dashboard, None, None, lambda: _begin(announce(), options.open_browser))
+                server = make_server(dashboard, None, lambda: _begin(announce(), options.open_browser))
 
                 def stop() -> None:
                     server.should_exit = True

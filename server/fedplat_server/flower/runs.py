@@ -24,6 +24,7 @@ from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import RunWarmStart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat_server import logs
+from fedplat_server.child_environment import child_environment
 from fedplat_server.errors import ConfigError, FlowerRunError, is_lasting
 from fedplat_server.flower.protocol import (
     AdvanceRun,
@@ -224,9 +225,7 @@ class FlowerRuns:
         folder = self._data_dir / job.job_id
         await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
         arguments = (sys.executable, "-m", "fedplat_server.flower.process")
-        # The app has no use for the server's own settings, such as the password of its database.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("FEDPLAT_")}
-        environment["PYTHONSAFEPATH"] = "1"
+        environment = child_environment(os.environ) | {"PYTHONSAFEPATH": "1"}
         process = await asyncio.create_subprocess_exec(
             *arguments, stdin=PIPE, stdout=PIPE, cwd=folder, env=environment, limit=LIMIT_BYTES
         )

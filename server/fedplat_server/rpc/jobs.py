@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from typing_extensions import override
 
@@ -35,6 +36,7 @@ _AUDIT_ACTIONS = {
     JobAction.RESUME: audit.AuditAction.JOB_RESUMED,
     JobAction.CANCEL: audit.AuditAction.JOB_CANCELLED,
 }
+_Result = TypeVar("_Result")
 VERSIONS_PER_QUERY = 1000
 MAX_RANGES = 20
 """Maximum number of version ranges in an error message."""
@@ -46,6 +48,17 @@ class JobsService(admin_pb2_grpc.JobsServicer):
     def __init__(self, services: Services) -> None:
         self._services = services
         self._exports = RecentEntries()
+        self._parsing = asyncio.Lock()
+
+    async def _run_alone(self, function: Callable[..., _Result], *arguments: object) -> _Result:
+        """Run a function in a thread, one at a time, also if its call has ended: a thread cannot be cancelled."""
+        async with self._parsing:
+            running = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+            try:
+                return await asyncio.shield(running)
+            except asyncio.CancelledError:
+                await asyncio.wait([running])
+                raise
 
     @override
     async def UploadModel(
@@ -63,7 +76,7 @@ class JobsService(admin_pb2_grpc.JobsServicer):
     async def CreateJob(self, request: admin_pb2.CreateJobRequest, context: Context) -> admin_pb2.Job:
         services, max_bytes = self._services, self._services.config.limits.max_job_file_bytes
         plugins = services.config.plugins
-        spec = await asyncio.to_thread(job_checks.parse, request.job_file, max_bytes, plugins.table)
+        spec = await self._run_alone(job_checks.parse, request.job_file, max_bytes, plugins.table)
         config = services.config
         job_checks.check_is_runnable(
             spec, services.evaluation.names, sorted(config.trainers), sorted(config.flower_apps)
