@@ -14,8 +14,8 @@ from fedplat_server.verify import checks, files, inspection, spool
 from fedplat_server.verify.records import AuditPart, Finding, Report, Unit
 
 _REMOVED = {
-    False: "the next start of the daemon removes them",
-    True: "the daemon removes them when they are an hour old",
+    False: "the next start of the daemon removes them, or sets them aside if the database never had them",
+    True: "the daemon removes them, or sets aside those that the database never had, when they are an hour old",
 }
 
 
