@@ -27,7 +27,9 @@ from fedplat_server.storage.blob_backend import BlobBackend, Orphans, StoredDige
 from fedplat_server.storage.ownership import Contents, Owner
 
 TEMPORARY = ".tmp"
-_TEMPORARY_NAME = re.compile("[0-9a-f]{32}" + re.escape(TEMPORARY))
+INCOMING = "incoming-"
+"""The beginning of the name of a temporary file of the module `tempfile`."""
+_TEMPORARY_NAME = re.compile(f"([0-9a-f]{{32}}|{INCOMING}[a-z0-9_]{{8}}){re.escape(TEMPORARY)}")
 ERASED_BYTES = 1 << 20
 """The number of bytes at the beginning of a file that are overwritten before it is removed."""
 

@@ -117,7 +117,7 @@ class BlobObjects(BlobBackend):
     def take_back(self, digest: str) -> bool:
         if self.objects.head(_aside_name(digest)) is None:
             return False
-        self.objects.move(_aside_name(digest), name_of(digest))
+        self.objects.copy(_aside_name(digest), name_of(digest))
         return True
 
     @override
@@ -127,14 +127,13 @@ class BlobObjects(BlobBackend):
     def _set_aside(self, digest: str) -> bool:
         """Set a blob aside; return False if the store cannot copy it, such as one of more than 5 GiB on S3."""
         try:
-            with crash_points.step("object.delete"):
-                self.objects.move(name_of(digest), _aside_name(digest))
+            self.objects.copy(name_of(digest), _aside_name(digest))
         except BlobUnavailableError:
             raise
         except BlobError as exc:
             logs.get().warning("an unknown blob stays where it is", digest=digest, error=str(exc))
             return False
-        self._cache.drop(digest)
+        self.delete(digest)
         return True
 
     @override

@@ -205,11 +205,10 @@ class ObjectStore:
                     with contextlib.suppress(FileNotFoundError):
                         self._store.delete(name)
 
-    def move(self, name: str, target: str) -> None:
-        """Give an object another name, by a copy. Raises `BlobError` if the store cannot copy it; it then stays."""
-        with self._translate("moving", name):
+    def copy(self, name: str, target: str) -> None:
+        """Store a copy of an object, whose bytes stay in the store. Raises `BlobError` if the store cannot copy it."""
+        with self._translate("copying", name):
             self._store.copy(name, target)
-        self.delete([name])
 
     def expire(self, prefix: str, age_s: float) -> None:
         """Remove the objects below a folder that were written before a time on the clock of the store."""

@@ -262,7 +262,8 @@ class ObjectBackend(SpoolBackend):
                 elif name.term <= self._term and name.attempt in known:
                     needless.append(name)
                 elif name.term <= self._term:
-                    self._store.move(str(name), f"{set_aside.FOLDER}/{name}")
+                    self._store.copy(str(name), f"{set_aside.FOLDER}/{name}")
+                    needless.append(name)
                     num_aside += 1
         if num_aside:
             set_aside.warn(f"{self._store.url}/{ASIDE}", num_aside)
