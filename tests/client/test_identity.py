@@ -145,3 +145,15 @@ def test_a_ticket_cannot_take_tls_from_a_known_server(tmp_path: Path) -> None:
     with other.lock():
         assert not other.load_identity(without).tls
         assert other.load_identity(with_tls).tls
+
+
+def test_the_key_of_a_lost_identity_stays_for_a_backup(tmp_path: Path) -> None:
+    place = DataDirectory(tmp_path, "server:1", "demo")
+    with place.lock():
+        place.load_signing_key(place.load_identity())
+        former = {name: (place.path / name).read_bytes() for name in ("identity.json", "identity.key")}
+        (place.path / "identity.json").unlink()
+        place.load_signing_key(place.load_identity())
+        assert (place.path / "identity.key").read_bytes() != former["identity.key"]
+        (kept,) = place.path.glob("identity.key.*")
+        assert kept.read_bytes() == former["identity.key"]

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import urllib.parse
 import uuid
@@ -34,6 +35,8 @@ from fedplat.auth import Ticket
 from fedplat.decoding import prepare_type
 from fedplat_client._state.keys import SigningKey, new_signing_key, new_tls_key
 from fedplat_client.errors import DataDirectoryError
+
+_logger = logging.getLogger("fedplat_client")
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -118,7 +121,7 @@ class DataDirectory:
         try:
             identity = _read(self._identity)
         except FileNotFoundError:
-            self._key.unlink(missing_ok=True)  # the key of a lost identity is useless
+            self._set_key_aside()
             identity = Identity(new_key(), self._server, self._population)
             self._save_with(identity, ticket)
             return self.load_identity()
@@ -172,6 +175,19 @@ class DataDirectory:
     def save(self, identity: Identity) -> None:
         """Store the identity atomically: after a crash the file has either the old content or the new one."""
         self._write(self._identity, msgspec.json.format(msgspec.json.encode(identity)) + b"\n")
+
+    def _set_key_aside(self) -> None:
+        """Give the key of a lost identity another name: the identity may come back from a backup."""
+        aside = self._key.with_name(f"{self._key.name}.{uuid.uuid4().hex[:8]}")
+        with contextlib.suppress(FileNotFoundError):
+            self._key.replace(aside)
+            _logger.warning(
+                "%s is missing, so this is a new client. To be the former one again, restore that file and rename %s "
+                "to %s.",
+                self._identity,
+                aside,
+                self._key.name,
+            )
 
     def _save_with(self, identity: Identity, ticket: Ticket | None) -> None:
         if ticket is not None:
