@@ -325,7 +325,15 @@ class Client:
 
 
 def _resolve_data_dir(data_dir: str | os.PathLike[str] | None) -> Path:
-    return Path(data_dir).expanduser() if data_dir is not None else data_directory.default_data_dir()
+    if data_dir is None:
+        return data_directory.default_data_dir()
+    try:
+        return Path(data_dir).expanduser()
+    except RuntimeError as exc:
+        raise DataDirectoryError(
+            f"the data directory {os.fspath(data_dir)} begins with ~, and that home directory is not known: write the "
+            "whole path"
+        ) from exc
 
 
 def _validate_labels(labels: Mapping[str, str]) -> dict[str, str]:

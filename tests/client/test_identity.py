@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pwd
 import stat
 import subprocess
 import sys
@@ -157,3 +158,16 @@ def test_the_key_of_a_lost_identity_stays_for_a_backup(tmp_path: Path) -> None:
         assert (place.path / "identity.key").read_bytes() != former["identity.key"]
         (kept,) = place.path.glob("identity.key.*")
         assert kept.read_bytes() == former["identity.key"]
+
+
+def test_a_user_without_a_home_is_told_what_to_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_no_user(number: int) -> None:
+        raise KeyError(number)
+
+    for name in ("HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", find_no_user)
+    with pytest.raises(DataDirectoryError, match="no home directory: name a folder with --data-dir"):
+        Client("127.0.0.1:1", population="demo")
+    with pytest.raises(DataDirectoryError, match="begins with ~"):
+        Client("127.0.0.1:1", population="demo", data_dir="~/clients")

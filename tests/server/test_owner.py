@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from fedplat.rounds import AttemptKey
+from fedplat_server.cli.options import parse_spool
 from fedplat_server.database import schema
 from fedplat_server.database.engine import describe
 from fedplat_server.errors import BlobError, ConfigError
@@ -245,3 +246,10 @@ def test_a_relative_path_like_postgres_is_a_file(
     status, out, _ = here(monkeypatch, capsys, "db", "upgrade", "--database", "postgres%20.sqlite")
     assert (status, out.startswith("the database is at revision")) == (0, True)
     assert (tmp_path / "postgres%20.sqlite").is_file()
+
+
+def test_a_folder_with_a_colon_is_no_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert parse_spool("2024:spool") == str(tmp_path / "2024:spool")
+    with pytest.raises(ConfigError, match="expected a URL such as s3://"):
+        parse_spool("s3:/bucket")

@@ -51,8 +51,14 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def default_data_dir() -> Path:
-    """Return the platform's folder for user data."""
-    return platformdirs.user_data_path("fedplat")
+    """Return the platform's folder for user data. Raises `DataDirectoryError` for a user without a home directory."""
+    try:
+        return platformdirs.user_data_path("fedplat")
+    except RuntimeError as exc:  # neither HOME nor an entry in /etc/passwd, as in some containers
+        raise DataDirectoryError(
+            "there is no place for this client's data, since this user has no home directory: name a folder with "
+            "--data-dir (in a program: data_dir=...), or set HOME"
+        ) from exc
 
 
 def find_identity(data_dir: Path) -> Identity:
