@@ -40,7 +40,7 @@ class Settings:
         return msgspec.structs.replace(found, **changes)
 
     def _load_profile(self, *, is_needed: bool) -> profile.Profile:
-        """Return the stored profile; an empty one if there is none and it is not needed."""
+        """Return the stored profile; an empty one if none is stored or needed."""
         try:
             path = self.profile if self.profile is not None else profile.default_path()
         except ProfileError:
