@@ -39,10 +39,16 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def default_path() -> Path:
-    """Return the path of the default profile."""
+    """Return the path of the default profile. Raises `ProfileError` for a user without a home directory."""
     import platformdirs  # not required by programs that pass a path
 
-    return platformdirs.user_config_path("fedplat") / "profile.toml"
+    try:
+        return platformdirs.user_config_path("fedplat") / "profile.toml"
+    except RuntimeError as exc:  # neither HOME nor an entry in /etc/passwd, as in some containers
+        raise ProfileError(
+            "there is no place for a profile, since this user has no home directory: name a file with --profile or "
+            "FEDPLAT_PROFILE, or set HOME"
+        ) from exc
 
 
 def load(path: Path) -> Profile:

@@ -1,9 +1,9 @@
 """Running statistics, such as those of BatchNorm: averaged under every rule.
 
 They are measurements of the clients' data and no weights, so there is no gradient that a server optimizer could follow.
-A step of FedAdam has a size of its own, and a momentum continues in the old direction: the variance becomes negative, and
-its root NaN. Reddi et al. 2021 (arXiv 2003.00295) avoid BatchNorm for this reason; here the statistics move by the mean
-of the clients' updates, whatever the rule does with the weights.
+A step of FedAdam has a size of its own, and a momentum continues in the old direction: the variance becomes negative,
+and its root NaN. Reddi et al. 2021 (arXiv 2003.00295) avoid BatchNorm for this reason; here the statistics move by the
+mean of the clients' updates, whatever the rule does with the weights.
 """
 
 from __future__ import annotations

@@ -107,6 +107,11 @@ class LeaseTimes(msgspec.Struct, frozen=True):
         return cls(valid_s, 2.0 * scale, scale, min(0.5, 0.5 * scale))
 
 
+def is_postgres(database: str) -> bool:
+    """Return whether a database is a URL of PostgreSQL, and not the path of a SQLite file."""
+    return database.startswith("postgres") and "://" in database
+
+
 class ServerConfig(msgspec.Struct, frozen=True):
     """The configuration of a daemon.
 
@@ -146,7 +151,7 @@ class ServerConfig(msgspec.Struct, frozen=True):
     @property
     def is_shared(self) -> bool:
         """True if several daemons may share the database and the data folder: with PostgreSQL, not with SQLite."""
-        return self.database.startswith("postgres")
+        return is_postgres(self.database)
 
     @property
     def own_listen(self) -> str:

@@ -49,6 +49,7 @@ from fedplat_server.database.traces import EndedAttempt
 from fedplat_server.records.audit import ALL_ROWS, AuditEntry, AuditFilter, AuditHead, AuditRow
 from fedplat_server.records.lease import Candidate, Lease, LeaseReading
 from fedplat_server.records.operators import OperatorRecord
+from fedplat_server.storage.blob_backend import StoredDigests
 
 BATCH = 1000
 """Maximum number of versions, attempts or digests in one transaction of the retention."""
@@ -373,6 +374,14 @@ class RetentionStore(Protocol):
 
     async def list_referenced(self) -> frozenset[str]:
         """Return the digests of all kept models, deltas and server optimizer states."""
+        ...
+
+    async def list_digests(self) -> StoredDigests:
+        """Return the digests of all models, deltas and server optimizer states, also of those that were given up."""
+        ...
+
+    async def list_recent_attempts(self, since_unix_s: float) -> list[AttemptKey]:
+        """Return the attempts that are open or have ended since a time."""
         ...
 
     async def read_database_id(self) -> str:
