@@ -256,7 +256,7 @@ def fail_attempt(job: JobState, text: str, context: Context, *, is_lasting: bool
         return Transition(set_status(after, JobStatus.FAILED, reason), commands)
     if futility.gives_up(after):
         return Transition(
-            set_status(after, JobStatus.PAUSED, futility.describe_pause(after, _describe(attempt), text)), commands
+            set_status(after, JobStatus.PAUSED, futility.describe_pause(after, _describe(job, attempt), text)), commands
         )
     wait = pacing.backoff_s(retry, failures, context.rng)
     reason = f"{_describe(job, attempt)} attempt {attempt.key.number} was abandoned: {text}; retrying"
