@@ -50,7 +50,7 @@ from fedplat_server.coordination.retention import RetentionTask
 from fedplat_server.coordination.revocation import Revocation
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.coordination.silence import SilenceMonitor
-from fedplat_server.database.ports import Store, recall_participations
+from fedplat_server.database.ports import Store, list_creators, recall_participations
 from fedplat_server.flower.runs import FlowerRuns
 from fedplat_server.instruments import Instruments
 from fedplat_server.metrics.service import MetricsService
@@ -111,8 +111,7 @@ class LeaderParts:
         loop = asyncio.get_running_loop()
         runner = Runner(Coordinator(max_waiting=config.limits.max_waiting), store, loop, store_retry_s=store_retry_s)
         jobs = JobRegistry(runner)
-        for record in await store.jobs.load_jobs(runner.now):
-            jobs.add(record, await recall_participations(store.jobs, record.state))
+        await _load_jobs(store, jobs, runner.now)
         health = StoreHealth(config.spool_url) if config.spool_url else None
         spool = await _open_spool(config, store, lease.term, jobs, health)
         relay = await asyncio.to_thread(RelayStore, config.data_dir / "relay")
@@ -313,6 +312,13 @@ class LeaderParts:
     def _score(self, job: JobState, version: ModelVersion) -> None:
         if version.version > 0 and self.services.evaluation.is_due(job, version):
             self.services.evaluation.schedule(job, version)
+
+
+async def _load_jobs(store: Store, jobs: JobRegistry, now: float) -> None:
+    creators = await list_creators(store.audit)
+    for record in await store.jobs.load_jobs(now):
+        participations = await recall_participations(store.jobs, record.state)
+        jobs.add(record, participations, creator=creators.get(record.state.job_id, ""))
 
 
 async def _open_blobs(config: ServerConfig, store: Store, instruments: Instruments) -> BlobStore:

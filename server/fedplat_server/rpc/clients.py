@@ -12,8 +12,8 @@ from fedplat_server.coordination.revocation import EnrolledClients
 from fedplat_server.database.clients import ClientRecord, EnrollmentToken
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.rpc import client_filters, fleet_view, pages, validation
+from fedplat_server.rpc.caller import current_operator
 from fedplat_server.rpc.handlers import Context
-from fedplat_server.rpc.operator_access import current_operator
 from fedplat_server.rpc.services import Services
 
 
