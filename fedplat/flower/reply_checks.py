@@ -23,7 +23,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedplat.claims import MAX_EXAMPLES
 from fedplat.errors import FlowerError
-from fedplat.flower import layout
+from fedplat.flower import layout, records
 from fedplat.flower.envelopes import FAILED
 from fedplat.flower.messages import NUM_EXAMPLES
 
@@ -60,12 +60,12 @@ class ReplyUse:
         weight = str(getattr(self.strategy, "weighted_by_key", NUM_EXAMPLES))
         misfits = find_misfits(replies, weight, sent)
         replies = self._limit_weights(replies, weight, misfits)
-        restore, is_finite = _remember(self.strategy), _is_finite(sent)
+        restore = _remember(self.strategy)
 
         def attempt(problems: Mapping[int, str]) -> Any:
             result = aggregate(number, [_pass_on(reply, problems.get(index)) for index, reply in enumerate(replies)])
             arrays = result[0] if isinstance(result, tuple) and result else None
-            if is_finite and isinstance(arrays, ArrayRecord) and not _is_finite(arrays):
+            if isinstance(arrays, ArrayRecord) and not _is_finite(arrays) and _is_finite(sent):
                 name = type(self.strategy).__name__
                 raise FlowerError(f"the strategy {name} made arrays with NaN or infinite numbers of finite replies")
             return result
@@ -213,7 +213,8 @@ def _read_weights(replies: Sequence[Message], weight: str, misfits: Mapping[int,
 
 
 def _is_finite(arrays: ArrayRecord) -> bool:
-    return all(layout.is_array_finite(array.numpy()) for array in arrays.values() if array.stype == layout.NUMPY)
+    values = (records.view_array(array) for array in arrays.values())
+    return all(each is None or layout.is_array_finite(each) for each in values)
 
 
 def _describe_weight(content: RecordDict, weight: str) -> str:
