@@ -24,11 +24,10 @@ from flwr.serverapp.strategy import Strategy
 from fedplat.claims import MAX_EXAMPLES
 from fedplat.errors import FlowerError
 from fedplat.flower import layout, records
+from fedplat.flower.claims import MIN_CLAIMS
 from fedplat.flower.envelopes import FAILED
 from fedplat.flower.messages import NUM_EXAMPLES
 
-MIN_REPLIES = 3
-"""With fewer replies there is no majority: either of two could be the wrong one."""
 MAX_SEARCHED = 64
 """Number of replies that are left out in turn when a strategy fails; each costs one more aggregation."""
 _NAMED = 5
@@ -86,7 +85,7 @@ class ReplyUse:
     def _limit_weights(self, replies: Sequence[Message], weight: str, misfits: Mapping[int, str]) -> Sequence[Message]:
         """Return the replies with no weight above `max_weight_factor` times the lower median."""
         weights = _read_weights(replies, weight, misfits)
-        if not self.max_weight_factor or len(weights) < MIN_REPLIES:
+        if not self.max_weight_factor or len(weights) < MIN_CLAIMS:
             return replies
         most = self.max_weight_factor * median_low(weights.values())
         limited = list(replies)
@@ -143,7 +142,7 @@ def _search(
     others = [index for index, reply in enumerate(replies) if reply.has_content() and index not in misfits]
     text = f"the strategy cannot use it: {type(cause).__name__}: {cause}"
     blamed: list[Mapping[int, str]] = [misfits] if misfits else []
-    if len(others) >= MIN_REPLIES:
+    if len(others) >= MIN_CLAIMS:
         blamed += [{**misfits, index: text} for index in others[:MAX_SEARCHED]]
     for problems in blamed:
         restore()
