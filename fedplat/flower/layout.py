@@ -40,6 +40,8 @@ NUMPY = "numpy.ndarray"
 _MAGIC = b"\x93NUMPY"
 _MAX_HEADER_BYTES = 4096
 _MAX_RANK = 64
+_ENTRY_TOKENS = 10
+"""More than the entry of an array has in an index, with a shape of four dimensions."""
 _DTYPE = re.compile(r"[<>|=](?:[biufc]\d{1,2}|[SUV]\d{1,9}|[mM]8(?:\[\d{0,9}\w{1,3}\])?)")
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -102,7 +104,7 @@ def read_index(content: npt.NDArray[Any] | None, schema: Schema) -> Index:
     """Return the index of a file, whose entries name tensors of the file, each once. Raises `FlowerError`."""
     if content is None or content.dtype != np.uint8 or content.ndim != 1 or content.nbytes > MAX_INDEX_BYTES:
         raise FlowerError(f"the file is not that of a message; expected a tensor {INDEX} of bytes")
-    if not has_few_values(content.data):
+    if not has_few_values(content.data, len(schema.tensors)):
         raise FlowerError(f"the records of the message have more than {MAX_VALUES} keys and values, which is too many")
     try:
         index = msgspec.msgpack.decode(content.data, type=prepare_type(Index))
@@ -122,10 +124,10 @@ def read_index(content: npt.NDArray[Any] | None, schema: Schema) -> Index:
     return index
 
 
-def has_few_values(index: memoryview, most: int = MAX_VALUES) -> bool:
-    """Return whether an index has at most so many keys and values, without making objects of them."""
+def has_few_values(index: memoryview, num_arrays: int, most: int = MAX_VALUES) -> bool:
+    """Return whether an index has few keys and values besides those of its arrays, without making objects of them."""
     position, size_bytes = 0, len(index)
-    for _ in range(most + 1):
+    for _ in range(most + _ENTRY_TOKENS * num_arrays + 1):
         if position >= size_bytes:
             return True
         position += _measure_token(index, position)

@@ -75,7 +75,7 @@ class PackedMessage:
         """Return the key of an array with a NaN or an infinite number, or ""."""
         for record in self.content.array_records.values():
             for key, array in record.items():
-                values = _read_array(array)
+                values = view_array(array)
                 if values is not None and not layout.is_array_finite(values):
                     return key
         return ""
@@ -128,7 +128,7 @@ def pack(message: MessageFile) -> PackedMessage:
         )
     except (TypeError, OverflowError) as exc:
         raise FlowerError(f"a record of the message cannot be sent: {exc}") from exc
-    if len(index) > layout.MAX_INDEX_BYTES or not layout.has_few_values(memoryview(index)):
+    if len(index) > layout.MAX_INDEX_BYTES or not layout.has_few_values(memoryview(index), len(tensors)):
         raise FlowerError(
             f"the metrics and configs of the message have {len(index)} bytes; expected at most "
             f"{layout.MAX_INDEX_BYTES}, and {layout.MAX_VALUES} keys and values: send large values as arrays"
@@ -193,7 +193,7 @@ def _read_arrays(file: Parameters, entries: tuple[ArrayEntry, ...]) -> ArrayReco
 def _add_arrays(record: Mapping[str, Array], prefix: str, tensors: dict[str, npt.NDArray[Any]]) -> Iterator[ArrayEntry]:
     for key, array in record.items():
         name = _choose_name(f"{prefix}{key}", tensors)
-        values = _read_array(array)
+        values = view_array(array)
         is_flat = isinstance(array, FlatArray) or (values is not None and values.flags.c_contiguous)
         if values is not None and values.dtype in _DTYPES and is_flat:
             tensors[name] = values
@@ -211,7 +211,7 @@ def _choose_name(name: str, taken: Mapping[str, object]) -> str:
     return next(other for number in itertools.count(len(taken)) if (other := f"#{number}") not in taken)
 
 
-def _read_array(array: Array) -> npt.NDArray[Any] | None:
+def view_array(array: Array) -> npt.NDArray[Any] | None:
     """Return the values of an array without copying them; None if an app has serialized it in its own way.
 
     Raises `FlowerError` if it is not what it claims to be.

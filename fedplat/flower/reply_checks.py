@@ -23,12 +23,11 @@ from flwr.serverapp.strategy import Strategy
 
 from fedplat.claims import MAX_EXAMPLES
 from fedplat.errors import FlowerError
-from fedplat.flower import layout
+from fedplat.flower import layout, records
+from fedplat.flower.claims import MIN_CLAIMS
 from fedplat.flower.envelopes import FAILED
 from fedplat.flower.messages import NUM_EXAMPLES
 
-MIN_REPLIES = 3
-"""With fewer replies there is no majority: either of two could be the wrong one."""
 MAX_SEARCHED = 64
 """Number of replies that are left out in turn when a strategy fails; each costs one more aggregation."""
 _NAMED = 5
@@ -60,12 +59,12 @@ class ReplyUse:
         weight = str(getattr(self.strategy, "weighted_by_key", NUM_EXAMPLES))
         misfits = find_misfits(replies, weight, sent)
         replies = self._limit_weights(replies, weight, misfits)
-        restore, is_finite = _remember(self.strategy), _is_finite(sent)
+        restore = _remember(self.strategy)
 
         def attempt(problems: Mapping[int, str]) -> Any:
             result = aggregate(number, [_pass_on(reply, problems.get(index)) for index, reply in enumerate(replies)])
             arrays = result[0] if isinstance(result, tuple) and result else None
-            if is_finite and isinstance(arrays, ArrayRecord) and not _is_finite(arrays):
+            if isinstance(arrays, ArrayRecord) and not _is_finite(arrays) and _is_finite(sent):
                 name = type(self.strategy).__name__
                 raise FlowerError(f"the strategy {name} made arrays with NaN or infinite numbers of finite replies")
             return result
@@ -86,7 +85,7 @@ class ReplyUse:
     def _limit_weights(self, replies: Sequence[Message], weight: str, misfits: Mapping[int, str]) -> Sequence[Message]:
         """Return the replies with no weight above `max_weight_factor` times the lower median."""
         weights = _read_weights(replies, weight, misfits)
-        if not self.max_weight_factor or len(weights) < MIN_REPLIES:
+        if not self.max_weight_factor or len(weights) < MIN_CLAIMS:
             return replies
         most = self.max_weight_factor * median_low(weights.values())
         limited = list(replies)
@@ -143,7 +142,7 @@ def _search(
     others = [index for index, reply in enumerate(replies) if reply.has_content() and index not in misfits]
     text = f"the strategy cannot use it: {type(cause).__name__}: {cause}"
     blamed: list[Mapping[int, str]] = [misfits] if misfits else []
-    if len(others) >= MIN_REPLIES:
+    if len(others) >= MIN_CLAIMS:
         blamed += [{**misfits, index: text} for index in others[:MAX_SEARCHED]]
     for problems in blamed:
         restore()
@@ -213,7 +212,8 @@ def _read_weights(replies: Sequence[Message], weight: str, misfits: Mapping[int,
 
 
 def _is_finite(arrays: ArrayRecord) -> bool:
-    return all(layout.is_array_finite(array.numpy()) for array in arrays.values() if array.stype == layout.NUMPY)
+    values = (records.view_array(array) for array in arrays.values())
+    return all(each is None or layout.is_array_finite(each) for each in values)
 
 
 def _describe_weight(content: RecordDict, weight: str) -> str:

@@ -164,8 +164,15 @@ def count(value: Any) -> int:
 def test_values_are_counted_as_msgpack_has_them() -> None:
     content = memoryview(msgspec.msgpack.encode(TOKENS))
     number = count(TOKENS)
-    assert layout.has_few_values(content, number)
-    assert not layout.has_few_values(content, number - 1)
+    assert layout.has_few_values(content, 0, number)
+    assert not layout.has_few_values(content, 0, number - 1)
+
+
+def test_a_model_of_many_arrays_is_no_index_of_too_many_values() -> None:
+    number = np.zeros((), np.float32)
+    arrays = records.share_arrays({f"layer.{key}": number for key in range(20_000)})
+    file = records.encode(MessageFile(RecordDict({"arrays": arrays})))
+    assert len(records.decode(file).content.array_records["arrays"]) == 20_000
 
 
 def test_bytes_of_a_config_may_be_large() -> None:
