@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -227,7 +228,11 @@ def test_without_torchrun_parallel_training_is_that_of_one_process() -> None:
 
 def test_ranks_that_are_started_again_do_not_read_what_the_former_ones_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    monkeypatch.setattr(distributed, "rendezvous", lambda _: iter([(store, 0, 2)]))
+
+    def rendezvous(url: str) -> Iterator[tuple[Any, int, int]]:
+        yield store, 0, 2
+
+    monkeypatch.setattr(distributed, "rendezvous", rendezvous)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
 
     def make(rank: int) -> Any:
