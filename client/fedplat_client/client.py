@@ -239,7 +239,9 @@ class Client:
             worker = assignment.AssignmentWorker(
                 connection=connection,
                 downloader=parts.downloader,
-                residuals=Residuals(self._directory.residuals, self._options.cache_limit_bytes),
+                residuals=Residuals(
+                    self._directory.residuals, self._options.cache_limit_bytes, parts.downloader.cache.give_way
+                ),
                 served=ServedAttempts(self._directory.served),
                 client_states=parts.client_states,
                 trainers=parts.trainers,
@@ -274,8 +276,8 @@ class Client:
         return SiloParts(
             connection=connection,
             downloader=Downloader(connection, cache, options.max_model_bytes, self._plugins.table),
-            store=SiloStore(directory.silos, directory.exports, options.cache_limit_bytes),
-            client_states=ClientStateStore(directory.client_states, options.cache_limit_bytes),
+            store=SiloStore(directory.silos, directory.exports, options.cache_limit_bytes, cache.give_way),
+            client_states=ClientStateStore(directory.client_states, options.cache_limit_bytes, cache.give_way),
             trainers=LocalTrainers(
                 trainers=self._trainers,
                 evaluators=self._evaluators,

@@ -43,8 +43,9 @@ class ClientOptions:
     inline_limit_bytes: int = wire.INLINE_BYTES
     """Largest update that is sent within its report, without a separate upload."""
     cache_limit_bytes: int = 2 * 2**30
-    """Size of the model cache; a larger model is used but not kept. The codecs' residuals may take the same size again,
-    and so may the client states, and the models of decentralised jobs besides the current one."""
+    """Largest size of the model cache, which also gives way when its disk is full; a larger model is used but not kept.
+    The codecs' residuals may take the same size again, and so may the client states, and the models of decentralised
+    jobs besides the current one."""
     max_model_bytes: int = 32 * 2**30
     """Largest model that is downloaded; a larger one fails the assignment (`TRANSFER_FAILED`)."""
     mtls: bool = False

@@ -30,6 +30,7 @@ from fedplat import durable
 from fedplat.decoding import prepare_type
 from fedplat.gossip.messages import Delta, Digest, Number
 from fedplat.model import Parameters
+from fedplat_client._state import lru
 
 _STATE = "state.json"
 _RECEIVED = "received"
@@ -114,8 +115,9 @@ class SiloState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class SiloFolder:
     """The folder of one job. Methods raise `OSError`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, give_way: lru.GiveWay = lambda: False) -> None:
         self.path = path
+        self._give_way = give_way
         self.received = path / _RECEIVED
         self.received.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.state = self._load()
@@ -132,10 +134,14 @@ class SiloFolder:
         for piece in pieces:
             sha256.update(piece)
         digest = sha256.hexdigest()
-        if self.find(digest) is None:
+
+        def write() -> None:
             with durable.atomic_write(self.path / digest) as file:
                 for piece in pieces:
                     file.write(piece)
+
+        if self.find(digest) is None:
+            lru.write(write, self._give_way)
         return digest
 
     def admit(self, path: Path, digest: str) -> Path:
@@ -218,8 +224,9 @@ def _read_state(folder: Path) -> SiloState | None:
 class SiloStore:
     """The folders of all jobs; beyond `limit_bytes`, those of the jobs that were not used for longest are deleted."""
 
-    def __init__(self, folder: Path, exports: Path, limit_bytes: int) -> None:
+    def __init__(self, folder: Path, exports: Path, limit_bytes: int, give_way: lru.GiveWay = lambda: False) -> None:
         self._folder = folder
+        self._give_way = give_way
         self._exports = exports
         self._limit_bytes = limit_bytes
         self._last: SiloFolder | None = None
@@ -232,7 +239,7 @@ class SiloStore:
         self._make_room(path)
         self._expire()
         if self._last is None or self._last.path != path:
-            self._last = SiloFolder(path)
+            self._last = SiloFolder(path, self._give_way)
         return self._last
 
     def _expire(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
@@ -223,7 +224,8 @@ class LaunchedGroup:
                 store, _, _ = next(rendezvous("env://"))
             else:
                 store = open_store(self._place, _MEET_S)
-            self._store = PrefixStore("fedplat", store)
+            # torchrun's store outlives the ranks: those that it starts again must not read what the former ones wrote.
+            self._store = PrefixStore(f"fedplat/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         return self._store
 
 
