@@ -59,10 +59,10 @@ class F1(Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag=
         return {name: column.bincount(minlength=classes) for name, column in columns.items()}
 
     def compute(self, totals: Totals) -> Mapping[str, float]:
-        """Return the mean over the classes."""
+        """Return the mean over the classes; no value without any."""
         counts = totals["found"] + totals["real"]
         occurs = counts > 0
-        return {"f1": float((2.0 * totals["hits"][occurs] / counts[occurs]).mean())}
+        return {"f1": float((2.0 * totals["hits"][occurs] / counts[occurs]).mean())} if occurs.any() else {}
 
 
 class TopKAccuracy(Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="top_k"):
@@ -79,8 +79,8 @@ class TopKAccuracy(Struct, frozen=True, forbid_unknown_fields=True, tag_field="n
         return {"hits": hits, "answers": (targets >= 0).sum()}
 
     def compute(self, totals: Totals) -> Mapping[str, float]:
-        """Return the fraction."""
-        return {f"top_{self.k}": float(totals["hits"] / totals["answers"])}
+        """Return the fraction; no value without answers."""
+        return {f"top_{self.k}": float(totals["hits"] / totals["answers"])} if totals["answers"] else {}
 
 
 class MeanAbsoluteError(Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="mae"):

@@ -172,3 +172,5 @@ def test_metrics_of_classes_refuse_one_logit() -> None:
         F1().measure(torch.zeros(3, 1), torch.zeros(3, dtype=torch.int64))
     measured = F1().measure(torch.eye(3), torch.tensor([0, 1, -100]))
     assert torch.as_tensor(measured["real"]).tolist() == [1, 1, 0]
+    padding = {name: np.zeros(3) for name in ("hits", "found", "real")}
+    assert F1().compute(padding) == {}
