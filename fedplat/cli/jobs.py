@@ -34,6 +34,8 @@ from fedplat.wire.v1 import admin_pb2
 
 app = typer.Typer(no_args_is_help=True, help="Submit, follow and control jobs.", rich_markup_mode=None)
 
+LARGE_BYTES = 10 * 2**30
+"""Size of all versions of a job above which it should limit them."""
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="Job file (TOML).")]
 
 
@@ -182,6 +184,21 @@ def cancel_job(
         _control(command, AdminClient.cancel, job)
 
 
+@app.command("set")
+def set_job(
+    context: typer.Context,
+    job: JobArgument,
+    changes: Annotated[
+        list[str], typer.Argument(metavar="KEY=VALUE...", help="Key of [retention] or [retry], and its new value.")
+    ],
+    server: ServerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Change how many files a job keeps, or when it gives up, such as retention.versions=5. It applies at once."""
+    with session(context, server, as_json) as command:
+        _control(command, lambda client, name: client.set_job(name, changes), job)
+
+
 _RULE_STATES = {
     "kept": "the aggregation rule continues with its state at that version",
     "initial": "the aggregation rule starts without state: that of the version is not kept (retention.states)",
@@ -238,6 +255,12 @@ def _load(file: Path, server_plugins: frozenset[tuple[str, str]] = frozenset()) 
 def _warn(output: Output, submission: Submission) -> None:
     for warning in warnings(submission.spec):
         output.note(f"warning: {warning}")
+    total = submission.spec.rounds * submission.parameters.schema.file_size_bytes
+    if not submission.spec.retention.versions and total > LARGE_BYTES:
+        output.note(
+            f"warning: retention.versions = 0: the {submission.spec.rounds:,} versions of the model need "
+            f"{formats.size(total)} of the server's disk; set the number of versions to keep, such as 20"
+        )
 
 
 def _control(command: CommandSession, change: Callable[[AdminClient, str], admin_pb2.Job], job: str) -> None:

@@ -277,11 +277,13 @@ class Flower(Struct, frozen=True, forbid_unknown_fields=True):
 class Retention(Struct, frozen=True, forbid_unknown_fields=True):
     """Files and history of the job that the server keeps; it removes the rest in the background.
 
-    Version 0, the latest version and those that clients work with are always kept.
+    Version 0, the latest version and those that clients work with are always kept. `fedplat job set` changes these
+    options of a job that has not ended.
     """
 
     versions: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-    """Number of newest versions with model files; 0: all versions keep theirs."""
+    """Number of newest versions with model files; 0: all versions keep theirs, but those of a running job only the
+    newest 5 while the disk is nearly full."""
     every: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     """Versions that are a multiple of this keep their model files as well; needs `versions`."""
     states: Count = 2

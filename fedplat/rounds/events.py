@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from fedplat.gossip.messages import GossipEvent
+from fedplat.job import JobSpec
 from fedplat.loaded_plugins import PluginVersion
 from fedplat.rounds.records import AttemptKey, ModelVersion
 from fedplat.rounds.states import Reason
@@ -33,6 +34,14 @@ class OperatorCommand:
     action: JobAction
     plugins: tuple[PluginVersion, ...] = ()
     problem: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpecChanged:
+    """An operator has changed options of a job; its file is stored with them."""
+
+    job_id: str
+    spec: JobSpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -278,6 +287,7 @@ class AggregationFailed(AttemptEvent):
 
 JobEvent = (
     OperatorCommand
+    | SpecChanged
     | RollbackOrdered
     | ServerRestarted
     | CandidatesDrawn

@@ -52,6 +52,7 @@ from fedplat.rounds.events import (
     SharesSent,
     SiloReported,
     SilosLost,
+    SpecChanged,
     SurvivorsConfirmed,
     UpdateRejected,
     UpdateReported,
@@ -403,6 +404,7 @@ def _on_aggregation_failed(job: JobState, event: AggregationFailed, context: Con
 
 HANDLERS: Mapping[type[Any], Callable[[JobState, Any, Context], Transition]] = {
     OperatorCommand: operators.on_operator,
+    SpecChanged: operators.on_changed,
     RollbackOrdered: rollback.on_rollback,
     ServerRestarted: restart.on_restart,
     CandidatesDrawn: _on_candidates,

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from uuid import uuid4
 
+from fedplat.job.sections import Retention
 from fedplat.loaded_plugins import describe_versions
 from fedplat.rounds import Change, Coordinator, HistoryRow, JobState, ModelVersion, selection
 from fedplat.rounds.commands import (
@@ -36,7 +37,7 @@ from fedplat_server.auth.enrollment import Enrollments, Trust
 from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.config import ServerConfig
 from fedplat_server.coordination import owner
-from fedplat_server.coordination.alert_monitor import AlertMonitor
+from fedplat_server.coordination.alert_monitor import AlertMonitor, DiskSpace
 from fedplat_server.coordination.alert_recorder import AlertRecorder
 from fedplat_server.coordination.availability import AvailabilityTracker
 from fedplat_server.coordination.budgets import Budgets
@@ -93,6 +94,7 @@ class LeaderParts:
         self._training = training
         self._flower = flower
         self._retention = retention
+        self._retention_options: dict[str, Retention] = {}
         self._alert_recorder = AlertRecorder(services.alerts, services.store, services.config.data_dir)
         self._traces: AttemptTraces | None = None
 
@@ -191,7 +193,14 @@ class LeaderParts:
         )
         pool = WorkerPool.at(config.data_dir)
         set_asides = (blobs.expire, spool.expire, relay.expire, training.expire)
-        retention = RetentionTask(blobs, store, jobs.state, clients.drain_last_seen, set_asides)
+        retention = RetentionTask(
+            blobs,
+            store,
+            jobs.state,
+            clients.drain_last_seen,
+            set_asides,
+            lambda: DiskSpace.of(config.data_dir).is_scarce,
+        )
         accelerators = Accelerators(pool, training, references, flower, secure)
         aggregation = Aggregation(
             blobs, spool, store.jobs.find_version, runner.post, accelerators, on_leftovers=retention.schedule_blobs
@@ -266,7 +275,9 @@ class LeaderParts:
                 self._score(change.job, change.version)
             if change.job.spec.flower is not None and change.job.status in ENDED_JOBS:
                 self._flower.forget(job_id)
-            if change.version is not None or change.job.status in ENDED_JOBS:
+            options, known = change.job.spec.retention, self._retention_options.get(job_id)
+            if change.version is not None or change.job.status in ENDED_JOBS or options is not known:
+                self._retention_options[job_id] = options
                 self._retention.schedule_job(job_id)
             if change.job.spec.warm_start is not None and not has_pending_warm_start(change.job):
                 self._training.forget(job_id)

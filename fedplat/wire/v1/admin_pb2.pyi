@@ -450,6 +450,31 @@ class JobRequest(_message.Message):
 Global___JobRequest: _TypeAlias = JobRequest  # noqa: Y015
 
 @_typing.final
+class SetJobRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Dotted keys with TOML values, such as "retention.versions=5"."""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        changes: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetJobRequest: _TypeAlias = SetJobRequest  # noqa: Y015
+
+@_typing.final
 class RollbackJobRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -301,9 +301,14 @@ def _check_certificate(server: ServerFacts) -> Alert | None:
     return Alert("certificate_expiring", Severity.WARNING, text, remedy)
 
 
+def is_scarce(free_bytes: int, total_bytes: int) -> bool:
+    """Return whether a disk is nearly full; of a small disk, only if it is half full."""
+    return free_bytes < DISK_RATIO * total_bytes or free_bytes < min(DISK_BYTES, total_bytes / 2)
+
+
 def _check_disk_low(server: ServerFacts) -> Alert | None:
     free, total = server.disk_free_bytes, server.disk_total_bytes
-    if not total or (free >= DISK_RATIO * total and free >= DISK_BYTES):
+    if not is_scarce(free, total):
         return None
     text = f"The disk of the data folder has {_size(free)} of {_size(total)} free ({free / total:.0%})."
     return Alert("disk_low", Severity.WARNING, text, _FREE_SPACE)
@@ -351,8 +356,8 @@ def _check_webhooks(server: ServerFacts) -> Alert | None:
 
 
 _FREE_SPACE = (
-    "Free space, enlarge the disk or the quota of the object store, or remove old data (fedplat-server prune, or "
-    "[retention] in the job files)."
+    "Free space, or enlarge the disk or the quota of the object store. Let running jobs keep fewer versions (fedplat "
+    "job set JOB retention.versions=5), and remove old data of ended ones (fedplat-server prune --keep-versions 5)."
 )
 SERVER_RULES: Sequence[Callable[[ServerFacts], Alert | None]] = (
     _check_certificate,

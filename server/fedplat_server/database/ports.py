@@ -158,6 +158,10 @@ class JobStore(Protocol):
         """
         ...
 
+    async def change_job_file(self, job_id: str, job_file: str, audit: Sequence[AuditEntry] = ()) -> None:
+        """Replace the file of an existing job, with its audit entries."""
+        ...
+
     async def find_job(self, idempotency_key: str) -> JobRecord | None:
         """Return the job that was created with this key."""
         ...

@@ -31,6 +31,7 @@ class AuditAction(StrEnum):
     JOB_RESUMED = "job resumed"
     JOB_CANCELLED = "job cancelled"
     JOB_ROLLED_BACK = "job rolled back"
+    JOB_CHANGED = "job changed"
     OPERATOR_ADDED = "operator added"
     OPERATOR_REMOVED = "operator removed"
     LOGIN_REFUSED = "login refused"

@@ -7,13 +7,14 @@ import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from msgspec import structs
 from typing_extensions import override
 
 from fedplat.gossip.steps import MAX_SILOS
 from fedplat.job import JobSpec
 from fedplat.loaded_plugins import describe_versions
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
-from fedplat.rounds.events import JobAction, OperatorCommand, RollbackOrdered
+from fedplat.rounds.events import JobAction, OperatorCommand, RollbackOrdered, SpecChanged
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, model_pb2
 from fedplat_server.auth.audit_limits import RecentEntries
@@ -145,6 +146,26 @@ class JobsService(admin_pb2_grpc.JobsServicer):
     @override
     async def CancelJob(self, request: admin_pb2.JobRequest, context: Context) -> admin_pb2.Job:
         return await self._command(request.job, JobAction.CANCEL)
+
+    @override
+    async def SetJob(self, request: admin_pb2.SetJobRequest, context: Context) -> admin_pb2.Job:
+        services, record = self._services, self._services.jobs.find(request.job)
+        job = record.state
+        if job.status in ENDED_JOBS:
+            raise RefusedError(Code.ILLEGAL_ACTION, f"cannot change a job that is {job.status}")
+        if record.problem:
+            raise RefusedError(Code.ILLEGAL_ACTION, f"this server cannot read the job: {record.problem}")
+        table, max_bytes = services.config.plugins.table, services.config.limits.max_job_file_bytes
+        text, spec = await asyncio.to_thread(job_checks.change, record.job_file, request.changes, max_bytes, table)
+        spec = structs.replace(job.spec, retention=spec.retention, retry=spec.retry)
+        details = {"name": job.spec.name, "changes": "; ".join(request.changes)[:1000]}
+        entry = AuditEntry(current_operator(), audit.AuditAction.JOB_CHANGED, job.job_id, details)
+        await services.store.jobs.change_job_file(job.job_id, text, [entry])
+        services.jobs.change_file(job.job_id, text)
+        verdict = await services.runner.submit(SpecChanged(job.job_id, spec))
+        if not verdict.accepted:
+            raise RefusedError(Code.ILLEGAL_ACTION, verdict.text)
+        return await self._job(services.jobs.find(job.job_id))
 
     @override
     async def RollbackJob(

@@ -71,6 +71,10 @@ class JobRegistry:
         if record.state.job_id not in self._runner.coordinator.jobs:
             self._runner.coordinator.add(record.state, participations)
 
+    def change_file(self, job_id: str, job_file: str) -> None:
+        """Show another file of a job, which was stored."""
+        self._records[job_id] = dataclasses.replace(self._records[job_id], job_file=job_file)
+
     def all(self) -> list[JobRecord]:
         """Return the jobs in the order of creation."""
         return [self._current(job_id) for job_id in self._records]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fedplat
-from fedplat.cli import formats
+from fedplat.cli import formats, jobs
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from support.cli.commands import Run, parsed
@@ -190,6 +190,20 @@ def test_job_control(run: Run, job: admin_pb2.Job):
     assert (refused.exit_code, refused.stdout) == (1, "")
     assert refused.stderr == "error: job 'digits' is RUNNING; expected DRAFT\n"
     assert parsed(run("job", "cancel", job.job_id, "--json"))["status"] == "CANCELLED"
+
+
+def test_job_set(run: Run, job: admin_pb2.Job, state: State):
+    done = run("job", "set", "digits", "retention.versions=5", "retry.pause_after=0")
+    assert done.stdout == f"job digits ({job.job_id}) is RUNNING\n"
+    assert state.changes == ["retention.versions=5", "retry.pause_after=0"]
+    assert run("job", "set", "digits").exit_code == 2
+
+
+def test_a_job_whose_versions_fill_a_disk_is_warned_of(run: Run, job_file: str, monkeypatch: pytest.MonkeyPatch):
+    assert "retention.versions" not in run("job", "check", job_file).stderr
+    monkeypatch.setattr(jobs, "LARGE_BYTES", 100)
+    warned = " ".join(run("job", "check", job_file).stderr.split())
+    assert "retention.versions = 0: the 3 versions of the model need" in warned
 
 
 def test_job_rollback(run: Run, job: admin_pb2.Job):
@@ -383,6 +397,7 @@ COMMANDS = [
     ("job", "resume", "x"),
     ("job", "cancel", "x"),
     ("job", "rollback", "x", "1"),
+    ("job", "set", "x", "retention.versions=5"),
     ("client", "list"),
     ("model", "list", "x"),
     ("model", "export", "x", "--output", "never-written"),
@@ -428,7 +443,7 @@ def test_global_options_stand_before_or_after(run: Run, server: FakeServer, clos
     ("arguments", "message"),
     [
         (("jbo",), "No such command 'jbo'. Did you mean 'job'?"),
-        (("job", "lst"), "Did you mean 'list'?"),
+        (("job", "lst"), "Did you mean 'list'"),
         (("job", "show"), "Missing argument 'JOB'"),
         (("job", "show", "a", "b"), "unexpected extra argument"),
         (("job", "list", "--jason"), "No such option"),
