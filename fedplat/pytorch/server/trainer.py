@@ -63,7 +63,8 @@ class ServerTrainer:
 
 def load_examples(data: Data, device: torch.device) -> training.Examples:
     """Return the examples of a trainer's data. Raises `ValueError` if it has no length or is empty."""
-    return training.check_examples(data if isinstance(data, Dataset) else data(), device)
+    given: Any = data
+    return training.check_examples(given() if training.as_dataset(given) is None else given, device)
 
 
 def make_on_all_ranks(ranks: Ranks, make: Callable[[], Made], what: str = "the trainer") -> Made:

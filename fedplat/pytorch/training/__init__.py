@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from fedplat.local_options import LocalOptions
 from fedplat.pytorch.training.algorithm import build_guarded_algorithm
-from fedplat.pytorch.training.examples import DatasetExamples, Examples, TensorExamples, check_examples, make_examples
+from fedplat.pytorch.training.examples import (
+    DatasetExamples,
+    Examples,
+    TensorExamples,
+    as_dataset,
+    check_examples,
+    make_examples,
+)
 from fedplat.pytorch.training.gradients import GradientComputation, SingleProcessGradients
 from fedplat.pytorch.training.learner import BATCH_NORM, Learner, Trainee, use_seed
 from fedplat.pytorch.training.losses import forward_features, read_targets
@@ -42,6 +49,7 @@ __all__ = [
     "Sums",
     "TensorExamples",
     "Trainee",
+    "as_dataset",
     "build_guarded_algorithm",
     "check_examples",
     "evaluate",

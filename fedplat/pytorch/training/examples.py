@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 from typing_extensions import override
 
 from fedplat.pytorch.packed import find_batch_reader
@@ -120,8 +121,41 @@ def make_examples(dataset: Dataset[Any], device: torch.device) -> Examples:
     return DatasetExamples(dataset, device, BATCHES_AHEAD if find_batch_reader(dataset) else 0)
 
 
-def check_examples(dataset: Dataset[Any], device: torch.device) -> Examples:
+def as_dataset(data: object) -> Dataset[Any] | None:
+    """Return data as a map-style dataset: a dataset, a list of pairs, or a pair of arrays; None for a function.
+
+    Raises `ValueError` for anything else.
+    """
+    if isinstance(data, DataLoader):
+        raise ValueError(
+            "the data is a DataLoader, and jobs set batches and their order; expected its dataset, .dataset"
+        )
+    if (
+        isinstance(data, tuple)
+        and len(cast(Any, data)) == 2
+        and all(hasattr(each, "shape") for each in cast(Any, data))
+    ):
+        pair = cast(tuple[Any, Any], data)
+        inputs, targets = (each if isinstance(each, torch.Tensor) else torch.as_tensor(np.array(each)) for each in pair)
+        if len(inputs) != len(targets):
+            raise ValueError(f"there are {len(inputs)} inputs and {len(targets)} targets; expected one target for each")
+        inputs = inputs.float() if inputs.dtype == torch.float64 else inputs
+        return TensorDataset(inputs, targets.float() if targets.dtype == torch.float64 else targets)
+    if isinstance(data, Dataset) or hasattr(data, "__getitem__"):
+        return cast("Dataset[Any]", data)
+    if not callable(data):
+        raise ValueError(
+            f"the data is a {type(data).__name__}; expected a dataset of (input, target) pairs, a pair of arrays, or a "
+            "function that returns one"
+        )
+    return None
+
+
+def check_examples(data: object, device: torch.device) -> Examples:
     """Return the examples of a user's dataset. Raises `ValueError` if it has no length or is empty."""
+    dataset = as_dataset(data)
+    if dataset is None:
+        raise ValueError(f"the data is a {type(data).__name__}; expected a dataset of (input, target) pairs")
     if not isinstance(dataset, Sized):
         raise ValueError(f"the dataset {type(dataset).__name__} has no length; expected a map-style dataset")
     if not len(dataset):

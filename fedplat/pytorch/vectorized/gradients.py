@@ -100,10 +100,15 @@ class Gradients:
                 raise UnsuitableError(f"the module returns a {type(outputs).__name__}; expected a tensor")
             loss = self._loss(outputs, targets)
             optional = cast(list[torch.Tensor | None], torch.autograd.grad(loss, parameters, allow_unused=True))
-        gradients = [gradient for gradient in optional if gradient is not None]
+        gradients = [_densify(gradient) for gradient in optional if gradient is not None]
         if len(gradients) < len(optional):
             raise UnsuitableError("the loss does not depend on every parameter of the module")
         return (*gradients, loss.detach(), outputs.detach())
+
+
+def _densify(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of an `nn.Embedding(sparse=True)` as that of a dense one."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 @functools.cache

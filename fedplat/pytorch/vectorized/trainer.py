@@ -11,7 +11,7 @@ from fedplat.local_options import LocalOptions
 from fedplat.model import Bytes, Parameters
 from fedplat.pytorch.training.learner import Trainee, use_seed
 from fedplat.pytorch.training.schedule import StepSchedule
-from fedplat.pytorch.training.trainer import evaluate
+from fedplat.pytorch.training.trainer import evaluate, explain_errors
 from fedplat.pytorch.training.work import LocalTraining
 from fedplat.pytorch.vectorized import foreach
 from fedplat.pytorch.vectorized.client_algorithm import ClientAlgorithmState, check_algorithm
@@ -89,7 +89,7 @@ class FlatTrainer:
             self._trainee.module.train()
         scores = LateScores(self._trainee.learner.count_answers)
         randomness = use_seed(self._trainee.device, work.seed) if self._gradients.is_random else nullcontext()
-        with randomness, torch.no_grad():
+        with randomness, torch.no_grad(), explain_errors(len(work.examples)):
             for number, step in enumerate(steps):
                 if number % plan.steps_per_epoch == 0:
                     scores = LateScores(self._trainee.learner.count_answers)
