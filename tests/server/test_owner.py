@@ -65,7 +65,8 @@ def test_a_forgotten_database_costs_no_model(
     folder = tmp_path / "data"
     models = asyncio.run(trained(folder, tmp_path / "elsewhere.sqlite"))
     assert len(models) == 3
-    for command in (["run", "--insecure"], ["db", "upgrade"], ["init"], ["prune", "--yes"], ["verify"]):
+    by_hand = ["db", "upgrade", "--database", str(folder / "fedplat.sqlite")]
+    for command in (["run", "--insecure"], ["db", "upgrade"], by_hand, ["init"], ["prune", "--yes"], ["verify"]):
         status, _, err = here(monkeypatch, capsys, *command, "--data-dir", str(folder))
         assert (status, err.count("\n")) == (2, 1), err
         assert "--database" in err
