@@ -25,8 +25,8 @@ from fedplat.cli.session import (
     session,
 )
 from fedplat.cli.submission import Submission, load, submit
-from fedplat.errors import FedplatError, JobFileError
-from fedplat.job import JobSpec, warnings
+from fedplat.errors import FedplatError, JobFileError, MissingExtraError
+from fedplat.job import JobSpec, calibrate, warnings
 from fedplat.simulation.scenario import feasible
 from fedplat.simulation.scenario import file as simulation_file
 from fedplat.simulation.scenario import schema as job_schema
@@ -95,6 +95,7 @@ def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = 
             described = simulation_file.read(file)
             with simulation_file.naming(file):
                 feasible.check_file(described)
+            _calibrate(output, file, submission.spec)
         except JobFileError as exc:
             if not output.as_json:
                 raise
@@ -245,6 +246,16 @@ def _load_for(client: AdminClient, file: Path, patience: Patience) -> Submission
         if not found:
             raise
     return _load(file, found)
+
+
+def _calibrate(output: Output, file: Path, spec: JobSpec) -> None:
+    """Raise `JobFileError` if the server could not calibrate the noise of a private job."""
+    try:
+        calibrate(spec)
+    except MissingExtraError as exc:
+        output.note(f"warning: whether the noise can be calibrated was not checked: {exc}")
+    except JobFileError as exc:
+        raise JobFileError(f"{file}: {exc}") from exc
 
 
 def _load(file: Path, server_plugins: frozenset[tuple[str, str]] = frozenset()) -> Submission:
