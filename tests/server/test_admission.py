@@ -300,9 +300,10 @@ async def test_watches_of_one_network_are_counted(folder: Path) -> None:
         stub: Any = health_pb2_grpc.HealthStub(site.channel)
         request, serving = health_pb2.HealthCheckRequest(), health_pb2.HealthCheckResponse.SERVING
         networks = [network for network in ("192.0.2.1", "192.0.2.2") for _ in range(3)]
-        watches = [stub.Watch(request, metadata=of_network(network)) for network in networks]
-        for watch in watches:
-            assert (await watch.read()).status == serving
+        watches: list[Any] = []
+        for network in networks:  # one after the other, so that the server has them in this order
+            watches.append(stub.Watch(request, metadata=of_network(network)))
+            assert (await watches[-1].read()).status == serving
         for network, oldest in (("192.0.2.2", watches[3]), ("198.51.100.1", watches[0])):
             one_more = stub.Watch(request, metadata=of_network(network))
             assert (await one_more.read()).status == serving
