@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+
 import pytest
 
 from fedplat.admin import AdminClient
 from fedplat.admin.profile import Profile
-from fedplat.errors import ServerUnreachableError
+from fedplat.errors import ServerRefusedError, ServerUnreachableError
 from fedplat.wire import proxies
 from support.cli.fake_admin import FakeServer
 
@@ -83,3 +86,33 @@ def test_an_answer_of_a_proxy_is_named_as_such(details: str, text: str) -> None:
     assert proxies.explain_status(details).startswith("a proxy or load balancer before the server ")
     assert text in proxies.explain_status(details)
     assert proxies.explain_status("Socket closed") == "Socket closed"
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """Return a frame of HTTP/2 (RFC 9113, section 4.1)."""
+    return len(payload).to_bytes(3) + bytes([kind, flags]) + stream.to_bytes(4) + payload
+
+
+def _answer(listener: socket.socket, status: bytes) -> None:
+    """Answer the first request of one connection as a proxy does that refuses it: headers with a status only."""
+    connection, _ = listener.accept()
+    with connection, connection.makefile("rb") as stream:
+        stream.read(len(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
+        connection.sendall(_frame(4, 0, 0, b""))  # SETTINGS
+        while head := stream.read(9):
+            stream.read(int.from_bytes(head[:3]))
+            if head[3] == 1:  # HEADERS: the reply has the 8th entry of the static table, :status, as a literal
+                number = int.from_bytes(head[5:9])
+                connection.sendall(_frame(1, 0b101, number, b"\x08" + bytes([len(status)]) + status))
+
+
+def test_a_request_that_a_proxy_refuses_as_too_large_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=_answer, args=(listener, b"413"), daemon=True).start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with AdminClient(Profile(address, insecure=True)) as client, pytest.raises(ServerRefusedError) as caught:
+            client.status()
+    assert str(caught.value) == (
+        f"the request did not reach the server at {address}: a proxy or load balancer before the server answers with "
+        "the HTTP status 413: raise its limit on requests (nginx: client_max_body_size 0)"
+    )
