@@ -12,6 +12,7 @@ FedplatError
 ├── DataError         data for a simulation or a training that is missing or unsuitable
 ├── ReplayError       a simulation that cannot resume from its run folder
 ├── PausedError       a simulation that was paused after a round, as requested, and can be resumed
+├── NoProgressError   a simulation that ended before its job was done, since no further round could be expected
 ├── EngineError       local training in a simulation failed, or an engine does not support the request
 ├── TrainingError     training on the server's own data failed, because of its trainer or its data
 ├── TicketError       a malformed or damaged ticket
@@ -75,6 +76,10 @@ class ReplayError(FedplatError):
 
 class PausedError(FedplatError):
     """A simulation was paused after a round, as requested; its run folder has a checkpoint to resume from."""
+
+
+class NoProgressError(FedplatError):
+    """A simulation ended before its job was done, since the job failed or paused, or no round could be expected."""
 
 
 class EngineError(FedplatError):

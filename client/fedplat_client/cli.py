@@ -15,6 +15,7 @@ import click
 
 from fedplat import texts, user_code
 from fedplat.errors import FedplatError, MissingExtraError, PluginError, TicketError
+from fedplat.gossip.shares import MAX_SHARE
 from fedplat.loaded_plugins import parse_plugins
 from fedplat.secure_aggregation.options import MAX_GROUP, MIN_GROUP
 from fedplat.wire import process_tuning
@@ -95,6 +96,7 @@ class _ClientCommandOptions(_IdentityOptions):
     min_secure_threshold: float
     trusted_clients: Path | None
     exchange_models: bool
+    max_share: float
     peer_listen: str
     peer_address: str
     cache_limit: int
@@ -234,6 +236,17 @@ _RUN_OPTIONS = (
         show_envvar=True,
         help="Take part in decentralised jobs, in which other clients see the model that this client has trained. By "
         "default a client refuses such jobs.",
+    ),
+    click.option(
+        "--max-share",
+        type=click.FloatRange(0.0, 1.0, min_open=True),
+        default=MAX_SHARE,
+        envvar="FEDPLAT_MAX_SHARE",
+        show_default=True,
+        show_envvar=True,
+        metavar="PART",
+        help='Refuse rings of decentralised jobs (exchange = "ring") in which one model is more than this part of the '
+        "mean, which would show it to all others.",
     ),
     click.option(
         "--peer-listen",
@@ -443,6 +456,7 @@ def _read_arguments(options: _ClientCommandOptions) -> _ClientArguments:
             min_secure_threshold=options["min_secure_threshold"],
             trusted_clients=options["trusted_clients"],
             exchange_models=options["exchange_models"],
+            max_share=options["max_share"],
             peer_listen=options["peer_listen"],
             peer_address=options["peer_address"],
             cache_limit_bytes=options["cache_limit"],

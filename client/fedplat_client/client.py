@@ -347,7 +347,13 @@ class Client:
 def _resolve_data_dir(data_dir: str | os.PathLike[str] | None) -> Path:
     if data_dir is None:
         return data_directory.default_data_dir()
-    return Path(data_dir).expanduser().absolute()  # a trainer may change the current folder
+    try:
+        return Path(data_dir).expanduser().absolute()  # a trainer may change the current folder
+    except RuntimeError as exc:
+        raise DataDirectoryError(
+            f"the data directory {os.fspath(data_dir)} begins with ~, and that home directory is not known: write the "
+            "whole path"
+        ) from exc
 
 
 def _check_text(what: str, text: str) -> str:

@@ -158,6 +158,10 @@ class AdminClient:
         """Cancel a job for good: it becomes CANCELLED."""
         return self._connection.call(self._jobs.CancelJob, admin_pb2.JobRequest(job=job))
 
+    def set_job(self, job: str, changes: Sequence[str]) -> admin_pb2.Job:
+        """Change options of `[retention]` and `[retry]` of a job that has not ended: `["retention.versions=5"]`."""
+        return self._connection.call(self._jobs.SetJob, admin_pb2.SetJobRequest(job=job, changes=changes))
+
     def rollback(self, job: str, version: int) -> admin_pb2.RollbackJobResponse:
         """Make a job continue from an older version."""
         return self._connection.call(self._jobs.RollbackJob, admin_pb2.RollbackJobRequest(job=job, version=version))

@@ -13,13 +13,13 @@ import typer
 from fedplat.cli import progress
 from fedplat.cli.output import Output
 from fedplat.cli.session import FAILED, JsonOption, reporting
-from fedplat.cli.simulate import read_file
 from fedplat.errors import JobFileError
 from fedplat.job import planning
 from fedplat.simulation import api
 from fedplat.simulation import privacy_audit as audits
 from fedplat.simulation.privacy_audit import Audit
 from fedplat.simulation.recording import folder as folders
+from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import TABLE, SimulationFile
 from fedplat.user_code import wrap_errors
 
@@ -44,7 +44,7 @@ def audit(  # noqa: PLR0913 - a command's parameters are its options
     with reporting(context, as_json) as out:
         if not 0.5 <= confidence < 1.0:
             raise JobFileError(f"--confidence {confidence:g}: expected from 0.5 to below 1")
-        read = read_file(file, (changes or []) + ([] if seed is None else [f"simulation.seed={seed}"]))
+        read = files.read(file, (changes or []) + ([] if seed is None else [f"simulation.seed={seed}"]))
         found = _run_audit(out, read, canaries, confidence)
         if out.as_json:
             out.json(folders.finite({**msgspec.to_builtins(found), "holds": found.holds}))

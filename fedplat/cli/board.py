@@ -59,6 +59,7 @@ class AttemptTable:
             case "progress":
                 attempt = self.attempts[self._position(event)]
                 attempt.progress.CopyFrom(event.progress)
+                attempt.reason = event.reason
                 attempt.seconds = event.unix_s - attempt.opened_unix_s
             case _:  # from a newer server
                 pass

@@ -11,10 +11,15 @@ from fedplat.admin import AdminClient
 from fedplat.cli import assignments, formats, job_lists
 from fedplat.cli.output import Output, to_record
 from fedplat.cli.session import CommandSession
-from fedplat.texts import format_count
+from fedplat.texts import duration, format_count
 from fedplat.wire.v1 import admin_pb2
 
+SILENT_S = 45.0
+"""A busy client that was not seen for this time is silent: it has missed three heartbeats and more."""
 NUM_ASSIGNMENTS, NUM_COUNTED, NUM_JOBS = 10, 50, 10
+
+
+_NOT_KNOWN = "not known: it has not checked in since the server started"
 
 
 def describe(command: CommandSession, client_id: str) -> None:
@@ -48,8 +53,17 @@ def fields(client: admin_pb2.Client) -> dict[str, str]:
         "enrolled": formats.moment(client.enrolled_unix_s)
         + (f" with token {client.enrollment_id}" if client.enrollment_id else ""),
         "version": client.software_version or formats.NOTHING,
+        "trainers": ", ".join(client.trainers) or _NOT_KNOWN,
+        **({"evaluators": ", ".join(client.evaluators)} if client.evaluators else {}),
         "labels": formats.labels(client.labels) or "none",
     }
+
+
+def describe_silence(client: admin_pb2.Client, now_s: float | None = None) -> str:
+    """Return for how long a busy client has sent nothing, as `, silent for 75 s`; empty if it has not missed much."""
+    silent_s = (time.time() if now_s is None else now_s) - client.last_seen_unix_s
+    is_silent = client.state == "busy" and client.last_seen_unix_s and silent_s > SILENT_S
+    return f", silent for {duration(silent_s)}" if is_silent else ""
 
 
 def explain(client: admin_pb2.Client, now_s: float | None = None) -> str:
@@ -60,6 +74,8 @@ def explain(client: admin_pb2.Client, now_s: float | None = None) -> str:
         case "waiting":
             return "it is connected and waits for work"
         case "busy":
+            if describe_silence(client, now):
+                return f"it has work of job {client.job_id}, but was last seen {formats.ago(seen, now)}: it may be gone"
             return f"it works for job {client.job_id}; it was seen {formats.ago(seen, now)}"
         case "away" if client.job_id:
             return (
@@ -85,7 +101,10 @@ def explain_selection(client: admin_pb2.Client, job: admin_pb2.Job) -> str:
         return f"never with these labels; the job selects clients with {where}"
     if client.job_id == job.job_id:
         return "selected now"
-    text = f"eligible by its labels if it has the trainer {spec.trainer}; a round takes {spec.selection.target}"
+    if client.trainers and spec.trainer not in client.trainers:
+        return f"never: it does not have the trainer {spec.trainer}, but {', '.join(client.trainers)}"
+    condition = "" if client.trainers else f" if it has the trainer {spec.trainer}"
+    text = f"eligible by its labels{condition}; a round takes {spec.selection.target}"
     if spec.selection.min_separation:
         text += f", and a client rests for {format_count(spec.selection.min_separation, 'round')} after each of its own"
     return text

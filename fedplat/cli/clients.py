@@ -38,6 +38,7 @@ LAYOUT = ListLayout[admin_pb2.Client](
         ListColumn("ENROLLED", lambda client: formats.moment(client.enrolled_unix_s), is_wide=True),
         ListColumn("ENROLLMENT", lambda client: client.enrollment_id or formats.NOTHING, is_wide=True),
         ListColumn("VERSION", lambda client: client.software_version or formats.NOTHING, is_wide=True),
+        ListColumn("TRAINERS", lambda client: ", ".join(client.trainers) or formats.NOTHING, is_wide=True),
         ListColumn("LABELS", lambda client: formats.labels(client.labels)),
     ),
 )
@@ -156,4 +157,5 @@ def _parse_labels(pairs: list[str]) -> dict[str, str]:
 
 
 def _state(client: admin_pb2.Client) -> str:
-    return client.state + (f" {client.progress:.0%}" if client.HasField("progress") else "")
+    progress = f" {client.progress:.0%}" if client.HasField("progress") else ""
+    return client.state + progress + client_description.describe_silence(client)

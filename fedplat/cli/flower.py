@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from fedplat.simulation.api import Run
     from fedplat.simulation.flower import ExchangeResult
 
+_SERVER_ROUND = "server-round"
+"""The metric with the round of a Flower strategy, which has two exchanges of messages: to train, and to evaluate."""
 app = typer.Typer(no_args_is_help=True, help="Run Flower apps unchanged.")
 
 
@@ -111,8 +113,8 @@ def run(  # noqa: PLR0913 - a command's parameters are its options
             out.note("stopped")
             raise typer.Exit(INTERRUPTED) from exc
         _print(out, done, run_folder.folder, lines)
-        if done.result.status != "COMPLETED":
-            out.error(lines.describe_problem(done.result.reason or "the virtual time ended (simulation.until_s)"))
+        if done.result.problem:
+            out.error(done.result.problem)
             raise typer.Exit(FAILED)
 
 
@@ -140,28 +142,30 @@ class _Lines:
         self.metrics: dict[str, float] = {}
         """The last value of each metric."""
         self._out = out
-        self._failure = ""
 
     def add(self, exchange: ExchangeResult) -> None:
         """Print an exchange that has ended."""
         self.num_failures += len(exchange.failures)
         self.metrics |= exchange.metrics
         if exchange.failures:
-            self._failure = exchange.failures[0]
+            first = exchange.failures[0]
             more = f", and {len(exchange.failures) - 1} more" if len(exchange.failures) > 1 else ""
-            self._out.note(f"round {exchange.round}: {self._failure}{more}")
+            self._out.note(f"{_place(exchange)}: {first}{more}")
         if self._out.as_json:
             return
         counts = [f"{exchange.num_replies} of {exchange.num_messages} replies"]
         counts += [f"{exchange.num_late} late"] if exchange.num_late else []
         counts += [f"{exchange.num_failed} failed"] if exchange.num_failed else []
-        words = [f"round {exchange.round:<3}", f"{exchange.message_type:<8}", ", ".join(counts)]
-        words += [exchange.problem or formats.metrics(exchange.metrics, {})]
+        words = [f"{_place(exchange):<15}", f"{exchange.message_type:<8}", ", ".join(counts)]
+        others = {name: value for name, value in exchange.metrics.items() if name != _SERVER_ROUND}
+        words += [exchange.problem or formats.metrics(others, {})]
         self._out.note("  ".join(words).rstrip())
 
-    def describe_problem(self, reason: str) -> str:
-        """Return why a run has failed, with a failure of a client as an example."""
-        return f"{reason}; {self._failure}" if self._failure else reason
+
+def _place(exchange: ExchangeResult) -> str:
+    """Return the round of the strategy, as the app counts them; of an app without one, the exchange of messages."""
+    number = exchange.metrics.get(_SERVER_ROUND)
+    return f"exchange {exchange.round}" if number is None else f"server-round {number:g}"
 
 
 def _print(out: Output, run: Run, folder: Path, lines: _Lines) -> None:

@@ -26,12 +26,16 @@ from fedplat.cli.session import (
 )
 from fedplat.cli.submission import Submission, load, submit
 from fedplat.errors import FedplatError, JobFileError
-from fedplat.job import warnings
+from fedplat.job import JobSpec, warnings
+from fedplat.simulation.scenario import feasible
+from fedplat.simulation.scenario import file as simulation_file
 from fedplat.simulation.scenario import schema as job_schema
 from fedplat.wire.v1 import admin_pb2
 
 app = typer.Typer(no_args_is_help=True, help="Submit, follow and control jobs.", rich_markup_mode=None)
 
+LARGE_BYTES = 10 * 2**30
+"""Size of all versions of a job above which it should limit them."""
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="Job file (TOML).")]
 
 
@@ -88,6 +92,9 @@ def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = 
     with reporting(context, as_json) as output:
         try:
             submission = _load(file)
+            described = simulation_file.read(file)
+            with simulation_file.naming(file):
+                feasible.check_file(described)
         except JobFileError as exc:
             if not output.as_json:
                 raise
@@ -109,10 +116,20 @@ def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = 
             return
         output.line(
             f"{file} is a valid job: {spec.name}, {spec.rounds} rounds for population {spec.population}, "
-            f"{spec.selection.target} clients assigned and {spec.selection.goal} reports needed in each; "
+            f"{_describe_cohort(spec)}; "
             f"its model has {len(schema.tensors)} tensors ({formats.size(schema.file_size_bytes)})"
         )
         _warn(output, submission)
+
+
+def _describe_cohort(spec: JobSpec) -> str:
+    """Return how many clients take part in a round, in the words of the job's mode."""
+    if spec.gossip is not None:
+        least, most = spec.selection.minimum, spec.selection.goal
+        return f"{most} silos in each" if least == most else f"{least} to {most} silos in each"
+    if spec.buffered is not None:
+        return f"{spec.num_wanted} clients at work and {spec.selection.goal} reports needed in each"
+    return f"{spec.num_wanted} clients assigned and {spec.selection.goal} reports needed in each"
 
 
 @app.command("schema")
@@ -167,6 +184,21 @@ def cancel_job(
         _control(command, AdminClient.cancel, job)
 
 
+@app.command("set")
+def set_job(
+    context: typer.Context,
+    job: JobArgument,
+    changes: Annotated[
+        list[str], typer.Argument(metavar="KEY=VALUE...", help="Key of [retention] or [retry], and its new value.")
+    ],
+    server: ServerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Change how many files a job keeps, or when it gives up, such as retention.versions=5. It applies at once."""
+    with session(context, server, as_json) as command:
+        _control(command, lambda client, name: client.set_job(name, changes), job)
+
+
 _RULE_STATES = {
     "kept": "the aggregation rule continues with its state at that version",
     "initial": "the aggregation rule starts without state: that of the version is not kept (retention.states)",
@@ -216,15 +248,19 @@ def _load_for(client: AdminClient, file: Path, patience: Patience) -> Submission
 
 
 def _load(file: Path, server_plugins: frozenset[tuple[str, str]] = frozenset()) -> Submission:
-    try:
+    with simulation_file.naming(file):
         return load(file, server_plugins)
-    except JobFileError as exc:
-        raise JobFileError("\n".join(f"{file}: {line}" for line in str(exc).splitlines())) from exc
 
 
 def _warn(output: Output, submission: Submission) -> None:
     for warning in warnings(submission.spec):
         output.note(f"warning: {warning}")
+    total = submission.spec.rounds * submission.parameters.schema.file_size_bytes
+    if not submission.spec.retention.versions and total > LARGE_BYTES:
+        output.note(
+            f"warning: retention.versions = 0: the {submission.spec.rounds:,} versions of the model need "
+            f"{formats.size(total)} of the server's disk; set the number of versions to keep, such as 20"
+        )
 
 
 def _control(command: CommandSession, change: Callable[[AdminClient, str], admin_pb2.Job], job: str) -> None:

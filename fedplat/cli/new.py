@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import importlib.util
 import re
 import shlex
 from collections.abc import Mapping
@@ -100,6 +101,7 @@ def _print(out: Output, folder: Path, files: list[str]) -> None:
     out.line("next:")
     if folder.resolve() != Path.cwd():
         out.line(f"  cd {shlex.quote(str(folder))}")
-    out.line("  python -m pytest")
     out.line("  fedplat simulate job.toml")
+    has_pytest = importlib.util.find_spec("pytest") is not None
+    out.line("  python -m pytest" if has_pytest else "  python -m pip install pytest && python -m pytest")
     out.line("README.md has the commands for a server and real clients.")

@@ -17,17 +17,18 @@ import msgspec
 import typer
 
 from fedplat import texts
-from fedplat.cli import progress
+from fedplat.cli import example_planning, progress
 from fedplat.cli.output import Output
 from fedplat.cli.session import JsonOption, reporting
-from fedplat.cli.simulate import read_file
 from fedplat.errors import JobFileError
 from fedplat.job import planning
 from fedplat.job.planning import NoiseCost, PrivacyPlan
+from fedplat.local_options import LocalOptions
 from fedplat.privacy import Mechanism, losses
 from fedplat.simulation import api
 from fedplat.simulation.data import Federation
 from fedplat.simulation.recording import folder as folders
+from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import TABLE, SimulationFile
 from fedplat.simulation.setup import load_data
 from fedplat.user_code import wrap_errors
@@ -51,17 +52,31 @@ def plan(  # noqa: PLR0913 - a command's parameters are its options
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Simulate the job with each noise multiplier, and without noise.")
     ] = False,
+    examples: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, max=10**9, metavar="N", help="Number of a client's examples, with example-level privacy; repeatable."
+        ),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Write a plot to a PNG file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Plan the privacy of a job.
 
-    Shows its epsilon, and that of other numbers of rounds, cohorts and noise.
+    Shows its epsilon, and that of other numbers of rounds, cohorts and noise; for example-level privacy ([config] dp),
+    epsilon by the numbers of a client's examples and rounds.
     """
     with reporting(context, as_json) as out:
         if plot is not None and plot.suffix.lower() != ".png":
             raise JobFileError(f"--plot {plot}: expected a name that ends in .png")
-        read = read_file(file, changes or [])
+        read = files.read(file, changes or [])
+        if (local := _example_level(read)) is not None:
+            if simulate or plot is not None or noise:
+                raise JobFileError("--simulate, --plot and --noise: expected a job with a table [privacy]")
+            num_clients = clients or _clients(read, None)
+            found = example_planning.plan(read.job, local, examples or (), num_clients)
+            example_planning.show(out, read.job, local, found, num_clients)
+            return
         data = _data(out, read) if simulate else None
         found = _make_plan(out, read, clients or _clients(read, data), noise or [])
         scores = _simulate_plan(out, read, found, data) if simulate else None
@@ -71,6 +86,13 @@ def plan(  # noqa: PLR0913 - a command's parameters are its options
             out.json(_record(read, found, scores))
         else:
             _print(out, read, found, scores)
+
+
+def _example_level(file: SimulationFile) -> LocalOptions | None:
+    """Return the local options of a job with example-level privacy only; None for another."""
+    if file.job.privacy is not None or file.job.config.get("dp", "none") == "none":
+        return None
+    return LocalOptions.from_config(file.job.config, file.plugins)
 
 
 def _make_plan(out: Output, file: SimulationFile, clients: int, noise: Sequence[float]) -> PrivacyPlan:

@@ -13,9 +13,9 @@ from typing import Annotated
 import msgspec
 import typer
 
-from fedplat.cli import formats, progress
+from fedplat.cli import progress
 from fedplat.cli.output import Output
-from fedplat.cli.session import INTERRUPTED, JsonOption, reporting
+from fedplat.cli.session import FAILED, INTERRUPTED, JsonOption, reporting
 from fedplat.errors import JobFileError, MissingExtraError
 from fedplat.simulation import api
 from fedplat.simulation.api import Run
@@ -26,8 +26,6 @@ from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import SimulationFile
 from fedplat.simulation.setup import load_data
 from fedplat.user_code import wrap_errors
-
-NUM_GROUPS = 3
 
 
 def simulate(  # noqa: PLR0913 - a command's parameters are its options
@@ -69,7 +67,7 @@ def simulate(  # noqa: PLR0913 - a command's parameters are its options
     """Simulate a job and its fleet in virtual time."""
     with reporting(context, as_json) as out:
         chosen = _changes(training, engine, workers, seed, rounds) + (changes or [])
-        read = read_file(file, chosen)
+        read = files.read(file, chosen)
         if show_data:
             _show_data(out, read)
             return
@@ -83,6 +81,9 @@ def simulate(  # noqa: PLR0913 - a command's parameters are its options
             raise typer.Exit(INTERRUPTED) from exc
         _draw(out, run, run_folder.folder, plots)
         _print(out, run, run_folder.folder)
+        if run.result.problem:
+            out.error(f"{run.result.job} is not complete: {run.result.problem}")
+            raise typer.Exit(FAILED)
 
 
 def _changes(
@@ -97,14 +98,6 @@ def _changes(
         "simulation.training": None if training is None else str(training).lower(),
     }
     return [f"{key}={value}" for key, value in named.items() if value is not None]
-
-
-def read_file(file: Path, changes: list[str]) -> SimulationFile:
-    """Read a simulation file or a job file. Raises `JobFileError`, with the file's name in each line."""
-    try:
-        return files.read(file, changes)
-    except JobFileError as exc:
-        raise JobFileError("\n".join(f"{file}: {line}" for line in str(exc).splitlines())) from exc
 
 
 def _command(file: Path, run_folder: RunFolderOptions, changes: list[str]) -> str:
@@ -162,48 +155,8 @@ def _draw(out: Output, run: Run, folder: Path, plots: bool | None) -> None:
 
 
 def _print(out: Output, run: Run, folder: Path) -> None:
-    result, summary, computed = run.result, run.summary, run.computed
     if out.as_json:
         numbers = {key: value for key, value in run.to_dict().items() if key not in ("attempts", "simulation")}
         out.json(json.loads(msgspec.json.encode({**numbers, "output": str(folder)})))
         return
-    totals = result.totals
-    fields = {
-        "status": result.status + (f" ({result.reason})" if result.reason else ""),
-        "virtual time": f"{formats.duration(totals.duration_s)} for {totals.rounds} rounds"
-        + (f" and {totals.abandoned} abandoned attempts" if totals.abandoned else ""),
-        "assignments": f"{totals.assigned:,}: "
-        + ", ".join(
-            f"{count:,} {state.lower()}" for state, count in sorted(totals.counts.items(), key=lambda x: -x[1])
-        ),
-        "clients": f"{totals.distinct_clients:,} of {result.num_clients:,} were assigned",
-        "traffic": f"{formats.size(totals.bytes_down)} down, {formats.size(totals.bytes_up)} up",
-    }
-    if summary.best is not None and summary.last is not None:
-        fields[summary.metric] = (
-            f"{summary.last.value:.4f} at the end, best {summary.best.value:.4f} in round {summary.best.round}"
-        )
-    if (scored := summary.federated) is not None:
-        fields["on clients"] = (
-            f"{summary.metric} {scored.value:.4f} on data held out from their training, round {scored.round}"
-        )
-    if summary.target:
-        fields[f"{summary.metric} {summary.target:g}"] = (
-            "not reached"
-            if summary.rounds_to_target is None or summary.seconds_to_target is None
-            else f"after {summary.rounds_to_target:.1f} rounds, {formats.duration(summary.seconds_to_target)}"
-        )
-    if (cost := run.privacy) is not None:
-        fields["privacy"] = (
-            f"epsilon {cost.epsilon:.4g} at delta {cost.delta:g} for {cost.releases} releases, noise multiplier "
-            f"{cost.noise_multiplier:g}"
-        )
-    if run.secure is not None:
-        fields["secure sums"] = run.secure.describe()
-    if groups := [group for group in result.groups if abs(group.over - 1.0) > 0.05]:
-        groups.sort(key=lambda group: -abs(group.over - 1.0))
-        shown = (f"{group.name} has {group.over:.2f} times its share" for group in groups[:NUM_GROUPS])
-        fields["participation"] = ", ".join(shown)
-    fields["computed"] = f"in {formats.duration(computed.wall_s)}, {computed.updates_per_s:.3g} client updates/s"
-    fields["results"] = str(folder)
-    out.fields(fields)
+    out.fields(run.describe() | {"results": str(folder)})

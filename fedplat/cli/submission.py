@@ -10,7 +10,7 @@ from fedplat import initial
 from fedplat.admin import AdminClient, ProgressCallback
 from fedplat.admin.transfer import chunks
 from fedplat.cli.patience import Patience
-from fedplat.errors import FedplatError, JobFileError, ServerUnreachableError
+from fedplat.errors import FedplatError, ServerUnreachableError
 from fedplat.job import JobSpec
 from fedplat.model import Parameters
 from fedplat.simulation.scenario import file as simulation_file
@@ -32,12 +32,7 @@ def load(path: Path, server_plugins: frozenset[tuple[str, str]] = frozenset()) -
     `server_plugins` are kinds and names that only the server knows, and whose options only the server checks. The table
     `[simulation]` is checked and then removed: it is not sent to the server.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
-        raise JobFileError(f"the file cannot be read: {reason}") from exc
-    folder = path.absolute().parent
+    text, folder = simulation_file.read_text(path), path.absolute().parent
     spec = simulation_file.parse(text, folder, absent=server_plugins).job
     return Submission(simulation_file.job_text(text), spec, initial.of_job(spec, folder))
 

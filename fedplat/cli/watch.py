@@ -96,7 +96,7 @@ def view_for(output: Output, job: admin_pb2.Job) -> Generator[View]:
 
 def picture(board: AttemptTable, job: admin_pb2.Job, height: int) -> Group:
     """Render the latest attempts, as many as fit, above a progress bar over the job's rounds."""
-    rows = [_short_row(attempt) for attempt in board.latest(max(1, height - 4))]
+    rows = [_short_row(attempt, job) for attempt in board.latest(max(1, height - 4))]
     bar = Table.grid(padding=(0, 2))
     bar.add_row(
         Text(formats.printable(job.name), style="bold"),
@@ -108,12 +108,18 @@ def picture(board: AttemptTable, job: admin_pb2.Job, height: int) -> Group:
 
 
 def lines(line: Callable[[str], object], job: admin_pb2.Job) -> Callable[[admin_pb2.JobEvent], None]:
-    """Return a callback that prints a line for each ended attempt, scored version, job status and progress event."""
+    """Return a callback that prints a line for each ended attempt, scored version, job status and progress event.
+
+    The caller of `follow` prints the final status, and knows that a running job was a draft and was started.
+    """
     board = AttemptTable()
 
     def show(event: admin_pb2.JobEvent) -> None:
         text = describe_event(board, event, job)
-        if text and not (event.entity == "job" and board.has_ended):  # the caller of `follow` prints the final status
+        is_start = event.to_state == "DRAFT" or (
+            event.from_state == "DRAFT" and job.status == admin_pb2.JOB_STATUS_RUNNING
+        )
+        if text and not (event.entity == "job" and (board.has_ended or is_start)):
             line(text)
 
     return show
@@ -125,11 +131,11 @@ def describe_event(board: AttemptTable, event: admin_pb2.JobEvent, job: admin_pb
     if event.entity == "job":
         return f"job {job.name} is {event.to_state}" + (f": {event.reason}" if event.reason else "")
     if event.entity == "progress":
-        return f"round {formats.rounds(event.round, job)}  {formats.progress(event.progress)}"
+        return f"round {formats.rounds(event.round, job)}  {event.reason or formats.progress(event.progress)}"
     if attempt is None:
         return ""
     is_warm_start = attempt.kind == admin_pb2.ATTEMPT_KIND_WARM_START
-    place = "warm start" if is_warm_start else f"round {formats.rounds(attempt.round, job)}"
+    place = formats.warm_start(job) if is_warm_start else f"round {formats.rounds(attempt.round, job)}"
     if event.entity == "version":
         return f"{place}  scored by the server  {formats.metrics(attempt.server_metrics, {})}"
     if attempt.attempt > 1:
@@ -158,9 +164,10 @@ def _cohort(attempt: admin_pb2.Round) -> list[str]:
     ]
 
 
-def _short_row(attempt: admin_pb2.Round) -> Sequence[str]:
+def _short_row(attempt: admin_pb2.Round, job: admin_pb2.Job) -> Sequence[str]:
     is_evaluation = attempt.kind == admin_pb2.ATTEMPT_KIND_EVALUATE
-    place = "warm start" if attempt.kind == admin_pb2.ATTEMPT_KIND_WARM_START else str(attempt.round)
+    is_warm_start = attempt.kind == admin_pb2.ATTEMPT_KIND_WARM_START
+    place = formats.warm_start(job) if is_warm_start else str(attempt.round)
     return (
         place + (f" try {attempt.attempt}" if attempt.attempt > 1 and not is_evaluation else ""),
         "evaluated" if is_evaluation else formats.attempt_phase(attempt.phase).lower(),

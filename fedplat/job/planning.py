@@ -113,8 +113,8 @@ def require_privacy(spec: JobSpec) -> Privacy:
     """Return the privacy options of a job. Raises `JobFileError` if it has none."""
     if spec.privacy is None:
         raise JobFileError(
-            "privacy: the job has no such table, so it has no guarantee; expected [privacy] with participation, delta "
-            "and epsilon or noise_multiplier"
+            "privacy: the job has no such table, so its clients have no guarantee; expected [privacy] with "
+            "participation, delta and epsilon or noise_multiplier, or [config] dp for the privacy of single examples"
         )
     return spec.privacy
 

@@ -146,6 +146,10 @@ class Retry(Struct, frozen=True, forbid_unknown_fields=True):
     """Longest back-off, in seconds."""
     max_attempts: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     """The job fails after this many failed attempts at one round; 0: never."""
+    pause_after: Annotated[int, Meta(ge=0, le=1_000_000)] = 10
+    """Without `max_attempts`, the job is paused after this many attempts in a row that failed because clients' training
+    failed or was refused, their updates were rejected, or the updates could not be aggregated, since another try would
+    fail alike; 0: never. Attempts that fail because clients are away do not count."""
 
 
 class Updates(Struct, frozen=True, forbid_unknown_fields=True):
@@ -258,6 +262,12 @@ class Flower(Struct, frozen=True, forbid_unknown_fields=True):
     """Values in place of those of the app's `[tool.flwr.app.config]`."""
     max_reply_mb: Annotated[float, Meta(ge=0.0, le=1_000_000.0)] = 0.0
     """Maximum size of a client's reply, in MiB; 0: 64 MiB and twice the size of the message."""
+    array_types: Annotated[tuple[Annotated[str, Meta(max_length=100)], ...], Meta(max_length=16)] = ()
+    """Serializations of arrays (`Array.stype`) that replies may have besides `"numpy.ndarray"`, such as `[""]` for the
+    trees of an app of Flower's old API. The server cannot check what is in them."""
+    max_weight_factor: Annotated[float, Meta(ge=0.0, le=1_000_000.0)] = 10.0
+    """In the rounds of a strategy, the weight of a reply (`num-examples`) counts for at most this many times the median
+    of its round, if there are three replies or more; 0: any number."""
 
     def max_reply_bytes(self, message_bytes: int) -> int:
         """Return the maximum size of a reply to a message of this size."""
@@ -267,11 +277,13 @@ class Flower(Struct, frozen=True, forbid_unknown_fields=True):
 class Retention(Struct, frozen=True, forbid_unknown_fields=True):
     """Files and history of the job that the server keeps; it removes the rest in the background.
 
-    Version 0, the latest version and those that clients work with are always kept.
+    Version 0, the latest version and those that clients work with are always kept. `fedplat job set` changes these
+    options of a job that has not ended.
     """
 
     versions: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-    """Number of newest versions with model files; 0: all versions keep theirs."""
+    """Number of newest versions with model files; 0: all versions keep theirs, but those of a running job only the
+    newest 5 while the disk is nearly full."""
     every: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     """Versions that are a multiple of this keep their model files as well; needs `versions`."""
     states: Count = 2

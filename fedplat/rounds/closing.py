@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from fedplat.rounds import assignments, buffered, influence, pacing, reporting
+from fedplat.rounds import assignments, buffered, futility, influence, pacing, reporting
 from fedplat.rounds.commands import Abandon, Abort, Command, Commit, Restart
 from fedplat.rounds.records import Assignment, AssignmentSet, Attempt, JobState
 from fedplat.rounds.states import (
@@ -124,6 +124,8 @@ def _fail_for_few(job: JobState, commands: tuple[Command, ...], context: Context
     assert attempt is not None
     found, needed, outcome = attempt.num_reported, attempt.minimum, describe_counts(attempt) or "no client checked in"
     text = f"{found} of at least {needed} needed clients reported ({outcome})"
+    if why := futility.describe(attempt):
+        text += f"; {why}"
     if culprits := influence.describe_outliers(attempt):
         text += f"; dropped as outliers: {culprits}"
     return _prepend(commands, fail_attempt(job, text, context))
@@ -233,22 +235,31 @@ def withdraw(job: JobState, revoked: Assignment, context: Context) -> Transition
     return close_if_due(job, (), context)
 
 
-def fail_attempt(job: JobState, text: str, context: Context) -> Transition:
-    """Abandon the attempt and back off; a federated evaluation is not retried."""
+def fail_attempt(job: JobState, text: str, context: Context, *, is_lasting: bool = False) -> Transition:
+    """Abandon the attempt and back off; a federated evaluation is not retried.
+
+    After `retry.pause_after` attempts in a row whose cause `is_lasting`, or lies with the clients
+    (`futility.is_lasting`), the job is paused instead: each of them costs the clients a training.
+    """
     attempt = job.open_attempt
     assert attempt is not None
     if attempt.kind is AttemptKind.EVALUATE:
         return Transition(*abandon(job, Reason.ATTEMPT_ABANDONED, text, context))
     after, commands = abandon_all(job, Reason.ATTEMPT_ABANDONED, text, context)
     failures, retry = job.failures + 1, job.spec.retry
-    after = structs.replace(after, failures=failures)
+    futile = job.futile + (is_lasting or futility.is_lasting(attempt))
+    after = structs.replace(after, failures=failures, futile=futile)
     if job.status is not JobStatus.RUNNING:  # it was paused while the version was written
         return Transition(after, commands)
     if retry.max_attempts and failures >= retry.max_attempts:
-        reason = f"{_describe(attempt)} failed {failures} times; last failure: {text}"
+        reason = f"{_describe(job, attempt)} failed {failures} times; last failure: {text}"
         return Transition(set_status(after, JobStatus.FAILED, reason), commands)
+    if futility.gives_up(after):
+        return Transition(
+            set_status(after, JobStatus.PAUSED, futility.describe_pause(after, _describe(job, attempt), text)), commands
+        )
     wait = pacing.backoff_s(retry, failures, context.rng)
-    reason = f"{_describe(attempt)} attempt {attempt.key.number} was abandoned: {text}; retrying"
+    reason = f"{_describe(job, attempt)} attempt {attempt.key.number} was abandoned: {text}; retrying"
     return Transition(structs.replace(after, reason=reason, resume_at=context.now + wait), commands)
 
 
@@ -289,8 +300,10 @@ def set_status(job: JobState, status: JobStatus, reason: str) -> JobState:
     return structs.replace(job, status=require(JOB_TRANSITIONS, job.status, status), reason=reason)
 
 
-def _describe(attempt: Attempt) -> str:
-    return "the warm start" if attempt.kind is AttemptKind.WARM_START else f"round {attempt.key.round}"
+def _describe(job: JobState, attempt: Attempt) -> str:
+    if attempt.kind is AttemptKind.WARM_START:
+        return "the start of the app" if job.spec.flower is not None else "the warm start"
+    return f"round {attempt.key.round}"
 
 
 def describe_counts(attempt: Attempt) -> str:

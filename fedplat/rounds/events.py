@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from fedplat.gossip.messages import GossipEvent
+from fedplat.job import JobSpec
 from fedplat.loaded_plugins import PluginVersion
 from fedplat.rounds.records import AttemptKey, ModelVersion
 from fedplat.rounds.states import Reason
@@ -33,6 +34,14 @@ class OperatorCommand:
     action: JobAction
     plugins: tuple[PluginVersion, ...] = ()
     problem: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpecChanged:
+    """An operator has changed options of a job; its file is stored with them."""
+
+    job_id: str
+    spec: JobSpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,7 +109,8 @@ class CandidatesDrawn:
     They were drawn from `num_eligible` clients. `num_resting` other clients wait that a later round may draw, and
     `num_spent` that have reached the participation limit, so that no later round may. `num_unable` other clients have
     the trainer, but not the job's codec, algorithm or features. `num_waiting` clients of the population waited before
-    the draw. `error` is the error of a policy that failed to draw.
+    the draw. `error` is the error of a policy that failed to draw. `unlike` describes those of them that the job does
+    not want (`WaitingRoom.describe_unlike`).
     """
 
     job_id: str
@@ -112,6 +122,7 @@ class CandidatesDrawn:
     num_unable: int = 0
     error: str = ""
     num_waiting: int = 0
+    unlike: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -252,26 +263,31 @@ class AttemptAggregated(AttemptEvent):
 
     `metrics` are stored as those of the attempt; None: the means of its clients' metrics. `cohort` are the clients that
     the job's Flower app has drawn for the next round. It is empty if the app has ended, or if the job has no app.
+    `refused` are the clients whose updates the app could not use, and why; they are not in the version.
     """
 
     version: ModelVersion
     metrics: Mapping[str, float] | None = None
     cohort: tuple[str, ...] = ()
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AggregationFailed(AttemptEvent):
     """The updates of an attempt could not be aggregated or stored.
 
-    `culprits` are the clients of a secure aggregation whose messages are the cause.
+    `culprits` are the clients of a secure aggregation whose messages are the cause. A cause that `is_lasting` fails the
+    next attempt too, unlike a full disk or a lost worker.
     """
 
     text: str
     culprits: tuple[str, ...] = ()
+    is_lasting: bool = False
 
 
 JobEvent = (
     OperatorCommand
+    | SpecChanged
     | RollbackOrdered
     | ServerRestarted
     | CandidatesDrawn

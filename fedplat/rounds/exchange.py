@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from msgspec import structs
 
 from fedplat.gossip import coordinator as gossip
+from fedplat.gossip import shares
 from fedplat.gossip.messages import (
     BeginRound,
     EndJob,
@@ -31,7 +32,7 @@ from fedplat.gossip.messages import (
 )
 from fedplat.gossip.state import GossipPhase, GossipRules, GossipState
 from fedplat.job import JobSpec
-from fedplat.rounds import assignments, closing, privacy_rules, reporting
+from fedplat.rounds import assignments, closing, futility, privacy_rules, reporting
 from fedplat.rounds.commands import Assign, Command, NextStep
 from fedplat.rounds.events import CandidatesDrawn, SiloReported, SilosLost
 from fedplat.rounds.records import Assignment, Attempt, AttemptKey, JobState, ModelVersion
@@ -197,7 +198,27 @@ def _step(job: JobState, event: GossipEvent, context: Context) -> Transition:
     state, commands = gossip.step(before, event)
     if state is before and not commands:
         return Transition(job)
-    return _follow(structs.replace(job, gossip=state, reason=state.reason), before, commands, context)
+    after = _follow(structs.replace(job, gossip=state, reason=_explain(job, state)), before, commands, context)
+    return _count_failure(after, context) if state.failures > before.failures else after
+
+
+def _explain(job: JobState, state: GossipState) -> str:
+    """Return why a phase is repeated, with the reason of the silos that failed; empty if none is."""
+    why = futility.describe(job.attempt) if state.reason and job.attempt is not None else ""
+    return f"{state.reason}; {why}" if why else state.reason
+
+
+def _count_failure(after: Transition, context: Context) -> Transition:
+    """Pause the job if its silos have failed too often in a row to try the phase again."""
+    job, attempt = after.job, after.job.open_attempt
+    if attempt is None or not futility.is_lasting(attempt):
+        return after
+    job = structs.replace(job, futile=job.futile + 1)
+    if job.status is not JobStatus.RUNNING or not futility.gives_up(job):
+        return structs.replace(after, job=job)
+    text = futility.describe_pause(job, f"round {attempt.key.round}", job.reason)
+    ended, commands = closing.abandon_all(job, Reason.ATTEMPT_ABANDONED, job.reason, context)
+    return Transition(closing.set_status(ended, JobStatus.PAUSED, text), after.commands + commands, after.verdict)
 
 
 def _follow(job: JobState, before: GossipState, commands: Iterable[GossipCommand], context: Context) -> Transition:
@@ -294,13 +315,23 @@ def _commit(job: JobState, before: GossipState, context: Context) -> tuple[JobSt
     attempt = job.open_attempt
     assert attempt is not None
     attempt, late = _end_late(attempt)
+    weights = {each.client_id: each.weight for each in attempt.busy if each.client_id not in before.left_out}
+    weights = shares.limit_weights(weights) if before.rules.by_examples else weights
     merged = [
-        structs.replace(each, state=require(ASSIGNMENT_TRANSITIONS, each.state, AssignmentState.MERGED))
+        structs.replace(
+            each,
+            state=require(ASSIGNMENT_TRANSITIONS, each.state, AssignmentState.MERGED),
+            weight=weights.get(each.client_id, 0.0),
+            text=f"it is not in the mean: {left}" if (left := before.left_out.get(each.client_id)) else each.text,
+        )
         for each in attempt.busy
     ]
     metrics = {**closing.average_metrics(merged), **_describe(before, state_of(job))}
     job = closing.commit(job, attempt.with_assignments(merged), context, metrics)
-    return structs.replace(job, round=attempt.key.round, reason=""), (*late, NextStep(attempt.key, attempt.phase))
+    return structs.replace(job, round=attempt.key.round, reason="", futile=0), (
+        *late,
+        NextStep(attempt.key, attempt.phase),
+    )
 
 
 def _describe(before: GossipState, after: GossipState) -> dict[str, float]:
@@ -308,6 +339,10 @@ def _describe(before: GossipState, after: GossipState) -> dict[str, float]:
     found = {"silos": float(len(before.announced))}
     if before.edges:
         found |= {"edges": float(len(before.edges)), "confirmed_edges": float(after.confirmed)}
+    if before.ring is not None:
+        found["bound"] = before.ring.bound
+    if before.left_out:
+        found["left_out"] = float(len(before.left_out))
     relative = after.consensus.relative
     return found | ({"relative_distance": relative} if math.isfinite(relative) else {})
 

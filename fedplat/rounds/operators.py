@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from msgspec import structs
 
 from fedplat.rounds import closing, plugin_rules, privacy_rules, warm_start
-from fedplat.rounds.events import JobAction, OperatorCommand
+from fedplat.rounds.events import JobAction, OperatorCommand, SpecChanged
 from fedplat.rounds.records import JobState
-from fedplat.rounds.states import JOB_TRANSITIONS, REASON_TEXTS, AttemptPhase, JobStatus, Reason
+from fedplat.rounds.states import ENDED_JOBS, JOB_TRANSITIONS, REASON_TEXTS, AttemptPhase, JobStatus, Reason
 from fedplat.rounds.transition import Context, Transition, Verdict
 
 
@@ -29,7 +29,7 @@ def on_operator(job: JobState, event: OperatorCommand, context: Context) -> Tran
         if missing := plugin_rules.describe_missing(job, event.plugins, event.problem):
             return Transition(job, verdict=Verdict(None, f"cannot {event.action}: {missing}"))
         running = closing.set_status(job, status, "")
-        return Transition(structs.replace(running, failures=0, resume_at=None, plugins=event.plugins))
+        return Transition(structs.replace(running, failures=0, futile=0, resume_at=None, plugins=event.plugins))
     attempt = job.open_attempt
     # A pause lets a version that is being written become durable; a cancellation does not. A warm start may take
     # hours: it is stopped, and resumes from its checkpoint.
@@ -41,6 +41,13 @@ def on_operator(job: JobState, event: OperatorCommand, context: Context) -> Tran
     else:
         ended, commands = closing.abandon_all(job, reason, REASON_TEXTS[reason], context)
     return Transition(closing.set_status(ended, status, REASON_TEXTS[reason]), commands)
+
+
+def on_changed(job: JobState, event: SpecChanged, context: Context) -> Transition:
+    """Continue with other options of the job, which decide only when it gives up, and which files are kept."""
+    if job.status in ENDED_JOBS:
+        return Transition(job, verdict=Verdict(None, f"cannot change a job that is {job.status}"))
+    return Transition(structs.replace(job, spec=event.spec))
 
 
 _ACTIONS: Mapping[JobAction, tuple[JobStatus, Reason | None]] = {

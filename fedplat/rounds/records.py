@@ -297,7 +297,8 @@ class JobState(Struct, frozen=True):
     """The state of a job.
 
     `attempt` is the last one, open or ended. `round` counts committed rounds, `failures` the attempts abandoned in a
-    row; `durations` holds how long the latest reported assignments took, in seconds. `revision` grows with each stored
+    row, and `futile` those of them that another try would only repeat, since the server started (it is not stored).
+    `durations` holds how long the latest reported assignments took, in seconds. `revision` grows with each stored
     change; the store refuses a change to a revision other than its own. `carried_over` are assignments to train that
     have outlived their attempt, while no other attempt to train collects. `claims` holds the latest claim of each
     client, in order, if the job judges reports by more than one attempt (`influence.looks_back`). `plugins` are the
@@ -318,6 +319,7 @@ class JobState(Struct, frozen=True):
     round: int = 0
     attempt: Attempt | None = None
     failures: int = 0
+    futile: int = 0
     resume_at: float | None = None
     durations: tuple[float, ...] = ()
     revision: int = 0

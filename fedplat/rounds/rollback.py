@@ -33,7 +33,7 @@ def on_rollback(job: JobState, event: RollbackOrdered, context: Context) -> Tran
         ended, commands = closing.drop_carried_over(job, reason)
     else:
         ended, commands = closing.abandon_all(job, reason, text, context)
-    after = structs.replace(ended, latest=make_version(job, event.version), failures=0, resume_at=None)
+    after = structs.replace(ended, latest=make_version(job, event.version), failures=0, futile=0, resume_at=None)
     return Transition(after, commands)
 
 

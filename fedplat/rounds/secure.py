@@ -19,7 +19,7 @@ from msgspec import structs
 
 from fedplat.job import JobSpec
 from fedplat.job.secure import group_minimum, num_groups, require_secure
-from fedplat.rounds import assignments, closing, influence, reporting
+from fedplat.rounds import assignments, closing, futility, influence, reporting
 from fedplat.rounds.commands import Command, NextStep, Restart
 from fedplat.rounds.records import Assignment, Attempt, JobState, SecureMessages
 from fedplat.rounds.states import ATTEMPT_TRANSITIONS, AssignmentState, AttemptPhase, Reason, require
@@ -331,4 +331,5 @@ def _describe_answers(job: JobState, attempt: Attempt, did: str, field: str) -> 
 
 def _fail(job: JobState, text: str, hint: str, context: Context) -> Transition:
     assert job.attempt is not None
-    return closing.fail_attempt(job, f"{text} ({closing.describe_counts(job.attempt)}); {hint}", context)
+    outcome, why = closing.describe_counts(job.attempt), futility.describe(job.attempt)
+    return closing.fail_attempt(job, "; ".join(filter(None, (f"{text} ({outcome})", why, hint))), context)

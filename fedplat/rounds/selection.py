@@ -19,6 +19,9 @@ from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus
 from fedplat.sampling import Policy, Uniform
 from fedplat.secure_aggregation.setup import FEATURE
 
+_NAMED = 5
+"""Maximum number of trainers that a text names."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demand:
@@ -62,14 +65,17 @@ class Demand:
         has_plugins = self.codecs <= client.codecs and self.algorithms <= client.algorithms
         return has_plugins and self.features <= client.features
 
+    def list_installed(self, client: ClientCheckedIn) -> frozenset[str]:
+        """Return what a client has installed for attempts of this kind."""
+        return client.trainers if self.kind is AttemptKind.TRAIN else client.evaluators
+
     def _wants(self, client: ClientCheckedIn) -> bool:
-        installed = client.trainers if self.kind is AttemptKind.TRAIN else client.evaluators
         return (
             client.population == self.population
             and (self.cohort is None or client.client_id in self.cohort)
             and client.client_id not in self.barred
             and (self.gate is None or self.gate.admits(client.client_id))
-            and self.handler in installed
+            and self.handler in self.list_installed(client)
             and label_expressions.compile_expression(self.where)(client.labels)
         )
 
@@ -177,7 +183,7 @@ def may_evaluate(job: JobState, client: ClientCheckedIn) -> bool:
 
 def describe_excluded(job: JobState, event: CandidatesDrawn) -> str:
     """Return why other waiting clients were not available for selection."""
-    text, options = "", job.spec.selection
+    text, options = f"; {event.unlike}" if event.unlike else "", job.spec.selection
     if event.num_unable:
         needed = [f"codecs.{name}" for name in sorted(job.spec.compression.names)]
         needed += [f"algorithms.{name}" for name in sorted(job.algorithms)]
@@ -268,6 +274,11 @@ class WaitingRoom:
         min_eligible = self.demands[job_id].min_eligible
         return min_eligible is not None and self.num_eligible(job_id) >= min_eligible
 
+    def have_common_clients(self, one: str, other: str) -> bool:
+        """Return whether two selecting jobs could draw the same waiting client."""
+        small, large = sorted((self._eligible_for(one), self._eligible_for(other)), key=len)
+        return any(small[index].client_id in large for index in range(len(small)))
+
     def num_eligible(self, job_id: str) -> int:
         """Return the number of waiting clients that a selecting job may draw now."""
         return len(self._eligible_for(job_id))
@@ -287,6 +298,24 @@ class WaitingRoom:
         """
         demand = self.demands[job_id]
         return sum(map(demand.misses, self.clients.values())) if demand.has_requirements else 0
+
+    def describe_unlike(self, job_id: str) -> str:
+        """Describe the waiting clients of the population without the job's trainer, and those with other labels.
+
+        Empty without any. Examines all waiting clients.
+        """
+        demand, found = self.demands[job_id], list[str]()
+        ours = [client for client in self.clients.values() if client.population == demand.population]
+        others = [client for client in ours if demand.handler not in demand.list_installed(client)]
+        if others:
+            names = sorted({name for client in others for name in demand.list_installed(client)})
+            known = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+            what = "trainer" if demand.kind is AttemptKind.TRAIN else "evaluator"
+            found.append(f"{len(others)} more do not have the {what} {demand.handler}, but {known or 'none'}")
+        accepts = label_expressions.compile_expression(demand.where)
+        if num_unlike := sum(not accepts(client.labels) for client in ours):
+            found.append(f"{num_unlike} more do not satisfy selection.where")
+        return "; ".join(found)
 
     def draw(self, job_id: str, rng: np.random.Generator) -> list[ClientCheckedIn]:
         """Draw clients by the job's policy, and remove them from the waiting room.

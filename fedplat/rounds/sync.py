@@ -52,6 +52,7 @@ from fedplat.rounds.events import (
     SharesSent,
     SiloReported,
     SilosLost,
+    SpecChanged,
     SurvivorsConfirmed,
     UpdateRejected,
     UpdateReported,
@@ -373,6 +374,13 @@ def _on_aggregated(job: JobState, event: AttemptAggregated, context: Context) ->
     if attempt is None or attempt.key != event.key or attempt.phase is not AttemptPhase.COMMITTING:
         return Transition(job, verdict=Verdict(Reason.STALE))
     assert event.version.version == attempt.base_version + 1
+    refused = [
+        assignments.end(each, AssignmentState.REJECTED, Reason.REJECTED_SCHEMA, event.refused[each.client_id])
+        for each in attempt.reported
+        if each.client_id in event.refused
+    ]
+    attempt = attempt.with_assignments(refused)
+    job = structs.replace(job, attempt=attempt)
     if event.version.num_updates != attempt.num_reported:
         text = f"{event.version.num_updates} of {attempt.num_reported} accepted updates were aggregated"
         return closing.fail_attempt(job, text, context)
@@ -380,7 +388,7 @@ def _on_aggregated(job: JobState, event: AttemptAggregated, context: Context) ->
     # A job that was paused meanwhile keeps the reason of its pause.
     reason = "" if job.status is JobStatus.RUNNING else job.reason
     after = structs.replace(
-        after, latest=event.version, round=attempt.key.round, failures=0, reason=reason, cohort=event.cohort
+        after, latest=event.version, round=attempt.key.round, failures=0, futile=0, reason=reason, cohort=event.cohort
     )
     return Transition(after) if job.spec.buffered is None else Transition(*buffered.stop_stale(after))
 
@@ -391,11 +399,12 @@ def _on_aggregation_failed(job: JobState, event: AggregationFailed, context: Con
         return Transition(job, verdict=Verdict(Reason.STALE))
     text = event.text if warm_start.is_warm_start(attempt) else f"aggregation failed: {event.text}"
     job = secure.reject_culprits(job, attempt, event.culprits, event.text)
-    return closing.fail_attempt(job, text, context)
+    return closing.fail_attempt(job, text, context, is_lasting=event.is_lasting)
 
 
 HANDLERS: Mapping[type[Any], Callable[[JobState, Any, Context], Transition]] = {
     OperatorCommand: operators.on_operator,
+    SpecChanged: operators.on_changed,
     RollbackOrdered: rollback.on_rollback,
     ServerRestarted: restart.on_restart,
     CandidatesDrawn: _on_candidates,

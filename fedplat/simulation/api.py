@@ -7,6 +7,7 @@ import functools
 import json
 import platform
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
@@ -15,7 +16,8 @@ import msgspec
 import numpy as np
 
 import fedplat
-from fedplat.errors import JobFileError
+from fedplat import texts
+from fedplat.errors import JobFileError, NoProgressError
 from fedplat.job import JobSpec, charges, find_mechanism
 from fedplat.learner import ArrayLearner
 from fedplat.model import Parameters
@@ -24,8 +26,8 @@ from fedplat.privacy.cost import Cost, cost_of, cost_of_charges
 from fedplat.simulation.data import Dataset, Federation
 from fedplat.simulation.engines.registry import AutoOptions
 from fedplat.simulation.recording import folder as folders
-from fedplat.simulation.recording.result import AttemptResult, Result
-from fedplat.simulation.report import frames, page, plots
+from fedplat.simulation.recording.result import AttemptResult, Result, describe_end
+from fedplat.simulation.report import frames, page, plots, table
 from fedplat.simulation.report.comparison import Comparison, compare_results
 from fedplat.simulation.report.progress import ProgressEstimate, ShowProgress, show_bar
 from fedplat.simulation.report.secure import SecureSummary, summarize_costs
@@ -86,6 +88,11 @@ class Run:
         """The last committed model; None if nothing was trained."""
         return self.result.model
 
+    @property
+    def is_cut(self) -> bool:
+        """True if the virtual time of the simulation (`until_s`) ended before its job."""
+        return self.result.problem == describe_end(self.file.simulation.until_s)
+
     def series(self, metric: str = "accuracy") -> Series:
         """Return a metric on held-out data: rounds, virtual seconds and values as arrays."""
         return series(self.result.attempts, metric)
@@ -130,6 +137,14 @@ class Run:
     def save_plots(self, folder: str | Path) -> list[Path]:
         """Draw all plots into a folder and return their paths. Raises `MissingExtraError` without matplotlib."""
         return plots.draw(self.result, self.summary, Path(folder), self.federation)
+
+    def describe(self) -> dict[str, str]:
+        """Return the most important numbers as texts by name, as `fedplat simulate` prints them."""
+        computed = f"in {texts.duration(self.computed.wall_s)}, {self.computed.updates_per_s:.3g} client updates/s"
+        return table.describe(self.result, self.summary, self.privacy, self.secure) | {"computed": computed}
+
+    def __str__(self) -> str:
+        return table.format_lines({"job": f"{self.result.job}, seed {self.result.seed}"} | self.describe())
 
     def __repr__(self) -> str:
         result, last = self.result, self.summary.last
@@ -186,12 +201,15 @@ def simulate(  # noqa: PLR0913 - one call for scripts and notebooks; every argum
 ) -> Run:
     """Simulate a job: a simulation file with `changes` of its keys, or a `JobSpec` and `SimulationOptions`.
 
+    The file `"digits"` is an example that is part of the package.
+
     `data` and `learner` replace the file's data and model; the file's partition divides a `Dataset`. `observe` is
     called with each attempt that has ended. With `run_folder`, the run is written to a folder, from which it can be
     resumed. `progress` shows a bar, by default on a terminal and in a notebook. Raises `JobFileError`, `DataError`,
-    `PluginError`, `MissingExtraError`, and what training raises.
+    `PluginError`, `MissingExtraError`, what training raises, and `NoProgressError` for a job that cannot be completed;
+    a run that ends with its `until_s` warns.
 
-    >>> run = simulate("examples/digits-iid.toml", {"rounds": 3})
+    >>> run = simulate("digits", {"rounds": 3})
     >>> run.summary.last.round, run.series("accuracy").values.shape
     (3, (3,))
     """
@@ -204,7 +222,13 @@ def simulate(  # noqa: PLR0913 - one call for scripts and notebooks; every argum
             add(record)
             observe(record)
 
-        return execute(file, setup, notify, run_folder, estimate.begin)
+        run = execute(file, setup, notify, run_folder, estimate.begin)
+    if run.is_cut:
+        warnings.warn(f"{name} is not complete: {run.result.problem}", stacklevel=2)
+    elif run.result.problem:
+        kept = f"; its {run.result.totals.rounds} rounds are in {run_folder.folder}" if run_folder is not None else ""
+        raise NoProgressError(f"{name} ended in status {run.result.status}: {run.result.problem}{kept}")
+    return run
 
 
 def _read(

@@ -48,10 +48,12 @@ from fedplat.rounds.events import (
 )
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
 from fedplat.simulation.clients import Fleet
+from fedplat.simulation.clients.availability import Always
 from fedplat.simulation.clients.device import DeviceAssignment, Load, Planner
 from fedplat.simulation.clients.event_queue import EventQueue
 from fedplat.simulation.clients.idle import IdleClients
 from fedplat.simulation.federated.interface import TrainingModel
+from fedplat.simulation.recording.result import describe_end
 from fedplat.simulation.recording.statistics import RunStatistics
 from fedplat.simulation.secure.costs import KEYS_BYTES
 from fedplat.simulation.secure.steps import SecureStep, StepPlanner
@@ -66,6 +68,11 @@ _STEP_EVENTS: Mapping[AttemptPhase, Callable[[AttemptKey, str, bytes], Event]] =
 }
 _AFTER_REPORT = (AttemptPhase.CONFIRMING, AttemptPhase.UNMASKING)
 _TIMEOUTS = (Reason.TRAIN_TIMEOUT, Reason.STEP_TIMEOUT, Reason.UPLOAD_TIMEOUT)
+
+MAX_FAILURES = 20
+"""Failed attempts in a row that end a simulation, if all clients were back meanwhile."""
+LONGEST_PERIOD_S = 8 * 86_400.0
+"""Virtual seconds after which a client that is not always online is taken to have been online: more than a week."""
 
 
 class Tokens:
@@ -104,7 +111,8 @@ class Driver:
             drop_outs = int(_rng(seed, _DROP_OUTS).integers(2**63))
             self._steps = StepPlanner(spec, fleet, training.num_entries, drop_outs)
         self._under_way: dict[int, SecureStep] = {}
-        self._away_s = fleet.options.away_s
+        self._away_s, self._failing_since = fleet.options.away_s, 0.0
+        self._patience_s = 2 * self._away_s + (0.0 if isinstance(fleet.availability, Always) else LONGEST_PERIOD_S)
         self._queue: EventQueue[tuple[Callable[[Any], Event | None], Any]] = EventQueue()
         self._tasks: dict[int, DeviceAssignment] = {}
         self._settled: AttemptKey | None = None
@@ -114,16 +122,36 @@ class Driver:
         """The current state of the job."""
         return self.coordinator.jobs[self._spec.name]
 
-    def run(self, until_s: float) -> None:
-        """Run until the job has ended or paused itself, `until_s` is reached, or no event is left."""
+    def run(self, until_s: float) -> str:
+        """Run until the job has ended or paused itself, or cannot progress, or until `until_s`.
+
+        Return why it is still running then; empty if it is not.
+        """
         self._process([OperatorCommand(self._spec.name, JobAction.START)])
-        while self.job.status is JobStatus.RUNNING:
+        stopped = ""
+        while self.job.status is JobStatus.RUNNING and not stopped:
             moment = min(self._deadline_at, self._queue.first(), self._idle.next_batch())
-            if moment > until_s or moment == np.inf:
-                break
-            self.now = max(self.now, moment)
-            self._step()
+            if moment > until_s:
+                stopped = describe_end(until_s)
+            elif moment == np.inf:
+                stopped = f"no client ever checks in again; {self.job.reason or 'round 1 waits for clients'}"
+            else:
+                self.now = max(self.now, moment)
+                self._step()
+                stopped = self._describe_standstill()
         self._statistics.check_ins, self._statistics.refused = self._idle.num_check_ins, self._idle.num_refused
+        return stopped
+
+    def _describe_standstill(self) -> str:
+        """Return why no round can be expected any more; empty if one can.
+
+        Clients that are offline may be back later, so the job waits for them.
+        """
+        if not self.job.failures:
+            self._failing_since = self.now
+        if self.job.failures < MAX_FAILURES or self.now - self._failing_since < self._patience_s:
+            return ""
+        return f"no progress after {self.job.failures} failed attempts in a row; the last one: {self.job.reason}"
 
     def _step(self) -> None:
         """Process everything due now: first check-ins and departures, then clients at work, then the deadline."""

@@ -14,7 +14,8 @@ import numpy as np
 from fedplat.errors import ModelError, ReplayError
 from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters
-from fedplat.rounds import AttemptKey
+from fedplat.rounds import AttemptKey, privacy_rules
+from fedplat.rounds.states import JobStatus
 from fedplat.secure_aggregation import encoding
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.links import LinkOptions
@@ -133,14 +134,17 @@ def drive(simulation: Simulation, fleet: Fleet, training: TrainingModel, hooks: 
     """Run a simulation with the given fleet and training instead of its own; the result has no model."""
     statistics = RunStatistics(fleet, hooks.observe)
     driver = Driver(simulation.spec, fleet, training, statistics, simulation.seed, hooks.trace)
-    driver.run(simulation.until_s)
+    stopped = driver.run(simulation.until_s)
     participation = statistics.participation()
+    reason = stopped or driver.job.reason
+    is_over = driver.job.status is JobStatus.COMPLETED or bool(privacy_rules.describe_spent_budget(driver.job))
     return Result(
         job=simulation.spec.name,
         seed=simulation.seed,
         num_clients=fleet.num_clients,
         status=driver.job.status.value,
-        reason=driver.job.reason,
+        reason=reason,
+        problem="" if is_over else reason,
         attempts=tuple(statistics.attempts),
         totals=statistics.totals(driver.now),
         staleness=count_staleness(statistics.attempts),

@@ -21,7 +21,7 @@ from fedplat.simulation.engines.interface import Engine
 from fedplat.simulation.engines.registry import RayOptions, open_engine
 from fedplat.simulation.engines.tasks import ClientTraining
 from fedplat.simulation.run import Simulation
-from fedplat.simulation.scenario import unsupported
+from fedplat.simulation.scenario import feasible, unsupported
 from fedplat.simulation.scenario.building import build_learner, make_initial
 from fedplat.simulation.scenario.file import SimulationFile
 from fedplat.simulation.scenario.objects import OF_LEARNER
@@ -78,6 +78,8 @@ def prepare(
     clients_data = data if data is not None else load_data(file, on_progress)
     num_clients = clients_data.num_clients if clients_data is not None else 0
     fleet = build_fleet(options.fleet, options.seed, num_clients, file.folder)
+    if warning := feasible.check(file.job, fleet):
+        on_progress(f"warning: {warning}")
     if clients_data is not None:
         clients_data = _hold_out(file, clients_data)
         fleet = fleet.with_examples(clients_data.sizes(), clients_data.sizes_held_out())
@@ -145,7 +147,10 @@ def _open_engine(
     else:
         learner, initial_model = given, make_initial(given, file.simulation.seed)
     try:
-        initial_model = build_rule(file.job).requirements.extend(initial_model)
+        requirements = build_rule(file.job).requirements
+        initial_model = requirements.extend(initial_model)
+        if misfit := requirements.misfit(initial_model.schema):
+            raise ModelError(misfit)
     except ModelError as exc:
         raise JobFileError(f"model.initial = {file.job.model.initial!r}: {exc}") from exc
     algorithm: LocalAlgorithmOptions | None = None

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
-import tomllib
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fedplat import bounded_toml
 from fedplat.errors import JobFileError, MissingExtraError
 from fedplat.local_options import LocalOptions
 from fedplat.metrics import is_smaller_better
@@ -150,7 +149,7 @@ def read(path: Path) -> SweepFile:
 
     Raises `JobFileError` with the file's name in each line, and `MissingExtraError`.
     """
-    with _naming(path):
+    with files.naming(path):
         raw = _read_toml(path)
         if "base" not in raw and {"model", "selection"} & raw.keys():
             raise JobFileError(
@@ -159,11 +158,11 @@ def read(path: Path) -> SweepFile:
             )
         options = read_record(raw, SweepOptions)
     base_path = path.absolute().parent / options.base
-    with _naming(path.parent / options.base):
-        base_text = _read_text(base_path)
+    with files.naming(path.parent / options.base):
+        base_text = files.read_text(base_path)
         base = files.parse(base_text, base_path.parent)
     file = SweepFile(path, options, raw, base_path, base_text, base)
-    with _naming(path):
+    with files.naming(path):
         _check_size(file)
         _check_metric(file)
     if duplicate := plan.find_duplicate(file.configurations):
@@ -173,7 +172,7 @@ def read(path: Path) -> SweepFile:
         )
     checked = search.list_corners(options.search) if options.search is not None else file.configurations
     all_read = file.check(checked)
-    with _naming(path):
+    with files.naming(path):
         _check_rounds(options.stopping, max(each.job.rounds for each in all_read))
     return file
 
@@ -212,25 +211,8 @@ def _trains_with_pytorch(file: SimulationFile) -> bool:
     return file.simulation.training and isinstance(file.simulation.model, ModelOptions)
 
 
-@contextlib.contextmanager
-def _naming(path: Path) -> Generator[None]:
-    """Put the name of the file before each line of an error."""
-    try:
-        yield
-    except JobFileError as exc:
-        raise JobFileError("\n".join(f"{path}: {line}" for line in str(exc).splitlines())) from exc
-
-
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(_read_text(path))
+        return bounded_toml.loads(files.read_text(path))
     except (ValueError, RecursionError) as exc:
         raise JobFileError(f"the sweep file is not valid TOML: {exc}") from exc
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
-        raise JobFileError(f"the file cannot be read: {reason}") from exc

@@ -92,6 +92,11 @@ def open_folder(folder: Path, file: SweepFile) -> Generator[SweepFolder]:
                 f"another process computes the sweep in {folder}; wait for it, or choose another folder (--output)"
             ) from exc
         recorded = folders.read_json(folder / SWEEP) if (folder / SWEEP).exists() else None
+        if recorded is None and store.runs.exists() and any(store.runs.iterdir()):
+            raise DataError(
+                f"{store.runs} has files that belong to no sweep, since {folder} has no {SWEEP}: choose another folder "
+                "(--output), or move them away"
+            )
         if recorded is not None and _has_work(store.runs):
             _compare(folder, recorded, inputs)
         elif recorded != inputs:

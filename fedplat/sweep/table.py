@@ -8,8 +8,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from fedplat.simulation.report.statistics import mean_interval
-from fedplat.sweep.outcome import Objective, Outcome
+from fedplat.metrics import find_range
+from fedplat.simulation.report.statistics import EVERY_NUMBER, mean_interval
+from fedplat.sweep.outcome import VIRTUAL_S, Objective, Outcome
 from fedplat.sweep.schedule import Evaluated
 
 
@@ -65,7 +66,7 @@ def _make_row(rank: int, each: Evaluated, objective: Objective) -> SweepRow:
     until = each.stopped_after
     scores = {str(seed): _finite(outcome.score(objective, until)) for seed, outcome in each.outcomes.items()}
     known = [score for score in scores.values() if score is not None]
-    interval = mean_interval(known) if len(known) == len(scores) else None
+    interval = mean_interval(known, bounds=_range(each, objective)) if len(known) == len(scores) else None
     reached = [
         (outcome.target_round, outcome.target_s)
         for outcome in each.outcomes.values()
@@ -89,16 +90,25 @@ def _make_row(rank: int, each: Evaluated, objective: Objective) -> SweepRow:
         num_reached=len(reached),
         target_rounds=mean_interval(rounds for rounds, _ in reached).mean if reached else None,
         target_s=mean_interval(seconds for _, seconds in reached).mean if reached else None,
-        curve=make_curve(each.outcomes, until),
+        curve=make_curve(each.outcomes, until, _range(each, objective)),
     )
 
 
-def make_curve(outcomes: Mapping[int, Outcome], until: int = 0) -> MeanCurve:
+def _range(each: Evaluated, objective: Objective) -> tuple[float, float]:
+    """Return the possible values of the metric; seconds are at least 0."""
+    if objective.metric == VIRTUAL_S:
+        return 0.0, math.inf
+    return find_range(objective.metric, (_number(value) for each in each.outcomes.values() for value in each.values))
+
+
+def make_curve(
+    outcomes: Mapping[int, Outcome], until: int = 0, bounds: tuple[float, float] = EVERY_NUMBER
+) -> MeanCurve:
     """Return the mean of the metric over seeds, for the rounds up to `until` (0: all) that all runs have scored."""
     values = [dict(zip(outcome.rounds, outcome.values, strict=True)) for outcome in outcomes.values()]
     shared = sorted(set.intersection(*(set(each) for each in values))) if values else []
     rounds = [number for number in shared if not until or number <= until]
-    intervals = [mean_interval(_number(each[number]) for each in values) for number in rounds]
+    intervals = [mean_interval((_number(each[number]) for each in values), bounds=bounds) for number in rounds]
     return MeanCurve(
         rounds=rounds,
         mean=[_finite(interval.mean) for interval in intervals],

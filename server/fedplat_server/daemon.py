@@ -38,7 +38,6 @@ from fedplat_server.rpc import serving
 from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.rpc.routing.follower import Follower
 from fedplat_server.rpc.routing.gateway import GatewayOptions
-from fedplat_server.rpc.routing.router import NoLeader
 from fedplat_server.rpc.services import Services
 from fedplat_server.storage import data_dir
 
@@ -106,6 +105,7 @@ class Daemon:
                 if election is None:
                     return
                 stack.push_async_callback(election.close)
+                endpoint.router.explain = lambda: election.problem
                 while not self._stopping.is_set():
                     held_lease = await self._follow(endpoint, election, candidate)
                     if held_lease is not None:
@@ -249,7 +249,7 @@ async def _accept_calls(endpoint: serving.Endpoint, services: Services) -> Async
     try:
         yield
     finally:
-        calls = endpoint.router.set_route(NoLeader())
+        calls = endpoint.router.end_route()
         await calls.wait_until_none()
 
 

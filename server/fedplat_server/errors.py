@@ -40,7 +40,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
-from fedplat.errors import FedplatError
+from fedplat.errors import FedplatError, SecureAggregationError
 from fedplat.rounds.commands import RetryWindow
 
 
@@ -302,6 +302,18 @@ RETRY_WINDOWS: Mapping[Code, RetryWindow] = {
     Code.STORAGE_FULL: RetryWindow(5.0, 30.0),
 }
 """The retry windows of codes with a temporary cause."""
+
+
+def is_lasting(exc: Exception) -> bool:
+    """Return whether an attempt that failed with this error would fail with it again.
+
+    What a disk, an object store, a database or a pool of workers prevents, another try may do.
+    """
+    if isinstance(exc, FlowerRunError | PoolWorkError):
+        return not isinstance(exc, PoolMemoryError)
+    if isinstance(exc, SecureAggregationError):
+        return not exc.clients  # they are not drawn again
+    return not isinstance(exc, ServerError | OSError | MemoryError)
 
 
 class RefusedError(ServerError):

@@ -14,6 +14,7 @@ import pytest
 
 from fedplat.admin import AdminClient, profile
 from fedplat.cli.app import app
+from fedplat.job import parse_job, warnings
 from fedplat.model import Parameters
 from support import processes
 from support.cli.runner import CliRunner
@@ -81,12 +82,18 @@ def test_one_machine(tmp_path: Path) -> None:
     check_weight(tmp_path / "final.safetensors")
 
 
-def test_the_simulation_of_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulation_of_the_readme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It reaches its target, in a folder without a clone of the repository."""
     (program,) = blocks_of(README, "python")
-    monkeypatch.chdir(processes.ROOT)
-    shorter = program.replace('.toml")', '.toml", {"rounds": 1})')
-    assert shorter != program
-    exec(shorter, {})  # the README's own lines
+    monkeypatch.chdir(tmp_path)
+    exec(program, {})  # the README's own lines
+    assert re.search(r"^accuracy 0.85  after \d", capsys.readouterr().out, flags=re.MULTILINE)
+
+
+def test_the_job_of_the_readme_warns_of_nothing(tmp_path: Path) -> None:
+    assert warnings(parse_job(files_of(README)["job.toml"])) == []
 
 
 @pytest.mark.slow

@@ -72,6 +72,23 @@ JOBS: dict[str, tuple[JobFacts, dict[str, tuple[Severity, str]]]] = {
         {"job_stalled": (Severity.CRITICAL, "no round for 48 min 1 s; a round may take 16 min 0 s.")},
     ),
     "paused": (of(status=JobStatus.PAUSED, idle_s=1e6, waiting_s=1e6, num_available=0, failures=9), {}),
+    "paused by an operator while it failed": (
+        of(status=JobStatus.PAUSED, failures=9, reason="the job was paused"),
+        {},
+    ),
+    "paused by its failures": (
+        of(
+            status=JobStatus.PAUSED,
+            failures=10,
+            reason="round 1 failed 10 times in a row; client c-1: TRAINER_ERROR: x",
+        ),
+        {
+            "job_paused": (
+                Severity.CRITICAL,
+                "Job digits has paused itself: round 1 failed 10 times in a row; client c-1: TRAINER_ERROR: x.",
+            )
+        },
+    ),
     "all clients vanished": (
         of(idle_s=400.0, waiting_s=390.0, num_connected=0, num_available=0),
         {
@@ -89,6 +106,15 @@ JOBS: dict[str, tuple[JobFacts, dict[str, tuple[Severity, str]]]] = {
             "too_few_clients": (
                 Severity.WARNING,
                 "waits for 10 clients, but only 9 of the 20 connected clients of population demo may work for it.",
+            )
+        },
+    ),
+    "too few, and the last attempt says why": (
+        of(waiting_s=60.0, num_available=0, reason="2 more do not have the trainer lineer, but linear"),
+        {
+            "too_few_clients": (
+                Severity.WARNING,
+                "of population demo may work for it: 2 more do not have the trainer lineer, but linear.",
             )
         },
     ),
@@ -214,7 +240,7 @@ def test_every_rule_has_a_case() -> None:
     assert cases == {
         *("job_stalled", "too_few_clients", "many_late", "attempts_failing", "epsilon_high", "epsilon_exhausted"),
         *("certificate_expiring", "certificate_expired", "disk_low", "storage_full", "job_failed", "job_needs_plugins"),
-        *("webhook_failing", "object_store_failing"),
+        *("webhook_failing", "object_store_failing", "job_paused"),
     }
 
 

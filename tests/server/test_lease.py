@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -14,10 +16,11 @@ from fedplat_server.config import LeaseTimes
 from fedplat_server.database import engine
 from fedplat_server.database.engine import async_url, create_engine
 from fedplat_server.database.sql_leases import SqlLeases, open_leases
-from fedplat_server.errors import LeadershipLostError, StoreUnavailableError
-from fedplat_server.leadership.election import LeaseElection
+from fedplat_server.errors import PUBLIC_MESSAGES, Code, LeadershipLostError, RefusedError, StoreUnavailableError
+from fedplat_server.leadership.election import NO_DATABASE, LeaseElection
 from fedplat_server.records import lease as rules
 from fedplat_server.records.lease import Candidate, HeldLease, Lease, LeaseReading
+from fedplat_server.rpc.routing.router import Router
 from support import daemons, databases
 from support.daemons import digest_of, initial_model, update_of
 from support.gateways import both_agree, code_of, leading
@@ -146,6 +149,43 @@ async def test_a_candidate_that_comes_too_late_tries_again(database: str) -> Non
     assert (await election.elect(unfollowed)).lease.holder == "d-one"
     assert leases.num_lost == 0
     await election.close()
+
+
+class Down(SqlLeases):
+    """Leases in a database that does not answer until `back` is set."""
+
+    def __init__(self, database: str) -> None:
+        super().__init__(create_engine(async_url(database)))
+        self.back, self.asked = asyncio.Event(), asyncio.Event()
+
+    async def read(self) -> LeaseReading:
+        self.asked.set()
+        if not self.back.is_set():
+            raise StoreUnavailableError("connection refused, says the test")
+        return await super().read()
+
+
+async def test_callers_are_told_that_the_database_is_down(database: str) -> None:
+    leases = Down(database)
+    election, router = LeaseElection(leases, ONE, QUICK), Router(["a.Service"])
+    router.explain = lambda: election.problem
+    assert await refusal_of(router) == PUBLIC_MESSAGES[Code.NO_LEADER]
+    electing = asyncio.create_task(election.elect(unfollowed))
+    await leases.asked.wait()
+    assert await refusal_of(router) == f"{PUBLIC_MESSAGES[Code.NO_LEADER]}: {NO_DATABASE}"
+    leases.back.set()
+    assert (await electing).lease.holder == "d-one"
+    assert election.problem == ""
+    await election.close()
+
+
+async def refusal_of(router: Router) -> str:
+    """Return why a call is refused without a leader."""
+    details: Any = SimpleNamespace(method="/a.Service/Call")
+    handler: Any = router.route.handler(details)
+    with pytest.raises(RefusedError) as caught:
+        await anext(handler.stream_stream(None, None))
+    return str(caught.value)
 
 
 # --- networks between a leader and its database --------------------------------------------------------------

@@ -75,7 +75,7 @@ def test_every_method_has_a_least_role() -> None:
             *("ListEvents", "WatchEvents"),
         ],
         Role.OPERATOR: [
-            *("UploadModel", "CreateJob", "StartJob", "PauseJob", "ResumeJob", "CancelJob", "RollbackJob"),
+            *("UploadModel", "CreateJob", "StartJob", "PauseJob", "ResumeJob", "CancelJob", "SetJob", "RollbackJob"),
             *("RevokeClient", "CreateEnrollment", "ListEnrollments", "RevokeEnrollment", "ListAudit"),
             *("ListWebhooks", "ListDeliveries"),
         ],

@@ -15,7 +15,7 @@ from fedplat.wire.v1 import admin_pb2
 from fedplat_server.coordination.progress import PhaseProgress, ProgressSummary, ProgressTracker
 from support import daemons
 from support.daemons import Site, initial_model, update_of
-from support.jobs import job_file
+from support.jobs import job_file, write_job
 from support.rounds.driver import collecting
 from support.rounds.secure_driver import SecureDriver, advertising
 
@@ -142,6 +142,21 @@ async def test_a_watch_that_asks_for_it_has_events_about_progress(site: Site) ->
     history = [event.sequence for event in seen if event.entity != "progress"]
     assert [event.sequence for event in told] == [history[-1]] * 3
     assert history == sorted(set(history))
+
+
+@pytest.mark.calm("a watch may be cut")
+async def test_a_watch_states_why_an_attempt_waits_and_operators_see_the_trainers(site: Site) -> None:
+    job = await site.operator.start(write_job(trainer="lineer"))
+    client = await site.enroll()
+    waiting = client.check_in(wait_s=20.0)
+    await site.waiting(1)
+    request = admin_pb2.WatchJobRequest(job=job, progress_every_s=0.01)
+    async with contextlib.aclosing(aiter_of(site, request)) as events:
+        told = await anext(event async for event in events if event.entity == "progress")
+    assert told.reason == "waits for clients: 0 of 1 can be drawn now; 1 more do not have the trainer lineer, but toy"
+    shown = await site.operator.clients.ShowClient(admin_pb2.ShowClientRequest(client_id=client.client_id))
+    assert list(shown.trainers) == ["toy"]
+    waiting.cancel()
 
 
 @pytest.mark.calm("a watch may be cut")

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from msgspec import structs
 
-from fedplat.rounds import JobState
+from fedplat.job.sections import Retention
+from fedplat.rounds import JobState, ModelVersion
+from fedplat.rounds.states import JobStatus
 from fedplat_server.coordination import retention
-from fedplat_server.coordination.retention import RetentionTask
+from fedplat_server.coordination.retention import MIN_VERSIONS, RetentionTask, find_retained_versions
 from fedplat_server.database.ports import Store
 from fedplat_server.database.store import open_store
 from fedplat_server.errors import LeadershipLostError, StoreUnavailableError
@@ -24,6 +27,7 @@ from support.faulty_store import FaultyStore
 from support.runner_bench import settle
 from support.store.driver import JOB_FILE, Driver, run_to_the_end
 
+LATEST = ModelVersion(version=30, round=30, attempt=1, digest="d", size_bytes=1)
 FORGETFUL = JOB_FILE + "\n[retention]\nversions = 1\nstates = 1\nhistory_days = 1e-9\n"
 
 
@@ -62,6 +66,17 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerat
     yield made
     await made.task.close()
     await store.close()
+
+
+async def test_a_running_job_keeps_few_versions_while_the_disk_is_nearly_full(bench: Bench) -> None:
+    await bench.driver.create("two", JOB_FILE)
+    job = structs.replace(bench.state_of("two"), status=JobStatus.RUNNING, latest=LATEST)
+    assert find_retained_versions(job).models_from == 0
+    assert find_retained_versions(job, is_low=True).models_from == 30 + 1 - MIN_VERSIONS
+    ended = structs.replace(job, status=JobStatus.COMPLETED)
+    assert find_retained_versions(ended, is_low=True).models_from == 0
+    own = structs.replace(job, spec=structs.replace(job.spec, retention=Retention(versions=20)))
+    assert find_retained_versions(own, is_low=True).models_from == 30 + 1 - 20
 
 
 def failing_once(error: Exception) -> Callable[[], Awaitable[None]]:

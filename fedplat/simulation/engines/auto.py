@@ -1,14 +1,16 @@
-"""The engine that measures which other engine is the fastest, by running the first rounds with each of them.
+"""The engine that measures which other engine is the fastest, by running some rounds with each of them.
 
-The rounds of a trial count like all others: nothing is computed only to be measured. The engine changes only while no
-task is in progress and no client has a state, because each engine stores its own client states.
+The rounds of a trial count like all others: nothing is computed only to be measured. A study begins in this process,
+where nothing has to start. Another engine is tried when its start costs little compared with the time spent so far, so
+a small study never waits for processes or for the vectorization of its model. A task is completed by the engine that
+began it. The states of clients are stored by their engine: they can move only while no task is in progress.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from typing_extensions import override
@@ -25,39 +27,61 @@ ROUNDS = 3
 """Rounds of a trial: in the first ones an engine starts, allocates memory and records its operations."""
 MIN_TRIAL_S = 0.5
 """Seconds of training after which a trial ends early, at the end of the round."""
+PROCESSES_AFTER_S = 5.0
+VMAP_AFTER_S = 15.0
+"""Seconds of training before `processes` and `vmap` are tried: ten times what their start costs."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Candidate:
-    """An engine on trial; `best` is its highest throughput in a round, in examples a second."""
+    """An engine, tried after `after_s` seconds; `best` is its highest throughput in a round, in examples a second."""
 
     name: str
     make: Callable[[], Engine]
+    after_s: float = 0.0
     engine: Engine | None = None
     versions: set[int] = field(default_factory=set[int])
     rounds: int = 0
     seconds: float = 0.0
     best: float = 0.0
+    spent: float = 0.0
+    examples: float = 0.0
+    results: int = 0
+
+    @property
+    def is_tried(self) -> bool:
+        """True if its throughput is known."""
+        return self.rounds >= ROUNDS or self.seconds >= MIN_TRIAL_S
+
+    def end_round(self) -> None:
+        """Measure the throughput since the last call."""
+        self.rounds += 1
+        self.seconds += self.spent
+        self.best = max(self.best, self.examples / max(self.spent, 1e-9))
+        self.spent = self.examples = 0.0
+        self.results = 0
 
 
 class AutoEngine(Engine):
-    """Trains with `processes` (with one worker: `loop`), then with `vmap`, and from then on with the faster one.
+    """Trains with `loop`, then perhaps with `processes` and with `vmap`, and from then on with the fastest one.
 
     `clock` returns seconds. `choice` describes the chosen engine and the measured throughputs, for people.
     """
 
     def __init__(self, task: ClientTraining, num_workers: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        first = _Candidate("loop", lambda: LoopEngine(task))
+        self._current = _Candidate("loop", lambda: LoopEngine(task))
+        self._untried = [_Candidate("vmap", lambda: _make_vmap(task), VMAP_AFTER_S)]
         if num_workers > 1:
-            first = _Candidate("processes", lambda: ProcessEngine(task, num_workers))
-        self._untried = [first, _Candidate("vmap", lambda: _make_vmap(task))]
-        self._tried: list[_Candidate] = []
-        self._current, self._clock = self._untried.pop(0), clock
+            self._untried.insert(
+                0, _Candidate("processes", lambda: ProcessEngine(task, num_workers), PROCESSES_AFTER_S)
+            )
+        self._started, self._clock = [self._current], clock
         self._engine = self._current.engine = self._current.make()
         self._models: dict[int, Parameters] = {}
-        self._in_progress: dict[ClientTask, None] = {}
-        self._spent = self._examples = 0.0
-        self.choice = f"{first.name}, to begin with"
+        self._in_progress: dict[ClientTask, _Candidate] = {}
+        self._is_decided = False
+        self._total_s = 0.0
+        self.choice = self._current.name
 
     @property
     @override
@@ -77,38 +101,42 @@ class AutoEngine(Engine):
     @override
     def retire(self, version: int) -> None:
         del self._models[version]
-        self._engine.retire(version)
-        self._current.versions.discard(version)
+        for candidate in self._started:
+            if candidate.engine is not None and version in candidate.versions:
+                candidate.engine.retire(version)
+                candidate.versions.discard(version)
 
     @override
     def begin(self, tasks: Sequence[ClientTask]) -> None:
-        """Begin tasks, with the next engine if a trial has ended."""
-        if not self._in_progress:
-            self._end_round()
-        self._in_progress |= dict.fromkeys(tasks)
-        with self._time():
+        """Begin tasks, with another engine if a trial is due or has ended."""
+        self._end_round()
+        self._in_progress |= dict.fromkeys(tasks, self._current)
+        with self._time(self._current):
             self._engine.begin(tasks)
 
     @override
     def result(self, task: ClientTask) -> LocalUpdate:
-        """Wait for a task. If `vmap` turns out not to support it, the engine before computes it."""
-        with nullcontext() if task.scores else self._time():  # engines differ in training only
-            try:
-                trained = self._engine.result(task)
-            except EngineError:
-                if self._current.name != "vmap" or not self._tried:
-                    raise
-                self._fall_back()
-                trained = self._engine.result(task)
-        del self._in_progress[task]
+        """Wait for a task. If `vmap` turns out not to support it, `loop` computes it."""
+        candidate = self._in_progress[task]
+        try:
+            trained = self._fetch(task, candidate)
+        except EngineError:
+            if candidate.name != "vmap" or candidate.rounds:
+                raise
+            candidate = self._fall_back(candidate)
+            trained = self._fetch(task, candidate)
+        self._leave(task)
         if not task.scores:
-            self._examples += task.fraction * trained.num_examples
+            candidate.examples += task.fraction * trained.num_examples
+            candidate.results += 1
         return trained
 
     @override
     def drop(self, task: ClientTask) -> None:
-        self._in_progress.pop(task, None)
-        self._engine.drop(task)
+        engine = self._in_progress.get(task, self._current).engine
+        assert engine is not None
+        engine.drop(task)
+        self._leave(task)
 
     @override
     def client_states(self) -> Mapping[int, Contents]:
@@ -124,69 +152,105 @@ class AutoEngine(Engine):
 
     @override
     def close(self) -> None:
-        for candidate in (*self._tried, self._current):
-            if candidate.engine is not None:
-                candidate.engine.close()
-                candidate.engine = None
+        for candidate in self._started:
+            _close(candidate)
+
+    def _fetch(self, task: ClientTask, candidate: _Candidate) -> LocalUpdate:
+        assert candidate.engine is not None
+        if task.scores:  # engines differ in training only
+            return candidate.engine.result(task)
+        with self._time(candidate):
+            return candidate.engine.result(task)
+
+    def _leave(self, task: ClientTask) -> None:
+        """Forget a task, and close an engine that has lost the trial after its last one."""
+        candidate = self._in_progress.pop(task, self._current)
+        if self._is_decided and candidate is not self._current and candidate not in self._in_progress.values():
+            _close(candidate)
 
     @contextmanager
-    def _time(self) -> Generator[None]:
+    def _time(self, candidate: _Candidate) -> Generator[None]:
         start = self._clock()
         yield
-        self._spent += self._clock() - start
+        seconds = self._clock() - start
+        candidate.spent += seconds
+        self._total_s += seconds
 
     def _end_round(self) -> None:
+        """Measure the current engine, and change to another one if it is time to."""
         current = self._current
-        if not self._examples:
+        if self._is_decided or not current.results:
             return
-        current.rounds += 1
-        current.seconds += self._spent
-        current.best = max(current.best, self._examples / max(self._spent, 1e-9))
-        self._spent = self._examples = 0.0
-        is_tried = current.rounds >= ROUNDS or current.seconds >= MIN_TRIAL_S
-        if not self._is_decided and is_tried and not self._engine.client_states():
-            self._try_next()
-
-    @property
-    def _is_decided(self) -> bool:
-        return not self._untried and not self._tried
-
-    def _try_next(self) -> None:
-        """Change to the next candidate, or to the fastest one when all were tried."""
-        self._tried.append(self._current)
-        while self._untried:
-            candidate = self._untried.pop(0)
-            try:
-                candidate.engine = candidate.make()
-            except EngineError:
-                continue  # it does not support this task
-            self._use(candidate)
+        if self._in_progress and (current.spent < MIN_TRIAL_S or current.results < len(self._in_progress)):
+            return  # some client always trains: a round is as many results as there are tasks in progress
+        current.end_round()
+        if not current.is_tried:
             return
+        if states := current.engine.client_states() if current.engine is not None else {}:
+            self._move(states)
+            return
+        while self._untried and self._total_s >= self._untried[0].after_s:
+            if self._start(self._untried.pop(0)):
+                return
+        fastest = max(self._started, key=lambda each: each.best)
+        if fastest is not current:
+            self._use(fastest)
+        if not self._untried:
+            self._decide()
+
+    def _start(self, candidate: _Candidate) -> bool:
+        """Change to an engine that was not tried yet; return False if it does not support this training."""
+        try:
+            candidate.engine = candidate.make()
+        except EngineError:
+            return False
+        self._started.append(candidate)
+        self._use(candidate)
+        return True
+
+    def _move(self, states: Mapping[int, Contents]) -> None:
+        """Change to processes with the states of clients, which only then can be trained by several at once."""
+        if self._in_progress or self._total_s < PROCESSES_AFTER_S:
+            return
+        if self._untried[0].name == "processes" and self._start(self._untried[0]):
+            self._engine.set_client_states(states)
         self._decide()
 
     def _decide(self) -> None:
-        tried, self._tried = sorted(self._tried, key=lambda each: -each.best), []
-        self._use(tried[0])
-        for other in tried[1:]:
-            if other.engine is not None:
-                other.engine.close()
-        self.choice = ", ".join(f"{each.name} with {each.best:,.0f} examples/s" for each in tried)
+        self._untried, self._is_decided = [], True
+        busy = {*self._in_progress.values(), self._current}
+        for other in self._started:
+            if other not in busy:
+                _close(other)
+        tried = sorted(self._started, key=lambda each: (each is not self._current, -each.best))
+        self.choice = ", ".join(
+            each.name + (f" with {each.best:,.0f} examples/s" if each.rounds else "") for each in tried
+        )
 
-    def _fall_back(self) -> None:
-        """Return to the engine before `vmap`, with the same tasks."""
-        self._use(self._tried[-1])
-        self._untried, self._tried = [], []
+    def _fall_back(self, failed: _Candidate) -> _Candidate:
+        """Return to the fastest engine before `vmap`, with the tasks that this one had begun."""
+        self._started.remove(failed)
+        self._use(max(self._started, key=lambda each: each.best))
+        tasks = [task for task, candidate in self._in_progress.items() if candidate is failed]
+        self._in_progress |= dict.fromkeys(tasks, self._current)
+        self._decide()
+        _close(failed)
         self.choice = f"{self._current.name}: vmap does not support this training"
-        self._engine.begin(list(self._in_progress))
+        self._engine.begin(tasks)
+        return self._current
 
     def _use(self, candidate: _Candidate) -> None:
         assert candidate.engine is not None
         self._current, self._engine = candidate, candidate.engine
-        for version in candidate.versions - self._models.keys():
-            self._engine.retire(version)
         for version in self._models.keys() - candidate.versions:
             self._engine.publish(version, self._models[version])
         candidate.versions = set(self._models)
+
+
+def _close(candidate: _Candidate) -> None:
+    if candidate.engine is not None:
+        candidate.engine.close()
+        candidate.engine = None
 
 
 def _make_vmap(task: ClientTraining) -> Engine:

@@ -11,7 +11,7 @@ from typing_extensions import override
 from fedplat import report_validation, user_code
 from fedplat.aggregate import Accumulator, Rule, State, columns_of, rebase, seed_of
 from fedplat.codecs.container import Format
-from fedplat.errors import CodecError, FedplatError, MissingExtraError, ModelError, PluginError, UserCodeError
+from fedplat.errors import CodecError, FedplatError, MissingExtraError, PluginError, UserCodeError
 from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters, Values, Vector
 from fedplat.plugins import name_of
@@ -31,8 +31,6 @@ from fedplat.simulation.secure.protocol import SecureProtocol
 from fedplat.simulation.secure.sums import MaskedUpdates
 
 _TRAINING, _CODEC, _NOISE = 1, 2, 3
-MAX_FAILURES = 20
-"""Failed aggregations in a row that end a simulation, unless the job fails before (`retry.max_attempts`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +81,6 @@ class RealTraining(TrainingModel):
         self._received: dict[AssignmentId, _Update] = {}
         self._retention = UpdateRetention() if influence.may_need_refold(spec) else None
         self._models = BaseModels(engine)
-        self._failures: set[AttemptKey] = set()
         self._masked: MaskedUpdates | None = None
         if spec.secure_aggregation is not None:
             assert protocol is not None
@@ -219,7 +216,6 @@ class RealTraining(TrainingModel):
             attempt.result, attempt.memory = reduced.finish(self.model, self._state), reduced.memory
         except Exception as exc:
             return self._fail(command.key, exc)
-        self._failures.clear()
         number = job.latest.version + 1
         version = ModelVersion(
             version=number,
@@ -235,17 +231,14 @@ class RealTraining(TrainingModel):
         return AttemptAggregated(command.key, version, published)
 
     def _fail(self, key: AttemptKey, exc: Exception) -> AggregationFailed:
-        """Return the failure of an attempt, or raise it if the next attempts would fail as well."""
+        """Return the failure of an attempt, or raise it if it is a mistake in code or an installation."""
         rule = f'aggregation.rule = "{name_of(self._spec.aggregation)}"'
         if isinstance(exc, PluginError | UserCodeError | MissingExtraError):
             raise exc
         if not isinstance(exc, FedplatError | ValueError):
             with user_code.wrap_errors(rule):
                 raise exc
-        self._failures.add(key)
-        if len(self._failures) >= MAX_FAILURES:
-            raise ModelError(f"{rule}: {len(self._failures)} attempts in a row failed, the last one with: {exc}")
-        return AggregationFailed(key, str(exc))
+        return AggregationFailed(key, f"{rule}: {exc}", is_lasting=True)
 
     @override
     def settle(self, key: AttemptKey, version: int | None) -> Mapping[str, float]:

@@ -45,11 +45,13 @@ from fedplat.simulation.clients.distributions import hash_uniform, hashed_normal
 from fedplat.simulation.clients.event_queue import EventQueue
 from fedplat.simulation.clients.links import LinkOptions
 from fedplat.simulation.gossip.silos import SiloModels
-from fedplat.simulation.recording.result import AttemptResult, GossipExchange
+from fedplat.simulation.recording.result import AttemptResult, GossipExchange, describe_end
 from fedplat.simulation.recording.statistics import Observer
 
 _SILENCES = 3
 """Heartbeats that a silo misses until it counts as departed."""
+MAX_FAILURES = 20
+"""Failed attempts in a row that end a simulation."""
 _LOSS, _ABSENT, _NOISE = 0x10551, 0xAB5E, 0x2015E
 
 
@@ -116,13 +118,18 @@ class GossipDriver:
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._mean: Parameters | None = None
 
-    def run(self, until_s: float) -> None:
-        """Run until the job has ended or `until_s` is reached. Raises what training raises."""
+    def run(self, until_s: float) -> str:
+        """Run until the job has ended or cannot progress, or until `until_s`. Raises what training raises.
+
+        Return why it is still running then; empty if it is not.
+        """
         self._apply(*begin(self.state.rules))
         while self.state.phase is not GossipPhase.ENDED:
             moment = min(self._queue.first(), self._timer[1])
             if moment > until_s:
-                break
+                return describe_end(until_s)
+            if self.state.failures >= MAX_FAILURES:
+                return f"no progress after {self.state.failures} failed attempts in a row; last: {self.state.reason}"
             self.now = max(self.now, moment)
             if self._queue.first() <= self._timer[1]:
                 for make_event in self._queue.due(self.now):
@@ -131,6 +138,7 @@ class GossipDriver:
             else:
                 number, self._timer = self._timer[0], (0, np.inf)
                 self._process(TimerPassed(number))
+        return ""
 
     def _process(self, event: GossipEvent) -> None:
         self.num_events += 1

@@ -145,7 +145,7 @@ class ReplayLog(TrainingModel):
             return failed
         if self._replay[self._next].get("fold") != subject:
             return None
-        return AggregationFailed(command.key, self._take("fold", subject)["failed"])
+        return AggregationFailed(command.key, self._take("fold", subject)["failed"], is_lasting=True)
 
     @override
     def restart(self, command: Restart) -> None:
@@ -156,7 +156,7 @@ class ReplayLog(TrainingModel):
         if self.is_replaying:
             result = self._take("attempt", list(command.key[1:]))
             if "failed" in result:
-                return AggregationFailed(command.key, result["failed"])
+                return AggregationFailed(command.key, result["failed"], is_lasting=True)
             return AttemptAggregated(command.key, ModelVersion(**result["version"]))
         outcome = self._learning.commit(command, job)
         result: RecordedResult = {"attempt": list(command.key[1:])}

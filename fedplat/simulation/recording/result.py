@@ -148,8 +148,9 @@ class ParticipationCounts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """The result of a run. `status` is the final status of the job (RUNNING if the virtual time ended before it).
+    """The result of a run. `status` is the final status of the job: RUNNING if the simulation ended before it.
 
+    `problem` is why the job has not ended as planned; empty if it is complete, or if its privacy budget is spent.
     `unmasked` are the survivors of attempts that are releases, if clients add the noise (`JobState.unmasked`).
     """
 
@@ -165,6 +166,7 @@ class Result:
     participation: ParticipationCounts
     model: Parameters | None = None
     unmasked: tuple[int, ...] = ()
+    problem: str = ""
 
     @property
     def rounds(self) -> tuple[AttemptResult, ...]:
@@ -187,3 +189,8 @@ class Result:
         if clients:
             fields["participation"] = self.participation.to_dict()
         return fields
+
+
+def describe_end(until_s: float) -> str:
+    """Return why a simulation ended before its job: at the end of the virtual time that it was given."""
+    return f"the virtual time ended (simulation.until_s = {until_s:g})"

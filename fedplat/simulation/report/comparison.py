@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import msgspec
 import numpy as np
 
 from fedplat import texts
+from fedplat.metrics import find_range
 from fedplat.simulation.recording.folder import finite
 from fedplat.simulation.recording.result import Result
 from fedplat.simulation.report import page, plots
@@ -20,6 +22,10 @@ from fedplat.simulation.report.summary import Series, series, summarize
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
+
+
+_AFTER_START = 0.0, math.inf
+"""The possible numbers of rounds and seconds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,31 +152,32 @@ def _compare(name: str, results: Sequence[Result], metric: str, target: float, c
         if not len(line.values):
             raise ValueError(f"{name}: the run with seed {seed} has no {metric} on held-out data")
     summaries = [summarize(result, metric, target) for result in results]
+    bounds = find_range(metric, (value for line in lines for value in line.values.tolist()))
     rounds = [each.rounds_to_target for each in summaries if each.rounds_to_target is not None]
     seconds = [each.seconds_to_target for each in summaries if each.seconds_to_target is not None]
     return ComparedRuns(
         name=name,
         seeds=seeds,
-        last=mean_interval((each.last.value for each in summaries if each.last is not None), confidence),
-        best=mean_interval((each.best.value for each in summaries if each.best is not None), confidence),
-        curve=_mean_series(lines, confidence),
+        last=mean_interval((each.last.value for each in summaries if each.last is not None), confidence, bounds),
+        best=mean_interval((each.best.value for each in summaries if each.best is not None), confidence, bounds),
+        curve=_mean_series(lines, confidence, bounds),
         num_reached=len(rounds),
-        rounds_to_target=mean_interval(rounds, confidence) if rounds else None,
-        seconds_to_target=mean_interval(seconds, confidence) if seconds else None,
+        rounds_to_target=mean_interval(rounds, confidence, _AFTER_START) if rounds else None,
+        seconds_to_target=mean_interval(seconds, confidence, _AFTER_START) if seconds else None,
     )
 
 
-def _mean_series(lines: Sequence[Series], confidence: float) -> MeanSeries:
+def _mean_series(lines: Sequence[Series], confidence: float, bounds: tuple[float, float]) -> MeanSeries:
     common = sorted(set.intersection(*(set(line.rounds.tolist()) for line in lines)))
     chosen = [np.isin(line.rounds, common) for line in lines]
     at_s = np.array([line.at_s[is_common] for line, is_common in zip(lines, chosen, strict=True)])
     values = np.array([line.values[is_common] for line, is_common in zip(lines, chosen, strict=True)])
-    intervals = [mean_interval(column, confidence) for column in values.T.tolist()]
-    spreads = np.array([np.nan if each.half_width is None else each.half_width for each in intervals], np.float64)
-    means = np.array([each.mean for each in intervals], np.float64)
-    return MeanSeries(
-        rounds=np.array(common), at_s=at_s.mean(axis=0), mean=means, low=means - spreads, high=means + spreads
+    intervals = [mean_interval(column, confidence, bounds) for column in values.T.tolist()]
+    low, mean, high = (
+        np.array([np.nan if end is None else end for end in ends], np.float64)
+        for ends in zip(*((each.low, each.mean, each.high) for each in intervals), strict=True)
     )
+    return MeanSeries(rounds=np.array(common), at_s=at_s.mean(axis=0), mean=mean, low=low, high=high)
 
 
 def _to_dict(each: ComparedRuns) -> dict[str, Any]:

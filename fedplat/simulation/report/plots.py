@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 MAIN, SECOND, QUIET, BAD, SPARE = "#1f5f8b", "#d9822b", "#888888", "#a8324a", "#9db8cc"
 COLORS = (MAIN, SECOND, BAD, "#3f8f5b", "#7b5ea7", "#8a6d3b", "#4aa5a8", QUIET)
 """The colors of lines in the order of their configurations."""
+STYLES = ("-", "--", "-.", ":", (0, (5, 1)))
+"""The styles of lines, so that lines on each other are told apart."""
 MAX_ROWS = 200
 """The most clients in the plot of labels; of a larger fleet, this many evenly spaced clients are shown."""
 _MAX_GROUPS = 24
@@ -124,11 +126,11 @@ def draw_means(figure: Figure, lines: Mapping[str, MeanSeries], metric: str, tar
     figure.set_size_inches(10, 4)
     axes: Sequence[Axes] = figure.subplots(1, 2, sharey=True)
     for number, (name, line) in enumerate(lines.items()):
-        color = COLORS[number % len(COLORS)]
+        color, style = COLORS[number % len(COLORS)], STYLES[number % len(STYLES)]
         # A label that begins with "_" would be left out of the legend, and text between "$" would be a formula.
         label = texts.shorten(name).lstrip("_").replace("$", r"\$")
         for axis, steps in ((axes[0], line.rounds), (axes[1], line.at_s / seconds)):
-            axis.plot(steps, line.mean, color=color, linewidth=1.5, label=label)
+            axis.plot(steps, line.mean, color=color, linestyle=style, linewidth=1.5, label=label)
             axis.fill_between(steps, line.low, line.high, color=color, alpha=0.2, linewidth=0)
     for axis, label in ((axes[0], "round"), (axes[1], f"mean virtual {unit}")):
         if target:

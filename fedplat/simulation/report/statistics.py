@@ -18,6 +18,7 @@ from msgspec import Struct
 Floats = npt.NDArray[np.float64]
 
 CONFIDENCE = 0.95
+EVERY_NUMBER = -math.inf, math.inf
 _STEPS = 60
 """Bisections of an angle below 2: then its error is that of a float."""
 
@@ -26,7 +27,7 @@ class MeanInterval(Struct, frozen=True, kw_only=True):
     """The mean of `count` numbers, and the interval around it that contains the true mean with this confidence.
 
     `deviation` is the sample's standard deviation (divisor count - 1). It and `half_width` are None for a single
-    number, from which they cannot be estimated.
+    number, from which they cannot be estimated. No end of the interval is outside `bounds`, the possible values.
     """
 
     mean: float
@@ -34,16 +35,17 @@ class MeanInterval(Struct, frozen=True, kw_only=True):
     deviation: float | None
     count: int
     confidence: float = CONFIDENCE
+    bounds: tuple[float, float] = EVERY_NUMBER
 
     @property
     def low(self) -> float | None:
         """The lower end of the interval."""
-        return None if self.half_width is None else self.mean - self.half_width
+        return None if self.half_width is None else max(self.mean - self.half_width, self.bounds[0])
 
     @property
     def high(self) -> float | None:
         """The upper end of the interval."""
-        return None if self.half_width is None else self.mean + self.half_width
+        return None if self.half_width is None else min(self.mean + self.half_width, self.bounds[1])
 
     def __str__(self) -> str:
         if self.half_width is None:
@@ -68,10 +70,13 @@ class MeanSeries(Struct, frozen=True, kw_only=True):
     high: Floats
 
 
-def mean_interval(values: Iterable[float], confidence: float = CONFIDENCE) -> MeanInterval:
+def mean_interval(
+    values: Iterable[float], confidence: float = CONFIDENCE, bounds: tuple[float, float] = EVERY_NUMBER
+) -> MeanInterval:
     """Return the mean of independent numbers, such as the accuracies with several seeds, and its confidence interval.
 
-    The interval is that of Student's t distribution; it is NaN if a number is not finite. Raises `ValueError` without
+    The interval is that of Student's t distribution, within the `bounds` of possible values; it is NaN if a number is
+    not finite. Raises `ValueError` without
     a number, and for a confidence that is not between 0 and 1.
     """
     values = [float(value) for value in values]
@@ -83,12 +88,13 @@ def mean_interval(values: Iterable[float], confidence: float = CONFIDENCE) -> Me
     if not all(map(math.isfinite, values)):
         spread = None if count == 1 else math.nan
         return MeanInterval(mean=math.nan, half_width=spread, deviation=spread, count=count, confidence=confidence)
-    mean = math.fsum(values) / count
-    if count == 1:
-        return MeanInterval(mean=mean, half_width=None, deviation=None, count=1, confidence=confidence)
-    deviation = statistics.stdev(values)
-    half_width = t_quantile(confidence, count - 1) * deviation / math.sqrt(count)
-    return MeanInterval(mean=mean, half_width=half_width, deviation=deviation, count=count, confidence=confidence)
+    mean, deviation, half_width = math.fsum(values) / count, None, None
+    if count > 1:
+        deviation = statistics.stdev(values)
+        half_width = t_quantile(confidence, count - 1) * deviation / math.sqrt(count)
+    return MeanInterval(
+        mean=mean, half_width=half_width, deviation=deviation, count=count, confidence=confidence, bounds=bounds
+    )
 
 
 @functools.cache

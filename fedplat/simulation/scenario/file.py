@@ -5,13 +5,15 @@ An operator submits the same file that was simulated: `job_text` removes the tab
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from fedplat import bounded_toml
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec, check_algorithm, check_main, job_file
 from fedplat.plugin_objects import plugins_in
@@ -21,6 +23,9 @@ from fedplat.toml import format_value, read_record, read_toml, to_table
 from fedplat.toml_text import set_key, split_key, write_toml
 
 TABLE = "simulation"
+_EXAMPLES = Path(__file__).resolve().parent / "examples"
+EXAMPLES = frozenset(path.stem for path in _EXAMPLES.glob("*.toml"))
+"""The names of the simulation files that are part of the package."""
 _HEADER = re.compile(r"\s*\[\[?\s*([\w-]+|\"[^\"]*\"|'[^']*')")
 
 
@@ -53,13 +58,33 @@ class SimulationFile:
 
 
 def read(path: Path, changes: Sequence[str] = ()) -> SimulationFile:
-    """Read a simulation file and apply changes, which are `key=value` texts. Raises `JobFileError`."""
+    """Read a simulation file and apply changes, which are `key=value` texts.
+
+    A name of `EXAMPLES` stands for that example, if there is no such file. Raises `JobFileError`, with the name of the
+    file in each line.
+    """
+    if str(path) in EXAMPLES and not path.exists():
+        path = _EXAMPLES / f"{path}.toml"
+    with naming(path):
+        return parse(read_text(path), path.absolute().parent, changes)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Generator[None]:
+    """Put the name of the file before each line of an error."""
     try:
-        text = path.read_text(encoding="utf-8")
+        yield
+    except JobFileError as exc:
+        raise JobFileError("\n".join(f"{path}: {line}" for line in str(exc).splitlines())) from exc
+
+
+def read_text(path: Path) -> str:
+    """Read the text of a file. Raises `JobFileError`, without its name."""
+    try:
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
         raise JobFileError(f"the file cannot be read: {reason}") from exc
-    return parse(text, path.absolute().parent, changes)
 
 
 def parse(
@@ -125,7 +150,7 @@ def job_text(text: str) -> str:
             kept.append(line)
     job = "".join(kept)
     try:
-        if tomllib.loads(job) == raw:
+        if bounded_toml.loads(job) == raw:
             return job
     except tomllib.TOMLDecodeError:
         pass
@@ -143,7 +168,7 @@ def _change(raw: dict[str, Any], change: str) -> None:
     if not equals or not path:
         raise JobFileError(f"{change!r}: expected KEY=VALUE, such as selection.goal=20 or simulation.seed=1")
     try:
-        new = tomllib.loads(f"value = {value.strip()}")["value"]
+        new = bounded_toml.loads(f"value = {value.strip()}")["value"]
     except tomllib.TOMLDecodeError:
         new = value.strip()
     try:

@@ -450,6 +450,31 @@ class JobRequest(_message.Message):
 Global___JobRequest: _TypeAlias = JobRequest  # noqa: Y015
 
 @_typing.final
+class SetJobRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Dotted keys with TOML values, such as "retention.versions=5"."""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        changes: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetJobRequest: _TypeAlias = SetJobRequest  # noqa: Y015
+
+@_typing.final
 class RollbackJobRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1466,7 +1491,7 @@ class JobEvent(_message.Message):
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     @_builtins.property
     def progress(self) -> Global___AttemptProgress:
-        """Only of "progress" events."""
+        """Only of "progress" events. That of an attempt which waits for clients has a reason instead."""
 
     def __init__(
         self,
@@ -1667,6 +1692,8 @@ class Client(_message.Message):
     JOB_ID_FIELD_NUMBER: _builtins.int
     ENROLLMENT_ID_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    TRAINERS_FIELD_NUMBER: _builtins.int
+    EVALUATORS_FIELD_NUMBER: _builtins.int
     client_id: _builtins.str
     population: _builtins.str
     state: _builtins.str
@@ -1685,6 +1712,12 @@ class Client(_message.Message):
     """The completed fraction of its open assignment, 0 to 1; unset without an assignment, or before its first heartbeat."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def trainers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The trainers and evaluators that it offered at its last check-in since the server started, in order of the alphabet."""
+
+    @_builtins.property
+    def evaluators(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -1698,10 +1731,12 @@ class Client(_message.Message):
         job_id: _builtins.str = ...,
         enrollment_id: _builtins.str = ...,
         progress: _builtins.float | None = ...,
+        trainers: _abc.Iterable[_builtins.str] | None = ...,
+        evaluators: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_progress", b"_progress", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_progress", b"_progress", "client_id", b"client_id", "enrolled_unix_s", b"enrolled_unix_s", "enrollment_id", b"enrollment_id", "job_id", b"job_id", "labels", b"labels", "last_seen_unix_s", b"last_seen_unix_s", "population", b"population", "progress", b"progress", "software_version", b"software_version", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_progress", b"_progress", "client_id", b"client_id", "enrolled_unix_s", b"enrolled_unix_s", "enrollment_id", b"enrollment_id", "evaluators", b"evaluators", "job_id", b"job_id", "labels", b"labels", "last_seen_unix_s", b"last_seen_unix_s", "population", b"population", "progress", b"progress", "software_version", b"software_version", "state", b"state", "trainers", b"trainers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__progress: _TypeAlias = _typing.Literal["progress"]  # noqa: Y015
     _WhichOneofArgType__progress: _TypeAlias = _typing.Literal["_progress", b"_progress"]  # noqa: Y015

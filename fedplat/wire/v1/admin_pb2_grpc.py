@@ -75,6 +75,11 @@ class JobsStub:
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.JobRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Job.FromString,
                 _registered_method=True)
+        self.SetJob = channel.unary_unary(
+                '/fedplat.wire.v1.Jobs/SetJob',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.SetJobRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Job.FromString,
+                _registered_method=True)
         self.RollbackJob = channel.unary_unary(
                 '/fedplat.wire.v1.Jobs/RollbackJob',
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RollbackJobRequest.SerializeToString,
@@ -162,6 +167,13 @@ class JobsServicer:
 
     def CancelJob(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetJob(self, request, context):
+        """Changes values of [retention] and [retry] in the file of a job that has not ended; they apply at once.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -254,6 +266,11 @@ def add_JobsServicer_to_server(servicer, server):
             'CancelJob': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelJob,
                     request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.JobRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Job.SerializeToString,
+            ),
+            'SetJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetJob,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.SetJobRequest.FromString,
                     response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Job.SerializeToString,
             ),
             'RollbackJob': grpc.unary_unary_rpc_method_handler(
@@ -508,6 +525,33 @@ class Jobs:
             target,
             '/fedplat.wire.v1.Jobs/CancelJob',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.JobRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.Job.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Jobs/SetJob',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.SetJobRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.Job.FromString,
             options,
             channel_credentials,

@@ -43,6 +43,8 @@ class JobsStub:
     PauseJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.JobRequest, _admin_pb2.Job]
     ResumeJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.JobRequest, _admin_pb2.Job]
     CancelJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.JobRequest, _admin_pb2.Job]
+    SetJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetJobRequest, _admin_pb2.Job]
+    """Changes values of [retention] and [retry] in the file of a job that has not ended; they apply at once."""
     RollbackJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RollbackJobRequest, _admin_pb2.RollbackJobResponse]
     """Makes a running or paused job continue from an older version, which is committed again as the latest version."""
     WatchJob: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchJobRequest, _admin_pb2.JobEvent]
@@ -71,6 +73,8 @@ class JobsAsyncStub(JobsStub):
     PauseJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.JobRequest, _admin_pb2.Job]  # type: ignore[assignment]
     ResumeJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.JobRequest, _admin_pb2.Job]  # type: ignore[assignment]
     CancelJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.JobRequest, _admin_pb2.Job]  # type: ignore[assignment]
+    SetJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetJobRequest, _admin_pb2.Job]  # type: ignore[assignment]
+    """Changes values of [retention] and [retry] in the file of a job that has not ended; they apply at once."""
     RollbackJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.RollbackJobRequest, _admin_pb2.RollbackJobResponse]  # type: ignore[assignment]
     """Makes a running or paused job continue from an older version, which is committed again as the latest version."""
     WatchJob: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchJobRequest, _admin_pb2.JobEvent]  # type: ignore[assignment]
@@ -144,6 +148,14 @@ class JobsServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.JobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.Job, _abc.Awaitable[_admin_pb2.Job]]: ...
+
+    @_abc_1.abstractmethod
+    def SetJob(
+        self,
+        request: _admin_pb2.SetJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.Job, _abc.Awaitable[_admin_pb2.Job]]:
+        """Changes values of [retention] and [retry] in the file of a job that has not ended; they apply at once."""
 
     @_abc_1.abstractmethod
     def RollbackJob(

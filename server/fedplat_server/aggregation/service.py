@@ -33,7 +33,7 @@ from fedplat_server.aggregation.local import LocalAggregation
 from fedplat_server.aggregation.pooled import WithFallback
 from fedplat_server.aggregation.secure import MaskedAggregation
 from fedplat_server.aggregation.secure_attempts import SecureAttempts
-from fedplat_server.errors import BlobError, BlobUnavailableError, StoreUnavailableError
+from fedplat_server.errors import BlobError, BlobUnavailableError, StoreUnavailableError, is_lasting
 from fedplat_server.flower.runs import FlowerRuns
 from fedplat_server.storage.blobs import Blob, BlobStore
 from fedplat_server.storage.spool import Spool
@@ -135,10 +135,10 @@ class Aggregation:
         except (FedplatError, OSError, ValueError) as exc:
             logs.get().error("an attempt could not be aggregated", error=str(exc))
             culprits = exc.clients if isinstance(exc, SecureAggregationError) else ()
-            outcome = AggregationFailed(key, str(exc), culprits)
+            outcome = AggregationFailed(key, str(exc), culprits, is_lasting(exc))
         except Exception as exc:  # a task boundary: out of memory, or a bug; it is logged, and the round is repeated
             logs.get().exception("an attempt could not be aggregated")
-            outcome = AggregationFailed(key, type(exc).__name__)
+            outcome = AggregationFailed(key, type(exc).__name__, is_lasting=is_lasting(exc))
         self._open.pop(key, None)
         self._made[key] = blobs.made
         self._post(outcome)
@@ -162,7 +162,7 @@ class Aggregation:
             version = structs.replace(
                 version, delta_digest=delta.digest, delta_size_bytes=delta.size_bytes, delta_base=job.latest.digest
             )
-        return AttemptAggregated(key, version, aggregate.published, aggregate.cohort)
+        return AttemptAggregated(key, version, aggregate.published, aggregate.cohort, aggregate.refused)
 
     async def _fold_and_commit(
         self,

@@ -8,6 +8,7 @@ import dataclasses
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from fedplat.label_expressions import compile_expression
 from fedplat.rounds import JobState
@@ -20,6 +21,13 @@ from fedplat_server.errors import Code, RefusedError
 CACHE_SIZE = 50_000
 UPDATE_EVERY_S = 60.0
 """Minimum interval between updates of a client's labels and software version."""
+
+
+class Offer(NamedTuple):
+    """The trainers and evaluators that a client has installed."""
+
+    trainers: frozenset[str] = frozenset()
+    evaluators: frozenset[str] = frozenset()
 
 
 class ClientDirectory:
@@ -35,6 +43,18 @@ class ClientDirectory:
         self._updated = RecentEntries(UPDATE_EVERY_S, CACHE_SIZE)
         self.last_seen_unix_s: dict[str, float] = {}
         self._newly_seen: dict[str, float] = {}
+        self._offers: OrderedDict[str, Offer] = OrderedDict()
+
+    def record_offer(self, client_id: str, offer: Offer) -> None:
+        """Remember what a client offers at a check-in."""
+        self._offers[client_id] = offer
+        self._offers.move_to_end(client_id)
+        while len(self._offers) > CACHE_SIZE:
+            self._offers.popitem(last=False)
+
+    def find_offer(self, client_id: str) -> Offer:
+        """Return what a client offered last; nothing if it has not checked in since the server started."""
+        return self._offers.get(client_id, Offer())
 
     async def find(self, client_id: str) -> ClientRecord:
         """Return the client. Raises `RefusedError` if it is unknown or revoked."""

@@ -67,6 +67,11 @@ class DiskSpace:
             return cls()
         return cls(usage.free, usage.total)
 
+    @property
+    def is_scarce(self) -> bool:
+        """True if the disk is nearly full."""
+        return alerts.is_scarce(self.free_bytes, self.total_bytes)
+
 
 class AlertMonitor:
     """The alerts of a leading daemon. `now` is the clock of the coordinator's times, `unix_s` the wall clock.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from fedplat.rounds.states import JobStatus
+from fedplat.rounds.states import REASON_TEXTS, JobStatus, Reason
 from fedplat.texts import duration, shorten
 
 DAY_S = 86_400.0
@@ -30,7 +30,8 @@ DISK_RATIO = 0.1
 DISK_BYTES = 2**30
 FULL_S = 3600.0
 FAILED_S = DAY_S
-_MAX_REASON_BYTES = 300
+_MAX_REASON_BYTES = 600
+_PAUSED_BY_OPERATOR = REASON_TEXTS[Reason.JOB_PAUSED]
 
 
 class Severity(IntEnum):
@@ -185,11 +186,12 @@ def _check_too_few_clients(job: JobFacts) -> Alert | None:
         return _of_job(job, "too_few_clients", Severity.CRITICAL, text, _start_clients(job))
     text = (
         f"Job {job.name} waits for {job.needed} clients, but only {job.num_available} of the {job.num_connected} "
-        f"connected clients of population {job.population} may work for it."
+        f"connected clients of population {job.population} may work for it"
     )
+    text += f": {_short(job.reason)}." if job.reason else "."
     remedy = (
         "Start more clients, or compare the job's [selection] (where, goal, min_separation) and its trainer with the "
-        f"clients (fedplat client list --population {job.population})."
+        f"clients (fedplat client list --output wide --population {job.population})."
     )
     return _of_job(job, "too_few_clients", Severity.WARNING, text, remedy)
 
@@ -239,6 +241,16 @@ def _check_epsilon_exhausted(job: JobFacts) -> Alert | None:
     return _of_job(job, "epsilon_exhausted", Severity.CRITICAL, text, remedy)
 
 
+def _check_gave_up(job: JobFacts) -> Alert | None:
+    """Raise an alert for a job that was paused by its failures, not by an operator."""
+    is_stuck = job.status is JobStatus.PAUSED and job.failures > 0 and job.reason not in ("", _PAUSED_BY_OPERATOR)
+    if not is_stuck or job.exhausted or job.problem:
+        return None
+    text = f"Job {job.name} has paused itself: {_short(job.reason)}."
+    remedy = f"Remove the cause and resume the job (fedplat job resume {job.job_id}), or cancel it."
+    return _of_job(job, "job_paused", Severity.CRITICAL, text, remedy)
+
+
 def _check_failed(job: JobFacts) -> Alert | None:
     if job.status is not JobStatus.FAILED or job.failed_s is None or job.failed_s > FAILED_S:
         return None
@@ -255,7 +267,8 @@ def _check_needs_plugins(job: JobFacts) -> Alert | None:
     text = f"Job {job.name} cannot run on this server: {_short(job.problem)}."
     remedy = (
         "Start the server with the plugins that the job needs (fedplat-server run --plugin KIND.NAME=REF), or update "
-        f"it if a newer version made the job; then resume the job (fedplat job resume {job.job_id})."
+        f"it if a newer version made the job; then resume the job (fedplat job resume {job.job_id}). If an older "
+        f"version made it, cancel it (fedplat job cancel {job.job_id}) and submit a corrected job file."
     )
     return _of_job(job, "job_needs_plugins", Severity.CRITICAL, text, remedy)
 
@@ -265,6 +278,7 @@ JOB_RULES: Sequence[Callable[[JobFacts], Alert | None]] = (
     _check_too_few_clients,
     _check_many_late,
     _check_attempts_failing,
+    _check_gave_up,
     _check_epsilon_high,
     _check_epsilon_exhausted,
     _check_failed,
@@ -287,9 +301,14 @@ def _check_certificate(server: ServerFacts) -> Alert | None:
     return Alert("certificate_expiring", Severity.WARNING, text, remedy)
 
 
+def is_scarce(free_bytes: int, total_bytes: int) -> bool:
+    """Return whether a disk is nearly full; of a small disk, only if it is half full."""
+    return free_bytes < DISK_RATIO * total_bytes or free_bytes < min(DISK_BYTES, total_bytes / 2)
+
+
 def _check_disk_low(server: ServerFacts) -> Alert | None:
     free, total = server.disk_free_bytes, server.disk_total_bytes
-    if not total or (free >= DISK_RATIO * total and free >= DISK_BYTES):
+    if not is_scarce(free, total):
         return None
     text = f"The disk of the data folder has {_size(free)} of {_size(total)} free ({free / total:.0%})."
     return Alert("disk_low", Severity.WARNING, text, _FREE_SPACE)
@@ -337,8 +356,8 @@ def _check_webhooks(server: ServerFacts) -> Alert | None:
 
 
 _FREE_SPACE = (
-    "Free space, enlarge the disk or the quota of the object store, or remove old data (fedplat-server prune, or "
-    "[retention] in the job files)."
+    "Free space, or enlarge the disk or the quota of the object store. Let running jobs keep fewer versions (fedplat "
+    "job set JOB retention.versions=5), and remove old data of ended ones (fedplat-server prune --keep-versions 5)."
 )
 SERVER_RULES: Sequence[Callable[[ServerFacts], Alert | None]] = (
     _check_certificate,

@@ -5,16 +5,20 @@ All raise `RefusedError`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import tomllib
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from fedplat import report_validation, user_code
+from fedplat import bounded_toml, report_validation, user_code
 from fedplat.errors import FedplatError, JobFileError, ModelError, PluginError, UserCodeError
 from fedplat.gossip.steps import MAX_SILOS
+from fedplat.gossip.topology import describe_edges_problem, describe_unknown
 from fedplat.job import JobSpec, build_rule, parse_job
 from fedplat.model import Parameters
 from fedplat.plugins import BUILTIN, Plugins, name_of
 from fedplat.toml import format_value
+from fedplat.toml_text import change_text
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.storage import spool_file
 
@@ -35,6 +39,32 @@ def parse(job_file: str, max_bytes: int, plugins: Plugins = BUILTIN) -> JobSpec:
             "an algorithm, which clients add with --plugin algorithms.NAME",
         )
     return spec
+
+
+CHANGEABLE = ("retention", "retry")
+"""The tables of a job file that an operator may change while the job runs."""
+
+
+def change(job_file: str, changes: Sequence[str], max_bytes: int, plugins: Plugins = BUILTIN) -> tuple[str, JobSpec]:
+    """Return a job file with other values of keys in `CHANGEABLE`, and its job. Raises `RefusedError`."""
+    values: dict[str, object] = {}
+    for text in changes:
+        key, equals, value = (part.strip() for part in text.partition("="))
+        table, dot, name = key.partition(".")
+        if not equals or table not in CHANGEABLE or not re.fullmatch(r"[a-z_]+", name if dot else ""):
+            raise RefusedError(
+                Code.INVALID_REQUEST,
+                f"{text[:100]!r}: expected KEY=VALUE with a key of [retention] or [retry], such as "
+                "retention.versions=5",
+            )
+        try:
+            values[key] = bounded_toml.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError as exc:
+            raise RefusedError(Code.INVALID_REQUEST, f"{text[:100]!r}: the value is not valid TOML: {exc}") from exc
+    if not values:
+        raise RefusedError(Code.INVALID_REQUEST, "there are no changes; expected KEY=VALUE")
+    changed = change_text(job_file, values)
+    return changed, parse(changed, max_bytes, plugins)
 
 
 def check_is_runnable(
@@ -73,6 +103,21 @@ def check_is_runnable(
             Code.INVALID_JOB_FILE,
             'durability = "memory": the server\'s platform has no files in memory (memfd, Linux); use "spool"',
         )
+
+
+def check_silos(spec: JobSpec, silos: Collection[str]) -> None:
+    """Check the names in the edges of a decentralised job; `silos` are those of them that can take part."""
+    mode = spec.gossip
+    if mode is None or mode.topology != "edges":
+        return
+    if unknown := describe_unknown(mode, silos):
+        raise RefusedError(
+            Code.INVALID_JOB_FILE,
+            f"{unknown} in population {spec.population}; expected ids of its clients, as `fedplat client list "
+            f"--population {spec.population}` shows them",
+        )
+    if problem := describe_edges_problem(mode, spec.selection.goal):
+        raise RefusedError(Code.INVALID_JOB_FILE, problem)
 
 
 def _list(names: Sequence[str]) -> str:

@@ -36,13 +36,21 @@ HISTORY_BATCH = 20
 """Number of attempts whose history is removed in one transaction."""
 
 
-def find_retained_versions(job: JobState) -> RetainedVersions:
-    """Return the versions of a job that keep their files."""
+MIN_VERSIONS = 5
+"""Number of newest versions that a job keeps if its file does not limit them and the disk is nearly full."""
+
+
+def find_retained_versions(job: JobState, *, is_low: bool = False) -> RetainedVersions:
+    """Return the versions of a job that keep their files.
+
+    If the disk `is_low`, a job that has not ended and whose file does not limit versions keeps `MIN_VERSIONS` of them.
+    """
     latest, options = job.latest.version, job.spec.retention
+    num_versions = options.versions or (MIN_VERSIONS if is_low and job.status not in ENDED_JOBS else 0)
     # A private job's state may hold seeds of its noise: the states of all versions would reveal all seeds.
     private = latest + (job.status in ENDED_JOBS)
     states_from = latest + 1 - options.states if job.spec.privacy is None else private
-    models_from = latest + 1 - options.versions if options.versions else 0
+    models_from = latest + 1 - num_versions if num_versions else 0
     return RetainedVersions(models_from=max(models_from, 0), every=options.every, states_from=max(states_from, 0))
 
 
@@ -55,12 +63,19 @@ class RetentionTask:
         store: Store,
         state_of: Callable[[str], JobState],
         drain_last_seen: Callable[[], Mapping[str, float]] = dict,
+        set_asides: Sequence[Callable[[], None]] = (),
+        is_low: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`drain_last_seen` returns the Unix times at which clients were seen since its last call."""
+        """`drain_last_seen` returns the Unix times at which clients were seen since its last call.
+
+        `set_asides` remove what was set aside long enough ago (`storage.set_aside`); they block. `is_low` returns
+        whether the disk of the files is nearly full.
+        """
         self._blobs = blobs
         self._store = store
         self._state_of = state_of
-        self._drain_last_seen = drain_last_seen
+        self._drain_last_seen, self._is_low = drain_last_seen, is_low
+        self._set_asides = set_asides
         self._jobs: dict[str, None] = {}
         self._leftovers: set[str] = set()
         self._limited_history: set[str] = set()
@@ -97,7 +112,7 @@ class RetentionTask:
         if job.spec.retention.history_days:
             self._limited_history.add(job_id)
         await self._remove_history(job)
-        retained = find_retained_versions(job)
+        retained = find_retained_versions(job, is_low=self._is_low())
         while not self._is_closing and (found := await self._store.retention.list_removable(job_id, retained)):
             with self._blobs.sweep() as sweep:
                 unreferenced = await self._store.retention.mark_removed(job_id, found)
@@ -124,12 +139,18 @@ class RetentionTask:
             await self._store.clients.record_seen(dict(seen[start : start + BATCH]))
 
     async def remove_orphans(self) -> None:
-        """Remove every file that no version references, such as those that `fedplat-server prune` marked as removed."""
+        """Remove the files that `fedplat-server prune` marked as removed, and set those of no version aside."""
         with self._blobs.sweep() as sweep:
             existing = await asyncio.to_thread(self._blobs.all_digests)
-            orphans = existing - await self._store.retention.list_referenced()
+            stored = await self._store.retention.list_digests()
+            given_up, unknown = existing & stored.given_up, existing - stored.mentioned
             # Another daemon may have become the leader, and be about to reference a file that it has just written.
-            await asyncio.to_thread(functools.partial(sweep.remove, orphans, older_than_s=MIN_AGE_S))
+            await asyncio.to_thread(functools.partial(sweep.remove, given_up, older_than_s=MIN_AGE_S))
+            await asyncio.to_thread(functools.partial(sweep.set_aside, unknown, older_than_s=MIN_AGE_S))
+
+    async def _expire(self) -> None:
+        for expire in self._set_asides:
+            await asyncio.to_thread(expire)
 
     async def _remove_events(self) -> None:
         num_failed = await self._store.webhooks.limit_pending()
@@ -158,6 +179,7 @@ class RetentionTask:
                     await self._scheduled.wait()
             except TimeoutError:
                 await self._try(self.remove_orphans())
+                await self._try(self._expire())
                 await self._try(self._remove_events())
                 await self._try(self._remove_availability())
                 self._jobs |= dict.fromkeys(self._limited_history)  # history becomes old without an event

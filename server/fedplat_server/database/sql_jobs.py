@@ -108,6 +108,17 @@ class SqlJobs(JobStore):
             return await self._database.write(transaction)
 
     @override
+    async def change_job_file(self, job_id: str, job_file: str, audit: Sequence[AuditEntry] = ()) -> None:
+        update = jobs.update().where(jobs.c.job_id == job_id).values(job_file=job_file)
+
+        def transaction(connection: Connection) -> None:
+            if connection.execute(update).rowcount != 1:
+                raise StoreError(f"there is no job {job_id}")
+            append_entries(connection, audit, self._clock())
+
+        await self._database.write(transaction)
+
+    @override
     async def find_job(self, idempotency_key: str) -> JobRecord | None:
         now, mine = self._clock(), jobs.c.idempotency_key == idempotency_key
         found = await self._database.read(lambda connection: self._load_jobs(connection, now, mine))

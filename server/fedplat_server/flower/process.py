@@ -35,6 +35,8 @@ from fedplat_server.flower.protocol import (
     write_frame,
 )
 
+_MAX_TEXT = 1000
+
 
 class RunState(msgspec.Struct, frozen=True):
     """The state of a run between two exchanges: that of the app, and the clients that it knew."""
@@ -80,6 +82,8 @@ class AppProcess:
         if state is not None and state.app:
             checkpoint = AppCheckpoint(state.app, Parameters.open(request.message, writable=True))
         run = ServerAppRun(app, self._list_nodes, {**app.run_config, **request.run_config}, checkpoint)
+        run.grid.name_node = lambda node: self._clients.get(node, f"node {node}")
+        run.grid.max_weight_factor = request.max_weight_factor
         if state is not None:
             self._remember(state.clients)
         self._write(RunStarted(self._known, checkpoint is not None))
@@ -92,16 +96,18 @@ class AppProcess:
         failed = [NodeReply(node_id(client), None, reason) for client, reason in request.failures.items()]
         exchange = run.advance([*replies, *failed])
         metrics = run.grid.take_metrics()
+        unread = {reply.node_id: reply.error for reply in replies if reply.content is None}
+        refused = {self._clients[node]: text[:_MAX_TEXT] for node, text in {**run.grid.refused, **unread}.items()}
         if exchange is None:
             if (model := run.final_model) is not None:
                 _write_file(request.message, model.pieces)
-            self._write(RunEnded(metrics, model is not None))
+            self._write(RunEnded(metrics, model is not None, refused))
             return False
         _write_file(request.message, exchange.file.pieces)
         state = RunState(run.state, self._known)
         Path(request.state).write_bytes(msgspec.msgpack.encode(state))
         cohort = tuple(self._clients[node] for node in exchange.nodes if node in self._clients)
-        self._write(NextExchange(cohort, exchange.message_type, metrics))
+        self._write(NextExchange(cohort, exchange.message_type, metrics, refused))
         return True
 
     def _list_nodes(self) -> Sequence[int]:

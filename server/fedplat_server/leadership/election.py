@@ -22,8 +22,14 @@ Follow = Callable[[Lease], Awaitable[None]]
 """A function called with the current leader's lease each time that the lease is read."""
 
 
+NO_DATABASE = "this daemon cannot reach its database; start or repair the database (the daemon's log has the reason)"
+_LOG_EVERY_S = 60.0
+
+
 class Election(Protocol):
-    """Decides which daemon leads."""
+    """Decides which daemon leads. `problem` is why it cannot decide now, for every caller; empty if it can."""
+
+    problem: str
 
     async def elect(self, follow: Follow) -> HeldLease:
         """Wait until this daemon leads and return its lease; until then, call `follow` with the leader's lease."""
@@ -51,6 +57,8 @@ async def open_election(config: ServerConfig, candidate: Candidate) -> Election:
 
 class SingleDaemon(Election):
     """The election for an unshared database: the lock on the data folder has already decided it."""
+
+    problem = ""
 
     def __init__(self, candidate: Candidate) -> None:
         now = time.time()
@@ -89,19 +97,20 @@ class LeaseElection(Election):
         self._times = times
         self._clock = clock
         self._renewals: set[asyncio.Task[bool]] = set()
+        self.problem = ""
 
     @override
     async def elect(self, follow: Follow) -> HeldLease:
-        is_available = True
+        log_at = self._clock()
         while True:
             try:
                 held = await self._try(follow)
-                is_available = True
+                self.problem, log_at = "", self._clock()
             except StoreUnavailableError as exc:
-                held = None
-                if is_available:
+                held, self.problem = None, NO_DATABASE
+                if self._clock() >= log_at:
                     logs.get().error("cannot read the lease: the database is unavailable", error=str(exc))
-                is_available = False
+                    log_at = self._clock() + _LOG_EVERY_S
             if held is not None:
                 return held
             await asyncio.sleep(self._times.poll_s)

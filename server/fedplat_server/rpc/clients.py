@@ -12,8 +12,8 @@ from fedplat_server.coordination.revocation import EnrolledClients
 from fedplat_server.database.clients import ClientRecord, EnrollmentToken
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.rpc import client_filters, fleet_view, pages, validation
+from fedplat_server.rpc.caller import current_operator
 from fedplat_server.rpc.handlers import Context
-from fedplat_server.rpc.operator_access import current_operator
 from fedplat_server.rpc.services import Services
 
 
@@ -97,6 +97,7 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
         coordinator = services.runner.coordinator
         key = coordinator.assignment_of(record.client_id)
         assignment = coordinator.find(key, record.client_id) if key is not None else None
+        offer = services.clients.find_offer(record.client_id)
         return admin_pb2.Client(
             client_id=record.client_id,
             population=record.population,
@@ -108,6 +109,8 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
             job_id=key.job_id if key is not None else self._find_overdue(record.client_id),
             enrollment_id=record.token_id,
             progress=services.progress.get(assignment) if assignment is not None else None,
+            trainers=sorted(offer.trainers),
+            evaluators=sorted(offer.evaluators),
         )
 
     def _find_overdue(self, client_id: str) -> str:

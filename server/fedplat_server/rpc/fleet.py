@@ -21,6 +21,7 @@ from fedplat.rounds.privacy_rules import hides_sample
 from fedplat.rounds.states import FAILURES, AssignmentState, Reason
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import __version__, logs
+from fedplat_server.auth.client_directory import Offer
 from fedplat_server.auth.tokens import hash_secret
 from fedplat_server.coordination.check_in import RETRY_SOON, wait_for_work
 from fedplat_server.coordination.silence import MISSED_HEARTBEATS
@@ -59,6 +60,7 @@ class FleetService(EnrollmentService):
         evaluators = validation.names(request.evaluators, "evaluator", self._limits)
         version = validation.text(request.software_version, 100)
         client = await self._services.clients.update(client, labels, version)
+        self._services.clients.record_offer(client.client_id, Offer(trainers, evaluators))
         self._services.availability.record(client.client_id, client.population)
         self._services.progress.drop_overdue(client.client_id)
         response = fleet_pb2.CheckInResponse(protocol_version=wire.PROTOCOL_VERSION, software_version=__version__)

@@ -29,7 +29,15 @@ from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import RunWarmStart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat_server import logs
-from fedplat_server.errors import ConfigError, PoolBrokenError, PoolMemoryError, PoolUnavailableError, PoolWorkError
+from fedplat_server.errors import (
+    ConfigError,
+    PoolBrokenError,
+    PoolMemoryError,
+    PoolUnavailableError,
+    PoolWorkError,
+    is_lasting,
+)
+from fedplat_server.storage import files, set_aside
 from fedplat_server.storage.blobs import Blob, BlobStore
 from fedplat_server.workers.client import RunningTask, WorkerPool
 from fedplat_server.workers.local_rank import LocalRank
@@ -113,11 +121,17 @@ class ServerTraining:
             self._removing.add(task)
             task.add_done_callback(self._removing.discard)
 
-    def keep(self, jobs: Collection[str]) -> None:
-        """Remove the checkpoints of an earlier process, except those of these jobs. Blocks."""
-        for folder in (self._data_dir / "warm_start").glob("*"):
-            if folder.name not in jobs:
-                shutil.rmtree(folder, ignore_errors=True)
+    def keep(self, jobs: Collection[str], known: Collection[str]) -> None:
+        """Remove the checkpoints of known jobs that need none, and set those of unknown jobs aside. Blocks."""
+        folder = self._data_dir / "warm_start"
+        self.expire()
+        if folder.is_dir():
+            with files.translate_os_errors("clearing the checkpoints"):
+                set_aside.clear(folder, jobs, known, lambda name: name != set_aside.FOLDER)
+
+    def expire(self) -> None:
+        """Remove the checkpoints that were set aside long enough ago. Blocks."""
+        set_aside.expire(self._data_dir / "warm_start")
 
     async def close(self) -> None:
         """Cancel all tasks, and end the daemon's own ranks."""
@@ -135,10 +149,10 @@ class ServerTraining:
             outcome = await self._warm_start(job, key)
         except (FedplatError, OSError) as exc:
             logs.get().error("a warm start failed", error=str(exc))
-            outcome = AggregationFailed(key, _in_one_line(exc))
+            outcome = AggregationFailed(key, _in_one_line(exc), is_lasting=is_lasting(exc))
         except Exception as exc:  # a task boundary: a bug, which is logged; the attempt is repeated
             logs.get().exception("a warm start failed")
-            outcome = AggregationFailed(key, type(exc).__name__)
+            outcome = AggregationFailed(key, type(exc).__name__, is_lasting=is_lasting(exc))
         self._open.pop(key, None)
         self._post(outcome)
 

@@ -34,6 +34,7 @@ CALLS: dict[str, Callable[[AdminClient], object]] = {
     "pause": lambda client: client.pause("x"),
     "resume": lambda client: client.resume("x"),
     "cancel": lambda client: client.cancel("x"),
+    "set": lambda client: client.set_job("x", ["retention.versions=5"]),
     "rollback": lambda client: client.rollback("x", 1),
     "watch": lambda client: list(client.watch_job("x")),
     "rounds": lambda client: client.list_rounds("x"),

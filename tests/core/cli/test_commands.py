@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fedplat
-from fedplat.cli import formats
+from fedplat.cli import formats, jobs
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from support.cli.commands import Run, parsed
@@ -176,8 +176,8 @@ def test_client_list(run: Run, state: State):
     assert [" ".join(row.split()) for row in rows] == ["c1 demo busy - a=x y b=2", "c2 other away -"]
     wide = run("client", "list", "-o", "wide").stdout.splitlines()[1:]
     assert [" ".join(row.split()) for row in wide] == [
-        "c1 demo busy j - - e - a=x y b=2",
-        "c2 other away - - - - 0.1.0",
+        "c1 demo busy j - - e - - a=x y b=2",
+        "c2 other away - - - - 0.1.0 -",
     ]
     only = parsed(run("client", "list", "--population", "other", "--json"))
     assert [client["client_id"] for client in only] == ["c2"]
@@ -190,6 +190,20 @@ def test_job_control(run: Run, job: admin_pb2.Job):
     assert (refused.exit_code, refused.stdout) == (1, "")
     assert refused.stderr == "error: job 'digits' is RUNNING; expected DRAFT\n"
     assert parsed(run("job", "cancel", job.job_id, "--json"))["status"] == "CANCELLED"
+
+
+def test_job_set(run: Run, job: admin_pb2.Job, state: State):
+    done = run("job", "set", "digits", "retention.versions=5", "retry.pause_after=0")
+    assert done.stdout == f"job digits ({job.job_id}) is RUNNING\n"
+    assert state.changes == ["retention.versions=5", "retry.pause_after=0"]
+    assert run("job", "set", "digits").exit_code == 2
+
+
+def test_a_job_whose_versions_fill_a_disk_is_warned_of(run: Run, job_file: str, monkeypatch: pytest.MonkeyPatch):
+    assert "retention.versions" not in run("job", "check", job_file).stderr
+    monkeypatch.setattr(jobs, "LARGE_BYTES", 100)
+    warned = " ".join(run("job", "check", job_file).stderr.split())
+    assert "retention.versions = 0: the 3 versions of the model need" in warned
 
 
 def test_job_rollback(run: Run, job: admin_pb2.Job):
@@ -249,7 +263,7 @@ def test_job_submit_and_watch(run: Run, state: State, job_file: str):
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0].endswith("is RUNNING")
-    assert lines[1] == "job digits is RUNNING"
+    assert lines[1].startswith("round 1/3  abandoned")  # the status is printed once
     assert lines[-1].endswith("is COMPLETED")
     assert result.stderr == ""
 
@@ -290,6 +304,23 @@ def test_job_check_needs_no_server(run: Run, job_file: str):
     assert record["valid"] is True
     assert record["num_tensors"] == 1
     assert record["warnings"] == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ('kind = "gossip"\nexchange = "ring"', "4 to 8 silos in each; "),
+        ('kind = "buffered"\nconcurrency = 20', "20 clients at work and 8 reports needed in each; "),
+    ],
+)
+def test_job_check_speaks_of_the_jobs_mode(mode: str, words: str, run: Run, job_file: str):
+    path = Path(job_file)
+    more = "min_fraction = 0.5" if "gossip" in mode else ""
+    changed = JOB.replace("max_norm = 100.0", "").replace("goal = 8", f"goal = 8\n{more}")
+    path.write_text(f"{changed}\n[mode]\n{mode}\n")
+    result = run("job", "check", job_file)
+    assert words in result.stdout, result.output
+    assert ("warning: " in result.stderr) == ("buffered" in mode)
 
 
 @pytest.mark.parametrize(
@@ -366,6 +397,7 @@ COMMANDS = [
     ("job", "resume", "x"),
     ("job", "cancel", "x"),
     ("job", "rollback", "x", "1"),
+    ("job", "set", "x", "retention.versions=5"),
     ("client", "list"),
     ("model", "list", "x"),
     ("model", "export", "x", "--output", "never-written"),
@@ -411,7 +443,7 @@ def test_global_options_stand_before_or_after(run: Run, server: FakeServer, clos
     ("arguments", "message"),
     [
         (("jbo",), "No such command 'jbo'. Did you mean 'job'?"),
-        (("job", "lst"), "Did you mean 'list'?"),
+        (("job", "lst"), "Did you mean 'list'"),
         (("job", "show"), "Missing argument 'JOB'"),
         (("job", "show", "a", "b"), "unexpected extra argument"),
         (("job", "list", "--jason"), "No such option"),

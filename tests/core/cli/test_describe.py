@@ -258,9 +258,28 @@ def test_a_client_is_described_with_why_it_is_not_selected(run: Run):
     assert "eligible by its labels if it has the trainer digits; a round takes 11, and a client rests for" in eligible
 
 
+def test_a_client_without_the_trainer_of_a_job_is_not_eligible(state: State, job: admin_pb2.Job):
+    client = admin_pb2.Client(client_id="c", labels={"region": "eu"}, trainers=["linear", "trees"])
+    explained = client_description.explain_selection(client, job)
+    assert explained == "never: it does not have the trainer digits, but linear, trees"
+    client.trainers.append("digits")
+    assert client_description.explain_selection(client, job).startswith("eligible by its labels; a round takes 11")
+    assert client_description.fields(client)["trainers"] == "linear, trees, digits"
+    assert client_description.fields(admin_pb2.Client())["trainers"].startswith("not known")
+
+
+def test_a_busy_client_that_sends_nothing_is_silent():
+    client = admin_pb2.Client(client_id="c", last_seen_unix_s=T0, job_id="j-1", state="busy")
+    assert client_description.describe_silence(client, T0 + 44.0) == ""
+    assert client_description.describe_silence(client, T0 + 75.0) == ", silent for 1 min 15 s"
+    assert "was last seen 1 min 15 s ago: it may be gone" in client_description.explain(client, T0 + 75.0)
+    client.state = "away"
+    assert client_description.describe_silence(client, T0 + 75.0) == ""
+
+
 def test_what_a_client_does():
     client = admin_pb2.Client(client_id="c", last_seen_unix_s=T0, job_id="j-1", state="busy")
-    assert client_description.explain(client, T0 + 65.0) == "it works for job j-1; it was seen 1 min 5 s ago"
+    assert client_description.explain(client, T0 + 15.0) == "it works for job j-1; it was seen 15.0 s ago"
     client.state = "revoked"
     assert "it must enroll again with a new ticket" in client_description.explain(client)
     client.state = "away"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -46,6 +47,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_without_pytest_the_next_command_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # pyright: ignore[reportUnknownLambdaType]
+    assert "  python -m pip install pytest && python -m pytest" in new("tumors").stdout.splitlines()
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_files_of_a_template(template: str, here: Path) -> None:
     done = new("tumors", "--template", template)
@@ -54,8 +60,8 @@ def test_files_of_a_template(template: str, here: Path) -> None:
         f"created tumors: {', '.join(sorted(FILES))}",
         "next:",
         "  cd tumors",
-        "  python -m pytest",
         "  fedplat simulate job.toml",
+        "  python -m pytest",
         "README.md has the commands for a server and real clients.",
     ]
     assert {path.name for path in (here / "tumors").iterdir()} == FILES

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from opacus.accountants import RDPAccountant
 from rich.console import Console
 
 from fedplat.cli.app import app
@@ -41,6 +42,28 @@ POISSON = JOB.format(
 )
 FIXED = JOB.format(selection="", privacy='participation = "fixed"\nepsilon = 8')
 TREE = JOB.format(selection="min_separation = 20", privacy='participation = "min_separation"\nepsilon = 8')
+
+
+EXAMPLES = JOB.format(selection="", privacy="").partition("[updates]")[0] + (
+    '[config]\nepochs = 2\nbatch_size = 20\nlearning_rate = 0.1\ndp = "flat"\ndp_noise_multiplier = 1.1\n'
+    "dp_max_grad_norm = 1.0\ndp_delta = 1e-5\n"
+)
+
+
+def test_a_job_with_example_level_privacy_has_a_plan_too() -> None:
+    found = planned(EXAMPLES, "--examples", "200", "--examples", "2000", "--clients", "480")
+    assert [(row["examples"], row["rounds"]) for row in found["rows"]] == [
+        (count, rounds) for count in (200, 2000) for rounds in (4, 10, 20, 40)
+    ]
+    last = found["rows"][3]
+    assert (last["probability"], last["steps"]) == (0.1, 20)
+    accountant = RDPAccountant()
+    accountant.history = [(1.1, 0.1, 20 * 40)]
+    assert last["epsilon"] == pytest.approx(accountant.get_epsilon(delta=1e-5), rel=0.01)
+    shown = run(EXAMPLES).stdout
+    assert 'by [config] dp = "flat"; adjacency: one example more or less' in " ".join(shown.split())
+    refused = run(EXAMPLES, "--noise", "2")
+    assert (refused.exit_code, "expected a job with a table [privacy]" in refused.stderr) == (2, True)
 
 
 @pytest.fixture(autouse=True)
@@ -190,8 +213,8 @@ def test_the_simulator_adds_what_each_noise_does_to_the_model(here: Path) -> Non
 def test_wrong_arguments_are_said_in_a_line() -> None:
     plain = FIXED.partition("[privacy]")[0]
     assert refused(plain) == (
-        "error: privacy: the job has no such table, so it has no guarantee; expected [privacy] with participation, "
-        "delta and epsilon or noise_multiplier\n"
+        "error: privacy: the job has no such table, so its clients have no guarantee; expected [privacy] with "
+        "participation, delta and epsilon or noise_multiplier, or [config] dp for the privacy of single examples\n"
     )
     assert refused(FIXED, "--simulate").startswith("error: simulation: missing; --simulate requires a table")
     untrained = FIXED + "[simulation]\ntraining = false\n"

@@ -108,6 +108,14 @@ def test_lines_and_the_picture_have_the_progress():
     assert "1 at work (progress not known yet)" in console.file.getvalue()
 
 
+def test_a_line_states_why_an_attempt_waits():
+    printed: list[str] = []
+    show = watch.lines(printed.append, admin_pb2.Job(name="digits", num_rounds=3))
+    reason = "waits for clients: 0 of 2 can be drawn now; 2 more do not have the trainer digits, but linear"
+    show(admin_pb2.JobEvent(entity="progress", round=1, attempt=1, reason=reason))
+    assert printed == [f"round 1/3  {reason}"]
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_watch_asks_for_the_progress(state: State, client: AdminClient, as_json: bool):
     job = state.add_job(status=S.JOB_STATUS_COMPLETED)

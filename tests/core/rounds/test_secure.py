@@ -127,8 +127,8 @@ def test_a_roster_below_the_minimum_fails_and_says_what_to_change() -> None:
     driver.give_up("c2")
     assert driver.attempt.phase is AttemptPhase.ABANDONED
     assert driver.attempt.reason == (
-        "1 of at least 3 needed clients sent their keys (1 advertised, 2 failed, 1 training); raise "
-        "selection.over_selection or deadlines.training_s"
+        "1 of at least 3 needed clients sent their keys (1 advertised, 2 failed, 1 training); client c1: "
+        "TRAINER_ERROR: boom, and 1 more; raise selection.over_selection or deadlines.training_s"
     )
     assert driver.job.failures == 1
 
@@ -292,8 +292,9 @@ def test_too_few_that_share() -> None:
     driver.share("c0", "c1", "c2")
     driver.wait(20.0)
     assert driver.attempt.reason == (
-        "3 of at least 4 needed clients sent the shares of their secrets (2 late, 3 shared); raise "
-        "secure_aggregation.step_s, or lower selection.min_fraction"
+        "3 of at least 4 needed clients sent the shares of their secrets (2 late, 3 shared); client c3: "
+        "STEP_TIMEOUT: the deadline passed before the client sent its message of a step of secure aggregation, and 1 "
+        "more; raise secure_aggregation.step_s, or lower selection.min_fraction"
     )
 
 
@@ -302,8 +303,8 @@ def test_too_few_that_report() -> None:
     driver.report_masked("c0")
     proposal = driver.give_up("c1", "c2")
     assert driver.attempt.reason == (
-        "1 of at least 4 needed clients reported their masked updates (2 failed, 1 reported, 2 shared); raise "
-        "deadlines.upload_s, or lower selection.min_fraction"
+        "1 of at least 4 needed clients reported their masked updates (2 failed, 1 reported, 2 shared); client "
+        "c1: TRAINER_ERROR: boom, and 1 more; raise deadlines.upload_s, or lower selection.min_fraction"
     )
     assert names(proposal)[-1] == "Abandon"
 

@@ -77,6 +77,19 @@ def test_only_clients_with_the_labels_and_the_trainer_are_drawn() -> None:
     assert sorted(assigned(driver.do(make_client("two", labels=eu)))) == ["one", "two"]
 
 
+def test_an_attempt_without_clients_states_what_the_waiting_ones_lack() -> None:
+    driver = Driver(make_job(spec=make_spec(2, selection={"where": "region == 'eu'"}))).start()
+    eu = {"region": "eu"}
+    for name in ("a", "b"):
+        driver.do(make_client(name, labels=eu, trainers=frozenset({"linear", name})))
+    driver.do(make_client("us", labels={"region": "us"}), make_client("elsewhere", population="other"))
+    driver.wait(60)
+    assert driver.attempt.reason == (
+        "0 of at least 1 needed clients were available for selection; 2 more do not have the trainer digits, but a, b, "
+        "linear; 1 more do not satisfy selection.where"
+    )
+
+
 def test_only_clients_that_know_the_codec_are_drawn_to_train() -> None:
     spec = make_spec(
         2,

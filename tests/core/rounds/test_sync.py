@@ -84,7 +84,10 @@ def test_at_the_deadline_the_minimum_decides(num_reports: int, phase: AttemptPha
     outcome = "REPORTED" if phase is AttemptPhase.COMMITTING else "DROPPED"
     assert driver.counts() == {"LATE": len(late), outcome: num_reports}
     if phase is AttemptPhase.ABANDONED:
-        assert driver.attempt.reason == "5 of at least 6 needed clients reported (5 late, 5 reported)"
+        assert driver.attempt.reason == (
+            "5 of at least 6 needed clients reported (5 late, 5 reported); client c5: TRAIN_TIMEOUT: the deadline "
+            "passed while the client was training, and 4 more"
+        )
         assert driver.job.reason == f"round 1 attempt 1 was abandoned: {driver.attempt.reason}; retrying"
 
 
@@ -248,7 +251,8 @@ def test_an_attempt_that_cannot_succeed_any_more_closes_early() -> None:
     proposal = driver.give_up("c5")
     assert driver.attempt.phase is AttemptPhase.ABANDONED
     assert driver.attempt.reason == (
-        "1 of at least 6 needed clients reported (4 failed, 1 rejected, 1 reported, 4 training)"
+        "1 of at least 6 needed clients reported (4 failed, 1 rejected, 1 reported, 4 training); "
+        "client c0: TRAINER_ERROR: boom, and 3 more"
     )
     assert aborted(proposal) == {f"c{i}": "ATTEMPT_ABANDONED" for i in range(6, 10)}
     assert names(proposal)[-1] == "Abandon"
@@ -319,7 +323,8 @@ def test_after_max_attempts_the_job_fails_with_a_reason() -> None:
     proposal = driver.give_up("c0", "c1")
     assert driver.job.status is JobStatus.FAILED
     assert driver.job.reason == (
-        "round 1 failed 2 times; last failure: 0 of at least 1 needed clients reported (2 failed)"
+        "round 1 failed 2 times; last failure: 0 of at least 1 needed clients reported (2 failed); "
+        "client c0: TRAINER_ERROR: boom, and 1 more"
     )
     assert names(proposal) == ["Abandon"]
     assert driver.timers == {}

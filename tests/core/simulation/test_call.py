@@ -19,6 +19,7 @@ from fedplat.simulation.data import Dataset, deal, partitioners
 from fedplat.simulation.recording.result import AttemptResult
 from fedplat.simulation.report import plots
 from fedplat.simulation.run_folder import RunFolderOptions, Throttle
+from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import parse
 from support.simulation.runs import DIGITS, write_digits
 
@@ -29,6 +30,32 @@ ROOT = Path(__file__).resolve().parents[3]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("run")
     return simulate(write_digits(folder), run_folder=RunFolderOptions(folder / "kept", tensorboard=True))
+
+
+def test_the_packages_example_reaches_its_target_in_every_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the file in `examples` of the repository, and what the README runs."""
+    monkeypatch.chdir(tmp_path)
+    example = simulate("digits")
+    assert example.summary.rounds_to_target is not None
+    assert example.summary.last is not None
+    assert example.summary.last.value > example.summary.target
+    lines = str(example).splitlines()
+    assert lines[0] == "job            digits-dirichlet, seed 0"
+    assert lines[1] == "status         COMPLETED"
+    assert any(line.startswith("accuracy 0.85  after ") for line in lines)
+    text = (ROOT / "examples" / "digits-dirichlet.toml").read_text()
+    assert text.partition("\n")[2] == (Path(files.__file__).parent / "examples" / "digits.toml").read_text()
+
+
+def test_a_file_with_a_mistake_is_named(tmp_path: Path) -> None:
+    missing, wrong = tmp_path / "missing.toml", tmp_path / "wrong.toml"
+    with pytest.raises(JobFileError, match=f"^{missing}: the file cannot be read: No such file or directory$"):
+        simulate(missing)
+    wrong.write_text('name = "a"\nround = 3\n')
+    with pytest.raises(JobFileError, match=f"^{wrong}: round = 3: there is no such key"):
+        simulate(wrong)
 
 
 def test_the_docstrings_example_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,13 @@ import pytest
 from scipy import stats
 
 from fedplat.errors import MissingExtraError
+from fedplat.metrics import find_range
 from fedplat.simulation import Comparison, Run, compare, simulate
 from fedplat.simulation.recording.result import Result
 from fedplat.simulation.report import page, plots
 from fedplat.simulation.report.comparison import compare_results
 from fedplat.simulation.report.frames import list_rounds
+from fedplat.simulation.report.statistics import mean_interval
 from fedplat.simulation.report.summary import summarize
 from support.simulation.runs import attempt, result, write_digits
 
@@ -45,12 +47,34 @@ def test_means_and_intervals_are_those_of_scipy(compared: Comparison) -> None:
         low, high = stats.t.interval(0.95, 2, loc=values.mean(axis=0), scale=stats.sem(values))
         curve = compared[name].curve
         np.testing.assert_allclose(curve.mean, values.mean(axis=0), rtol=1e-12)
-        np.testing.assert_allclose(curve.low, low, rtol=1e-9)
-        np.testing.assert_allclose(curve.high, high, rtol=1e-9)
+        np.testing.assert_allclose(curve.low, np.maximum(low, 0.0), rtol=1e-9)
+        np.testing.assert_allclose(curve.high, np.minimum(high, 1.0), rtol=1e-9)
+        assert high.max() > 1.0 or name == "other"
         assert curve.rounds.tolist() == [1.0, 2.0, 3.0]
         assert curve.at_s.tolist() == [10.0, 20.0, 30.0]
         assert compared[name].last.mean == pytest.approx(values[:, -1].mean())
         assert compared[name].best.mean == pytest.approx(values.max(axis=1).mean())
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "bounds"),
+    [
+        ("accuracy", [0.5], (0.0, 1.0)),
+        ("top_3", [0.5], (0.0, 1.0)),
+        ("val/f1", [0.5], (0.0, 1.0)),
+        ("loss", [2.0, math.nan], (0.0, math.inf)),
+        ("loss", [2.0, -0.1], (-math.inf, math.inf)),  # a density may be above 1
+        ("reward", [0.5], (-math.inf, math.inf)),
+    ],
+)
+def test_no_interval_has_values_that_a_metric_cannot_have(
+    metric: str, values: list[float], bounds: tuple[float, float]
+) -> None:
+    assert find_range(metric, values) == bounds
+    interval = mean_interval([0.01, 0.99], bounds=bounds)
+    half_width = stats.t.ppf(0.975, 1) * 0.49  # the standard error of two values is half their distance
+    assert interval.low == pytest.approx(max(0.5 - half_width, bounds[0]))
+    assert interval.high == pytest.approx(min(0.5 + half_width, bounds[1]))
 
 
 def test_rounds_to_the_target_are_means_over_the_runs_that_reached_it(compared: Comparison) -> None:

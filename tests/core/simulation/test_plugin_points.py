@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fedplat.cli.app import app
-from fedplat.errors import DataError, JobFileError, ModelError, PluginError, UserCodeError
+from fedplat.errors import DataError, JobFileError, NoProgressError, PluginError, UserCodeError
 from fedplat.metrics import Metric
 from fedplat.plugins import Plugins, name_of
 from fedplat.simulation.api import simulate
@@ -206,8 +206,8 @@ def test_metrics_have_options(folder: Path) -> None:
         ),
         (
             {"aggregation": {"rule": "own.py:Failing", "how": "returns NaN"}},
-            ModelError,
-            'aggregation.rule = "own.py:Failing": 20 attempts in a row failed, .* is not finite',
+            NoProgressError,
+            'round 1 failed 10 times in a row .* aggregation.rule = "own.py:Failing": .* is not finite',
         ),
         (
             {"simulation.fleet.speed": {"kind": "own.py:Bad", "value": "zeros"}},

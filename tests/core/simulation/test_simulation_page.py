@@ -25,5 +25,7 @@ def test_its_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     for block in BLOCKS:
         exec(compile(block, "simulation.md", "exec"), page.__dict__)
     assert (tmp_path / "pictures" / "accuracy.png").is_file()
-    assert capsys.readouterr().out.startswith("configuration  seeds  last accuracy  best accuracy  rounds to 0.5")
+    printed = capsys.readouterr().out
+    assert printed.startswith("job            digits-dirichlet, seed 1\nstatus         COMPLETED\n")
+    assert "\nconfiguration  seeds  last accuracy  best accuracy  rounds to 0.5" in printed
     assert parse_job(page.file.job_text()) == page.named

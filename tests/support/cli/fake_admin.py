@@ -99,6 +99,11 @@ class FakeJobs(_Service, admin_pb2_grpc.JobsServicer):
     def CancelJob(self, request: admin_pb2.JobRequest, context: grpc.ServicerContext):
         return self._change(request.job, S.JOB_STATUS_RUNNING, S.JOB_STATUS_CANCELLED, context)
 
+    def SetJob(self, request: admin_pb2.SetJobRequest, context: grpc.ServicerContext):
+        job = self._find(request.job, context)
+        self.state.changes += request.changes
+        return job
+
     def RollbackJob(self, request: admin_pb2.RollbackJobRequest, context: grpc.ServicerContext):
         job = self._find(request.job, context)
         job.model.version += 1

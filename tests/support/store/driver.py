@@ -77,14 +77,14 @@ def draft(job_id: str, job_file: str = JOB_FILE) -> JobState:
 
 
 def as_stored(job: JobState) -> JobState:
-    """Return what a store gives back of a job: only assignments keep their times."""
+    """Return what a store gives back of a job: without times but those of assignments, and `futile`."""
     attempt, carried = job.attempt, job.carried_over
     if attempt is not None:
         rows = [assignment for crew in job.assignment_sets for assignment in crew.assignments.values()]
         if not attempt.is_open:
             rows = [_without_messages(row) for row in rows]
         attempt, carried = rebuild_attempt(_bare(attempt), rows)
-    return structs.replace(job, attempt=attempt, carried_over=carried, resume_at=None)
+    return structs.replace(job, attempt=attempt, carried_over=carried, resume_at=None, futile=0)
 
 
 def _without_messages(row: Assignment) -> Assignment:

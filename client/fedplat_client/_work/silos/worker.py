@@ -220,6 +220,7 @@ class _Part:
             fetcher=PeerFetcher(self._folder.received, parts.options),
             folder=self._folder.received,
             counter=counter,
+            max_share=parts.options.max_share,
         )
 
     def _progress(self) -> Progress:

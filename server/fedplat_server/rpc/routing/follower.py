@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from fedplat_server import logs
 from fedplat_server.records.lease import Lease
 from fedplat_server.rpc.routing.gateway import Gateway, GatewayOptions
-from fedplat_server.rpc.routing.router import NoLeader, Router
+from fedplat_server.rpc.routing.router import Router
 
 
 class Follower:
@@ -43,7 +43,7 @@ class Follower:
     async def close(self) -> None:
         """Stop forwarding calls, and refuse them."""
         if self._gateway is not None:
-            self._router.set_route(NoLeader())
+            self._router.end_route()
             await self._close_gateway()
 
     async def _close_gateway(self) -> None:

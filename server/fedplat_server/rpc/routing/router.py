@@ -85,19 +85,22 @@ class Route(Protocol):
 
 
 class NoLeader(Route):
-    """The route without a leader: refuses all calls with NO_LEADER, which callers retry."""
+    """The route without a leader: refuses all calls with NO_LEADER, which callers retry.
 
-    def __init__(self) -> None:
+    `explain` returns the reason, as far as this daemon knows.
+    """
+
+    def __init__(self, explain: Callable[[], str]) -> None:
         self.calls = InFlightCalls()
+        self._explain = explain
 
     @override
     def handler(self, details: grpc.HandlerCallDetails) -> Handler | None:
-        return grpc.stream_stream_rpc_method_handler(_refuse)
+        return grpc.stream_stream_rpc_method_handler(self._refuse)
 
-
-async def _refuse(requests: AsyncIterator[bytes], context: Any) -> AsyncGenerator[bytes]:
-    raise RefusedError(Code.NO_LEADER)
-    yield b""  # makes this function a generator
+    async def _refuse(self, requests: AsyncIterator[bytes], context: Any) -> AsyncGenerator[bytes]:
+        raise RefusedError(Code.NO_LEADER, self._explain())
+        yield b""  # makes this function a generator
 
 
 class LocalRoute(Route):
@@ -122,11 +125,15 @@ class LocalRoute(Route):
 
 
 class Router(grpc.GenericRpcHandler):
-    """A gRPC handler that passes every call of `services` to the current route."""
+    """A gRPC handler that passes every call of `services` to the current route.
+
+    While there is no leader, it refuses calls with the reason that `explain` returns.
+    """
 
     def __init__(self, services: Sequence[str]) -> None:
         self._prefixes = tuple(f"/{name}/" for name in services)
-        self.route: Route = NoLeader()
+        self.explain: Callable[[], str] = str
+        self.route: Route = NoLeader(lambda: self.explain())
 
     @override
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
@@ -139,6 +146,10 @@ class Router(grpc.GenericRpcHandler):
         old, self.route = self.route, route
         old.calls.end()
         return old.calls
+
+    def end_route(self) -> InFlightCalls:
+        """Refuse new calls, since there is no leader; end the open calls of the old route and return them."""
+        return self.set_route(NoLeader(lambda: self.explain()))
 
 
 class Collector:

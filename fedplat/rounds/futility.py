@@ -1,0 +1,70 @@
+"""Failed attempts: why their clients did not contribute, and when another try would fail alike. Pure functions."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from fedplat.rounds.records import Assignment, Attempt, JobState
+from fedplat.rounds.states import REASON_TEXTS, AssignmentState, AttemptKind, Reason
+
+LASTING = frozenset(
+    {
+        Reason.TRAIN_TIMEOUT,
+        Reason.TRAINER_ERROR,
+        Reason.UNKNOWN_TRAINER,
+        Reason.UNKNOWN_CODEC,
+        Reason.PRIVACY_LIMIT,
+        Reason.UNSAFE_AGGREGATION,
+        Reason.REJECTED_SCHEMA,
+        Reason.REJECTED_NONFINITE,
+        Reason.REJECTED_WEIGHT,
+        Reason.REJECTED_DIGEST,
+        Reason.REJECTED_CONFLICT,
+        Reason.REJECTED_METRICS,
+        Reason.REJECTED_NORM,
+        Reason.REJECTED_OUTLIER,
+        Reason.REJECTED_MESSAGE,
+    }
+)
+"""Reasons that no later attempt changes by itself. Others, such as a lost connection, pass."""
+_ENDED_BADLY = frozenset({AssignmentState.LATE, AssignmentState.FAILED, AssignmentState.REJECTED})
+
+
+def is_lasting(attempt: Attempt) -> bool:
+    """Return whether a failed attempt would have had enough clients but for failures that another try repeats."""
+    if attempt.kind is AttemptKind.WARM_START:
+        return False
+    ended = [each for each in attempt.assignments.values() if each.state in _ENDED_BADLY]
+    num_lasting = sum(each.reason in LASTING for each in ended)
+    return num_lasting > 0 and len(attempt.assignments) - len(ended) + num_lasting >= max(attempt.minimum, 1)
+
+
+def describe(attempt: Attempt) -> str:
+    """Describe the most frequent reason why clients did not contribute, with the first of them; empty without any."""
+    ended = [each for each in attempt.assignments.values() if each.state in _ENDED_BADLY]
+    if not ended:
+        return ""
+    counts = Counter(each.reason for each in ended)
+    most = max(counts.values())
+    first = next(each for each in ended if counts[each.reason] == most)
+    return f"client {first.client_id}: {_explain(first)}" + (f", and {most - 1} more" if most > 1 else "")
+
+
+def _explain(assignment: Assignment) -> str:
+    reason = assignment.reason
+    assert reason is not None
+    return f"{reason}: {assignment.text or REASON_TEXTS[reason]}"
+
+
+def gives_up(job: JobState) -> bool:
+    """Return whether the job must be paused, because its last attempts failed and the next would fail alike."""
+    retry = job.spec.retry
+    return 0 < retry.pause_after <= job.futile and not retry.max_attempts
+
+
+def describe_pause(job: JobState, what: str, text: str) -> str:
+    """Return why a job was paused after its last attempt at `what` failed with `text`."""
+    return (
+        f"{what} failed {job.futile} times in a row for reasons that another try does not change; last failure: "
+        f"{text}; remove the cause and resume the job, or cancel it"
+    )

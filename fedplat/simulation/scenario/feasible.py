@@ -1,0 +1,101 @@
+"""What can be known before a simulation starts: whether its fleet has the clients that the rounds of its job need."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedplat import label_expressions
+from fedplat.errors import JobFileError
+from fedplat.job import JobSpec
+from fedplat.job.secure import group_minimum, num_groups
+from fedplat.simulation.clients import Fleet, build_fleet
+from fedplat.simulation.clients.availability import Always
+from fedplat.simulation.scenario.file import TABLE, SimulationFile
+from fedplat.toml import format_value
+
+
+def check(spec: JobSpec, fleet: Fleet) -> str:
+    """Raise `JobFileError` for a job whose first rounds need clients that the fleet does not have.
+
+    Return a warning if each of its rounds waits for clients that do not exist; empty without one.
+    """
+    if spec.flower is not None or spec.gossip is not None:
+        return ""  # an app draws the clients that there are, and a decentralised job has a check of its own
+    count = _count_eligible(spec, fleet)
+    whose = f"the {fleet.num_clients:,} clients of the simulation"
+    if spec.selection.where:
+        whose = f"the {count:,} of {fleet.num_clients:,} clients of the simulation that satisfy selection.where"
+    for key, needed in _needs(spec):
+        if needed > count:
+            raise JobFileError(f"{key}: expected at most {whose}")
+    if spec.selection.min_separation and spec.buffered is None:
+        _check_separation(spec, fleet, count)
+    target, selection = spec.selection.target, spec.selection
+    if spec.buffered is not None or selection.sampling.is_trial or selection.wait_for or target <= count:
+        return ""
+    return (
+        f"selection.over_selection = {selection.over_selection:g}: a round asks for {target:,} clients, more than "
+        f"{whose}, so it waits deadlines.selection_s = {spec.deadlines.selection_s:g} s for the others; set "
+        "over_selection = 1.0"
+    )
+
+
+def check_file(file: SimulationFile) -> str:
+    """Check the job of a simulation file as `check` does, if the file alone gives the number of clients.
+
+    Raises `JobFileError`.
+    """
+    options = file.simulation
+    num_clients: int = getattr(options.partition, "clients", 0)
+    if TABLE not in file.raw or not (num_clients or options.fleet.num_clients):
+        return ""
+    return check(file.job, build_fleet(options.fleet, options.seed, num_clients, file.folder))
+
+
+def _count_eligible(spec: JobSpec, fleet: Fleet) -> int:
+    """Return the number of clients whose labels satisfy `selection.where`; raise `JobFileError` if that is 0."""
+    where = spec.selection.where
+    accepts = label_expressions.compile_expression(where)
+    _, examples, sizes = np.unique(fleet.kinds, return_index=True, return_counts=True)
+    count = sum(
+        int(size) for client, size in zip(examples, sizes, strict=True) if accepts(fleet.labels_of(int(client)))
+    )
+    if not count:
+        labels = "; ".join(f"{name}: {', '.join(label.values[:8])}" for name, label in fleet.labels.items())
+        raise JobFileError(
+            f"selection.where = {format_value(where)}: no client of the simulation satisfies it; expected "
+            f"an expression over the labels of simulation.fleet, which are {labels or 'none'}"
+        )
+    return count
+
+
+def _needs(spec: JobSpec) -> list[tuple[str, int]]:
+    """Return the numbers of clients that must be eligible, with the keys that demand them."""
+    selection = spec.selection
+    needs = [(f"selection.goal = {selection.goal:,}", selection.goal)]
+    if selection.sampling.is_trial:
+        needs = [(f"selection.wait_for = {selection.wait_for:,}", selection.wait_for)]
+    if spec.secure_aggregation is not None:
+        needed = num_groups(spec) * group_minimum(spec)
+        needs.append((f"secure_aggregation: its groups need {needed:,} clients", needed))
+    if (clients := spec.evaluation.clients) is not None:
+        needs.append((f"evaluation.clients.goal = {clients.goal:,}", clients.minimum))
+    return needs
+
+
+def _check_separation(spec: JobSpec, fleet: Fleet, count: int) -> None:
+    """Raise `JobFileError` if so many clients rest after the first rounds that too few are left for the next.
+
+    A round draws as many clients as it may if all are online, else perhaps only the minimum.
+    """
+    selection = spec.selection
+    most = selection.target if isinstance(fleet.availability, Always) else selection.minimum
+    free = count
+    for round_number in range(1, min(spec.rounds, selection.min_separation + 1) + 1):
+        if free < selection.minimum:
+            raise JobFileError(
+                f"selection.min_separation = {selection.min_separation}: in round {round_number}, {count - free:,} of "
+                f"the {count:,} clients rest, and the {free:,} left are fewer than the {selection.minimum:,} that it "
+                "needs; expected a smaller separation, a smaller goal or more clients"
+            )
+        free -= min(most, free)  # none of them may be drawn again within these rounds
