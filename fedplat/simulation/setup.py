@@ -17,6 +17,7 @@ from fedplat.model import Parameters
 from fedplat.plugins import name_of
 from fedplat.simulation.clients import build_fleet
 from fedplat.simulation.data import Dataset, Federation, divide, federation
+from fedplat.simulation.data.federation import check_finite
 from fedplat.simulation.engines.interface import Engine
 from fedplat.simulation.engines.registry import RayOptions, open_engine
 from fedplat.simulation.engines.tasks import ClientTraining
@@ -75,6 +76,8 @@ def prepare(
             f"data is a {type(data).__name__}; expected a Federation, or a Dataset such as Dataset.from_arrays(inputs, "
             "targets)"
         )
+    if data is not None:
+        check_finite(data)
     clients_data = data if data is not None else load_data(file, on_progress)
     num_clients = clients_data.num_clients if clients_data is not None else 0
     fleet = build_fleet(options.fleet, options.seed, num_clients, file.folder)
