@@ -12,6 +12,7 @@ from fedplat import initial
 from fedplat.aggregate import LocalAlgorithmOptions
 from fedplat.errors import DataError, JobFileError, ModelError
 from fedplat.job import build_rule, calibrate
+from fedplat.job.advice import describe_coarse_steps
 from fedplat.learner import ArrayLearner
 from fedplat.model import Parameters
 from fedplat.plugins import name_of
@@ -154,6 +155,8 @@ def _open_engine(
             raise ModelError(misfit)
     except ModelError as exc:
         raise JobFileError(f"model.initial = {file.job.model.initial!r}: {exc}") from exc
+    for text in describe_coarse_steps(file.job, initial_model):
+        on_progress(text)
     algorithm: LocalAlgorithmOptions | None = None
     if isinstance(learner, ArrayLearner):
         task = ClientTraining(data, learner, file.job.config, file.simulation.seed)
