@@ -51,8 +51,8 @@ def describe_coarse_steps(spec: JobSpec, model: Parameters) -> list[str]:
         return []
     return [
         f"updates.clip_norm = {spec.updates.clip_norm:g}: with secure_aggregation.bits = {options.bits} entries of "
-        f"updates are rounded to multiples of {step:.3g}, and the model's weights are about {size:.3g}; set a clip_norm "
-        "near the norm of an update, or more bits"
+        f"updates are rounded to multiples of {step:.3g}, and the model's weights are about {size:.3g}; set a "
+        "clip_norm near the norm of an update, or more bits"
     ]
 
 
