@@ -107,7 +107,7 @@ def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = 
                 {
                     "valid": True,
                     "mistakes": [],
-                    "warnings": warnings(spec),
+                    "warnings": warnings(spec, submission.parameters),
                     "name": spec.name,
                     "num_rounds": spec.rounds,
                     "num_tensors": len(schema.tensors),
@@ -264,7 +264,7 @@ def _load(file: Path, server_plugins: frozenset[tuple[str, str]] = frozenset()) 
 
 
 def _warn(output: Output, submission: Submission) -> None:
-    for warning in warnings(submission.spec):
+    for warning in warnings(submission.spec, submission.parameters):
         output.note(f"warning: {warning}")
     total = submission.spec.rounds * submission.parameters.schema.file_size_bytes
     if not submission.spec.retention.versions and total > LARGE_BYTES:

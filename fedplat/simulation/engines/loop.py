@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 
 from typing_extensions import override
 
-from fedplat.errors import EngineError, FedplatError, PluginError, UserCodeError
+from fedplat import user_code
+from fedplat.errors import DataError, ModelError
 from fedplat.model import Parameters
 from fedplat.simulation.engines.client_states import ClientStates
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
 from fedplat.simulation.engines.tasks import ClientTraining, Contents, num_examples
 from fedplat.simulation.engines.trainers import make_trainer
 from fedplat.simulation.engines.version_refs import Versions
-from fedplat.simulation.engines.work_queue import make_error
+from fedplat.simulation.engines.work_queue import describe_task
 
 
 class LoopEngine(Engine):
@@ -54,13 +55,12 @@ class LoopEngine(Engine):
     def result(self, task: ClientTask) -> LocalUpdate:
         """Train the client, or score the version on it."""
         self._begun.remove(task)
+        action = describe_task(task)
         try:
-            outcome = self._trainer.answer(task, self._states.begin(task) or {})
-        except (EngineError, PluginError, UserCodeError):
-            raise
-        except Exception as exc:  # the boundary of a task: the error names the client, as that of a worker does
-            text = str(exc) if isinstance(exc, FedplatError) else f"{type(exc).__name__}: {exc}"
-            raise make_error(task, text) from exc
+            with user_code.wrap_errors(action):
+                outcome = self._trainer.answer(task, self._states.begin(task) or {})
+        except (DataError, ModelError) as exc:
+            raise type(exc)(f"{action} failed: {exc}") from exc
         finally:
             self._versions.end(task)
         if outcome.contents is not None:
