@@ -3,7 +3,7 @@
 import os
 
 # gRPC reads this once, at its import. Its handlers for forks start threads in a child that was forked while a call ran,
-# and abort it: a worker of a simulation, or of a DataLoader. A child of ours must not use the gRPC of its parent anyway.
+# and abort it: a worker of a simulation, or of a DataLoader. No such child uses the gRPC of its parent.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 __version__ = "0.2.0.dev0"

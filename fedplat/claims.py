@@ -39,7 +39,7 @@ def check_metrics(metrics: Mapping[str, float], limits: MetricLimits = DEFAULT_L
         return f"{len(metrics)} metrics; at most {limits.num_metrics} are accepted"
     name_bytes = 0
     for name, value in metrics.items():
-        size = len(name.encode())
+        size = len(name.encode(errors="replace"))  # what is not UTF-8 is not printable
         if not 1 <= size <= MAX_NAME_BYTES or not name.isprintable():
             return f"the metric {name[:80]!r} has {size} bytes; expected 1 to {MAX_NAME_BYTES} bytes of printable UTF-8"
         if not math.isfinite(value):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import cast
 
 from fedplat.model import Parameters
 
@@ -34,10 +35,15 @@ class ClientState:
         return self._entries.get(name)
 
     def put(self, name: str, values: Parameters) -> None:
-        """Set an entry; `values` must not be modified afterwards. Raises `ValueError` for an invalid name."""
+        """Set an entry; `values` must not be modified afterwards. Raises `ValueError` for an invalid one."""
         if not _NAME.fullmatch(name):
             raise ValueError(
                 f"{name!r} is not a valid name of client state; expected 1 to 63 letters, digits, '_', '.' and '-'"
+            )
+        if not isinstance(cast(object, values), Parameters):
+            raise ValueError(
+                f"the client state {name!r} is a {type(values).__name__}; expected Parameters, such as "
+                "Parameters.from_arrays(...)"
             )
         self._entries[name] = values
 

@@ -87,6 +87,10 @@ def convert_result(value: object, function_name: str) -> Parameters:
                 f"{function_name}() returned a {type(cast(object, tensor)).__name__} for {name!r}; "
                 "expected a NumPy array or a torch tensor"
             )
+    if torch is not None and any(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+        from fedplat.pytorch.convert import leave_out_ties
+
+        tensors = leave_out_ties(tensors)
     return Parameters.from_arrays({name: _array(name, tensor) for name, tensor in tensors.items()})
 
 

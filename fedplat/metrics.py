@@ -52,16 +52,17 @@ class F1(Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag=
     def measure(self, outputs: torch.Tensor, targets: torch.Tensor) -> Mapping[str, torch.Tensor | float]:
         """Count the answers of each class, those that are correct, and the targets."""
         _check_classes(outputs, targets)
-        found, real, classes = outputs.argmax(1).flatten(), targets.flatten(), outputs.shape[1]
+        counts = targets >= 0
+        found, real, classes = outputs.argmax(1)[counts], targets[counts], outputs.shape[1]
         hits = real[found == real]
         columns = {"hits": hits, "found": found, "real": real}
         return {name: column.bincount(minlength=classes) for name, column in columns.items()}
 
     def compute(self, totals: Totals) -> Mapping[str, float]:
-        """Return the mean over the classes."""
+        """Return the mean over the classes; no value without any."""
         counts = totals["found"] + totals["real"]
         occurs = counts > 0
-        return {"f1": float((2.0 * totals["hits"][occurs] / counts[occurs]).mean())}
+        return {"f1": float((2.0 * totals["hits"][occurs] / counts[occurs]).mean())} if occurs.any() else {}
 
 
 class TopKAccuracy(Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="top_k"):
@@ -75,11 +76,11 @@ class TopKAccuracy(Struct, frozen=True, forbid_unknown_fields=True, tag_field="n
         if self.k > outputs.shape[1]:
             raise ValueError(f"k = {self.k}: the model has {outputs.shape[1]} classes; expected at most as many")
         hits = (outputs.topk(self.k, dim=1).indices == targets.unsqueeze(1)).sum()
-        return {"hits": hits, "answers": targets.numel()}
+        return {"hits": hits, "answers": (targets >= 0).sum()}
 
     def compute(self, totals: Totals) -> Mapping[str, float]:
-        """Return the fraction."""
-        return {f"top_{self.k}": float(totals["hits"] / totals["answers"])}
+        """Return the fraction; no value without answers."""
+        return {f"top_{self.k}": float(totals["hits"] / totals["answers"])} if totals["answers"] else {}
 
 
 class MeanAbsoluteError(Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="mae"):
@@ -177,15 +178,31 @@ def find_range(name: str, values: Iterable[float]) -> tuple[float, float]:
 
 
 def _check_classes(outputs: torch.Tensor, targets: torch.Tensor) -> None:
-    if outputs.ndim != targets.ndim + 1 or targets.is_floating_point():
+    """Raise `ValueError` unless dimension 1 has a number for each class; padding has negative targets."""
+    _check_tensor(outputs)
+    shape, classes = [*outputs.shape[:1], *outputs.shape[2:]], outputs.shape[1] if outputs.ndim > 1 else 0
+    if shape != list(targets.shape) or targets.is_floating_point() or classes < 2:
         raise ValueError(
             f"outputs are {list(outputs.shape)}, targets {targets.dtype} {list(targets.shape)}; expected "
-            "[examples, classes] and a class for each example"
+            "[examples, classes] with at least 2 classes, and a class for each example"
+        )
+    if targets.numel() and (largest := int(targets.max())) >= classes:
+        raise ValueError(
+            f"the class {largest} is among the targets, and outputs have {classes}; expected 0 to {classes - 1}"
         )
 
 
 def _match(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the outputs in the shape of the targets."""
+    _check_tensor(outputs)
     if outputs.numel() != targets.numel():
         raise ValueError(f"outputs are {list(outputs.shape)}, targets {list(targets.shape)}; expected as many numbers")
     return outputs.reshape(targets.shape)
+
+
+def _check_tensor(outputs: object) -> None:
+    if not hasattr(outputs, "argmax"):
+        raise ValueError(
+            f"the module returned a {type(outputs).__name__}; expected a tensor, or a metric of your own, whose "
+            "measure() gets these outputs"
+        )

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar, cast
 import msgspec
 from msgspec import Struct
 
-from fedplat import user_code
+from fedplat import texts, user_code
 from fedplat.decoding import prepare_type
 from fedplat.errors import FedplatError, PluginError
 
@@ -273,8 +273,8 @@ class Plugins:
         except Exception as exc:  # a plugin's __post_init__ may raise anything
             config = record.__struct_config__
             if config.tag is None:
-                raise PluginError(f"a plugin's check raised {type(exc).__name__}: {exc}") from exc
-            text = f'{config.tag_field} = "{config.tag}": its check raised {type(exc).__name__}: {exc}'
+                raise PluginError(f"a plugin's check raised {texts.describe(exc)}") from exc
+            text = f'{config.tag_field} = "{config.tag}": its check raised {texts.describe(exc)}'
             raise msgspec.ValidationError(text) from exc
 
 

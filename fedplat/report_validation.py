@@ -9,7 +9,7 @@ message of the refusal. The coordinator compares norms and weights with those of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,9 +19,10 @@ from fedplat import claims, codecs
 from fedplat.aggregate import Rule, describe_metrics_problem, l2_norm
 from fedplat.claims import MetricLimits
 from fedplat.codecs.container import Format
-from fedplat.errors import CodecError, ModelError, PluginError, SecureAggregationError, UserCodeError
+from fedplat.errors import CodecError, FlowerError, ModelError, PluginError, SecureAggregationError, UserCodeError
+from fedplat.flower import layout
 from fedplat.model import Blocks, ModelFile, Parameters, Schema, header, is_finite
-from fedplat.model.schema import MESSAGE_KEY
+from fedplat.model.steps import FlatModel
 from fedplat.rounds.states import AttemptKind, Reason
 from fedplat.rounds.transition import ACCEPTED, Verdict
 from fedplat.secure_aggregation import encoding
@@ -87,18 +88,26 @@ def validate_file(update: Path, base: Path, codec: codecs.CodecOptions | None) -
     return measure_norm(ModelFile(update, expected).to_blocks())
 
 
-def validate_message(update: Path) -> float | Verdict:
-    """Return 0 for the file of a Flower message, or a refusal: it may have any tensors, but only finite numbers.
+def validate_message(update: Path, array_types: Collection[str] = ()) -> float | Verdict:
+    """Return 0 for the file of a client's reply in a Flower app, or a refusal.
 
-    Reads the file once; memory does not grow with its size.
+    The reply may have any arrays, but each of them is what it claims to be, and has only finite numbers. `array_types`
+    are serializations that the app has besides NumPy's. Memory does not grow with the file's size.
     """
     try:
         file = ModelFile.open(update)
+        return validate_reply(file, file.to_blocks(), array_types)
     except ModelError as exc:
         return Verdict(Reason.REJECTED_SCHEMA, str(exc))
-    if MESSAGE_KEY not in {tensor.name for tensor in file.schema.tensors}:
-        return Verdict(Reason.REJECTED_SCHEMA, "it is not the file of a Flower message")
-    return check_finite(file.to_blocks()) or 0.0
+
+
+def validate_reply(file: FlatModel, values: Blocks, array_types: Collection[str] = ()) -> float | Verdict:
+    """Return what `validate_message` does, for a file and its floating-point values."""
+    try:
+        is_finite_inside = layout.check_reply(file, array_types)
+    except FlowerError as exc:
+        return Verdict(Reason.REJECTED_SCHEMA, str(exc))
+    return (check_finite(values) or 0.0) if is_finite_inside else Verdict(Reason.REJECTED_NONFINITE)
 
 
 def validate_secure_claims(num_examples: float, metrics: Mapping[str, float]) -> Verdict:

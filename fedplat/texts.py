@@ -33,6 +33,29 @@ def shorten(text: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
     return content[: max_bytes - len(cut)].decode(errors="ignore") + cut
 
 
+def repair(text: str) -> str:
+    r"""Return the text with the bytes escaped that are not UTF-8, such as those of a file's name in Latin-1.
+
+    Neither protobuf nor JSON can hold the lone surrogates as which Python reads such bytes.
+
+    >>> repair(b"M\xfcller.png".decode(errors="surrogateescape"))
+    'M\\xfcller.png'
+    """
+    try:
+        return text.encode(errors="surrogateescape").decode(errors="backslashreplace")
+    except UnicodeEncodeError:  # another surrogate
+        return text.encode(errors="backslashreplace").decode()
+
+
+def describe(exc: BaseException) -> str:
+    """Return the type and the text of an exception of someone's code, such as `KeyError: 'epochs'`, as valid UTF-8."""
+    try:
+        text = repair(str(exc))
+    except Exception as broken:  # the class of the exception is someone's code, too
+        text = f"its text cannot be read, which raises {type(broken).__name__}"
+    return f"{type(exc).__name__}: {text}" if text else type(exc).__name__
+
+
 def quote(text: str) -> str:
     """Return the text in quotation marks with control characters escaped, in about 200 characters at most."""
     shown = repr(text[:_MAX_QUOTED])

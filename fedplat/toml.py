@@ -9,7 +9,6 @@ import dataclasses
 import difflib
 import itertools
 import re
-import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import date, time
 from pathlib import PurePath
@@ -20,6 +19,7 @@ from msgspec import Struct
 from msgspec.structs import FieldInfo
 from msgspec.structs import fields as struct_fields
 
+from fedplat import bounded_toml
 from fedplat.decoding import prepare_type
 from fedplat.errors import JobFileError, PluginError, UserCodeError
 from fedplat.plugin_objects import adopt_fields, plugins_in
@@ -34,7 +34,7 @@ Record = TypeVar("Record", bound=Struct)
 def read_toml(text: str) -> dict[str, Any]:
     """Parse a TOML text into its tables. Raises `JobFileError`."""
     try:
-        return tomllib.loads(text)
+        return bounded_toml.loads(text)
     except (ValueError, RecursionError) as exc:  # ValueError: invalid TOML, or a number with thousands of digits
         raise JobFileError(f"the job file is not valid TOML: {exc}") from exc
 

@@ -22,6 +22,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from fedplat import texts
 from fedplat.errors import FedplatError, UserCodeError
 
 Reference = Annotated[str, Meta(pattern=r"^[^:\s][^:]*:[\w.]+$")]
@@ -141,7 +142,7 @@ def wrap_errors(action: str) -> Generator[None]:
         if isinstance(exc, SyntaxError) and exc.filename:
             places.append(f"{exc.filename}, line {exc.lineno}")
         where = f" ({places[-1]})" if places else ""
-        raise UserCodeError(f"{action} raised {type(exc).__name__}: {exc}{where}") from exc
+        raise UserCodeError(f"{action} raised {texts.describe(exc)}{where}") from exc
 
 
 def _locate(module_name: str, folder: Path) -> tuple[Path, Path | None]:

@@ -9,10 +9,12 @@ from typing import TypeVar
 
 from fedplat.wire.v1 import model_pb2
 from fedplat_client.cancellation import StopSignal
-from fedplat_client.errors import ServerUnavailableError
+from fedplat_client.errors import CallError, ServerUnavailableError, UnreachableError
 from fedplat_client.options import ClientOptions
 
 _LONGEST_RETRY_S = 86_400.0
+_CUT_AFTER_S = 1.0
+"""How long a call has waited at least if it counts as one that a load balancer has ended."""
 _Answer = TypeVar("_Answer")
 
 
@@ -34,9 +36,24 @@ class Backoff:
         delay_s = self._options.rng.uniform(0.0, bound)
         return delay_s if wish is None else max(delay_s, draw_s(wish, self._options.rng))
 
+    def next_after(self, exc: CallError, lasted_s: float) -> float:
+        """Return the delay in seconds after a call that has failed; one that was cut is no failure of the server."""
+        if is_cut(exc, lasted_s):
+            self.reset()
+        return self.next_s(exc.retry)
+
     def reset(self) -> None:
         """Start again from the first delay, after a success."""
         self._failures = 0
+
+
+def is_cut(exc: CallError, lasted_s: float) -> bool:
+    """Return whether a call had waited at the server when its connection broke.
+
+    Load balancers end connections and calls that are silent for some time, often a minute, and calls that wait for work
+    are. With a back-off that grows each time, an idle client would be away for a large part of its time.
+    """
+    return isinstance(exc, UnreachableError) and exc.was_connected and lasted_s >= _CUT_AFTER_S
 
 
 def draw_s(window: model_pb2.RetryWindow, rng: random.Random) -> float:
@@ -61,10 +78,11 @@ def retry(
     """
     backoff, failures = Backoff(options), 0
     while True:
+        began = options.clock()
         try:
             return call()
         except ServerUnavailableError as exc:
             failures += 1
-            if failures >= attempts or options.wait(signal, backoff.next_s(exc.retry)):
+            if failures >= attempts or options.wait(signal, backoff.next_after(exc, options.clock() - began)):
                 raise
             recover(exc)

@@ -10,8 +10,14 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from types import FrameType
 
+from fedplat import forks
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client.errors import Cancelled
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_END = b"\0"
+"""Ends the thread that waits for signals; no signal has this number."""
+_JOIN_S = 0.1
 
 
 def reason_name(reason: int) -> str:
@@ -98,13 +104,23 @@ class StopSignal:
 def on_signals(stop: Callable[[], None]) -> Generator[None]:
     """Call `stop` at the first SIGINT or SIGTERM; the second one gets the previous handler.
 
-    Does nothing outside the main thread, where Python delivers no signals, and for signals that are ignored.
+    Does nothing outside the main thread, where Python delivers no signals, and for signals that are ignored. Processes
+    that are forked within the block get the previous handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    reader, writer = os.pipe()
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with forks.keep_signals(_SIGNALS), contextlib.ExitStack() as stack:
+        reader, writer = (stack.enter_context(forks.keep_descriptor(end)) for end in os.pipe())
+        stack.enter_context(_watch_signals(stop, reader, writer))
+        yield
+
+
+@contextlib.contextmanager
+def _watch_signals(stop: Callable[[], None], reader: int, writer: int) -> Generator[None]:
+    """Call `stop` in a thread of its own, which signals reach through the pipe."""
+    owner = os.getpid()
+    previous = {number: signal.getsignal(number) for number in _SIGNALS}
     installed = [number for number, handler in previous.items() if handler is not signal.SIG_IGN]
 
     def restore() -> None:
@@ -117,7 +133,7 @@ def on_signals(stop: Callable[[], None]) -> Generator[None]:
             os.write(writer, bytes([number]))
 
     def watch() -> None:
-        while number := os.read(reader, 1):
+        while (number := os.read(reader, 1)) != _END:
             if number[0] in installed:
                 stop()
                 return
@@ -136,8 +152,10 @@ def on_signals(stop: Callable[[], None]) -> Generator[None]:
             signal.signal(number, handle)
         yield
     finally:
-        restore()
-        signal.set_wakeup_fd(wakeup)
-        os.close(writer)
-        watcher.join()
-        os.close(reader)
+        if os.getpid() == owner:  # else a forked child leaves the block, which has none of this
+            restore()
+            signal.set_wakeup_fd(wakeup)
+            while watcher.is_alive():
+                with contextlib.suppress(BlockingIOError):
+                    os.write(writer, _END)  # the pipe may have other writers, so the watcher would see no end of it
+                watcher.join(_JOIN_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +15,7 @@ import click
 
 from fedplat import texts, user_code
 from fedplat.errors import FedplatError, MissingExtraError, PluginError, TicketError
+from fedplat.gossip.shares import MAX_SHARE
 from fedplat.loaded_plugins import parse_plugins
 from fedplat.secure_aggregation.options import MAX_GROUP, MIN_GROUP
 from fedplat.wire import process_tuning
@@ -27,7 +29,22 @@ from fedplat_client.task import Task
 _Decorator: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]
 _PARTITION_LABELS = ("partition_id", "num_partitions")
 _LEVELS = ("debug", "info", "warning", "error")
+_DEFAULTS = ClientOptions()
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class _Size(click.ParamType):
+    """A number of bytes, such as 500MB or 2GiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = _SIZE.fullmatch(str(value).strip())
+        if match is None:
+            self.fail(f"{value!r} is not a size; expected a number of bytes, such as 500MB or 2GiB", param, ctx)
+        number, prefix, binary = match.groups()
+        return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
 
 
 class _UsageError(click.ClickException):
@@ -79,8 +96,10 @@ class _ClientCommandOptions(_IdentityOptions):
     min_secure_threshold: float
     trusted_clients: Path | None
     exchange_models: bool
+    max_share: float
     peer_listen: str
     peer_address: str
+    cache_limit: int
     max_tasks: int | None
     log_level: str
 
@@ -219,6 +238,17 @@ _RUN_OPTIONS = (
         "default a client refuses such jobs.",
     ),
     click.option(
+        "--max-share",
+        type=click.FloatRange(0.0, 1.0, min_open=True),
+        default=MAX_SHARE,
+        envvar="FEDPLAT_MAX_SHARE",
+        show_default=True,
+        show_envvar=True,
+        metavar="PART",
+        help='Refuse rings of decentralised jobs (exchange = "ring") in which one model is more than this part of the '
+        "mean, which would show it to all others.",
+    ),
+    click.option(
         "--peer-listen",
         default="",
         envvar="FEDPLAT_PEER_LISTEN",
@@ -234,6 +264,17 @@ _RUN_OPTIONS = (
         show_envvar=True,
         metavar="HOST:PORT",
         help="Address at which neighbours reach the port of --peer-listen; default: the same.",
+    ),
+    click.option(
+        "--cache-limit",
+        type=_Size(),
+        default=f"{_DEFAULTS.cache_limit_bytes // 2**30}GiB",
+        envvar="FEDPLAT_CACHE_LIMIT",
+        show_envvar=True,
+        show_default=True,
+        help="Largest size of the cache of models, such as 500MB. On a disk with less space the cache gives way by "
+        "itself. The codecs' residuals, the client states and the models of decentralised jobs may each take the same "
+        "size again.",
     ),
     click.option("--max-tasks", type=click.IntRange(min=0), help="Stop after this many tasks."),
     click.option("--log-level", type=click.Choice(_LEVELS), default="info", show_default=True),
@@ -415,8 +456,10 @@ def _read_arguments(options: _ClientCommandOptions) -> _ClientArguments:
             min_secure_threshold=options["min_secure_threshold"],
             trusted_clients=options["trusted_clients"],
             exchange_models=options["exchange_models"],
+            max_share=options["max_share"],
             peer_listen=options["peer_listen"],
             peer_address=options["peer_address"],
+            cache_limit_bytes=options["cache_limit"],
         ),
         "plugins": parse_plugins(options["plugins"]),
     }

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
+from fedplat import texts
 from fedplat.auth import Ticket
 from fedplat.gossip import steps
 from fedplat.loaded_plugins import CLIENT_KINDS, load_plugins
@@ -36,7 +37,7 @@ from fedplat_client._work.peers.listener import PeerListener
 from fedplat_client._work.peers.port import PeerPort
 from fedplat_client._work.silos.worker import SiloParts, SiloWorker
 from fedplat_client._work.training import LocalTrainers
-from fedplat_client.backoff import Backoff, draw_s
+from fedplat_client.backoff import Backoff, draw_s, is_cut
 from fedplat_client.errors import (
     CallError,
     Cancelled,
@@ -93,9 +94,9 @@ class Client:
         ticket: Ticket | None = None,
         plugins: Mapping[str, type | str] | None = None,
     ) -> None:
-        self._server = server
+        self._server = _check_text("the server", server)
         self._ticket = ticket
-        self._population = population
+        self._population = _check_text("the population", population)
         self._labels = _validate_labels(labels or {})
         self._directory = data_directory.DataDirectory(_resolve_data_dir(data_dir), server, population)
         self._options = options or ClientOptions()
@@ -166,6 +167,10 @@ class Client:
         """
         self._stop.set(cancellation.client_stopped())
 
+    def _stop_on_signal(self) -> None:
+        _logger.info("The client was told to stop by a signal.", extra=self._fields)
+        self.stop()
+
     def run(self, max_tasks: int | None = None) -> None:
         """Run assignments until `stop`, SIGINT or SIGTERM, or until `max_tasks` of them have ended or failed.
 
@@ -186,6 +191,7 @@ class Client:
             delay_s = 0.0
             enrolled_again = False  # whether the client has enrolled again since its last success
             while num_tasks != max_tasks and not self._stopped_within(delay_s):
+                began = self._options.clock()
                 try:
                     session.enroll()
                     prepare()
@@ -207,13 +213,20 @@ class Client:
                 except (IncompatibleServerError, IdentityError):
                     raise
                 except CallError as exc:
-                    delay_s = backoff.next_s(exc.retry)
-                    fields = {**self._fields, "retry_s": round(delay_s, 3)}
-                    _logger.warning("The server cannot be used: %s", session.explain_error(exc), extra=fields)
+                    lasted_s = self._options.clock() - began
+                    delay_s = backoff.next_after(exc, lasted_s)
+                    self._log_failure(exc, session, lasted_s, delay_s)
+
+    def _log_failure(self, exc: CallError, session: ClientSession, lasted_s: float, retry_s: float) -> None:
+        fields = {**self._fields, "retry_s": round(retry_s, 3)}
+        if is_cut(exc, lasted_s):
+            _logger.debug("The connection ended while the client waited for work: %s", exc, extra=fields)
+        else:
+            _logger.warning("The server cannot be used: %s", session.explain_error(exc), extra=fields)
 
     @contextlib.contextmanager
     def _open_session(self) -> Generator[tuple[ClientSession, Callable[[], None], RunAssignment]]:
-        with self._directory.lock(), cancellation.on_signals(self.stop), contextlib.ExitStack() as stack:
+        with self._directory.lock(), cancellation.on_signals(self._stop_on_signal), contextlib.ExitStack() as stack:
             identity = self._directory.load_identity(self._ticket)
             key = self._directory.load_signing_key(identity)
             channel = stack.enter_context(transport.connect(self._server, tls=identity.tls, ca=identity.ca))
@@ -226,7 +239,9 @@ class Client:
             worker = assignment.AssignmentWorker(
                 connection=connection,
                 downloader=parts.downloader,
-                residuals=Residuals(self._directory.residuals, self._options.cache_limit_bytes),
+                residuals=Residuals(
+                    self._directory.residuals, self._options.cache_limit_bytes, parts.downloader.cache.give_way
+                ),
                 served=ServedAttempts(self._directory.served),
                 client_states=parts.client_states,
                 trainers=parts.trainers,
@@ -261,8 +276,8 @@ class Client:
         return SiloParts(
             connection=connection,
             downloader=Downloader(connection, cache, options.max_model_bytes, self._plugins.table),
-            store=SiloStore(directory.silos, directory.exports, options.cache_limit_bytes),
-            client_states=ClientStateStore(directory.client_states, options.cache_limit_bytes),
+            store=SiloStore(directory.silos, directory.exports, options.cache_limit_bytes, cache.give_way),
+            client_states=ClientStateStore(directory.client_states, options.cache_limit_bytes, cache.give_way),
             trainers=LocalTrainers(
                 trainers=self._trainers,
                 evaluators=self._evaluators,
@@ -325,13 +340,29 @@ class Client:
 
 
 def _resolve_data_dir(data_dir: str | os.PathLike[str] | None) -> Path:
-    return Path(data_dir).expanduser() if data_dir is not None else data_directory.default_data_dir()
+    if data_dir is None:
+        return data_directory.default_data_dir()
+    try:
+        return Path(data_dir).expanduser().absolute()  # a trainer may change the current folder
+    except RuntimeError as exc:
+        raise DataDirectoryError(
+            f"the data directory {os.fspath(data_dir)} begins with ~, and that home directory is not known: write the "
+            "whole path"
+        ) from exc
+
+
+def _check_text(what: str, text: str) -> str:
+    """Return a text that the server gets. Raises `ValueError` for bytes of another encoding than UTF-8."""
+    if (shown := texts.repair(text)) != text:
+        raise ValueError(f"{what} '{shown}' is not valid UTF-8; write it in UTF-8")
+    return text
 
 
 def _validate_labels(labels: Mapping[str, str]) -> dict[str, str]:
     for key, value in labels.items():
         if not key or type(key) is not str or type(value) is not str:
             raise ValueError(f"the label {key!r} is {value!r}; expected text for both, such as {{'memory_mb': '4096'}}")
+        _check_text("the label", f"{key}={value}")
     return dict(labels)
 
 
@@ -349,5 +380,5 @@ def _register(table: dict[str, Function], kind: str, name: str, function: Functi
         raise ValueError(f"a {kind} needs a name and a function; got {name!r} and {function!r}")
     if name in table:
         raise ValueError(f"a {kind} {name!r} exists already; names must be unique")
-    table[name] = function
+    table[_check_text(f"the name of the {kind}", name)] = function
     return function

@@ -31,6 +31,9 @@ from __future__ import annotations
 from fedplat.errors import FedplatError
 from fedplat.wire.v1 import model_pb2
 
+_NO_CONNECTION = ("failed to connect", "resolution failed", "lookup failed")
+"""Parts of gRPC's texts for a connection that cannot be opened."""
+
 
 class ClientError(FedplatError):
     """Base of the errors that the client SDK raises."""
@@ -108,6 +111,12 @@ class CertificateExpiredError(ServerUnavailableError):
 
 class UnreachableError(ServerUnavailableError):
     """The server did not answer: there is no connection to it, or the connection broke."""
+
+    @property
+    def was_connected(self) -> bool:
+        """True if there was a connection, which broke; False if none could be opened."""
+        text = str(self).casefold()
+        return not any(part in text for part in _NO_CONNECTION)
 
 
 class IdentityError(CallError):

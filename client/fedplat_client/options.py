@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedplat import auth, wire
+from fedplat.gossip.shares import MAX_SHARE
 from fedplat.secure_aggregation.messages import KEY_BYTES
 from fedplat.secure_aggregation.options import MAX_GROUP, MIN_GROUP
 from fedplat.secure_aggregation.participant import ParticipantLimits
@@ -42,8 +43,9 @@ class ClientOptions:
     inline_limit_bytes: int = wire.INLINE_BYTES
     """Largest update that is sent within its report, without a separate upload."""
     cache_limit_bytes: int = 2 * 2**30
-    """Size of the model cache; a larger model is used but not kept. The codecs' residuals may take the same size again,
-    and so may the client states, and the models of decentralised jobs besides the current one."""
+    """Largest size of the model cache, which also gives way when its disk is full; a larger model is used but not kept.
+    The codecs' residuals may take the same size again, and so may the client states, and the models of decentralised
+    jobs besides the current one."""
     max_model_bytes: int = 32 * 2**30
     """Largest model that is downloaded; a larger one fails the assignment (`TRANSFER_FAILED`)."""
     mtls: bool = False
@@ -71,6 +73,10 @@ class ClientOptions:
     """Take part in decentralised jobs, in which other clients see this client's whole model (their neighbours in each
     round, or with `exchange = "ring"` only the mean of all). Without it the client refuses such jobs
     (`UNSAFE_AGGREGATION`), and so does one that requires secure aggregation or local noise."""
+    max_share: float = MAX_SHARE
+    """Largest part of a mean that one model may be, in decentralised jobs with `exchange = "ring"`: a mean that is
+    nearly one silo's model shows it to all others. The client refuses other rings, and so does any client a ring in
+    which one model is more than three quarters of what two of the silos have not contributed themselves."""
     peer_listen: str = ""
     """`host:port` of a port of this client for its neighbours in decentralised jobs; by default it opens none,
     and what it sends them passes through the server, encrypted. Implies `exchange_models`."""
@@ -132,6 +138,8 @@ class ClientOptions:
             raise ValueError(
                 f"min_local_noise_multiplier is {self.min_local_noise_multiplier}; expected a number of at least 0"
             )
+        if not 0.0 < self.max_share <= 1.0:
+            raise ValueError(f"max_share is {self.max_share}; expected a number above 0 and at most 1")
 
     @property
     def requires_noise(self) -> bool:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
-
-import numpy.typing as npt
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 from fedplat import claims
 from fedplat.client_state import ClientState
+from fedplat.errors import ModelError
 from fedplat.model import Parameters, Schema
 from fedplat.plugins import BUILTIN, Plugins
 from fedplat.wire.v1 import model_pb2
@@ -19,9 +18,17 @@ from fedplat_client.cancellation import Stop, StopSignal
 from fedplat_client.options import ClientOptions
 
 Scalar: TypeAlias = bool | int | float | str
-Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
+Arrays: TypeAlias = Mapping[str, Any]
+"""Arrays, or tensors of PyTorch, by name."""
 _LATE = frozenset({model_pb2.REASON_TRAIN_TIMEOUT, model_pb2.REASON_UNREACHABLE})
 """The server's reasons to continue without a silo that may still be training."""
+
+
+@runtime_checkable
+class _Module(Protocol):
+    """An `nn.Module`, which this module need not import."""
+
+    def state_dict(self) -> Arrays: ...
 
 
 @dataclass
@@ -42,6 +49,8 @@ class Control:
     """True if training has ended and the upload has begun."""
     may_be_late: bool = False
     """Whether the training continues after its deadline: a silo's model counts in the next round, too."""
+    is_given_back: bool = False
+    """True if the server knows that the client has given up the task, although its trainer may still run."""
     is_late: bool = False
     """True if the server continues without the result of a training that continues."""
 
@@ -140,9 +149,10 @@ class Task:
         Raises `Cancelled` if the server stopped the task, the client is being stopped, or the deadline has passed. Do
         not catch it: the client handles it. Raises `ValueError` for a fraction outside 0 to 1.
         """
-        if not 0.0 <= fraction <= 1.0:
-            raise ValueError(f"the progress is {fraction}; expected a fraction between 0 and 1")
-        self.control.fraction = fraction
+        done = _to_float("the progress", fraction)
+        if not 0.0 <= done <= 1.0:
+            raise ValueError(f"the progress is {done}; expected a fraction between 0 and 1")
+        self.control.fraction = done
         if self.control.is_time_up:
             self.control.expire()
         self.control.signal.check()
@@ -152,14 +162,15 @@ class Task:
 class TrainResult:
     """The result of a trainer: the trained parameters, or the change that training made (`delta`).
 
-    Both are `Parameters` or a mapping of arrays with the names, shapes and dtypes of `task.parameters`. Averages weight
-    the client by `num_examples`. Raises `ValueError` for a number that is not usable.
+    Both are `Parameters`, a mapping of arrays or of PyTorch's tensors, or an `nn.Module`, with the names, shapes and
+    dtypes of `task.parameters`. Averages weight the client by `num_examples`. Raises `ValueError` for a number that is
+    not usable.
     """
 
-    parameters: Parameters | Arrays | None = None
+    parameters: Parameters | Arrays | _Module | None = None
     num_examples: float
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    delta: Parameters | Arrays | None = None
+    delta: Parameters | Arrays | _Module | None = None
 
     def __post_init__(self) -> None:
         if (self.parameters is None) == (self.delta is None):
@@ -171,9 +182,8 @@ class TrainResult:
     def to_update(self, base: Parameters) -> Parameters:
         """Return the update from `base` to the result. Raises `ModelError` if it does not fit `base`."""
         if self.delta is not None:
-            return _fit_schema(self.delta, base.schema)
-        assert self.parameters is not None
-        return _fit_schema(self.parameters, base.schema).minus(base)
+            return _fit_schema("delta", self.delta, base.schema)
+        return _fit_schema("parameters", self.parameters, base.schema).minus(base)
 
     def to_pieces(self, base: Parameters) -> tuple[memoryview, ...]:
         """Return the bytes of the update's file as pieces of memory. Raises `ModelError` if it does not fit `base`."""
@@ -196,9 +206,16 @@ TrainFunction: TypeAlias = Callable[[Task], TrainResult]
 EvaluateFunction: TypeAlias = Callable[[Task], EvaluateResult]
 
 
-def _fit_schema(values: Parameters | Arrays, schema: Schema) -> Parameters:
+def _fit_schema(argument: str, values: Any, schema: Schema) -> Parameters:
     if isinstance(values, Parameters) and values.schema == schema:
         return values
+    if isinstance(values, _Module):
+        values = values.state_dict()
+    if not isinstance(values, Mapping):
+        raise ModelError(
+            f"{argument} is a {type(values).__name__}; expected Parameters, a mapping of arrays by the names of "
+            "task.parameters, a state_dict or an nn.Module"
+        )
     parameters = Parameters.zeros(schema)  # assigned by name: the caller's order of tensors does not matter
     parameters.assign(values)
     return parameters
@@ -212,14 +229,22 @@ def _validate_count(count: float) -> float:
 
 
 def _validate_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    checked = {name: _to_float(f"metric {name!r}", value) for name, value in metrics.items()}
+    if not isinstance(cast(object, metrics), Mapping):
+        raise ValueError(f"metrics is a {type(metrics).__name__}; expected a mapping of numbers by name")
+    checked = {_check_name(name): _to_float(f"metric {name!r}", value) for name, value in metrics.items()}
     if problem := claims.check_metrics(checked):
         raise ValueError(problem)
     return checked
 
 
+def _check_name(name: object) -> str:
+    if not isinstance(name, str):
+        raise ValueError(f"{name!r} is the name of a metric, and a {type(name).__name__}; expected text")
+    return name
+
+
 def _to_float(label: str, value: object) -> float:
     try:
         return float(value)  # type: ignore[arg-type]  # also NumPy scalars and tensors of one element
-    except (TypeError, ValueError) as exc:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as exc:  # RuntimeError: a tensor of several elements
         raise ValueError(f"{label} is {value!r}; expected a number") from exc

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from fedplat import durable
+from fedplat import bounded_toml, durable
 from fedplat.decoding import prepare_type
 from fedplat.errors import ProfileError
 
@@ -39,19 +39,25 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def default_path() -> Path:
-    """Return the path of the default profile."""
+    """Return the path of the default profile. Raises `ProfileError` for a user without a home directory."""
     import platformdirs  # not required by programs that pass a path
 
-    return platformdirs.user_config_path("fedplat") / "profile.toml"
+    try:
+        return platformdirs.user_config_path("fedplat") / "profile.toml"
+    except RuntimeError as exc:  # neither HOME nor an entry in /etc/passwd, as in some containers
+        raise ProfileError(
+            "there is no place for a profile, since this user has no home directory: name a file with --profile or "
+            "FEDPLAT_PROFILE, or set HOME"
+        ) from exc
 
 
 def load(path: Path) -> Profile:
     """Read a profile. Raises `ProfileError`."""
     try:
-        return msgspec.toml.decode(path.read_bytes(), type=prepare_type(Profile))
+        return msgspec.convert(bounded_toml.loads(path.read_text("utf-8")), prepare_type(Profile))
     except OSError as exc:
         raise ProfileError(f"the profile {path} cannot be read: {exc.strerror}") from exc
-    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except (msgspec.ValidationError, ValueError) as exc:  # of TOML or UTF-8
         raise ProfileError(f"the profile {path} is not valid: {exc}") from exc
 
 

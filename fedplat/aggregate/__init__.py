@@ -71,6 +71,7 @@ from fedplat.aggregate.state import (
     state_schema,
     state_to_bytes,
 )
+from fedplat.aggregate.statistics import average_statistics, describe_statistics
 from fedplat.aggregate.vectors import l2_norm, scale_vector
 from fedplat.plugins import Kind, by_name, define
 
@@ -181,12 +182,14 @@ __all__ = [
     "State",
     "UpdateDirection",
     "Wrapper",
+    "average_statistics",
     "clip_by_norm",
     "clip_by_quantile",
     "column_start",
     "columns_of",
     "compress_step",
     "describe_metrics_problem",
+    "describe_statistics",
     "divide_by_number",
     "first_columns",
     "l2_norm",

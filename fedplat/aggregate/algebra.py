@@ -42,13 +42,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
 
 from fedplat.model import Blocks, FlatModel, Parameters, Schema, Vector
 from fedplat.model.shards import ShardReduce, single_shard
 
+MEAN_WEIGHT = "mean_weight"
+"""The sum of the factors of the updates in the total, if these are not the weights: in `Partial.sums`."""
 State = Mapping[str, Vector]
 """The state of a rule between rounds: named float32 vectors, all of the model's length."""
 
@@ -81,6 +83,13 @@ class DeviceAccumulator(Protocol):
         ...
 
 
+class Statistics(NamedTuple):
+    """Entries that are averaged: their first column, and the lowest step of each (of a mean -inf)."""
+
+    first: int
+    lowest: Vector
+
+
 @dataclasses.dataclass(frozen=True)
 class Partial:
     """The weighted sum of the updates folded so far, shape [size], with their total weight and number.
@@ -89,7 +98,8 @@ class Partial:
     the previous attempt returned from `remember`, available while updates are folded. `kept` are the updates of a rule
     that gathers; `memory` and `base` are for one that keeps a memory. If the total is a slice of the model's vector,
     `first` is the index of its first entry; updates and state are then slices too, and `reduce_shards` computes sums
-    over all entries, such as a norm. If `device` is set, it holds the sum, which is copied to `total` before `apply`.
+    over all entries, such as a norm. `statistics` are the entries that are averaged under every rule, for `apply`. If
+    `device` is set, it holds the sum, which is copied to `total` before `apply`.
     """
 
     total: Vector
@@ -103,6 +113,7 @@ class Partial:
     device: DeviceAccumulator | None = None
     memory: bytes = b""
     base: FlatModel | None = None
+    statistics: tuple[Statistics, ...] = ()
 
     def plus(self, **terms: float) -> Partial:
         """Return a copy with terms added to its sums of these names."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 
 from fedplat.aggregate import options as ranges
-from fedplat.aggregate.algebra import BaseRule, Contribution, Partial, Rule, State, Wrapper
+from fedplat.aggregate.algebra import MEAN_WEIGHT, BaseRule, Contribution, Partial, Rule, State, Wrapper
 from fedplat.aggregate.fedavg import FedAvg, server_sgd
 from fedplat.aggregate.mean import weighted_mean
 from fedplat.aggregate.vectors import scale_vector
@@ -51,7 +51,8 @@ def normalize_by_steps(max_steps: float) -> Wrapper:
             reported = contribution.metrics.get(EFFECTIVE_STEPS, contribution.metrics[LOCAL_STEPS])
             steps = min(max(reported, 1.0), max_steps)
             folded = inner.fold(partial, scale_vector(update, 1.0 / steps), contribution)
-            return folded.plus(weighted_steps=contribution.weight * steps)
+            sums = {"weighted_steps": contribution.weight * steps, MEAN_WEIGHT: contribution.weight / steps}
+            return folded.plus(**sums)
 
         def apply(state: State, partial: Partial) -> tuple[Vector, State]:
             mean, state = inner.apply(state, partial)

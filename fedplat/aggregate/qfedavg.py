@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 
 from fedplat.aggregate import options as ranges
-from fedplat.aggregate.algebra import BaseRule, Contribution, Partial, Rule, State, Wrapper
+from fedplat.aggregate.algebra import MEAN_WEIGHT, BaseRule, Contribution, Partial, Rule, State, Wrapper
 from fedplat.aggregate.mean import weighted_mean
 from fedplat.aggregate.vectors import l2_norm, scale_vector
 from fedplat.model import Blocks, Vector
@@ -52,7 +52,8 @@ def weight_by_loss(options: QFedAvg) -> Wrapper:
             norm = l2_norm(update, partial.reduce_shards) if q else 0.0
             bound = factor + (q * loss ** (q - 1) * lipschitz * norm**2 if q else 0.0)
             folded = inner.fold(partial, scale_vector(update, factor), contribution)
-            return folded.plus(weighted_bound=contribution.weight * bound)
+            sums = {"weighted_bound": contribution.weight * bound, MEAN_WEIGHT: contribution.weight * factor}
+            return folded.plus(**sums)
 
         def apply(state: State, partial: Partial) -> tuple[Vector, State]:
             mean, state = inner.apply(state, partial)

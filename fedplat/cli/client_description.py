@@ -77,6 +77,11 @@ def explain(client: admin_pb2.Client, now_s: float | None = None) -> str:
             if describe_silence(client, now):
                 return f"it has work of job {client.job_id}, but was last seen {formats.ago(seen, now)}: it may be gone"
             return f"it works for job {client.job_id}; it was seen {formats.ago(seen, now)}"
+        case "away" if client.job_id:
+            return (
+                f"its trainer has not returned from a task of job {client.job_id} that has ended, so it takes no other "
+                f"task; it was seen {formats.ago(seen, now)}. If the trainer hangs, restart its fedplat-client"
+            )
         case "away":
             since = f"was seen {formats.ago(seen, now)}" if seen else "was not seen since the server started"
             return f"it is not connected; it {since}. Check that its fedplat-client runs and reaches the server"

@@ -107,7 +107,7 @@ def _follow(command: CommandSession, reader: EventReader) -> None:
             f"the server at {command.client.server} closed the watch", reason="it closed the watch"
         )
 
-    command.patience.run(command.client, until_unreachable)
+    command.patience.run(command.client, until_unreachable, watches=True)
 
 
 def describe(event: events_pb2.Event) -> str:

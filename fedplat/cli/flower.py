@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from fedplat.simulation.api import Run
     from fedplat.simulation.flower import ExchangeResult
 
+_SERVER_ROUND = "server-round"
+"""The metric with the round of a Flower strategy, which has two exchanges of messages: to train, and to evaluate."""
 app = typer.Typer(no_args_is_help=True, help="Run Flower apps unchanged.")
 
 
@@ -148,15 +150,22 @@ class _Lines:
         if exchange.failures:
             first = exchange.failures[0]
             more = f", and {len(exchange.failures) - 1} more" if len(exchange.failures) > 1 else ""
-            self._out.note(f"round {exchange.round}: {first}{more}")
+            self._out.note(f"{_place(exchange)}: {first}{more}")
         if self._out.as_json:
             return
         counts = [f"{exchange.num_replies} of {exchange.num_messages} replies"]
         counts += [f"{exchange.num_late} late"] if exchange.num_late else []
         counts += [f"{exchange.num_failed} failed"] if exchange.num_failed else []
-        words = [f"round {exchange.round:<3}", f"{exchange.message_type:<8}", ", ".join(counts)]
-        words += [exchange.problem or formats.metrics(exchange.metrics, {})]
+        words = [f"{_place(exchange):<15}", f"{exchange.message_type:<8}", ", ".join(counts)]
+        others = {name: value for name, value in exchange.metrics.items() if name != _SERVER_ROUND}
+        words += [exchange.problem or formats.metrics(others, {})]
         self._out.note("  ".join(words).rstrip())
+
+
+def _place(exchange: ExchangeResult) -> str:
+    """Return the round of the strategy, as the app counts them; of an app without one, the exchange of messages."""
+    number = exchange.metrics.get(_SERVER_ROUND)
+    return f"exchange {exchange.round}" if number is None else f"server-round {number:g}"
 
 
 def _print(out: Output, run: Run, folder: Path, lines: _Lines) -> None:

@@ -62,6 +62,11 @@ def rounds(number: int, job: admin_pb2.Job) -> str:
     return f"{text}/{job.num_rounds}" if job.num_rounds else text
 
 
+def warm_start(job: admin_pb2.Job) -> str:
+    """Return what a job does before round 1: that of a Flower app, which has no number of rounds, is its start."""
+    return "warm start" if job.num_rounds else "app start"
+
+
 def progress(progress: admin_pb2.AttemptProgress) -> str:
     """Format progress: `12 at work (median 40%, slowest 10%: c-0123456789abcdef), 2 uploading`; empty if all is 0.
 

@@ -26,7 +26,7 @@ from fedplat.cli.session import (
 )
 from fedplat.cli.submission import Submission, load, submit
 from fedplat.errors import FedplatError, JobFileError
-from fedplat.job import warnings
+from fedplat.job import JobSpec, warnings
 from fedplat.simulation.scenario import feasible
 from fedplat.simulation.scenario import file as simulation_file
 from fedplat.simulation.scenario import schema as job_schema
@@ -117,11 +117,20 @@ def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = 
             return
         output.line(
             f"{file} is a valid job: {spec.name}, {format_count(spec.rounds, 'round')} for population "
-            f"{spec.population}, {format_count(spec.selection.target, 'client')} assigned and "
-            f"{format_count(spec.selection.goal, 'report')} needed in each; its model has "
-            f"{format_count(len(schema.tensors), 'tensor')} ({formats.size(schema.file_size_bytes)})"
+            f"{spec.population}, {_describe_cohort(spec)}; "
+            f"its model has {format_count(len(schema.tensors), 'tensor')} ({formats.size(schema.file_size_bytes)})"
         )
         _warn(output, submission)
+
+
+def _describe_cohort(spec: JobSpec) -> str:
+    """Return how many clients take part in a round, in the words of the job's mode."""
+    if spec.gossip is not None:
+        least, most = spec.selection.minimum, spec.selection.goal
+        return f"{most} silos in each" if least == most else f"{least} to {most} silos in each"
+    if spec.buffered is not None:
+        return f"{spec.num_wanted} clients at work and {spec.selection.goal} reports needed in each"
+    return f"{spec.num_wanted} clients assigned and {spec.selection.goal} reports needed in each"
 
 
 @app.command("schema")

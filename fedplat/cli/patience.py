@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
 _PROBE_S = 10.0
+_CUT_AFTER_S = 1.0
+"""How long a watch has lasted at least if its end counts as that of a load balancer, which ends silent connections."""
 Result = TypeVar("Result")
 
 
@@ -42,16 +44,22 @@ class Patience:
         self._now = now
         self._num_pauses, self._ends_at = 0, 0.0
 
-    def run(self, client: AdminClient, call: Callable[[], Result]) -> Result:
+    def run(self, client: AdminClient, call: Callable[[], Result], *, watches: bool = False) -> Result:
         """Call `call` until the server answers, and return its result; `call` must be safe to repeat.
 
-        Raises the errors of `call`, and `ServerUnreachableError` when the time is over.
+        A call that `watches` may be silent for long. If one that has lasted ends, and the server then answers, the time
+        starts again. Raises the errors of `call`, and `ServerUnreachableError` when the time is over.
         """
         while True:
+            began = self._now()
             try:
                 result = call()
             except ServerUnreachableError as exc:
-                self._wait(client, exc)
+                was_cut = watches and self.timeout_s > 0.0 and self._now() - began >= _CUT_AFTER_S
+                if was_cut and self._answers(client):
+                    self.reset()
+                else:
+                    self._wait(client, exc)
             else:
                 self.reset()
                 return result
@@ -59,6 +67,15 @@ class Patience:
     def reset(self) -> None:
         """Start again, because the server has answered."""
         self._num_pauses = 0
+
+    def _answers(self, client: AdminClient) -> bool:
+        """Return whether the server answers after a short pause: all watches of a load balancer may end at once."""
+        self._pause(_FIRST_PAUSE_S * random.uniform(0.5, 1.0))
+        try:
+            client.status(_PROBE_S)
+        except ServerUnreachableError:
+            return False
+        return True
 
     def _wait(self, client: AdminClient, failure: ServerUnreachableError) -> None:
         """Wait until the server answers, with exponential random pauses, so that many commands do not retry at once.

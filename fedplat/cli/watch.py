@@ -68,7 +68,7 @@ def follow(
             f"the server at {client.server} closed the watch before the job ended", reason="it closed the watch"
         )
 
-    return waiting.run(client, until_ended)
+    return waiting.run(client, until_ended, watches=True)
 
 
 @contextlib.contextmanager
@@ -96,7 +96,7 @@ def view_for(output: Output, job: admin_pb2.Job) -> Generator[View]:
 
 def picture(board: AttemptTable, job: admin_pb2.Job, height: int) -> Group:
     """Render the latest attempts, as many as fit, above a progress bar over the job's rounds."""
-    rows = [_short_row(attempt) for attempt in board.latest(max(1, height - 4))]
+    rows = [_short_row(attempt, job) for attempt in board.latest(max(1, height - 4))]
     bar = Table.grid(padding=(0, 2))
     bar.add_row(
         Text(formats.printable(job.name), style="bold"),
@@ -135,7 +135,7 @@ def describe_event(board: AttemptTable, event: admin_pb2.JobEvent, job: admin_pb
     if attempt is None:
         return ""
     is_warm_start = attempt.kind == admin_pb2.ATTEMPT_KIND_WARM_START
-    place = "warm start" if is_warm_start else f"round {formats.rounds(attempt.round, job)}"
+    place = formats.warm_start(job) if is_warm_start else f"round {formats.rounds(attempt.round, job)}"
     if event.entity == "version":
         return f"{place}  scored by the server  {formats.metrics(attempt.server_metrics, {})}"
     if attempt.attempt > 1:
@@ -164,9 +164,10 @@ def _cohort(attempt: admin_pb2.Round) -> list[str]:
     ]
 
 
-def _short_row(attempt: admin_pb2.Round) -> Sequence[str]:
+def _short_row(attempt: admin_pb2.Round, job: admin_pb2.Job) -> Sequence[str]:
     is_evaluation = attempt.kind == admin_pb2.ATTEMPT_KIND_EVALUATE
-    place = "warm start" if attempt.kind == admin_pb2.ATTEMPT_KIND_WARM_START else str(attempt.round)
+    is_warm_start = attempt.kind == admin_pb2.ATTEMPT_KIND_WARM_START
+    place = formats.warm_start(job) if is_warm_start else str(attempt.round)
     return (
         place + (f" try {attempt.attempt}" if attempt.attempt > 1 and not is_evaluation else ""),
         "evaluated" if is_evaluation else formats.attempt_phase(attempt.phase).lower(),

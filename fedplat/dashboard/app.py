@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -25,15 +26,22 @@ from fedplat.dashboard.logins import Login, LoginError
 from fedplat.dashboard.page_errors import SignedOutError, describe_failure
 from fedplat.dashboard.pages.actions import Action
 from fedplat.dashboard.rendering import Frame, Page, Renderer, format_event, format_signal
-from fedplat.dashboard.sessions import LONGEST_S, BrowserSession, BrowserSessions, Clock, LoginLimit
+from fedplat.dashboard.sessions import LONGEST_S, BrowserSession, BrowserSessions, Clock
 from fedplat.dashboard.static_files import ASSETS
 from fedplat.dashboard.visit import NotFoundError, Visit
 from fedplat.errors import FedplatError
+from fedplat.fair_places import FairPlaces, PlaceLimits, PlacesFullError, groups_of
 from fedplat.wire.v1 import admin_pb2
 
 COOKIE = "__Host-fedplat-session"
 RENDER_EVERY_S = 0.25
 """Minimum interval between updates of a page."""
+LOGIN_LIMITS = PlaceLimits(total=24, per_network=24, waiting_per_network=64, wait_s=10.0)
+"""Attempts to sign in: a token or a code has too many bits to be guessed, so these only bound the calls to the server.
+
+The server delays at most 16 refusals of one caller at a time (`operator_access.MAX_PENDING`) and refuses further ones
+at once. So wrong tokens hold 16 of these places, and valid ones find another.
+"""
 _MAX_FIELDS = 20
 _YEAR_S = 31_536_000
 _FAILURES = (FedplatError, NotFoundError, LoginError)
@@ -48,6 +56,10 @@ class _Rendered:
     ended: float
     parts: Mapping[str, str]
 
+    def is_for(self, version: int, opened: float, now: float) -> bool:
+        """Return whether a stream that was `opened` then may send them: its page may be newer than they are."""
+        return self.version == version and self.began >= opened and now - self.ended < RENDER_EVERY_S
+
 
 class Dashboard:
     """The pages of one login. `app` is the ASGI app; `stop` ends its streams.
@@ -59,7 +71,8 @@ class Dashboard:
         self._login, self._clock = login, clock
         self.sessions = BrowserSessions(clock, owns_sources=login.owns_sources)
         self.updates = LiveUpdates()
-        self._limit = LoginLimit(clock)
+        self._attempts = FairPlaces(lambda: LOGIN_LIMITS)
+        self._login_threads = ThreadPoolExecutor(LOGIN_LIMITS.total, thread_name_prefix="login")
         self._renderer = Renderer()
         self._rendered: dict[tuple[BrowserSession, str], _Rendered] = {}
         self._locks: dict[tuple[BrowserSession, str], asyncio.Lock] = {}
@@ -73,6 +86,7 @@ class Dashboard:
         """End all streams and sessions."""
         self.updates.stop()
         self.sessions.close_all()
+        self._login_threads.shutdown(wait=False, cancel_futures=True)
 
     def _routes(self) -> list[Route]:
         found = [
@@ -106,17 +120,17 @@ class Dashboard:
         form = await _read_form(request)
         address = request.client.host if request.client is not None else ""
         next_path = form.get("next", "")
-        wait_s = self._limit.wait_s(address)
-        if wait_s > 0.0:
-            seconds = str(int(wait_s) + 1)
-            problem = f"There were too many failed attempts; try again in {seconds} seconds."
-            response = self._login_page(next_path, problem, status=429)
-            response.headers["Retry-After"] = seconds
-            return response
+        secret = form.get(self._login.field, "").strip()
         try:
-            source = await run_in_threadpool(self._login.sign_in, form.get(self._login.field, "").strip())
+            async with self._attempts.place(groups_of(address)):
+                loop = asyncio.get_running_loop()
+                source = await loop.run_in_executor(self._login_threads, self._login.sign_in, secret)
+        except PlacesFullError:
+            problem = "Too many others are signing in; try again in a few seconds."
+            response = self._login_page(next_path, problem, status=429)
+            response.headers["Retry-After"] = "2"
+            return response
         except LoginError as exc:
-            self._limit.note_failure(address)
             return self._login_page(next_path, str(exc), status=403)
         except FedplatError as exc:
             return self._login_page(next_path, f"{str(exc)[:1].upper()}{str(exc)[1:]}.", status=503)
@@ -249,19 +263,15 @@ class Dashboard:
     async def _parts(
         self, request: Request, session: BrowserSession, function: routes.PageFunction, job: str, opened: float
     ) -> Mapping[str, str]:
-        """Return the live parts of a page, rendered once for all streams of the session that show it.
-
-        The page of a stream that was `opened` later than they were rendered may be newer than they are.
-        """
+        """Return the live parts of a page, rendered once for all streams of the session that show it."""
         key = (session, _address(request))
         lock = self._locks.setdefault(key, asyncio.Lock())
         async with lock:
             version = self.updates.version(job)
             known = self._rendered.get(key)
             began = self._clock()
-            if known is not None and known.version == version and known.began >= opened:
-                if began - known.ended < RENDER_EVERY_S:
-                    return known.parts
+            if known is not None and known.is_for(version, opened, began):
+                return known.parts
 
             def render() -> Mapping[str, str]:
                 page, frame = self._fetch(session, request, function)

@@ -10,12 +10,12 @@ import asyncio
 import contextlib
 import os
 import signal
+import ssl
 import sys
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import msgspec
-import uvicorn
 
 from fedplat.admin import Profile
 from fedplat.dashboard.app import Dashboard
@@ -48,7 +48,10 @@ async def serve(options: ChildOptions, parent: asyncio.StreamReader) -> None:
         dashboard = Dashboard(TokenLogin(AdminSource(options.profile)), frozenset(options.hosts))
         files = (Path(options.certificate), Path(options.key)) if options.certificate else None
         port = listening.getsockname()[1]
-        server = make_server(dashboard, *(files or (None, None)), on_started=lambda: print(port, flush=True))
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) if files else None
+        if tls is not None and files is not None:
+            tls.load_cert_chain(*files)
+        server = make_server(dashboard, tls, lambda: print(port, flush=True))
 
         def stop() -> None:
             server.should_exit = True
@@ -60,20 +63,20 @@ async def serve(options: ChildOptions, parent: asyncio.StreamReader) -> None:
 
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, stop)
-        async with _background(wait_for_end()), _background(_renew(server, files)):
+        async with _background(wait_for_end()), _background(_renew(tls, files)):
             await server.serve(sockets=[listening])
 
 
-async def _renew(server: uvicorn.Server, files: tuple[Path, Path] | None) -> None:
+async def _renew(tls: ssl.SSLContext | None, files: tuple[Path, Path] | None) -> None:
     """Load the certificate again when its file has changed: new connections use it."""
-    if files is None:
+    if tls is None or files is None:
         return
     stamp = _stamp(files)
     while True:
         await asyncio.sleep(CERTIFICATE_CHECK_S)
-        if (changed := _stamp(files)) != stamp and server.config.ssl is not None:
+        if (changed := _stamp(files)) != stamp:
             with contextlib.suppress(OSError):  # files that are replaced one after the other do not match for a moment
-                server.config.ssl.load_cert_chain(*files)
+                tls.load_cert_chain(*files)
                 stamp = changed
 
 

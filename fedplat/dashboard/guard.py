@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fedplat.http_connections import host_name
 
 MAX_BODY_BYTES = 64 * 1024
 """The largest form."""
@@ -76,7 +77,7 @@ class Guard:
         """Return why a request is refused, or None."""
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        if len(headers.getlist("host")) != 1 or _host_name(host) not in self.hosts:
+        if len(headers.getlist("host")) != 1 or host_name(host) not in self.hosts:
             names = ", ".join(sorted(self.hosts))
             return Refusal(421, f"this dashboard is not known by that host name; use one of: {names}")
         if scope["method"] not in _SAFE_METHODS:
@@ -93,10 +94,3 @@ class Guard:
 def _is_same_origin(headers: Headers, own: str) -> bool:
     site = headers.get("sec-fetch-site")
     return site == "same-origin" if site is not None else headers.get("origin") == own
-
-
-def _host_name(host: str) -> str:
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import html
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Generator
+from pathlib import Path
 
 from fedplat.dashboard.app import Dashboard
 from fedplat.dashboard.logins import CodeLogin
@@ -22,8 +25,9 @@ DEFAULT_LISTEN = "127.0.0.1:7480"
 
 @dataclasses.dataclass(frozen=True)
 class LocalDashboardOptions:
-    """Where to listen, and what to do with each address that signs in: print it, or open it in a browser.
+    """Where to listen, and what to do with each address that signs in: print it with `announce`.
 
+    `open_browser` opens the first one: it is called with the URL of a file that leads to it.
     The dashboard also ends when the pipe with the descriptor `parent_pipe` is closed, because the parent has ended.
     """
 
@@ -42,7 +46,7 @@ def serve(source: PageSource, options: LocalDashboardOptions) -> None:
             "use 127.0.0.1 (and an SSH tunnel), or fedplat-server run --dashboard HOST:PORT"
         )
     try:
-        with bind(host, port) as listening:
+        with contextlib.ExitStack() as stack, bind(host, port) as listening:
             port = listening.getsockname()[1]
             name = f"[{host}]" if ":" in host else host
             codes = LoginCodes(time.monotonic)
@@ -52,9 +56,14 @@ def serve(source: PageSource, options: LocalDashboardOptions) -> None:
                 options.announce(address)
                 return address
 
+            def begin(address: str) -> None:
+                if options.open_browser is not None:
+                    page = _write_page(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedplat-")), address)
+                    asyncio.get_running_loop().run_in_executor(None, options.open_browser, page)
+
             async def run() -> None:
                 dashboard = Dashboard(CodeLogin(source, codes), LOOPBACK_NAMES | {host.lower()})
-                server = make_server(dashboard, None, None, lambda: _begin(announce(), options.open_browser))
+                server = make_server(dashboard, None, lambda: begin(announce()))
 
                 def stop() -> None:
                     server.should_exit = True
@@ -67,9 +76,19 @@ def serve(source: PageSource, options: LocalDashboardOptions) -> None:
         source.close()
 
 
-def _begin(address: str, open_browser: Callable[[str], object] | None) -> None:
-    if open_browser is not None:
-        asyncio.get_running_loop().run_in_executor(None, open_browser, address)
+def _write_page(folder: str, address: str) -> str:
+    """Write a page that leads to an address to a private folder, and return its URL.
+
+    The arguments of a browser are visible to other users of the machine, and the address has a code.
+    """
+    path = Path(folder) / "dashboard.html"
+    link = html.escape(address, quote=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(
+            '<!doctype html><meta charset="utf-8"><title>fedplat</title><meta name="referrer" content="no-referrer">'
+            f'<meta http-equiv="refresh" content="0; url={link}"><a href="{link}">The dashboard</a>\n'
+        )
+    return path.as_uri()
 
 
 @contextlib.contextmanager

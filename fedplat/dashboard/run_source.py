@@ -7,12 +7,13 @@ operators, so it has no pages about them.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import msgspec
 
@@ -20,16 +21,33 @@ from fedplat.dashboard.charts import spread
 from fedplat.dashboard.visit import NotFoundError
 from fedplat.decoding import prepare_type
 from fedplat.errors import DataError, JobFileError
+from fedplat.packed.files import open_regular
 from fedplat.simulation.recording import folder as folders
 from fedplat.simulation.recording.result import AttemptResult
 from fedplat.toml_text import format_toml
 from fedplat.wire.v1 import admin_pb2
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 POLL_S = 0.25
 PAGE_SIZE = 250
 JOB_ID = "run"
 _PHASES = {"COMMITTED": admin_pb2.ATTEMPT_PHASE_COMMITTED, "ABANDONED": admin_pb2.ATTEMPT_PHASE_ABANDONED}
 _KINDS = {"TRAIN": admin_pb2.ATTEMPT_KIND_TRAIN, "EVALUATE": admin_pb2.ATTEMPT_KIND_EVALUATE}
+
+
+def _guard(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let a method raise `DataError` if the files, which a stranger may have written, have odd contents."""
+
+    @functools.wraps(method)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return method(*args, **kwargs)
+        except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as exc:
+            folder: Path = cast(Any, args[0])._folder
+            raise DataError(f"the files in {folder} are not those of a run: {str(exc)[:200]}") from exc
+
+    return call
 
 
 class RunFolderSource:
@@ -56,12 +74,14 @@ class RunFolderSource:
     def close(self) -> None:
         """Do nothing: no file stays open."""
 
+    @_guard
     def status(self) -> admin_pb2.GetStatusResponse:
         """Return the status of the run in place of a server's."""
         job = self._job()
         status = admin_pb2.JobStatus.Name(job.status).removeprefix("JOB_STATUS_")
         return admin_pb2.GetStatusResponse(num_jobs={status: 1}, role="viewer")
 
+    @_guard
     def list_jobs(self, request: admin_pb2.ListJobsRequest) -> admin_pb2.ListJobsResponse:
         """Return the job of the run, if the request selects it."""
         job = self._job()
@@ -74,6 +94,7 @@ class RunFolderSource:
         jobs = [job] if is_chosen else []
         return admin_pb2.ListJobsResponse(jobs=jobs, total=len(jobs), num_by_status={status: 1})
 
+    @_guard
     def show_job(self, job: str) -> admin_pb2.Job:
         """Return the job of the run with its simulation file. Raises `NotFoundError` for another one."""
         found = self._job()
@@ -85,6 +106,7 @@ class RunFolderSource:
             found.job_file = json.dumps(self._inputs.get("simulation", {}), indent=2)
         return found
 
+    @_guard
     def list_rounds(self, request: admin_pb2.ListRoundsRequest) -> admin_pb2.ListRoundsResponse:
         """Return one page of attempts, or a sample of the committed rounds."""
         records = self._reader.read()
@@ -103,6 +125,7 @@ class RunFolderSource:
         page = map(_round, chosen[start:end])
         return admin_pb2.ListRoundsResponse(rounds=page, next_page_token=token, total=len(chosen))
 
+    @_guard
     def show_round(self, request: admin_pb2.ShowRoundRequest) -> admin_pb2.RoundDetails:
         """Return an attempt. Raises `NotFoundError` if the run does not have it."""
         attempts = [each for each in self._reader.read() if each.round == request.round and each.kind == "TRAIN"]
@@ -111,11 +134,13 @@ class RunFolderSource:
             raise NotFoundError
         return admin_pb2.RoundDetails(round=_round(chosen[-1]), num_attempts=attempts[-1].attempt)
 
+    @_guard
     def list_versions(self, job: str, limit: int) -> list[admin_pb2.ModelVersion]:
         """Return the versions of the last committed rounds, the latest first; their files are not kept."""
         committed = [each for each in self._reader.read() if each.committed and each.kind == "TRAIN"]
         return [_version(each) for each in committed[: -limit - 1 : -1]]
 
+    @_guard
     def show_privacy(self, job: str = "") -> admin_pb2.ShowPrivacyResponse:
         """Return the privacy cost that the results name; a run in progress has none yet."""
         found = admin_pb2.ShowPrivacyResponse()
@@ -209,7 +234,7 @@ class _RoundsReader:
         """Return all attempts that are written completely. Raises `DataError` for a line that is not one."""
         with self._lock:
             try:
-                with self._path.open("rb") as file:
+                with open_regular(self._path, "a file of a run") as file:
                     self._read_rest(file)
             except FileNotFoundError:
                 self._identity, self._records = (0, 0), []
@@ -220,13 +245,15 @@ class _RoundsReader:
         inode, offset = self._identity
         if inode != status.st_ino or status.st_size < offset:  # a resumed run begins again
             offset, self._records = 0, []
+        if status.st_size > folders.MAX_BYTES:
+            raise DataError(f"{self._path} is too large; expected at most {folders.MAX_BYTES >> 20} MiB")
         file.seek(offset)
-        content = file.read()
+        content = file.read(status.st_size - offset)
         complete = content[: content.rfind(b"\n") + 1]
         try:
             lines = map(_without_nulls, complete.splitlines())
             self._records += [msgspec.json.decode(line, type=prepare_type(AttemptResult)) for line in lines]
-        except (msgspec.ValidationError, msgspec.DecodeError) as exc:
+        except (msgspec.MsgspecError, AttributeError, RecursionError, ValueError) as exc:
             raise DataError(f"{self._path} is not the file of a run: {exc}") from exc
         self._identity = (status.st_ino, offset + len(complete))
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
+import ssl
 from collections.abc import Callable, Generator
-from pathlib import Path
 
 import uvicorn
 from typing_extensions import override
 
+from fedplat import http_connections
 from fedplat.dashboard.app import Dashboard
 from fedplat.errors import FedplatError
+from fedplat.http_connections import ConnectionLimits
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 STOP_S = 1
 """Seconds for requests in progress when the process ends; streams end at once."""
-MAX_CONNECTIONS = 512
+LIMITS = ConnectionLimits(total=512)
+"""Of the connections: the pages stream, so responses have no deadline."""
 
 
 class DashboardError(FedplatError):
@@ -84,24 +87,25 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def make_server(
-    dashboard: Dashboard, certificate: Path | None, key: Path | None, on_started: Callable[[], None] = lambda: None
+    dashboard: Dashboard,
+    tls: ssl.SSLContext | None,
+    on_started: Callable[[], None] = lambda: None,
+    limits: ConnectionLimits = LIMITS,
 ) -> uvicorn.Server:
-    """Return the server of an app, with TLS if it has a certificate. Its `serve` needs the socket of `bind`."""
+    """Return the server of an app. Its `serve` needs the socket of `bind`."""
     config = uvicorn.Config(
         dashboard.app,
         lifespan="off",
         ws="none",
-        http="h11",
+        http=http_connections.make_protocol(limits, tls),
         loop="asyncio",
         log_config=None,
+        log_level="error",  # warnings are about requests, which anyone can send
         access_log=False,  # addresses may have filters that operators typed
         server_header=False,
         proxy_headers=False,
         timeout_graceful_shutdown=STOP_S,
         timeout_keep_alive=30,
-        limit_concurrency=MAX_CONNECTIONS,
         h11_max_incomplete_event_size=64 * 1024,
-        ssl_certfile=certificate,
-        ssl_keyfile=key,
     )
     return _Server(config, dashboard, on_started)

@@ -1,4 +1,4 @@
-"""Sessions of signed-in operators, single-use codes, and the limit on failed logins. Everything is in memory only."""
+"""Sessions of signed-in operators, and single-use codes. Everything is in memory only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import secrets
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Generator
 
 from fedplat.dashboard.source import PageSource
@@ -128,31 +128,6 @@ class LoginCodes:
             if is_valid:
                 self._code = b""
             return is_valid
-
-
-class LoginLimit:
-    """Limits failed logins: `per_address` in a minute from one address, and `in_all` from all addresses."""
-
-    def __init__(self, clock: Clock, per_address: int = 5, in_all: int = 60, window_s: float = 60.0) -> None:
-        self._clock, self._window_s = clock, window_s
-        self._per_address, self._in_all = per_address, in_all
-        self._failures: deque[tuple[float, str]] = deque(maxlen=in_all)
-
-    def wait_s(self, address: str) -> float:
-        """Return the seconds until the next attempt from this address; 0 if it may be made now."""
-        now = self._clock()
-        while self._failures and now - self._failures[0][0] >= self._window_s:
-            self._failures.popleft()
-        of_address = [at for at, name in self._failures if name == address]
-        if len(of_address) >= self._per_address:
-            return of_address[-self._per_address] + self._window_s - now
-        if len(self._failures) >= self._in_all:
-            return self._failures[0][0] + self._window_s - now
-        return 0.0
-
-    def note_failure(self, address: str) -> None:
-        """Count a failed login."""
-        self._failures.append((self._clock(), address))
 
 
 def _hash(text: str) -> bytes:

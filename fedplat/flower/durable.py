@@ -11,21 +11,23 @@ An app that sends messages of its own before `start`, or has no strategy, begins
 from __future__ import annotations
 
 import dataclasses
+import logging
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy import FedXgbBagging, Result, Strategy
 
 from fedplat.errors import FlowerError
-from fedplat.flower import attributes, randomness
+from fedplat.flower import attributes, randomness, xgboost
 from fedplat.flower.grid import FlowerGrid
-from fedplat.flower.reply_checks import aggregate_usable
+from fedplat.flower.reply_checks import ReplyUse
 from fedplat.model import Parameters
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 _flower_start = Strategy.start
+_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -43,6 +45,8 @@ class _Progress:
     result: Result | None = None
     attributes: bytes = b""
     random_states: bytes = b""
+    num_skipped: int = 0
+    """The number of rounds in which the strategy has aggregated none of its replies."""
 
 
 @dataclasses.dataclass
@@ -106,8 +110,10 @@ class _Rounds:
     ) -> None:
         self._strategy, self._grid = strategy, grid
         self._train_config, self._evaluate_config = train_config, evaluate_config
+        self._use = ReplyUse(strategy, grid.refuse, grid.name_node, grid.max_weight_factor)
         grid.rounds = grid.rounds or _Calls()
         self._calls: _Calls = grid.rounds
+        self._warned = set[str]()
 
     def run(self, initial_arrays: ArrayRecord, num_rounds: int, evaluate_fn: EvaluateFn | None) -> Result:
         """Run all rounds, or those that are left."""
@@ -117,7 +123,7 @@ class _Rounds:
         if calls.num_calls <= len(progress.finished):
             return progress.finished[calls.num_calls - 1]
         if calls.message_ids is None:
-            progress.round, progress.is_training = 1, True
+            progress.round, progress.is_training, progress.num_skipped = 1, True, 0
             progress.arrays, progress.result = initial_arrays, Result()
             self._evaluate_centrally(progress, 0, evaluate_fn)
         else:
@@ -128,6 +134,11 @@ class _Rounds:
             self._evaluate_centrally(progress, progress.round, evaluate_fn)
             progress.round, progress.is_training = progress.round + 1, True
         assert progress.result is not None
+        if progress.num_skipped and progress.num_skipped >= num_rounds and _is_of_flower(self._strategy):
+            raise FlowerError(
+                f"the strategy {type(self._strategy).__name__} has aggregated no reply in {num_rounds} rounds, so the "
+                "model is the initial one: it needs more replies in a round (see its warnings)"
+            )
         progress.finished.append(progress.result)
         grid.final_arrays = progress.arrays
         return progress.result
@@ -140,8 +151,11 @@ class _Rounds:
             replies = self._exchange(
                 lambda: strategy.configure_train(number, progress.arrays, self._train_config, self._grid)  # pyright: ignore[reportArgumentType]
             )
-            arrays, metrics = aggregate_usable(strategy, strategy.aggregate_train, number, replies, progress.arrays)
+            arrays, metrics = self._use.aggregate(strategy.aggregate_train, number, replies, progress.arrays)
+            self._check_aggregated(arrays, metrics, replies)
             if arrays is not None:
+                if isinstance(strategy, FedXgbBagging):
+                    self._warn_of_trees(progress.arrays, arrays, replies)
                 progress.arrays = progress.result.arrays = arrays
             if metrics is not None:
                 progress.result.train_metrics_clientapp[number] = metrics
@@ -151,10 +165,30 @@ class _Rounds:
             lambda: strategy.configure_evaluate(number, progress.arrays, self._evaluate_config, self._grid)  # pyright: ignore[reportArgumentType]
         )
         assert progress.arrays is not None
-        metrics = aggregate_usable(strategy, strategy.aggregate_evaluate, number, replies, progress.arrays)
+        metrics = self._use.aggregate(strategy.aggregate_evaluate, number, replies, progress.arrays)
         if metrics is not None:
             progress.result.evaluate_metrics_clientapp[number] = metrics
         self._publish(metrics, number)
+
+    def _check_aggregated(
+        self, arrays: ArrayRecord | None, metrics: MetricRecord | None, replies: Sequence[Message]
+    ) -> None:
+        """Warn of a round whose replies have changed nothing."""
+        progress, num_replies = self._calls.progress, sum(reply.has_content() for reply in replies)
+        if arrays is not None or metrics is not None or not num_replies:
+            return
+        name = type(self._strategy).__name__
+        text = "Round %d: the strategy %s has aggregated none of %d replies; the model stays as it was."
+        _logger.warning(text, progress.round, name, num_replies)
+        progress.num_skipped += 1
+
+    def _warn_of_trees(self, before: ArrayRecord, after: ArrayRecord, replies: Sequence[Message]) -> None:
+        """Warn once of each fault in a sum of boosters."""
+        used = [reply for reply in replies if reply.metadata.src_node_id not in self._grid.refused]
+        for text in xgboost.describe_faults(before, used, after):
+            if text[:20] not in self._warned:
+                self._warned.add(text[:20])
+                _logger.warning("Round %d: %s.", self._calls.progress.round, text)
 
     def _exchange(self, configure: Callable[[], Iterable[Message]]) -> list[Message]:
         """Exchange messages with clients, after a checkpoint; or continue the exchange that was on its way."""
@@ -188,3 +222,8 @@ class _Rounds:
 
     def _publish(self, metrics: MetricRecord | None, number: int) -> None:
         self._grid.publish({"server-round": number, **(metrics or {})})
+
+
+def _is_of_flower(strategy: Strategy) -> bool:
+    """Return whether Flower itself aggregates: a strategy of a user may have its results elsewhere."""
+    return strategy.aggregate_train.__module__.startswith("flwr.")

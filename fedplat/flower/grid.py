@@ -7,6 +7,7 @@ client receives what is meant for another one.
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 import threading
 import time
@@ -24,6 +25,7 @@ from fedplat.flower.envelopes import FAILED, LATE
 from fedplat.flower.records import MessageFile, PackedMessage
 from fedplat.model import Parameters
 
+_logger = logging.getLogger(__name__)
 GATHER_S = 0.05
 """Messages of several threads of an app are sent together if there is no longer pause between them."""
 
@@ -83,6 +85,14 @@ class FlowerGrid(Grid):
         """The arrays that the strategy has returned."""
         self.num_exchanges = 0
         """The number of calls that have sent messages."""
+        self.name_node: Callable[[int], str] = "node {}".format
+        """Returns how messages name a node."""
+        self.max_weight_factor = 0.0
+        """How many times the median a reply may weigh (`flower.max_weight_factor`); 0: any number."""
+        self.refused: dict[int, str] = {}
+        """The nodes whose replies to the last exchange were refused, and why."""
+        self.problems: list[str] = []
+        """What was wrong with the claims in the replies to the last exchange."""
         self._list_nodes = list_nodes
         self._main = threading.get_ident()
         self._changed = threading.Condition()
@@ -141,6 +151,10 @@ class FlowerGrid(Grid):
             found = [self._replies.pop(each) for each in message_ids]
         return [each for each in found if each.has_content() or each.error.code != LATE]
 
+    def refuse(self, node_id: int, text: str) -> None:
+        """Note that the reply of a node to the last exchange was refused."""
+        self.refused[node_id] = text
+
     def publish(self, metrics: Mapping[str, object]) -> None:
         """Add metrics of the strategy to those that `take_metrics` returns."""
         self._metrics = claims.select_metrics({**self._metrics, **metrics}.items())
@@ -189,6 +203,7 @@ class FlowerGrid(Grid):
         Raises what the app has raised, as `FlowerError` or `UserCodeError`.
         """
         with self._changed:
+            self.refused = {}
             self._deliver(replies)
             while not self._is_over:
                 delay = self._ready_at - time.monotonic() if self._waiting else None
@@ -254,6 +269,9 @@ class FlowerGrid(Grid):
         found = groups.setdefault((id(message.content), *kind), [])
         if not found:  # equal contents are one object in the strategies of Flower, but not in the old API
             file = records.pack(MessageFile(message.content, *kind))
+            if key := file.find_nonfinite():
+                text = "The app sends the array %s with NaN or infinite numbers, which no client can train with."
+                _logger.warning(text, key)
             file = file.copy() if copies else file
             found += [each for each in self._waiting if each.file == file]
         else:
@@ -270,6 +288,10 @@ class FlowerGrid(Grid):
         if sent is None:
             return
         arrived = {reply.node_id: reply for reply in replies}
+        contents = {self.name_node(each.node_id): each.content for each in replies if each.content is not None}
+        self.problems = claims.limit_old_claims(contents, self.max_weight_factor)
+        for problem in self.problems:
+            _logger.warning("In the replies to %s, %s.", sent.message_type, problem)
         for node, message_id in sent.message_ids.items():
             code = FAILED if node in arrived else LATE
             reply = arrived.get(node, NodeReply(node, None, "the reply did not arrive in time"))

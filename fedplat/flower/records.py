@@ -1,35 +1,27 @@
-"""The content of Flower messages as safetensors files, and arrays that are views of such a file.
+"""The content of Flower messages as files, and arrays that are views of such a file.
 
-The tensors of a file are the arrays of all ArrayRecords, in order, with their own dtypes. One more tensor of bytes,
-`__records__`, has the rest as MessagePack: names and order of the records, metrics, configs, and the message's type. So
-a file of a message is a model file as well, and no array is serialized a second time.
+`layout.py` describes the files. A file of a message is a model file as well, and no array is serialized a second time.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
-from msgspec import Meta
 
-from fedplat.decoding import prepare_type
 from fedplat.errors import FlowerError, ModelError
-from fedplat.model import Parameters, Schema, blocks
-from fedplat.model.schema import DTYPES, FLOATING, MAX_NAME_BYTES, METADATA_KEY
-from fedplat.model.schema import MESSAGE_KEY as INDEX
+from fedplat.flower import layout
+from fedplat.flower.layout import INDEX, NUMPY, ArrayEntry, Index, RecordEntry
+from fedplat.model import Parameters, Schema
+from fedplat.model.schema import DTYPES, MAX_NAME_BYTES, METADATA_KEY
 from fedplat.texts import quote
 
-MAX_INDEX_BYTES = 16 * 2**20
-MAX_RECORDS = 10_000
-NUMPY = "numpy.ndarray"
-"""The serialization of arrays that Flower's own functions make: the file format of `numpy.save`."""
-_DTYPES = {dtype: dtype for dtype in DTYPES.values() if dtype.kind != "V"}
+_DTYPES = frozenset(DTYPES.values())
 
 
 class FlatArray(Array):
@@ -57,45 +49,6 @@ def share_arrays(arrays: Mapping[str, npt.NDArray[Any]]) -> ArrayRecord:
     return record
 
 
-_Scalar: TypeAlias = bool | int | float | str
-
-
-class _ArrayEntry(msgspec.Struct, frozen=True, array_like=True):
-    """An array: its key, its tensor, and the fields of one whose tensor has its serialized bytes.
-
-    `stype` is None if the tensor has the values themselves.
-    """
-
-    key: str
-    tensor: str
-    stype: str | None = None
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-
-
-class _RecordEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A record: its arrays, or its values. None stands for bytes, which follow in `binary`."""
-
-    name: str
-    kind: Literal["arrays", "metrics", "config"]
-    arrays: tuple[_ArrayEntry, ...] = ()
-    values: dict[str, _Scalar | list[_Scalar] | None] = {}
-    binary: dict[str, bytes | list[bytes]] = {}
-
-    def read_values(self) -> dict[str, Any]:
-        """Return the values in their order. Raises `ValueError` if bytes are missing."""
-        found = {key: self.binary.get(key) if value is None else value for key, value in self.values.items()}
-        if None in found.values():
-            raise ValueError("a value is missing")
-        return found
-
-
-class _Index(msgspec.Struct, frozen=True, array_like=True):
-    records: Annotated[tuple[_RecordEntry, ...], Meta(max_length=MAX_RECORDS)]
-    message_type: str = ""
-    group_id: str = ""
-
-
 class MessageFile(msgspec.Struct, frozen=True):
     """The content of a message, its type and its group."""
 
@@ -119,11 +72,12 @@ class PackedMessage:
         return (memoryview(self.schema.header), *(values.data for values in self._to_bytes()))
 
     def find_nonfinite(self) -> str:
-        """Return the name of a tensor with a NaN or an infinite number, or ""."""
-        for tensor, values in zip(self.schema.tensors, self._arrays, strict=True):
-            flat = values.reshape(-1)
-            if tensor.dtype in FLOATING and not all(np.isfinite(flat[block]).all() for block in blocks(flat.size)):
-                return tensor.name
+        """Return the key of an array with a NaN or an infinite number, or ""."""
+        for record in self.content.array_records.values():
+            for key, array in record.items():
+                values = view_array(array)
+                if values is not None and not layout.is_array_finite(values):
+                    return key
         return ""
 
     def copy(self) -> PackedMessage:
@@ -157,27 +111,27 @@ def encode(message: MessageFile) -> Parameters:
 def pack(message: MessageFile) -> PackedMessage:
     """Return the file of a message. Raises `FlowerError` for values that no file can hold."""
     tensors: dict[str, npt.NDArray[Any]] = {}
-    records: list[_RecordEntry] = []
+    records: list[RecordEntry] = []
     is_single = len(message.content.array_records) == 1
     for name, record in message.content.items():
         if isinstance(record, ArrayRecord):
             entries = tuple(_add_arrays(record, "" if is_single else f"{name}/", tensors))
-            records.append(_RecordEntry(name, "arrays", arrays=entries))
+            records.append(RecordEntry(name, "arrays", arrays=entries))
         else:
             kind = "metrics" if isinstance(record, MetricRecord) else "config"
             in_bytes: dict[str, Any] = {key: value for key, value in record.items() if _has_bytes(value)}
             others: dict[str, Any] = {key: None if key in in_bytes else value for key, value in record.items()}
-            records.append(_RecordEntry(name, kind, values=others, binary=in_bytes))
+            records.append(RecordEntry(name, kind, values=others, binary=in_bytes))
     try:
         index = msgspec.msgpack.encode(
-            _Index(tuple(records), message.message_type, message.group_id), enc_hook=_make_plain
+            Index(tuple(records), message.message_type, message.group_id), enc_hook=_make_plain
         )
     except (TypeError, OverflowError) as exc:
         raise FlowerError(f"a record of the message cannot be sent: {exc}") from exc
-    if len(index) > MAX_INDEX_BYTES:
+    if len(index) > layout.MAX_INDEX_BYTES or not layout.has_few_values(memoryview(index), len(tensors)):
         raise FlowerError(
-            f"the metrics and configs of the message have {len(index)} bytes; expected at most {MAX_INDEX_BYTES}: send "
-            "large values as arrays"
+            f"the metrics and configs of the message have {len(index)} bytes; expected at most "
+            f"{layout.MAX_INDEX_BYTES}, and {layout.MAX_VALUES} keys and values: send large values as arrays"
         )
     tensors[INDEX] = np.frombuffer(index, np.uint8)
     try:
@@ -188,15 +142,12 @@ def pack(message: MessageFile) -> PackedMessage:
 
 def decode(file: Parameters) -> MessageFile:
     """Return the message of a file, whose arrays are views of it. Raises `FlowerError` for a file of another kind."""
-    index = _read_index(file)
+    index = layout.read_index(file.get(INDEX), file.schema)
     content = RecordDict()
-    unread = set(file) - {INDEX}
     for entry in index.records:
         try:
-            if entry.name in content:
-                raise ValueError("there are two of that name")
             if entry.kind == "arrays":
-                content[entry.name] = _read_arrays(file, entry.arrays, unread)
+                content[entry.name] = _read_arrays(file, entry.arrays)
             else:
                 content[entry.name] = (MetricRecord if entry.kind == "metrics" else ConfigRecord)(entry.read_values())
         except (TypeError, ValueError) as exc:
@@ -223,44 +174,34 @@ def _make_plain(value: Any) -> int | float | str | bytes:
             raise TypeError(f"a {type(value).__name__} is no value of a record")
 
 
-def _read_index(file: Parameters) -> _Index:
-    found = file.get(INDEX)
-    if found is None or found.dtype != np.uint8 or found.ndim != 1 or found.nbytes > MAX_INDEX_BYTES:
-        raise FlowerError(f"the file is not that of a message; expected a tensor {INDEX} of bytes")
-    try:
-        return msgspec.msgpack.decode(found.data, type=prepare_type(_Index))
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as exc:
-        raise FlowerError(f"the tensor {INDEX} of the message cannot be read") from exc
-
-
-def _read_arrays(file: Parameters, entries: tuple[_ArrayEntry, ...], unread: set[str]) -> ArrayRecord:
+def _read_arrays(file: Parameters, entries: tuple[ArrayEntry, ...]) -> ArrayRecord:
     record = ArrayRecord()
     for entry in entries:
-        if entry.tensor not in unread or entry.key in record:
-            raise ValueError(f"its tensor {quote(entry.tensor)} is not in the file, or is used twice")
-        unread.remove(entry.tensor)
         values = file[entry.tensor]
-        if entry.stype is not None:
-            if values.dtype != np.uint8 or values.ndim != 1:
-                raise ValueError(f"the tensor {quote(entry.tensor)} has no bytes")
-            record[entry.key] = Array(entry.dtype, tuple(entry.shape), entry.stype, values.tobytes())
-        else:
+        if entry.stype is None:
             record[entry.key] = FlatArray(values)
+            continue
+        if values.dtype != np.uint8 or values.ndim != 1:
+            raise ValueError(f"the tensor {quote(entry.tensor)} has no bytes")
+        if entry.stype == NUMPY:
+            record[entry.key] = FlatArray(layout.read_array(values, entry.dtype, entry.shape))
+        else:
+            record[entry.key] = Array(entry.dtype, tuple(entry.shape), entry.stype, values.tobytes())
     return record
 
 
-def _add_arrays(
-    record: Mapping[str, Array], prefix: str, tensors: dict[str, npt.NDArray[Any]]
-) -> Iterator[_ArrayEntry]:
+def _add_arrays(record: Mapping[str, Array], prefix: str, tensors: dict[str, npt.NDArray[Any]]) -> Iterator[ArrayEntry]:
     for key, array in record.items():
         name = _choose_name(f"{prefix}{key}", tensors)
-        values = _view(array)
-        if values is not None:
+        values = view_array(array)
+        is_flat = isinstance(array, FlatArray) or (values is not None and values.flags.c_contiguous)
+        if values is not None and values.dtype in _DTYPES and is_flat:
             tensors[name] = values
-            yield _ArrayEntry(key, name)
+            yield ArrayEntry(key, name)
         else:
             tensors[name] = np.frombuffer(array.data, np.uint8)
-            yield _ArrayEntry(key, name, array.stype, array.dtype, tuple(array.shape))
+            claimed = ("", ()) if values is None else (str(values.dtype), values.shape)
+            yield ArrayEntry(key, name, array.stype, array.dtype or claimed[0], tuple(array.shape) or claimed[1])
 
 
 def _choose_name(name: str, taken: Mapping[str, object]) -> str:
@@ -270,21 +211,16 @@ def _choose_name(name: str, taken: Mapping[str, object]) -> str:
     return next(other for number in itertools.count(len(taken)) if (other := f"#{number}") not in taken)
 
 
-def _view(array: Array) -> npt.NDArray[Any] | None:
-    """Return the values of an array without copying them; None if they can only be sent as serialized bytes."""
+def view_array(array: Array) -> npt.NDArray[Any] | None:
+    """Return the values of an array without copying them; None if an app has serialized it in its own way.
+
+    Raises `FlowerError` if it is not what it claims to be.
+    """
     if isinstance(array, FlatArray):
         return array.numpy()
-    # An array of the old API has neither a dtype nor a shape of its own: its bytes are kept, and so are these fields.
-    if array.stype != NUMPY or not array.dtype:
+    if array.stype != NUMPY:
         return None
-    start = io.BytesIO(array.data[:4096])
     try:
-        version = np.lib.format.read_magic(start)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, is_fortran, dtype = read(start)
-        if is_fortran or dtype not in _DTYPES or tuple(shape) != tuple(array.shape) or str(dtype) != array.dtype:
-            return None
-        count = int(np.prod(shape, dtype=np.int64))
-        return np.frombuffer(array.data, dtype, count, start.tell()).reshape(shape)
-    except ValueError:
-        return None
+        return layout.read_array(np.frombuffer(array.data, np.uint8), array.dtype, tuple(array.shape))
+    except ValueError as exc:
+        raise FlowerError(f"an array of the message cannot be sent: {exc}") from exc

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from flwr.app import Context, RecordDict
 
 from fedplat import user_code
-from fedplat.errors import FedplatError
+from fedplat.errors import FedplatError, FlowerError
 from fedplat.flower import durable, identity, records
 from fedplat.flower.app import Config, FlowerApp
 from fedplat.flower.grid import AppClosed, Exchange, FlowerGrid, NodeReply
@@ -89,6 +89,8 @@ class ServerAppRun:
             with user_code.wrap_errors(f"the ServerApp of {self._app.name}"), contextlib.suppress(AppClosed):
                 self._server_app(self.grid, context)
         except FedplatError as exc:
-            self.grid.end(exc)
+            # A strategy of the old API divides by the sum of what its clients claim.
+            is_claim = isinstance(exc.__cause__, ZeroDivisionError) and bool(self.grid.problems)
+            self.grid.end(FlowerError(f"{self.grid.problems[0]}; {exc}") if is_claim else exc)
         else:
             self.grid.end()

@@ -27,8 +27,8 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from fedplat.gossip import means, suspects
-from fedplat.gossip.consensus import Consensus, measure_consensus
+from fedplat.gossip import means, shares, stated, suspects
+from fedplat.gossip.consensus import Consensus
 from fedplat.gossip.messages import (
     AssignNeighbours,
     BeginRing,
@@ -53,7 +53,7 @@ from fedplat.gossip.messages import (
     TimerPassed,
 )
 from fedplat.gossip.state import GossipPhase, GossipRules, GossipState
-from fedplat.gossip.topology import Edges, draw_edges
+from fedplat.gossip.topology import draw_edges
 from fedplat.gossip.weights import metropolis, push_sum
 
 Step = tuple[GossipState, tuple[GossipCommand, ...]]
@@ -277,6 +277,7 @@ def _begin_round(state: GossipState, number: int) -> Step:
         suspects=frozenset(),
         excluded=frozenset(),
         restarts={},
+        left_out={},
         reason="",
     )
     timer = SetTimer(state.timer, state.rules.training_s)
@@ -336,19 +337,11 @@ def _commit_rows(state: GossipState) -> Step:
     for name, position in positions.items():
         own, weights = links.row(position)
         rows[name] = CommitRow(state.round, name, own, tuple((names[j], weight) for j, weight in weights))
-    consensus = _measure(state, names, edges, pairs)
-    state = _change(state, rows={**state.rows, **rows}, confirmed=len(pairs), consensus=consensus)
+    consensus = stated.measure_round(state, names, edges, pairs)
+    masses = {**state.masses, **stated.push_masses(state.masses, rows)} if options.is_directed else state.masses
+    state = _change(state, rows={**state.rows, **rows}, masses=masses, confirmed=len(pairs), consensus=consensus)
     following, commands = _continue(state)
     return following, (*rows.values(), *commands)
-
-
-def _measure(state: GossipState, names: list[str], edges: Edges, pairs: list[tuple[str, str]]) -> Consensus:
-    """Return the distance of the silos before they mix; of the two reports of an edge the larger counts."""
-    nothing: dict[str, float] = {}
-    distances = [
-        max(state.received.get(a, nothing).get(b, 0.0), state.received.get(b, nothing).get(a, 0.0)) for a, b in pairs
-    ]
-    return measure_consensus(edges, distances, [state.announced[name].squared_norm for name in names])
 
 
 def _has_received(state: GossipState, receiver: str, sender: str) -> bool:
@@ -384,15 +377,26 @@ def _request_keys(state: GossipState) -> Step:
 
 
 def _begin_ring(state: GossipState) -> Step:
+    outliers = shares.find_outliers({silo: offer.largest for silo, offer in state.offers.items()})
+    if outliers:
+        state = _change(
+            state,
+            excluded=state.excluded.union(outliers),
+            left_out={**state.left_out, **outliers},
+            offers={silo: offer for silo, offer in state.offers.items() if silo not in outliers},
+        )
+        if len(state.offers) < state.rules.minimum:
+            return _repeat_ring(state, "; ".join(f"{silo}: {text}" for silo, text in outliers.items()))
     offers = dict(sorted(state.offers.items()))
-    weights = {name: state.announced[name].num_examples if state.rules.by_examples else 1.0 for name in offers}
-    total, num_weighed = math.fsum(weights.values()), sum(weight > 0.0 for weight in weights.values())
+    weights = stated.weigh(state, offers)
+    num_weighed = sum(weight > 0.0 for weight in weights.values())
     if num_weighed < state.rules.minimum:
         return _fail(
             state,
             f"{num_weighed} of the {len(weights)} silos of a ring have examples to weigh their models by, and their "
             f"mean would reveal them; expected {state.rules.minimum}",
         )
+    total = math.fsum(weights.values())
     places = tuple(
         RingPlace(name, state.announced[name].address, offers[name].key, weights[name] / total, offers[name].signature)
         for name in suspects.draw_order(state, list(offers))
@@ -419,9 +423,9 @@ def _close_ring(state: GossipState) -> Step:
 def _commit_mean(state: GossipState, digest: str, reports: Mapping[str, RingCompleted]) -> Step:
     """Commit the mean that silos have reported: the next model of all, or the end of the job if they agree."""
     holders = {silo: event for silo, event in reports.items() if event.digest == digest}
-    away = math.fsum(event.squared_distance for event in holders.values()) / len(holders)
-    norms = [model.squared_norm for model in state.announced.values()]
-    distance, norm = math.sqrt(away), math.sqrt(math.fsum(norms) / len(norms))
+    away = stated.average_stated([event.squared_distance for event in holders.values()])
+    norm = math.sqrt(stated.average_stated([model.squared_norm for model in state.announced.values()]))
+    distance = math.sqrt(away)
     state = _change(state, consensus=Consensus(bound=distance, estimate=distance, norm=norm))
     if state.rules.options.exchange != "ring" and state.consensus.relative > state.rules.options.tolerance:
         return _settle(state)

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 import numpy as np
 from msgspec import Meta, Struct
 
+from fedplat.claims import MAX_EXAMPLES
+
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
 MAX_RING = 1000
@@ -54,7 +56,8 @@ class Announcement(Struct, frozen=True, kw_only=True):
     relay_signature: Signature = b""
 
     def __post_init__(self) -> None:
-        check_magnitudes(self, "num_examples", "squared_norm")
+        check_magnitudes(self, "num_examples", largest=MAX_EXAMPLES)
+        check_magnitudes(self, "squared_norm")
 
 
 class SiloAnnounced(Struct, frozen=True):

@@ -28,8 +28,9 @@ class Gossip(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", 
     `"push-sum"`: each link has one direction, so that a silo may send where it cannot receive. `"ring"`: all silos get
     the exact mean, by a ring all-reduce in which masks hide each model from the others; no topology."""
     edges: Annotated[tuple[tuple[Silo, Silo], ...], Meta(max_length=100_000)] = ()
-    """Pairs of names of silos, with `topology = "edges"` only, such as `edges = [["north", "south"]]`. With
-    `exchange = "push-sum"` the first of a pair sends to the second."""
+    """Pairs of names of silos, with `topology = "edges"` only. On a server a name is the id of a client, as
+    `fedplat client list` shows it (`edges = [["c-0a1b2c3d4e5f6071", "c-8192a3b4c5d6e7f8"]]`), and in a simulation the
+    index of a silo (`edges = [["0", "1"]]`). With `exchange = "push-sum"` the first of a pair sends to the second."""
     gamma: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     """Step size of compressed gossip (CHOCO), required with `compression.uplink`; lower for a codec that omits more."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
@@ -58,6 +59,11 @@ class Gossip(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", 
             if pair in found:
                 raise ValueError(f"edges: {first!r} and {second!r} are there twice")
             found.add(pair)
+
+    @property
+    def named_silos(self) -> list[str]:
+        """The names in the edges, sorted."""
+        return sorted({name for edge in self.edges for name in edge})
 
     @property
     def is_directed(self) -> bool:

@@ -52,7 +52,10 @@ class GossipRules(Struct, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(frozen=True)
 class GossipState:
-    """The state of a job. `rows` are not yet mixed.
+    """The state of a job.
+
+    `rows` are not yet mixed. In push-sum `masses` are the weights of silos that follow from all rows so far, 1 at
+    first: a silo's model is its sum divided by its weight.
 
     For each receiver of the round, `senders` are those whose models it gets, `awaited` those of which it has reported
     neither success nor failure, and `received` has the squared distances of those that it has got.
@@ -62,6 +65,7 @@ class GossipState:
     `unfinished` are the offers of the last attempt of the round, of which no mean stands, and `late` the means of it
     that silos have reported. `suspects` are pairs of silos between which rings of this round broke, `excluded` silos
     that no ring of it has any more, and `restarts` counts how often each silo has given up a ring of it by itself.
+    `left_out` are silos whose numbers exclude them, and why.
     `consensus` is of the last exchange or ring, `average` the last committed mean, and `reason` why a phase was
     repeated.
     """
@@ -80,6 +84,7 @@ class GossipState:
     awaited: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict[str, frozenset[str]])
     received: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict[str, Mapping[str, float]])
     rows: Mapping[str, CommitRow] = dataclasses.field(default_factory=dict[str, CommitRow])
+    masses: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     offers: Mapping[str, KeyOffered] = dataclasses.field(default_factory=dict[str, KeyOffered])
     unfinished: Mapping[str, KeyOffered] = dataclasses.field(default_factory=dict[str, KeyOffered])
     late: Mapping[str, RingCompleted] = dataclasses.field(default_factory=dict[str, RingCompleted])
@@ -89,6 +94,7 @@ class GossipState:
     suspects: frozenset[tuple[str, str]] = frozenset()
     excluded: frozenset[str] = frozenset()
     restarts: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
+    left_out: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     confirmed: int = 0
     consensus: Consensus = dataclasses.field(default_factory=Consensus)
     average: CommitAverage | None = None

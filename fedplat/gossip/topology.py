@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from fedplat.gossip.options import Gossip
+from fedplat.texts import quote
 
 Edges = npt.NDArray[np.int64]
+_SHOWN = 3
 
 
 def draw_edges(options: Gossip, names: Sequence[str], round_number: int) -> Edges:
@@ -38,6 +40,28 @@ def draw_edges(options: Gossip, names: Sequence[str], round_number: int) -> Edge
         return _clean(_keep_present(options.edges, {name: position for position, name in enumerate(names)}), options)
     rng = np.random.default_rng(np.random.SeedSequence([options.seed, round_number]))
     return _clean(_draw(options, count, turn, rng), options)
+
+
+def describe_unknown(options: Gossip, known: Collection[str]) -> str:
+    """Return which silos the given edges name that do not exist, or ""."""
+    unknown = [name for name in options.named_silos if name not in known]
+    more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
+    return f"mode.edges: there is no silo {', '.join(map(quote, unknown[:_SHOWN]))}{more}" if unknown else ""
+
+
+def describe_edges_problem(options: Gossip, num_silos: int) -> str:
+    """Return why silos that the given edges name can never agree, or ""; silos without an edge are alone."""
+    names = options.named_silos
+    if len(names) != num_silos:
+        return (
+            f"mode.edges name {len(names)} silos, and {num_silos} take part (selection.goal); expected an edge for each"
+        )
+    reached, edges = {names[0]}, [*options.edges, *(edge[::-1] for edge in options.edges)]
+    while more := {second for first, second in edges if first in reached} - reached:
+        reached |= more
+    if alone := sorted(set(names) - reached):
+        return f"mode.edges have no way from the silo {names[0]} to {alone[0]}; expected that they connect all silos"
+    return ""
 
 
 def count_turns(options: Gossip, count: int) -> int:

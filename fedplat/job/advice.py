@@ -9,8 +9,9 @@ def warnings(spec: JobSpec) -> list[str]:
     """Return a warning for each setting that lets a single client dominate a job."""
     found: list[str] = []
     updates = spec.updates
-    if spec.flower is not None or spec.secure_aggregation is not None:
-        return found  # its strategy decides what an update may weigh, or clients clip and weigh theirs by at most 1
+    if spec.flower is not None or spec.secure_aggregation is not None or spec.gossip is not None:
+        # Its strategy decides what an update may weigh, clients clip and weigh theirs by at most 1, or no one sees one.
+        return found
     if not (updates.clips or updates.max_norm or spec.robust is not None):
         found.append(
             "updates: nothing bounds the norm of a single update"

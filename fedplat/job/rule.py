@@ -36,9 +36,11 @@ def build_rule(
     if spec.robust is not None:
         with user_code.wrap_errors(f'robust.rule = "{name_of(spec.robust.rule)}": build()'):
             rule = spec.robust.build(seed)(rule)
-    rule = spec.updates.clip(rule)
+    rule = aggregate.average_statistics(spec.updates.clip(rule))
     if (release := build_release(spec)) is not None:
         rule = privacy.privatize(release, noise)(rule)
+        requirements = dataclasses.replace(rule.requirements, misfit=_refuse_statistics(rule.requirements.misfit))
+        rule = dataclasses.replace(rule, requirements=requirements)
     return _compress_step(spec, rule, seed, keep_step)
 
 
@@ -51,6 +53,7 @@ def build_secure_rule(spec: JobSpec, seed: int = 0, keep_step: Callable[[bytes],
     inner = build_checked(spec.aggregation, aggregate.Rule, "aggregation.rule")
     requirements = dataclasses.replace(inner.requirements, misfit=_misfit(spec, inner.requirements.misfit))
     rule = dataclasses.replace(aggregate.restrict_to_mean(inner), requirements=requirements)
+    rule = aggregate.average_statistics(rule)
     return _compress_step(spec, rule, seed, keep_step)
 
 
@@ -61,6 +64,8 @@ def _misfit(spec: JobSpec, inner: Callable[[Schema], str]) -> Callable[[Schema],
                 'the model carries its integer entries by "max", which needs those of single clients; a job with '
                 '[secure_aggregation] needs a model that keeps them (carry = "keep")'
             )
+        if spec.privacy is not None and (problem := aggregate.describe_statistics(schema)):
+            return problem
         try:
             secure.build_encoding(calibrate(spec), schema.num_floating)
         except (SecureAggregationError, JobFileError) as exc:
@@ -68,6 +73,10 @@ def _misfit(spec: JobSpec, inner: Callable[[Schema], str]) -> Callable[[Schema],
         return inner(schema)
 
     return misfit
+
+
+def _refuse_statistics(inner: Callable[[Schema], str]) -> Callable[[Schema], str]:
+    return lambda schema: aggregate.describe_statistics(schema) or inner(schema)
 
 
 def _compress_step(

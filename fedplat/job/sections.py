@@ -262,6 +262,12 @@ class Flower(Struct, frozen=True, forbid_unknown_fields=True):
     """Values in place of those of the app's `[tool.flwr.app.config]`."""
     max_reply_mb: Annotated[float, Meta(ge=0.0, le=1_000_000.0)] = 0.0
     """Maximum size of a client's reply, in MiB; 0: 64 MiB and twice the size of the message."""
+    array_types: Annotated[tuple[Annotated[str, Meta(max_length=100)], ...], Meta(max_length=16)] = ()
+    """Serializations of arrays (`Array.stype`) that replies may have besides `"numpy.ndarray"`, such as `[""]` for the
+    trees of an app of Flower's old API. The server cannot check what is in them."""
+    max_weight_factor: Annotated[float, Meta(ge=0.0, le=1_000_000.0)] = 10.0
+    """In the rounds of a strategy, the weight of a reply (`num-examples`) counts for at most this many times the median
+    of its round, if there are three replies or more; 0: any number."""
 
     def max_reply_bytes(self, message_bytes: int) -> int:
         """Return the maximum size of a reply to a message of this size."""

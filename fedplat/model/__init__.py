@@ -27,6 +27,7 @@ from fedplat.errors import ModelError
 from fedplat.model import header
 from fedplat.model.blocks import BLOCK, WINDOW, Blocks, Vector, VectorBlocks, blocks, is_finite, part_of, windows
 from fedplat.model.file import ModelFile
+from fedplat.model.reading import read_array
 from fedplat.model.schema import DTYPES, FLOATING, Carry, Schema, Segment, TensorSpec
 from fedplat.model.steps import FlatModel, apply_step, read_base_values
 from fedplat.model.values import Bytes, FloatingBlocks, Read, Values, add_step, all_finite, read_run
@@ -55,6 +56,7 @@ __all__ = [
     "blocks",
     "is_finite",
     "part_of",
+    "read_array",
     "read_base_values",
     "read_run",
     "windows",
@@ -83,8 +85,8 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]], carry: Carry = "keep") -> Parameters:
-        """Copy named arrays into one flat buffer."""
-        contiguous = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+        """Copy named arrays, or tensors of PyTorch, into one flat buffer. Raises `ModelError`."""
+        contiguous = {name: np.asarray(read_array(name, array), order="C") for name, array in arrays.items()}
         parameters = cls.zeros(Schema.of(contiguous, carry))
         parameters.assign(contiguous)
         return parameters
@@ -124,13 +126,16 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
         return cls.from_bytes(np.asarray(np.memmap(path, np.uint8, mode="c" if writable else "r")))
 
     def assign(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Copy named arrays into the buffer. Raises `ModelError` unless names, shapes and dtypes are the schema's."""
+        """Copy named arrays, or tensors, into the buffer.
+
+        Raises `ModelError` unless names, shapes and dtypes are the schema's.
+        """
         if missing := [name for name in self if name not in arrays]:
             raise ModelError(f"tensor {missing[0]!r} is missing ({len(missing)} in all)")
         if extra := [name for name in arrays if name not in self._index]:
             raise ModelError(f"tensor {extra[0]!r} is not part of the model ({len(extra)} in all)")
         for name, view in self.items():
-            array = np.asarray(arrays[name])
+            array = read_array(name, arrays[name])
             if array.shape != view.shape or array.dtype != view.dtype:
                 raise ModelError(
                     f"tensor {name!r} is {array.dtype} {list(array.shape)}; expected {view.dtype} {list(view.shape)}"

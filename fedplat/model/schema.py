@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -80,6 +81,21 @@ class Segment(msgspec.Struct, frozen=True):
         return self.size_bytes // DTYPES[self.dtype].itemsize
 
 
+class StatisticsSpec(msgspec.Struct, frozen=True):
+    """Running statistics of a normalisation layer: their columns in the model's float32 vector.
+
+    `is_spread` is true for a variance or a deviation, which is at least 0.
+    """
+
+    name: str
+    columns: range
+    is_spread: bool
+
+
+_STATISTICS = re.compile(r"(?:.*[./])?(?:(?:running|moving)_|batch_stats[./](?:.*[./])?)(mean|var|variance|std)")
+"""The names of running statistics: those of PyTorch, Keras and Flax."""
+
+
 class Schema:
     """The tensors of a model in canonical order, and how its integer entries are carried."""
 
@@ -143,6 +159,22 @@ class Schema:
     def num_floating(self) -> int:
         """Length of the model's float32 vector."""
         return sum(run.count for run in self.segments if run.dtype in FLOATING)
+
+    @cached_property
+    def statistics(self) -> tuple[StatisticsSpec, ...]:
+        """The running statistics among the floating-point tensors, such as those of BatchNorm."""
+        found: list[StatisticsSpec] = []
+        start = 0
+        for tensor in self.tensors:
+            if tensor.dtype not in FLOATING:
+                continue
+            stop = start + tensor.count
+            if (match := _STATISTICS.fullmatch(tensor.name)) and not tensor.name.startswith(
+                "control/"
+            ):  # not SCAFFOLD's
+                found.append(StatisticsSpec(tensor.name, range(start, stop), match[1] != "mean"))
+            start = stop
+        return tuple(found)
 
     @cached_property
     def header(self) -> bytes:

@@ -102,6 +102,8 @@ def _read_messages(pyarrow: Any, path: Path, content: Any) -> tuple[Any, Any]:
     if len(messages) != 2:
         found = {0: "no schema", 1: "no record batch"}.get(len(messages), "more than one record batch")
         raise DataError(f"{path} has {found}; expected a schema and one record batch: pack the data again")
+    if (kinds := [message.type for message in messages]) != ["schema", "record batch"]:  # pyarrow crashes on others
+        raise DataError(f"{path} has messages of the types {kinds}; expected a schema and one record batch: restore it")
     return pyarrow.ipc.read_schema(messages[0]), messages[1]
 
 

@@ -103,7 +103,9 @@ class LightningLearner:
     ) -> dict[str, float]:
         """Train the model in place; return `loss`, the mean over the last epoch, and the metrics that are logged.
 
-        The prefix "train_" of a metric is removed. Raises `ModelError`, `DataError`, and what the module raises.
+        The prefix "train_" of a metric is removed. If the steps return no loss, there is only one that is logged. With
+        several optimizers `local_steps` is the mean of their steps. Raises `ModelError`, `DataError`, and what the
+        module raises.
         """
         options = _read(config)
         with _RUNS, _quiet(), use_seed(torch.device("cpu"), 0):
@@ -118,11 +120,11 @@ class LightningLearner:
                 smallest = 2 if any(isinstance(part, _BATCH_NORMS) for part in module.modules()) else 1
                 trainer.fit(module, _make_loader(data, options.batch_size, smallest, seed))
         values = convert.to_arrays(module.state_dict())
-        parameters.assign(values)
+        parameters.assign({name: values[name] for name in parameters if name in values})
         if not parameters.is_finite():
             raise DataError("the training has diverged: the model holds NaN or infinite values")
         logged = _metrics(trainer.callback_metrics, "train_")
-        return {**logged, "loss": observer.mean_loss, "local_steps": float(trainer.global_step)}
+        return {**logged, **observer.metrics, "local_steps": trainer.global_step / max(1, len(trainer.optimizers))}
 
     def evaluate(self, parameters: Parameters, data: LightningData, config: Config | None = None) -> dict[str, float]:
         """Return the metrics that `validation_step` logs, without the prefix "val_"; none if there is no such step."""
@@ -194,9 +196,10 @@ class _Observer(Callback):
         self._losses: list[tuple[float, int]] = []
 
     @property
-    def mean_loss(self) -> float:
-        """The mean loss of the last epoch's examples."""
-        return sum(loss * count for loss, count in self._losses) / max(1, sum(count for _, count in self._losses))
+    def metrics(self) -> dict[str, float]:
+        """`loss`, the mean of the last epoch's examples; none if the steps returned no loss (manual optimization)."""
+        num_examples = sum(count for _, count in self._losses)
+        return {"loss": sum(loss * count for loss, count in self._losses) / num_examples} if num_examples else {}
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

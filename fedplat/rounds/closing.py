@@ -252,14 +252,14 @@ def fail_attempt(job: JobState, text: str, context: Context, *, is_lasting: bool
     if job.status is not JobStatus.RUNNING:  # it was paused while the version was written
         return Transition(after, commands)
     if retry.max_attempts and failures >= retry.max_attempts:
-        reason = f"{_describe(attempt)} failed {failures} times; last failure: {text}"
+        reason = f"{_describe(job, attempt)} failed {failures} times; last failure: {text}"
         return Transition(set_status(after, JobStatus.FAILED, reason), commands)
     if futility.gives_up(after):
         return Transition(
-            set_status(after, JobStatus.PAUSED, futility.describe_pause(after, _describe(attempt), text)), commands
+            set_status(after, JobStatus.PAUSED, futility.describe_pause(after, _describe(job, attempt), text)), commands
         )
     wait = pacing.backoff_s(retry, failures, context.rng)
-    reason = f"{_describe(attempt)} attempt {attempt.key.number} was abandoned: {text}; retrying"
+    reason = f"{_describe(job, attempt)} attempt {attempt.key.number} was abandoned: {text}; retrying"
     return Transition(structs.replace(after, reason=reason, resume_at=context.now + wait), commands)
 
 
@@ -300,8 +300,10 @@ def set_status(job: JobState, status: JobStatus, reason: str) -> JobState:
     return structs.replace(job, status=require(JOB_TRANSITIONS, job.status, status), reason=reason)
 
 
-def _describe(attempt: Attempt) -> str:
-    return "the warm start" if attempt.kind is AttemptKind.WARM_START else f"round {attempt.key.round}"
+def _describe(job: JobState, attempt: Attempt) -> str:
+    if attempt.kind is AttemptKind.WARM_START:
+        return "the start of the app" if job.spec.flower is not None else "the warm start"
+    return f"round {attempt.key.round}"
 
 
 def describe_counts(attempt: Attempt) -> str:

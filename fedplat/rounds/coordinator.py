@@ -14,7 +14,9 @@ Only one proposal may be pending at a time.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from msgspec import structs
@@ -39,6 +41,7 @@ from fedplat.rounds.events import (
 )
 from fedplat.rounds.participation import Participation, ParticipationHistory, participations_of
 from fedplat.rounds.records import Assignment, AttemptKey, JobState
+from fedplat.rounds.reservation import Reservations
 from fedplat.rounds.selection import WaitingRoom
 from fedplat.rounds.states import ENDED_JOBS, AttemptKind, JobStatus, Reason
 from fedplat.rounds.transition import ACCEPTED, Context, Transition, Verdict
@@ -88,7 +91,9 @@ class Coordinator:
         self.room = WaitingRoom()
         self.histories: dict[str, ParticipationHistory] = {}
         self.max_waiting = max_waiting
+        self._reservations = Reservations(self.room)
         self._busy: dict[str, AttemptKey] = {}
+        self._num_busy = Counter[str]()
         self._timers: dict[str, float | None] = {}
         self._summaries: dict[str, _PopulationSummary] = {}
         for job in jobs:
@@ -103,7 +108,8 @@ class Coordinator:
         if history is not None:
             self.histories[job.job_id] = history
         for group in job.assignment_sets:
-            self._busy |= {assignment.client_id: assignment.key for assignment in group.busy}
+            for assignment in group.busy:
+                self._set_busy(assignment.client_id, assignment.key)
         self.room.follow(job, history)
 
     @property
@@ -147,9 +153,10 @@ class Coordinator:
         for change in proposal.changes:
             for assignment in change.assignments:
                 if assignment.is_busy:
-                    self._busy[assignment.client_id] = assignment.key
+                    self._set_busy(assignment.client_id, assignment.key)
                 elif self._busy.get(assignment.client_id) == assignment.key:
                     del self._busy[assignment.client_id]
+                    self._num_busy[change.job.spec.population] -= 1
             self._record_participations(change)
 
     def reject(self, proposal: Proposal) -> None:
@@ -336,13 +343,22 @@ class Coordinator:
 
     def _draw_ready(self, proposal: Proposal, context: Context) -> None:
         """Draw clients for each attempt with enough eligible ones; the attempt that has waited longest is first."""
+        room, reservations = self.room, self._reservations
+        update = functools.partial(reservations.update, functools.partial(self._latest, proposal), self._num_busy)
+        update(context.now)
         progress = True
         while progress:
             progress = False
-            for job_id in list(self.room.demands):
-                if job_id in self.room.demands and self.room.is_ready(job_id):
+            for job_id in list(room.demands):
+                if job_id in room.demands and room.is_ready(job_id) and not reservations.blocks(job_id):
                     self._draw(proposal, job_id, context, final=False)
+                    update(context.now)
                     progress = True
+
+    def _set_busy(self, client_id: str, key: AttemptKey) -> None:
+        if client_id not in self._busy:
+            self._num_busy[self.jobs[key.job_id].spec.population] += 1
+        self._busy[client_id] = key
 
     def _draw(self, proposal: Proposal, job_id: str, context: Context, *, final: bool) -> None:
         demand, room = self.room.demands[job_id], self.room

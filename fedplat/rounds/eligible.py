@@ -64,6 +64,10 @@ class EligibleClients:
         """The number of other waiting clients that have reached the participation limit."""
         return len(self._at_limit)
 
+    def __contains__(self, client_id: str) -> bool:
+        """Return whether a client may be drawn."""
+        return client_id in self._indices
+
     def __getitem__(self, index: int) -> ClientCheckedIn:
         return self._clients[index]
 

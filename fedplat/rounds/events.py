@@ -263,11 +263,13 @@ class AttemptAggregated(AttemptEvent):
 
     `metrics` are stored as those of the attempt; None: the means of its clients' metrics. `cohort` are the clients that
     the job's Flower app has drawn for the next round. It is empty if the app has ended, or if the job has no app.
+    `refused` are the clients whose updates the app could not use, and why; they are not in the version.
     """
 
     version: ModelVersion
     metrics: Mapping[str, float] | None = None
     cohort: tuple[str, ...] = ()
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from msgspec import structs
 
 from fedplat.gossip import coordinator as gossip
+from fedplat.gossip import shares
 from fedplat.gossip.messages import (
     BeginRound,
     EndJob,
@@ -314,8 +315,15 @@ def _commit(job: JobState, before: GossipState, context: Context) -> tuple[JobSt
     attempt = job.open_attempt
     assert attempt is not None
     attempt, late = _end_late(attempt)
+    weights = {each.client_id: each.weight for each in attempt.busy if each.client_id not in before.left_out}
+    weights = shares.limit_weights(weights) if before.rules.by_examples else weights
     merged = [
-        structs.replace(each, state=require(ASSIGNMENT_TRANSITIONS, each.state, AssignmentState.MERGED))
+        structs.replace(
+            each,
+            state=require(ASSIGNMENT_TRANSITIONS, each.state, AssignmentState.MERGED),
+            weight=weights.get(each.client_id, 0.0),
+            text=f"it is not in the mean: {left}" if (left := before.left_out.get(each.client_id)) else each.text,
+        )
         for each in attempt.busy
     ]
     metrics = {**closing.average_metrics(merged), **_describe(before, state_of(job))}
@@ -331,6 +339,10 @@ def _describe(before: GossipState, after: GossipState) -> dict[str, float]:
     found = {"silos": float(len(before.announced))}
     if before.edges:
         found |= {"edges": float(len(before.edges)), "confirmed_edges": float(after.confirmed)}
+    if before.ring is not None:
+        found["bound"] = before.ring.bound
+    if before.left_out:
+        found["left_out"] = float(len(before.left_out))
     relative = after.consensus.relative
     return found | ({"relative_distance": relative} if math.isfinite(relative) else {})
 

@@ -6,6 +6,7 @@ from collections import Counter
 
 from fedplat.rounds.records import Assignment, Attempt, JobState
 from fedplat.rounds.states import REASON_TEXTS, AssignmentState, AttemptKind, Reason
+from fedplat.texts import shorten
 
 LASTING = frozenset(
     {
@@ -27,6 +28,8 @@ LASTING = frozenset(
     }
 )
 """Reasons that no later attempt changes by itself. Others, such as a lost connection, pass."""
+MAX_BYTES = 300
+"""Length of a client's text within the reason of an attempt."""
 _ENDED_BADLY = frozenset({AssignmentState.LATE, AssignmentState.FAILED, AssignmentState.REJECTED})
 
 
@@ -53,7 +56,7 @@ def describe(attempt: Attempt) -> str:
 def _explain(assignment: Assignment) -> str:
     reason = assignment.reason
     assert reason is not None
-    return f"{reason}: {assignment.text or REASON_TEXTS[reason]}"
+    return f"{reason}: {shorten(assignment.text, MAX_BYTES) or REASON_TEXTS[reason]}"
 
 
 def gives_up(job: JobState) -> bool:

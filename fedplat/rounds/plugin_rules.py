@@ -1,6 +1,6 @@
 """Jobs with plugins: a job runs only with the code that it began with, until an operator accepts other code.
 
-The same rules pause a job whose job file needs a newer release (`fedplat/job/newer.py`).
+The same rules pause a job whose job file another release can read, and this one not (`fedplat/job/newer.py`).
 
 A job keeps the versions of its plugins. Its driver states with the events `ServerRestarted` and `OperatorCommand` which
 of them it has. Pure functions.
@@ -35,8 +35,9 @@ def describe_missing(job: JobState, loaded: tuple[PluginVersion, ...], problem: 
             )
     if problem and is_unreadable(job.spec):
         return (
-            f"this server cannot read the job file: {problem[:MAX_PROBLEM]}; a newer version of fedplat made the job, "
-            "so update the server, then resume the job"
+            f"this server cannot read the job file: {problem[:MAX_PROBLEM]}; another version of fedplat made the job. "
+            "If it is newer, update the server, then resume the job; if it is older, cancel the job and submit a "
+            "corrected job file, which may start from the model of this job"
         )
     if problem:
         return (

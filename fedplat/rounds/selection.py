@@ -274,6 +274,11 @@ class WaitingRoom:
         min_eligible = self.demands[job_id].min_eligible
         return min_eligible is not None and self.num_eligible(job_id) >= min_eligible
 
+    def have_common_clients(self, one: str, other: str) -> bool:
+        """Return whether two selecting jobs could draw the same waiting client."""
+        small, large = sorted((self._eligible_for(one), self._eligible_for(other)), key=len)
+        return any(small[index].client_id in large for index in range(len(small)))
+
     def num_eligible(self, job_id: str) -> int:
         """Return the number of waiting clients that a selecting job may draw now."""
         return len(self._eligible_for(job_id))

@@ -374,6 +374,13 @@ def _on_aggregated(job: JobState, event: AttemptAggregated, context: Context) ->
     if attempt is None or attempt.key != event.key or attempt.phase is not AttemptPhase.COMMITTING:
         return Transition(job, verdict=Verdict(Reason.STALE))
     assert event.version.version == attempt.base_version + 1
+    refused = [
+        assignments.end(each, AssignmentState.REJECTED, Reason.REJECTED_SCHEMA, event.refused[each.client_id])
+        for each in attempt.reported
+        if each.client_id in event.refused
+    ]
+    attempt = attempt.with_assignments(refused)
+    job = structs.replace(job, attempt=attempt)
     if event.version.num_updates != attempt.num_reported:
         text = f"{event.version.num_updates} of {attempt.num_reported} accepted updates were aggregated"
         return closing.fail_attempt(job, text, context)

@@ -178,10 +178,14 @@ def _choose_workers(app: FlowerApp, asked: int) -> int:
 
 @contextlib.contextmanager
 def _quiet(shows_logs: bool) -> Generator[None]:
-    """Hide the log lines of `flwr` within the block, unless they are wanted."""
+    """Hide the log lines of `flwr` within the block but its warnings, unless they are wanted."""
     logger = logging.getLogger("flwr")
-    before, logger.disabled = logger.disabled, not shows_logs
+
+    def is_wanted(record: logging.LogRecord) -> bool:  # the import of flwr sets the level of its logger
+        return shows_logs or record.levelno >= logging.WARNING
+
+    logger.addFilter(is_wanted)
     try:
         yield
     finally:
-        logger.disabled = before
+        logger.removeFilter(is_wanted)

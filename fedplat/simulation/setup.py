@@ -147,7 +147,10 @@ def _open_engine(
     else:
         learner, initial_model = given, make_initial(given, file.simulation.seed)
     try:
-        initial_model = build_rule(file.job).requirements.extend(initial_model)
+        requirements = build_rule(file.job).requirements
+        initial_model = requirements.extend(initial_model)
+        if misfit := requirements.misfit(initial_model.schema):
+            raise ModelError(misfit)
     except ModelError as exc:
         raise JobFileError(f"model.initial = {file.job.model.initial!r}: {exc}") from exc
     algorithm: LocalAlgorithmOptions | None = None

@@ -7,6 +7,7 @@ import warnings
 from typing import Annotated, Any
 
 import numpy as np
+import numpy.typing as npt
 from msgspec import Meta, Struct
 from typing_extensions import override
 
@@ -39,11 +40,14 @@ class LogisticFit(Fit):
 
         classes = problem.classes
         assert classes is not None
-        fitted = self._load(problem, problem.make(max_iter=work.config.epochs, warm_start=True), arrays)
-        (inputs, targets), count = work.data, len(work.data[1])
+        inputs, targets = work.data
+        weights, options = np.ones(len(targets)), dict[str, object](max_iter=work.config.epochs, warm_start=True)
+        if problem.options.get("class_weight") == "balanced":
+            weights, options["class_weight"] = _balance(targets), None
+        fitted = self._load(problem, problem.make(**options), arrays)
         # Each class is present, with an example whose weight is 0: else the weights would have another shape.
         inputs = np.concatenate([inputs, np.zeros((len(classes), problem.features))])
-        weights = np.concatenate([np.ones(count), np.zeros(len(classes))])
+        weights = np.concatenate([weights, np.zeros(len(classes))])
         with _FILTERS, warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # few iterations are what a round asks for
             fitted.fit(inputs, np.concatenate([targets, classes]), weights)
@@ -60,3 +64,12 @@ class LogisticFit(Fit):
         for name, value in {**as_float64(arrays), **attributes_of(problem)}.items():
             setattr(fitted, name, value)
         return fitted
+
+
+def _balance(targets: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Return the weight of each example, so that all classes that the client has count alike.
+
+    scikit-learn would divide by the number of examples of a class that is missing, which is 0.
+    """
+    _, members, counts = np.unique(targets, return_inverse=True, return_counts=True)
+    return (len(targets) / (len(counts) * counts))[members]

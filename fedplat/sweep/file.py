@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import tomllib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fedplat import bounded_toml
 from fedplat.errors import JobFileError, MissingExtraError
 from fedplat.local_options import LocalOptions
 from fedplat.metrics import is_smaller_better
@@ -214,6 +214,6 @@ def _trains_with_pytorch(file: SimulationFile) -> bool:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(files.read_text(path))
+        return bounded_toml.loads(files.read_text(path))
     except (ValueError, RecursionError) as exc:
         raise JobFileError(f"the sweep file is not valid TOML: {exc}") from exc

@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import msgspec
 
+from fedplat import forks
 from fedplat.decoding import prepare_type
 from fedplat.errors import DataError
 from fedplat.plugins import digests
@@ -83,7 +84,7 @@ def open_folder(folder: Path, file: SweepFile) -> Generator[SweepFolder]:
     except OSError as exc:
         raise DataError(f"{folder} cannot be written: {exc.strerror or exc}") from exc
     store = SweepFolder(folder)
-    try:
+    with forks.keep_descriptor(descriptor):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as exc:
@@ -91,14 +92,17 @@ def open_folder(folder: Path, file: SweepFile) -> Generator[SweepFolder]:
                 f"another process computes the sweep in {folder}; wait for it, or choose another folder (--output)"
             ) from exc
         recorded = folders.read_json(folder / SWEEP) if (folder / SWEEP).exists() else None
+        if recorded is None and store.runs.exists() and any(store.runs.iterdir()):
+            raise DataError(
+                f"{store.runs} has files that belong to no sweep, since {folder} has no {SWEEP}: choose another folder "
+                "(--output), or move them away"
+            )
         if recorded is not None and _has_work(store.runs):
             _compare(folder, recorded, inputs)
         elif recorded != inputs:
             shutil.rmtree(store.runs, ignore_errors=True)
             store.write(SWEEP, (json.dumps(inputs, indent=2) + "\n").encode())
         yield store
-    finally:
-        os.close(descriptor)
 
 
 def _has_work(runs: Path) -> bool:

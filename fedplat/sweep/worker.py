@@ -15,6 +15,7 @@ from typing import cast
 
 import msgspec
 
+from fedplat import forks
 from fedplat.decoding import prepare_type
 from fedplat.errors import DataError, FedplatError, JobFileError, PausedError, PluginError, UserCodeError
 from fedplat.plugins import name_of
@@ -158,13 +159,11 @@ def _lock(folder: Path) -> Generator[None]:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError as exc:
         raise DataError(f"{folder} cannot be written: {exc.strerror or exc}") from exc
-    try:
+    with forks.keep_descriptor(descriptor):
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if (folder / folders.RESULTS).exists():  # a killed process may have left the journal
             shutil.rmtree(folder / folders.JOURNAL, ignore_errors=True)
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _throttle(metric: str, send: Send) -> Callable[[AttemptResult], None]:

@@ -17,7 +17,6 @@ from fedplat.aggregate.scaffold import with_control
 from fedplat.client_state import ClientState
 from fedplat.errors import FedplatError
 from fedplat.model import Parameters
-from fedplat.plugins import adopt
 from fedplat.pytorch.training import (
     Learner,
     LocalOptions,
@@ -27,7 +26,7 @@ from fedplat.pytorch.training import (
     build_guarded_algorithm,
     train,
 )
-from fedplat.testing.errors import run_checks
+from fedplat.testing.errors import adopt, run_checks
 
 NUM_INPUTS, NUM_CLASSES = 6, 4
 ROUNDING = 1e-4

@@ -11,8 +11,7 @@ import numpy as np
 
 from fedplat.codecs import Codec, CodecError, CodecOptions
 from fedplat.model import BLOCK, Vector, VectorBlocks
-from fedplat.plugins import adopt
-from fedplat.testing.errors import run_checks
+from fedplat.testing.errors import adopt, run_checks, wrap_errors
 
 SIZES = (0, 1, 2, 7, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 37)
 NUM_DAMAGED = 300
@@ -46,7 +45,10 @@ def normal(size: int) -> Vector:
 
 def check_codec(options: CodecOptions) -> None:
     """Check a codec. Raises `ConformanceError` for the first check that fails."""
-    run_checks(CHECKS, CodecUnderTest(adopt(options, CodecOptions).build()))
+    adopted = adopt(options, CodecOptions)
+    with wrap_errors("build"):
+        codec = adopted.build()
+    run_checks(CHECKS, CodecUnderTest(codec))
 
 
 def check_vectors_have_their_length_again(tested: CodecUnderTest) -> Iterator[str]:

@@ -17,13 +17,12 @@ from torch import nn
 from fedplat.client_state import ClientState
 from fedplat.errors import ModelError
 from fedplat.model import Parameters
-from fedplat.plugins import adopt
 from fedplat.pytorch.training import Learner, LocalOptions, LocalTraining, TensorExamples, Trainee, evaluate, train
 from fedplat.simulation.data import Federation
 from fedplat.simulation.engines.client_trainer import ClientTraining, one_thread
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
 from fedplat.simulation.engines.registry import EngineOptions, open_engine
-from fedplat.testing.errors import run_checks
+from fedplat.testing.errors import adopt, run_checks
 
 SIZES = (23, 5, 10, 31, 1, 12)
 """Examples of the clients: more and less than a batch of 10, and a single one."""

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from fedplat.errors import PluginError, UserCodeError
-from fedplat.plugins import adopt
 from fedplat.simulation.clients.availability import (
     Availability,
     AvailabilityOptions,
@@ -18,7 +17,7 @@ from fedplat.simulation.clients.availability import (
     build_availability,
 )
 from fedplat.simulation.clients.distributions import Distribution, Floats, draw
-from fedplat.testing.errors import run_checks
+from fedplat.testing.errors import adopt, run_checks
 
 NUM_CLIENTS = 300
 NUM_SPELLS = 30

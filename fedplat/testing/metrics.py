@@ -12,9 +12,8 @@ import torch
 from fedplat.decoding import prepare_type
 from fedplat.errors import PluginError, UserCodeError
 from fedplat.metrics import Metric
-from fedplat.plugins import adopt
 from fedplat.pytorch.training import Scores, Sums
-from fedplat.testing.errors import run_checks
+from fedplat.testing.errors import adopt, run_checks
 
 NUM_EXAMPLES, NUM_CLASSES = 211, 10
 ROUNDING = 1e-6
@@ -30,7 +29,7 @@ class MetricUnderTest:
 
     def measure(self, *batches: Sequence[int]) -> Scores:
         """Measure batches of examples."""
-        scores = Scores((self.metric,))
+        scores = Scores(metrics=(self.metric,))
         for batch in batches:
             scores.add(torch.tensor(0.0), self.outputs[list(batch)], self.targets[list(batch)])
         return scores

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fedplat.plugins import adopt
 from fedplat.simulation.data import Dataset, Part, Partition
-from fedplat.testing.errors import run_checks
+from fedplat.testing.errors import adopt, run_checks
 
 NUM_EXAMPLES, NUM_CLASSES, NUM_OWNERS = 6_000, 10, 40
 

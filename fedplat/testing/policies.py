@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fedplat.plugins import adopt
 from fedplat.sampling import ClientHistory, Labels, Policy
-from fedplat.testing.errors import run_checks
+from fedplat.testing.errors import adopt, run_checks
 
 SIZES = (0, 1, 2, 7, 40, 300)
 COUNTS = (1, 2, 5, 40, 1000)

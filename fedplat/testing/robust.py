@@ -13,8 +13,7 @@ from fedplat.aggregate.robust import PreAggregator, RobustRule
 from fedplat.aggregate.robust.inputs import Rows
 from fedplat.model import WINDOW, Vector, VectorBlocks
 from fedplat.model.shards import ShardReduce, Terms, shards, single_shard
-from fedplat.plugins import adopt
-from fedplat.testing.errors import run_checks
+from fedplat.testing.errors import adopt, run_checks
 
 Updates = npt.NDArray[np.float32]
 NUM_UPDATES, BYZANTINE, SIZE = 13, 2, 1000

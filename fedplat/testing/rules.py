@@ -26,8 +26,7 @@ from fedplat.aggregate import (
     state_to_bytes,
 )
 from fedplat.model import BLOCK, WINDOW, Blocks, Parameters, Vector, VectorBlocks
-from fedplat.plugins import adopt
-from fedplat.testing.errors import run_checks
+from fedplat.testing.errors import adopt, run_checks, wrap_errors
 
 SIZE = WINDOW + BLOCK + 38
 """Entries of the updates: the server applies a rule to two parts of them. Even, since SCAFFOLD's are halves."""
@@ -70,7 +69,8 @@ def check_rule(options: RuleOptions, metrics: Mapping[str, float] | None = None)
     `metrics` are added to the metrics of each report, which has those that the rule requires.
     """
     options = adopt(options, RuleOptions)
-    first = options.build()
+    with wrap_errors("build"):
+        first = options.build()
     reported = {**dict.fromkeys(sorted(first.metrics), 2.0), **(metrics or {})}
     run_checks(CHECKS, RuleUnderTest(options.build, reported, options.works_on_mean))
 

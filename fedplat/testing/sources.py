@@ -10,10 +10,9 @@ from typing import cast
 import numpy as np
 
 from fedplat.errors import DataError
-from fedplat.plugins import adopt
 from fedplat.simulation.data import Dataset, DataSource, Federation
 from fedplat.simulation.data.sources import SourcePaths, data_folder
-from fedplat.testing.errors import run_checks
+from fedplat.testing.errors import adopt, run_checks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from fedplat.errors import PluginError, UserCodeError
 from fedplat.modes import MAX_OF_PLUGIN, StalenessWeight, compute_weight
-from fedplat.plugins import adopt
-from fedplat.testing.errors import run_checks
+from fedplat.testing.errors import adopt, run_checks
 
 AGES = (*range(200), 1_000, MAX_OF_PLUGIN)
 

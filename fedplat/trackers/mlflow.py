@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from typing_extensions import override
@@ -29,6 +30,8 @@ _SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",  # MLflow's package reports its use to its developers
 }
 """Environment variables of MLflow that are set unless the user has set them."""
+_NO_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:|databricks|uc$")
+"""Schemes, and the names of services that have none."""
 _NOT_IN_NAMES = re.compile(r"[^\w\-./: ]", re.ASCII)
 _PASSWORD = re.compile(r"//[^/@\s]+@")
 """The user and the password in an address."""
@@ -57,7 +60,7 @@ class MlflowTracker(Tracker):
         self._steps: dict[str, set[int]] = {}
         try:
             with self._translate():
-                self._client = MlflowClient(tracking_uri=uri)
+                self._client = MlflowClient(tracking_uri=_quote_path(uri))
         except ModuleNotFoundError as exc:
             raise MissingExtraError(
                 f"{self._place} needs the package {exc.name}; install it, or use the address of a tracking server"
@@ -136,6 +139,11 @@ def clean_name(name: str) -> str:
     'clients/top 5 ___'
     """
     return _NOT_IN_NAMES.sub("_", name)
+
+
+def _quote_path(uri: str) -> str:
+    """Return the URI of a folder, which MLflow would take for a quoted one; anything else as it is."""
+    return uri if _NO_PATH.match(uri) else Path(uri).absolute().as_uri()
 
 
 def hide_password(uri: str) -> str:

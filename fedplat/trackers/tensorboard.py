@@ -11,9 +11,12 @@ from typing_extensions import override
 from fedplat.errors import MissingExtraError, TrackerError
 from fedplat.trackers.tracker import RoundMetrics, RunStatus, Tracker
 
+_SUFFIX = ".fedplat"
+"""The end of the names of our files: those of other programs in the folder stay."""
+
 
 class TensorBoardTracker(Tracker):
-    """Writes each round as scalars, and replaces the folder's older event files: a run is written from its start.
+    """Writes each round as scalars, and replaces its older event files in the folder: a run is written from its start.
 
     Raises `MissingExtraError` without TensorBoard, and `TrackerError` if the folder cannot be written.
     """
@@ -27,9 +30,9 @@ class TensorBoardTracker(Tracker):
             ) from exc
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for old in folder.glob("events.out.tfevents.*"):
+            for old in folder.glob(f"events.out.tfevents.*{_SUFFIX}"):
                 old.unlink()
-            self._writer: Any = EventFileWriter(str(folder), flush_secs=5)
+            self._writer: Any = EventFileWriter(str(folder), flush_secs=5, filename_suffix=_SUFFIX)
         except OSError as exc:
             raise TrackerError(f"event files cannot be written to {folder}: {exc.strerror or exc}") from exc
 

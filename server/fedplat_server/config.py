@@ -44,9 +44,9 @@ class Limits(msgspec.Struct, frozen=True):
     `writes_per_minute`: requests of one client that begin a session, each of which is a transaction.
     `newcomer_reads`: concurrent first messages of callers without a credential, of which `newcomer_reads_per_network`
     may be of one network (an IPv4 address, or the /64 of an IPv6 address); others wait for up to `newcomer_read_s`,
-    and each must be complete within the same time.
-    `open_calls`: concurrent calls of the open services (health, reflection). `upload_memory_bytes`: the memory of all
-    updates that are being received; of the others, `max_waiting_uploads` wait for up to `upload_wait_s`.
+    and each must be complete within the same time, or within `newcomer_share_s` if others wait.
+    `open_calls`: concurrent calls of the open services (health, reflection) on one port. `upload_memory_bytes`: the
+    memory of all updates that are being received; of the others, `max_waiting_uploads` wait for up to `upload_wait_s`.
     """
 
     max_waiting: int = 100_000
@@ -58,7 +58,7 @@ class Limits(msgspec.Struct, frozen=True):
     max_metric_bytes: int = MetricLimits.name_bytes
     max_text: int = 1000
     max_names: int = 256
-    max_job_file_bytes: int = 2**20
+    max_job_file_bytes: int = 2**18
     max_calls: int = 16
     max_streams: int = 4
     idle_s: float = 60.0
@@ -75,6 +75,7 @@ class Limits(msgspec.Struct, frozen=True):
     newcomer_reads: int = 128
     newcomer_reads_per_network: int = 32
     newcomer_read_s: float = 5.0
+    newcomer_share_s: float = 0.25
     open_calls: int = 1024
     open_calls_per_network: int = 64
     upload_memory_bytes: int = 160 * 2**20
@@ -104,6 +105,11 @@ class LeaseTimes(msgspec.Struct, frozen=True):
         """Return the times of a lease that is valid for `valid_s`, in the proportions of the default."""
         scale = valid_s / 6.0
         return cls(valid_s, 2.0 * scale, scale, min(0.5, 0.5 * scale))
+
+
+def is_postgres(database: str) -> bool:
+    """Return whether a database is a URL of PostgreSQL, and not the path of a SQLite file."""
+    return database.startswith("postgres") and "://" in database
 
 
 class ServerConfig(msgspec.Struct, frozen=True):
@@ -145,7 +151,7 @@ class ServerConfig(msgspec.Struct, frozen=True):
     @property
     def is_shared(self) -> bool:
         """True if several daemons may share the database and the data folder: with PostgreSQL, not with SQLite."""
-        return self.database.startswith("postgres")
+        return is_postgres(self.database)
 
     @property
     def own_listen(self) -> str:

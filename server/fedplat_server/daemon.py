@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
+from fedplat import forks
 from fedplat_server import __version__, dashboard_process, logs
 from fedplat_server.auth import tls
 from fedplat_server.config import ServerConfig
@@ -270,10 +271,11 @@ def stop_on_signals(stop: Callable[[], None]) -> Generator[None]:
     """Call `stop` on SIGTERM and SIGINT while the context is open."""
     loop = asyncio.get_running_loop()
     signals = (signal.SIGTERM, signal.SIGINT)
-    for number in signals:
-        loop.add_signal_handler(number, stop)
-    try:
-        yield
-    finally:
+    with forks.keep_signals(signals):
         for number in signals:
-            loop.remove_signal_handler(number)
+            loop.add_signal_handler(number, stop)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)

@@ -20,14 +20,13 @@ import msgspec
 from fedplat.admin import Profile
 from fedplat_server import logs
 from fedplat_server.auth import pki_folder
+from fedplat_server.child_environment import child_environment
 from fedplat_server.config import ServerConfig
 from fedplat_server.errors import ConfigError
 
 MODULE = "fedplat.dashboard.child"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Pauses before the process is started again: each is twice as long, until it has run for `LONGEST_PAUSE_S`."""
-_SECRET_VARIABLES = ("FEDPLAT_", "PG", "AWS_", "AZURE_", "GOOGLE_")
-"""The beginnings of names of variables that may have a password, a token or a key."""
 STOP_S = 2.0
 """Time for the process to end by itself before it is killed."""
 
@@ -121,7 +120,7 @@ async def _run_once(options: DashboardOptions) -> str:
         # In a process group of its own, so that Ctrl-C only reaches the daemon.
         command = (sys.executable, "-P", "-m", MODULE)
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=PIPE, cwd=Path("/"), env=_environment(), process_group=0
+            *command, stdin=PIPE, stdout=PIPE, cwd=Path("/"), env=child_environment(os.environ), process_group=0
         )
     except OSError as exc:
         return f"it could not be started: {exc.strerror}"
@@ -138,11 +137,6 @@ async def _run_once(options: DashboardOptions) -> str:
         return f"exit status {await process.wait()}"
     finally:
         await _stop(process)
-
-
-def _environment() -> dict[str, str]:
-    """Return the variables of the process: not those that may have a password, a token or a key."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(_SECRET_VARIABLES)}
 
 
 async def _stop(process: Process) -> None:

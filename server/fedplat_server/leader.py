@@ -36,6 +36,7 @@ from fedplat_server.auth.client_directory import ClientDirectory
 from fedplat_server.auth.enrollment import Enrollments, Trust
 from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.config import ServerConfig
+from fedplat_server.coordination import owner
 from fedplat_server.coordination.alert_monitor import AlertMonitor, DiskSpace
 from fedplat_server.coordination.alert_recorder import AlertRecorder
 from fedplat_server.coordination.availability import AvailabilityTracker
@@ -50,7 +51,7 @@ from fedplat_server.coordination.retention import RetentionTask
 from fedplat_server.coordination.revocation import Revocation
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.coordination.silence import SilenceMonitor
-from fedplat_server.database.ports import Store, recall_participations
+from fedplat_server.database.ports import Store, list_creators, recall_participations
 from fedplat_server.flower.runs import FlowerRuns
 from fedplat_server.instruments import Instruments
 from fedplat_server.metrics.service import MetricsService
@@ -58,6 +59,7 @@ from fedplat_server.records.lease import Lease
 from fedplat_server.rpc import serving
 from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.rpc.services import JobRegistry, Services, has_pending_warm_start
+from fedplat_server.storage import set_aside
 from fedplat_server.storage.blob_stores import BlobPlace, reconcile
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.read_cache import Chunks, InlineModels
@@ -107,23 +109,22 @@ class LeaderParts:
         metrics: MetricsService,
     ) -> LeaderParts:
         """Build the parts and load the jobs."""
-        blobs = await _open_blobs(BlobPlace.of(config), store, metrics.instruments)
+        blobs = await _open_blobs(config, store, metrics.instruments)
         loop = asyncio.get_running_loop()
         runner = Runner(Coordinator(max_waiting=config.limits.max_waiting), store, loop, store_retry_s=store_retry_s)
         jobs = JobRegistry(runner)
-        for record in await store.jobs.load_jobs(runner.now):
-            jobs.add(record, await recall_participations(store.jobs, record.state))
+        await _load_jobs(store, jobs, runner.now)
         health = StoreHealth(config.spool_url) if config.spool_url else None
         spool = await _open_spool(config, store, lease.term, jobs, health)
         relay = await asyncio.to_thread(RelayStore, config.data_dir / "relay")
-        await asyncio.to_thread(relay.keep, jobs.open_exchanges())
+        await asyncio.to_thread(relay.keep, jobs.open_exchanges(), await owner.list_attempts(store))
         clients = ClientDirectory(store.clients)
         bounded_audit = BoundedAudit(store.audit, config.limits.notes_per_minute, loop.time)
         if config.plugins.versions:
             logs.get().info("plugins were loaded", plugins=describe_versions(config.plugins.versions))
         references = config.plugins.references
         training = ServerTraining(config.trainers, config.data_dir, blobs, runner.post, references)
-        await asyncio.to_thread(training.keep, jobs.pending_warm_starts())
+        await asyncio.to_thread(training.keep, jobs.pending_warm_starts(), {each.state.job_id for each in jobs.all()})
         waiting = functools.partial(selection.list_able, runner.coordinator.room)
         flower = FlowerRuns(config.flower_apps, config.data_dir, blobs, runner.post, waiting, clients.list_able)
 
@@ -191,8 +192,14 @@ class LeaderParts:
             is_tracing=endpoint.tracing is not None,
         )
         pool = WorkerPool.at(config.data_dir)
+        set_asides = (blobs.expire, spool.expire, relay.expire, training.expire)
         retention = RetentionTask(
-            blobs, store, jobs.state, clients.drain_last_seen, lambda: DiskSpace.of(config.data_dir).is_scarce
+            blobs,
+            store,
+            jobs.state,
+            clients.drain_last_seen,
+            set_asides,
+            lambda: DiskSpace.of(config.data_dir).is_scarce,
         )
         accelerators = Accelerators(pool, training, references, flower, secure)
         aggregation = Aggregation(
@@ -318,18 +325,26 @@ class LeaderParts:
             self.services.evaluation.schedule(job, version)
 
 
-async def _open_blobs(place: BlobPlace, store: Store, instruments: Instruments) -> BlobStore:
+async def _load_jobs(store: Store, jobs: JobRegistry, now: float) -> None:
+    creators = await list_creators(store.audit)
+    for record in await store.jobs.load_jobs(now):
+        participations = await recall_participations(store.jobs, record.state)
+        jobs.add(record, participations, creator=creators.get(record.state.job_id, ""))
+
+
+async def _open_blobs(config: ServerConfig, store: Store, instruments: Instruments) -> BlobStore:
     """Return the blobs of the database, without those that a crash left. Raises `ConfigError` if they are not its."""
-    blobs = await asyncio.to_thread(place.open, instruments)
-    if place.url:
-        database_id = await store.retention.read_database_id()
-        await asyncio.to_thread(blobs.claim, database_id)
-    referenced = await store.retention.list_referenced()
-    found = await asyncio.to_thread(reconcile, blobs, place, referenced)
-    logs.get().info("blobs were reconciled", kept=len(referenced), removed=found.removed, copied=found.copied)
+    blobs, stored = await owner.open_blobs(store, BlobPlace.of(config), config.database, instruments)
+    found = await asyncio.to_thread(reconcile, blobs, BlobPlace.of(config), stored)
+    removed, num_aside = found.orphans
+    logs.get().info("blobs were reconciled", kept=len(stored.referenced), removed=removed, copied=found.copied)
+    if num_aside:
+        set_aside.warn(f"{config.blobs or config.data_dir / 'blobs'}/{set_aside.FOLDER}", num_aside)
     if found.missing:
         logs.get().error(
-            "blobs are missing; run fedplat-server verify", missing=len(found.missing), first=min(found.missing)
+            "blobs are missing; run fedplat-server verify with the options of this daemon",
+            missing=len(found.missing),
+            first=min(found.missing),
         )
     return blobs
 
@@ -341,11 +356,11 @@ async def _open_spool(
     backend: SpoolBackend = FolderBackend(Path(config.spool) if config.spool else None)
     if health is not None:
         backend = open_backend(config.spool_url, term, health, 2 * config.limits.max_model_bytes)
+    known = await owner.list_attempts(store)
     if config.spool:
-        database_id = await store.retention.read_database_id()
-        await asyncio.to_thread(backend.claim, database_id)
+        await asyncio.to_thread(backend.claim, await owner.identify(store, config.database), known)
     spool = await asyncio.to_thread(Spool, config.upload_dir, jobs.is_in_memory, backend)
-    await asyncio.to_thread(spool.keep, jobs.needed_updates())
+    await asyncio.to_thread(spool.keep, jobs.needed_updates(), known)
     return spool
 
 

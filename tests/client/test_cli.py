@@ -14,6 +14,8 @@ from click.testing import CliRunner
 
 import fedplat_client
 from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client import client
+from fedplat_client._state.model_cache import ModelCache
 from fedplat_client.cli import _FieldFormatter, main  # pyright: ignore[reportPrivateUsage]
 from support.fake_fleet import FakeFleet
 
@@ -87,6 +89,32 @@ def test_it_works_for_a_server(fleet: FakeFleet, model: model_pb2.ModelRef, modu
     check_in = fleet.requests["CheckIn"][0]
     assert (check_in.trainers, check_in.evaluators) == (["both", "digits"], ["scores"])
     assert dict(check_in.labels) == {"region": "eu", "note": "a=b"}
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"),
+    [("5000", 5000), ("500MB", 500_000_000), ("1.5GiB", 3 * 2**29), ("2g", 2 * 10**9), (None, 2 * 2**30)],
+)
+def test_the_cache_has_a_limit(
+    monkeypatch: pytest.MonkeyPatch, fleet: FakeFleet, module: str, size: str | None, num_bytes: int
+) -> None:
+    given: list[int] = []
+
+    def make(folder: Path, limit_bytes: int) -> ModelCache:
+        given.append(limit_bytes)
+        return ModelCache(folder, limit_bytes)
+
+    monkeypatch.setattr(client, "ModelCache", make)
+    if size is not None:
+        monkeypatch.setenv("FEDPLAT_CACHE_LIMIT", size)
+    result = CliRunner().invoke(main, arguments(fleet, "--trainer", f"{module}:digits", "--max-tasks", "0"))
+    assert (result.exit_code, given) == (0, [num_bytes]), result.output
+
+
+def test_a_size_that_is_none_is_refused(fleet: FakeFleet, module: str) -> None:
+    result = CliRunner().invoke(main, arguments(fleet, "--trainer", f"{module}:digits", "--cache-limit", "much"))
+    assert result.exit_code == 2
+    assert "'much' is not a size; expected a number of bytes, such as 500MB or 2GiB" in result.stderr
 
 
 @pytest.mark.parametrize(

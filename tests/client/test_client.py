@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -351,3 +354,40 @@ def test_mistakes_in_the_callers_code_are_named(make_client: MakeClient) -> None
         Client("localhost:1", population="demo", labels=labels)
     with pytest.raises(ValueError, match="is not a valid server or population name"):
         Client("localhost:1", population="")
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"labels": {"city": "M\udcfcnchen"}}, r"the label 'city=M\xfcnchen' is not valid UTF-8"),
+        ({"population": "M\udcfcnchen"}, r"the population 'M\xfcnchen' is not valid UTF-8"),
+        ({"server": "M\udcfcnchen:1"}, r"the server 'M\xfcnchen:1' is not valid UTF-8"),
+        ({"trainer": "M\udcfcnchen"}, r"the name of the trainer 'M\xfcnchen' is not valid UTF-8"),
+    ],
+)
+def test_text_of_another_encoding_is_refused_in_a_sentence(fields: dict[str, Any], text: str) -> None:
+    given: dict[str, Any] = {"server": "localhost:1", "population": "demo", "trainer": "digits"} | fields
+    trainer = given.pop("trainer")
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}; write it in UTF-8$"):
+        Client(**given).add_trainer(trainer, add_one)
+
+
+def test_a_trainer_may_change_the_current_folder(
+    fleet: FakeFleet,
+    make_client: MakeClient,
+    model: model_pb2.ModelRef,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for _ in range(2):
+        fleet.assign(model)
+    monkeypatch.chdir(tmp_path)
+    client = make_client(Path("data"))
+
+    @client.trainer("digits")
+    def train(task: Task) -> TrainResult:
+        os.chdir("/")
+        return add_one(task)
+
+    client.run(max_tasks=2)
+    assert (fleet.calls.count("Download"), fleet.calls.count("Report")) == (1, 2)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +14,7 @@ import grpc
 import numpy as np
 import pytest
 
+from fedplat.model import Parameters
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import (
     Cancelled,
@@ -125,6 +129,40 @@ def diverged(task: Task) -> TrainResult:
     return TrainResult(parameters=task.parameters, num_examples=1, metrics={"loss": float("nan")})
 
 
+class Lazy:
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("there are no values")
+
+
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("and no text")
+
+
+def gives(**fields: Any) -> Callable[[Task], Any]:
+    given: dict[str, Any] = {"num_examples": 1, **fields}
+    return lambda task: TrainResult(**given)
+
+
+def gives_bias(value: Any) -> Callable[[Task], Any]:
+    return lambda task: TrainResult(parameters={**task.parameters, "bias": value}, num_examples=1)
+
+
+def raises(exc: BaseException) -> Callable[[Task], Any]:
+    def train(task: Task) -> TrainResult:
+        raise exc
+
+    return train
+
+
+def keeps(name: str, value: Any) -> Callable[[Task], Any]:
+    def train(task: Task) -> TrainResult:
+        task.client_state.put(name, value)
+        return add_one(task)
+
+    return train
+
+
 @pytest.mark.parametrize(
     ("result", "text"),
     [
@@ -134,9 +172,26 @@ def diverged(task: Task) -> TrainResult:
         (another_dtype, "tensor 'bias' is float64 [50]; expected float32 [50]"),
         (no_examples, "num_examples is 0"),
         (diverged, "metric 'loss' is nan"),
+        (gives(parameters=[np.ones(2)]), "parameters is a list; expected Parameters, a mapping of arrays"),
+        (gives(delta=(np.ones(2),)), "delta is a tuple; expected Parameters, a mapping"),
+        (gives(parameters=3), "parameters is a int; expected Parameters, a mapping"),
+        (gives_bias([[1.0], [2.0, 3.0]]), "tensor 'bias' (list) has no dense values in NumPy: ValueError"),
+        (gives_bias(Lazy()), "tensor 'bias' (Lazy) has no dense values in NumPy: RuntimeError: there are no values"),
+        (gives_bias(np.ma.zeros(50, np.float32)), "tensor 'bias' is a masked array"),
+        (gives(parameters={}, metrics=["loss"]), "metrics is a list; expected a mapping"),
+        (gives(parameters={}, metrics={3: 1.0}), "3 is the name of a metric, and a int; expected text"),
+        (gives(parameters={}, metrics={"M\udcfc": 1.0}), r"the metric 'M\udcfc' has 2 bytes; expected"),
+        (gives(parameters={}, metrics={"loss": 10**400}), "metric 'loss' is 10000"),
+        (raises(ValueError("M\udcfcller.png: no image")), r"ValueError: M\xfcller.png: no image"),
+        (raises(ValueError("half \ud800 of a pair")), r"ValueError: half \ud800 of a pair"),
+        (raises(Silent()), "Silent: its text cannot be read, which raises RuntimeError"),
+        (raises(SystemExit(2)), "SystemExit: 2"),
+        (raises(asyncio.CancelledError()), "CancelledError"),
+        (raises(Cancelled("MINE")), "Cancelled: MINE"),
+        (keeps("a", 3), "the client state 'a' is a int; expected Parameters"),
     ],
 )
-def test_an_unusable_result_is_reported(
+def test_an_unusable_result_is_reported_at_once_and_the_client_continues(
     fleet: FakeFleet,
     make_client: MakeClient,
     model: model_pb2.ModelRef,
@@ -144,13 +199,51 @@ def test_an_unusable_result_is_reported(
     text: str,
 ) -> None:
     fleet.assign(model)
+    fleet.assign(model, trainer="letters")
     client = make_client()
     client.add_trainer("digits", result)
-    client.run(max_tasks=1)
+    client.add_trainer("letters", add_one)
+    client.run(max_tasks=2)
     (fail,) = fleet.requests["Fail"]
-    assert fail.reason == model_pb2.REASON_TRAINER_ERROR
+    assert (fail.token, fail.reason) == ("token-1", model_pb2.REASON_TRAINER_ERROR)
     assert text in fail.text
-    assert "Upload" not in fleet.calls
+    assert [request.token for request in fleet.requests["Report"]] == ["token-2"]
+
+
+def test_tensors_are_a_result_like_arrays(base: Parameters) -> None:
+    torch = pytest.importorskip("torch")
+    values = {name: torch.from_numpy(array.copy()) for name, array in base.items()}
+    values["bias"].requires_grad_()
+    result = TrainResult(parameters=values, num_examples=1)
+    assert not result.to_update(base).to_vector().any()
+    module = torch.nn.Linear(2, 2).to(torch.bfloat16)  # whose parameters require gradients
+    start = Parameters.from_arrays(module.state_dict())
+    assert start["bias"].dtype.name == "bfloat16"
+    for given in (module, dict(module.named_parameters()), module.state_dict()):
+        assert not TrainResult(parameters=given, num_examples=1).to_update(start).to_vector().any()
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_that_comes_back_from_a_trainer_ends(
+    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef
+) -> None:
+    fleet.assign(model)
+    client = make_client()
+    statuses: list[int] = []
+
+    @client.trainer("digits")
+    def train(task: Task) -> TrainResult:
+        for status in (0, 3):
+            if (child := os.fork()) == 0:
+                if status:
+                    sys.exit(status)
+                return add_one(task)
+            statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        return add_one(task)
+
+    client.run(max_tasks=1)
+    assert statuses == [0, 3]
+    assert fleet.calls.count("Report") == 1
 
 
 def test_an_unknown_trainer_is_reported(fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef) -> None:

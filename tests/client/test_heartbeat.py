@@ -147,3 +147,43 @@ def test_other_trainings_end_at_their_deadline() -> None:
     control = Control()
     beat(control, model_pb2.REASON_TRAIN_TIMEOUT)
     assert control.signal.is_set()
+
+
+def test_a_trainer_that_does_not_return_after_the_deadline_is_named_and_the_server_knows_that_the_client_is_there(
+    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet.proceed = fleet_pb2.Continue(remaining_s=0.0)
+    fleet.assign(model, training_timeout_s=100.0, upload_timeout_s=0.0, heartbeat_s=0.1)
+    client = make_client()
+
+    @client.trainer("digits")
+    def train(task: Task) -> TrainResult:
+        task.control.signal.wait(60)
+        fleet.wait_for("Heartbeat", fleet.calls.count("Heartbeat") + 2)
+        return add_one(task)
+
+    with caplog.at_level("WARNING"):
+        client.run(max_tasks=1)
+    assert "The task has ended (the deadline of the assignment has passed), but its trainer has not returned" in (
+        caplog.text
+    )
+    assert not {"Report", "Fail"} & set(fleet.calls)
+
+
+def test_the_server_is_told_of_a_stop_while_the_trainer_runs(
+    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet.assign(model)
+    client = make_client()
+
+    @client.trainer("digits")
+    def train(task: Task) -> TrainResult:
+        client.stop()
+        fleet.wait_for("Fail")
+        return add_one(task)
+
+    with caplog.at_level("INFO"):
+        client.run()
+    assert [request.reason for request in fleet.requests["Fail"]] == [model_pb2.REASON_CLIENT_STOPPED]
+    assert "a second signal ends it at once" in caplog.text
+    assert "Report" not in fleet.calls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pwd
 import stat
 import subprocess
 import sys
@@ -145,3 +146,28 @@ def test_a_ticket_cannot_take_tls_from_a_known_server(tmp_path: Path) -> None:
     with other.lock():
         assert not other.load_identity(without).tls
         assert other.load_identity(with_tls).tls
+
+
+def test_the_key_of_a_lost_identity_stays_for_a_backup(tmp_path: Path) -> None:
+    place = DataDirectory(tmp_path, "server:1", "demo")
+    with place.lock():
+        place.load_signing_key(place.load_identity())
+        former = {name: (place.path / name).read_bytes() for name in ("identity.json", "identity.key")}
+        (place.path / "identity.json").unlink()
+        place.load_signing_key(place.load_identity())
+        assert (place.path / "identity.key").read_bytes() != former["identity.key"]
+        (kept,) = place.path.glob("identity.key.*")
+        assert kept.read_bytes() == former["identity.key"]
+
+
+def test_a_user_without_a_home_is_told_what_to_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_no_user(number: int) -> None:
+        raise KeyError(number)
+
+    for name in ("HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", find_no_user)
+    with pytest.raises(DataDirectoryError, match="no home directory: name a folder with --data-dir"):
+        Client("127.0.0.1:1", population="demo")
+    with pytest.raises(DataDirectoryError, match="begins with ~"):
+        Client("127.0.0.1:1", population="demo", data_dir="~/clients")

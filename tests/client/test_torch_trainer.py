@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,9 +21,11 @@ from fedplat.model import Parameters
 from fedplat.parallel import Parallel
 from fedplat.plugins import BUILTIN, Plugins
 from fedplat.pytorch import convert as backend
+from fedplat.pytorch.distributed import LaunchedRank
 from fedplat_client import Cancelled, ClientOptions, Task, TrainResult
 from fedplat_client._work import process_group
 from fedplat_client.task import Control
+from fedplat_client.trainers import distributed
 from fedplat_client.trainers.torch import TorchTrainer
 
 CONFIG = {"epochs": 10, "batch_size": 32, "learning_rate": 0.1, "momentum": 0.9}
@@ -221,6 +224,25 @@ def test_without_torchrun_parallel_training_is_that_of_one_process() -> None:
         for kind in ("none", "data")
     )
     assert one == same
+
+
+def test_ranks_that_are_started_again_do_not_read_what_the_former_ones_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+
+    def rendezvous(url: str) -> Iterator[tuple[Any, int, int]]:
+        yield store, 0, 2
+
+    monkeypatch.setattr(distributed, "rendezvous", rendezvous)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+
+    def make(rank: int) -> Any:
+        place = LaunchedRank(launcher="torchrun", rank=rank, size=2, local_rank=rank, local_size=2)
+        return cast(Any, distributed.LaunchedGroup(place))
+
+    make(0)._publish(b"a training")
+    assert make(1)._receive_from_leader() == b"a training"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not make(1)._open_store().check(["said/1"])
 
 
 class Ascent(Struct, frozen=True):

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 
-from fedplat import wire
+from fedplat import durable, wire
+from fedplat.client_state import ClientState
 from fedplat.model import Parameters
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import Client, Task, TrainResult, TransferError
+from fedplat_client._state import lru
+from fedplat_client._state.client_state import ClientStateStore
 from fedplat_client._state.model_cache import ModelCache
+from fedplat_client._state.two_phase import SentReport
 from fedplat_client._work import transfer
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.task import Control
@@ -344,3 +351,52 @@ class TestModelCache:
             with pytest.raises(TransferError, match=hashlib.sha256(b"x").hexdigest()):
                 cache.admit(part, "a" * 64)
         assert not part.path.exists()
+
+    def test_a_disk_that_is_smaller_than_the_limit_is_enough(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def free_bytes(folder: Path) -> int:
+            return 250 - sum(path.stat().st_size for path in folder.iterdir())
+
+        monkeypatch.setattr(lru, "free_bytes", free_bytes)
+        cache = ModelCache(tmp_path / "models", limit_bytes=2**30)
+        first, second, third = (self.fill(cache, bytes([number]) * 100) for number in range(3))
+        assert [cache.find(digest) is not None for digest in (first, second, third)] == [False, True, True]
+
+    def test_a_disk_that_is_full_nevertheless_gets_room(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        cache = ModelCache(tmp_path / "models", limit_bytes=2**30)
+        first, second = (self.fill(cache, bytes([number]) * 100) for number in range(2))
+        used = "c" * 64
+        cache.make_room(100, used)
+        with cache.part(used) as part:
+            write, fails = part._file.write, [errno.ENOSPC, errno.EDQUOT, errno.ENOSPC]  # pyright: ignore[reportPrivateUsage]
+
+            def full(data: bytes) -> int:
+                if fails:
+                    raise OSError(fails.pop(), "full")
+                return write(data)
+
+            monkeypatch.setattr(part, "_file", SimpleNamespace(write=full, close=part._file.close))  # pyright: ignore[reportPrivateUsage]
+            with pytest.raises(OSError, match="full"):
+                part.write(b"x" * 100)  # there were two files to evict
+            assert (cache.find(first), cache.find(second), part.path.exists()) == (None, None, True)
+            part.write(b"x" * 100)
+        assert part.path.read_bytes() == b"x" * 100
+
+    def test_the_cache_gives_way_to_a_client_state(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        cache = ModelCache(tmp_path / "models", limit_bytes=2**30)
+        self.fill(cache, b"x" * 100)
+        self.fill(cache, b"y" * 100)
+        states = ClientStateStore(tmp_path / "states", 2**30, cache.give_way)
+        whole, fails = durable.atomic_write, [errno.ENOSPC]
+
+        def full(path: Path) -> Any:
+            if fails:
+                raise OSError(fails.pop(), "full")
+            return whole(path)
+
+        monkeypatch.setattr(durable, "atomic_write", full)
+        state = ClientState()
+        state.put("a", Parameters.from_arrays({"w": np.ones(2, np.float32)}))
+        assert states.stage("job-1", SentReport("token", "digest"), state)
+        assert len(list((tmp_path / "models").iterdir())) == 1

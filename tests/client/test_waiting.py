@@ -14,7 +14,7 @@ from fedplat.wire.v1 import model_pb2
 from fedplat_client import Cancelled, ClientOptions
 from fedplat_client.backoff import Backoff, draw_s, retry
 from fedplat_client.cancellation import Stop, StopSignal, reason_name
-from fedplat_client.errors import CallRefusedError, ServerUnavailableError
+from fedplat_client.errors import CallError, CallRefusedError, ServerUnavailableError, UnreachableError
 
 
 class Extreme(random.Random):
@@ -172,3 +172,40 @@ def test_errors_that_time_does_not_heal_are_raised_at_once() -> None:
     assert waits.delays_s == []
     with pytest.raises(ServerUnavailableError, match="failure 0"):
         retry(failing(9), options_of(waits), StopSignal(), recover=give_up)
+
+
+CUT = UnreachableError("UNAVAILABLE", "Stream removed")
+
+
+@pytest.mark.parametrize(
+    ("exc", "lasted_s", "delays"),
+    [
+        (CUT, 50.0, [0.5, 0.5, 0.5]),  # by a load balancer, each time
+        (UnreachableError("UNAVAILABLE", "Received http2 header with status: 504"), 60.0, [0.5, 0.5, 0.5]),
+        (CUT, 0.2, [0.5, 1.0, 2.0]),
+        (UnreachableError("UNAVAILABLE", "failed to connect to all addresses"), 20.0, [0.5, 1.0, 2.0]),
+        (UnreachableError("UNAVAILABLE", "DNS resolution failed for host:1"), 20.0, [0.5, 1.0, 2.0]),
+        (ServerUnavailableError("DEADLINE_EXCEEDED", "Deadline Exceeded"), 90.0, [0.5, 1.0, 2.0]),
+    ],
+)
+def test_a_wait_that_a_load_balancer_ends_is_no_failure(exc: CallError, lasted_s: float, delays: list[float]) -> None:
+    backoff = Backoff(ClientOptions(first_backoff_s=0.5, rng=Extreme(high=True)))
+    assert [backoff.next_after(exc, lasted_s) for _ in range(3)] == delays
+
+
+def test_steps_that_wait_are_repeated_without_a_growing_back_off() -> None:
+    times, waits, answers = [0.0], list[float](), [CUT, CUT, CUT]
+
+    def wait(signal: StopSignal, seconds: float) -> bool:
+        waits.append(seconds)
+        return False
+
+    def call() -> str:
+        times[0] += 50.0
+        if answers:
+            raise answers.pop()
+        return "answer"
+
+    options = ClientOptions(first_backoff_s=0.5, rng=Extreme(high=True), wait=wait, clock=lambda: times[0])
+    assert retry(call, options, StopSignal()) == "answer"
+    assert waits == [0.5, 0.5, 0.5]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -64,3 +65,44 @@ def test_children_that_are_forked_during_calls_live(module: str) -> None:
     program = PROGRAM.format(module=module)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
     assert done.stdout == "0\n", done.stderr
+
+
+OWNED = """
+import os, signal, sys, time
+from pathlib import Path
+from fedplat_client import cancellation
+from fedplat_client._state.data_dir import DataDirectory
+
+def fork():
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.write(write, b"x")
+        while True:
+            time.sleep(600)
+    os.read(read, 1)
+    return pid
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+directory = DataDirectory(Path(sys.argv[1]), "host:1", "demo")
+stops = []
+with directory.lock(), cancellation.on_signals(lambda: stops.append("stopped")):
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(child := fork(), number)
+        assert os.waitpid(child, 0)[1] == number, number
+    left = fork()
+assert not stops, stops
+with directory.lock():  # although the child lives on
+    os.kill(left, signal.SIGKILL)
+with cancellation.on_signals(lambda: stops.append("stopped")):
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not stops:
+        time.sleep(0.01)
+print("ended", flush=True)
+"""
+
+
+def test_a_forked_child_has_its_own_signals_and_none_of_the_locks(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OWNED, str(tmp_path)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.stdout == "ended\n", done.stderr

@@ -106,10 +106,17 @@ def test_tied_weights_stay_tied():
 
     source, target = Tied(), Tied()
     parameters = backend.from_state_dict(source.state_dict())
-    assert set(parameters) == {"encoder.weight", "decoder.weight"}
+    assert set(parameters) == {"encoder.weight"}  # one entry for one tensor
     backend.load_into(target, parameters)
     assert target.decoder.weight is target.encoder.weight
     assert torch.equal(target.decoder.weight, source.encoder.weight)
+    other = Parameters.from_arrays({"decoder.weight": parameters["encoder.weight"] + 1.0})
+    backend.load_into(target, other)  # a file that has another of the names
+    assert torch.equal(target.encoder.weight, source.encoder.weight + 1.0)
+    both = Parameters.from_arrays({**parameters, **other})
+    with pytest.raises(ModelError, match=r"'encoder.weight' and 'decoder.weight' of the model differ"):
+        backend.load_into(target, both)
+    backend.load_into(target, Parameters.from_arrays(dict.fromkeys(both, parameters["encoder.weight"])))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
-""".github/workflows/docs.yml publishes what `make docs` builds."""
+""".github/workflows/docs.yml publishes what `make docs` builds; all workflows pin their actions."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from support.docs.blocks import ROOT
@@ -39,7 +41,21 @@ def test_the_artifact_is_what_make_docs_builds() -> None:
     assert build["env"] == {"DOCS_REPOSITORY": "${{ github.server_url }}/${{ github.repository }}"}
 
 
-def test_actions_have_a_version() -> None:
-    used = [step["uses"] for job in JOBS.values() for step in job["steps"] if "uses" in step]
-    assert used
-    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", name) for name in used)
+@pytest.mark.parametrize("path", sorted((ROOT / ".github/workflows").glob("*.yml")), ids=lambda path: path.stem)
+def test_every_workflow_pins_its_actions_and_gives_few_permissions(path: Path) -> None:
+    """The owner of an action could move its tag to other code, which has the permissions of the job."""
+    text = path.read_text()
+    workflow: dict[Any, Any] = yaml.safe_load(text)
+    steps = [step for job in workflow["jobs"].values() for step in job.get("steps", [])]
+    for action in (step["uses"] for step in steps if "uses" in step):
+        assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action), action
+        assert re.search(rf"{re.escape(action)} # v\d+\.\d+\.\d+$", text, re.MULTILINE), action
+        if action.startswith("actions/checkout@"):
+            (checkout,) = [step for step in steps if step.get("uses") == action]
+            assert checkout["with"]["persist-credentials"] is False
+    if "pull_request" in workflow[True]:
+        for job in workflow["jobs"].values():
+            may_write = "write" in job.get("permissions", workflow["permissions"]).values()
+            assert not may_write or job["if"] in ("github.event_name != 'pull_request'", "github.ref_type == 'tag'")
+    assert "EXTRA_INDEX" not in text  # pip takes the highest version of a name from any index
+    assert "--extra-index" not in text

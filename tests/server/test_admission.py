@@ -19,7 +19,7 @@ from fedplat.wire.v1 import fleet_pb2_grpc
 from fedplat_server.config import Limits
 from fedplat_server.rpc import serving
 from fedplat_server.rpc.admission import MAX_WAITING_PER_CONNECTION, READS_PER_CONNECTION, Reads
-from support import daemons
+from support import daemons, processes
 from support.access import ADMIN_METADATA
 from support.daemons import Site, initial_model, update_of
 from support.jobs import job_file
@@ -48,6 +48,7 @@ class Silent:
         return self.calls[-1]
 
     async def end(self) -> None:
+        self._over.set()
         for call in self.calls:
             call.cancel()
         await asyncio.gather(*self.calls, return_exceptions=True)
@@ -107,13 +108,21 @@ async def another_connection(site: Site) -> AsyncGenerator[Any]:
         yield fleet_pb2_grpc.FleetStub(channel)
 
 
+def of_network(address: str) -> tuple[tuple[str, str], ...]:
+    """The metadata with which a trusted proxy reports a caller."""
+    return (("x-forwarded-for", address),)
+
+
+PROXIES = ("127.0.0.0/8",)
+
+
 @pytest.mark.calm("counts calls")
 @pytest.mark.fault("F38")
 async def test_strangers_have_few_reads_at_a_time_and_clients_go_on(folder: Path, made: list[Reads]) -> None:
-    limits = Limits(newcomer_reads=2, newcomer_reads_per_network=3, newcomer_read_s=3600.0)
+    limits = Limits(newcomer_reads=2, newcomer_read_s=3600.0, newcomer_share_s=3600.0)
     async with daemons.running(folder, limits=limits) as site, another_connection(site) as other:
         client = await site.enroll()
-        (reads,) = made
+        reads = made[0]
         async with silent(site) as calls:
             for method in ("Enroll", "OpenSession"):
                 calls.start(FLEET + method)
@@ -122,6 +131,7 @@ async def test_strangers_have_few_reads_at_a_time_and_clients_go_on(folder: Path
                 return reads.num_newcomers == 2
 
             await daemons.until(full, "the reads of strangers to be taken")
+            force_setattr(limits, "newcomer_read_s", 0.1)
             status, code, window = await refusal_of(other.GetChallenge(CHALLENGE))
             assert (status, code) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
             assert window == "1 10"
@@ -138,9 +148,9 @@ async def test_strangers_have_few_reads_at_a_time_and_clients_go_on(folder: Path
 @pytest.mark.calm("counts calls")
 @pytest.mark.fault("F38")
 async def test_a_newcomer_waits_for_a_turn_of_its_network(folder: Path, made: list[Reads]) -> None:
-    limits = Limits(newcomer_reads_per_network=2, newcomer_read_s=3600.0)
+    limits = Limits(newcomer_reads_per_network=2, newcomer_read_s=3600.0, newcomer_share_s=3600.0)
     async with daemons.running(folder, limits=limits) as site, another_connection(site) as other:
-        (reads,) = made
+        reads = made[0]
         async with silent(site) as calls:
             for _ in range(2):
                 calls.start(FLEET + "GetChallenge")
@@ -160,15 +170,61 @@ async def test_a_newcomer_waits_for_a_turn_of_its_network(folder: Path, made: li
 
 @pytest.mark.calm("counts calls")
 @pytest.mark.fault("F38")
+@pytest.mark.parametrize(
+    "networks",
+    [["192.0.2.1"], ["192.0.2.1", "192.0.2.2", "192.0.2.3"], ["2001:db8::7", "2001:db8:0:1::7", "2001:db8:0:100::7"]],
+    ids=["one", "several", "one /48"],
+)
+async def test_incomplete_messages_keep_no_newcomer_out(folder: Path, made: list[Reads], networks: list[str]) -> None:
+    """All places are held, and refused calls come again: a newcomer gets a place, also as a neighbour."""
+    limits = Limits(newcomer_reads=6, newcomer_reads_per_network=4, newcomer_read_s=3600.0, newcomer_share_s=0.02)
+    async with (
+        daemons.running(folder, limits=limits, trusted_proxies=PROXIES) as site,
+        another_connection(site) as other,
+        silent(site) as calls,
+    ):
+
+        async def hold(network: str) -> None:
+            while True:
+                with contextlib.suppress(aio.AioRpcError):
+                    await calls.start(FLEET + "GetChallenge", of_network(network))
+
+        attacks = [asyncio.create_task(hold(network)) for network in networks for _ in range(12)]
+
+        async def full() -> bool:
+            return made[0].num_newcomers >= 4 and made[0].num_waiting > 0
+
+        await daemons.until(full, "the places to be taken")
+        for network in ("198.51.100.1", "2001:db8:5::1", networks[0]):
+            for _ in range(3):
+                assert (await other.GetChallenge(CHALLENGE, metadata=of_network(network))).nonce
+        for attack in attacks:
+            attack.cancel()
+        await asyncio.gather(*attacks, return_exceptions=True)
+
+
+@pytest.mark.calm("counts calls")
+@pytest.mark.fault("F38")
+async def test_an_oversized_message_of_a_newcomer_is_refused(site: Site) -> None:
+    for method in (FLEET + "GetChallenge", FLEET + "OpenSession", "/grpc.health.v1.Health/Check"):
+        call: Any = site.channel.unary_unary(method)(b"\x7a\x80\x10" + bytes(2048))
+        status, code, _ = await refusal_of(call)
+        assert (status, code) == (grpc.StatusCode.INVALID_ARGUMENT, "TOO_LARGE"), method
+
+
+@pytest.mark.calm("counts calls")
+@pytest.mark.fault("F38")
 @pytest.mark.fault("F41")
 async def test_a_connection_that_holds_its_calls_open_keeps_only_itself_waiting(
     folder: Path, made: list[Reads]
 ) -> None:
     async with (
-        daemons.running(folder, limits=Limits(newcomer_reads_per_network=3, newcomer_read_s=3600.0)) as site,
+        daemons.running(
+            folder, limits=Limits(newcomer_reads_per_network=3, newcomer_read_s=3600.0, newcomer_share_s=3600.0)
+        ) as site,
         another_connection(site) as neighbour,
     ):
-        (reads,) = made
+        reads = made[0]
         async with silent(site) as calls:
             for _ in range(READS_PER_CONNECTION + MAX_WAITING_PER_CONNECTION):
                 calls.start(FLEET + "GetChallenge")
@@ -191,7 +247,7 @@ async def test_a_connection_that_holds_its_calls_open_keeps_only_itself_waiting(
 @pytest.mark.calm("counts calls")
 @pytest.mark.fault("F38")
 async def test_a_call_whose_turn_does_not_come_is_refused(folder: Path) -> None:
-    limits = Limits(newcomer_read_s=0.2)
+    limits = Limits(newcomer_read_s=0.2, newcomer_share_s=3600.0)
     async with daemons.running(folder, limits=limits) as site, silent(site) as calls:
         refused = [await refusal_of(calls.start(FLEET + "GetChallenge")) for _ in range(2)]
         assert {code for _, code, _ in refused} == {"TOO_SLOW"}
@@ -237,25 +293,29 @@ async def test_one_client_has_few_reads_at_a_time(folder: Path) -> None:
 @pytest.mark.calm("counts calls")
 @pytest.mark.fault("F38")
 async def test_watches_of_one_network_are_counted(folder: Path) -> None:
-    async with daemons.running(folder, limits=Limits(open_calls_per_network=3)) as site:
+    """The oldest one ends for another; other networks, checks, and the port for probes are not affected."""
+    limits = Limits(open_calls=6, open_calls_per_network=3)
+    health = f"127.0.0.1:{processes.free_port()}"
+    async with daemons.running(folder, limits=limits, trusted_proxies=PROXIES, health_listen=health) as site:
         stub: Any = health_pb2_grpc.HealthStub(site.channel)
-        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(3)]
+        request, serving = health_pb2.HealthCheckRequest(), health_pb2.HealthCheckResponse.SERVING
+        networks = [network for network in ("192.0.2.1", "192.0.2.2") for _ in range(3)]
+        watches = [stub.Watch(request, metadata=of_network(network)) for network in networks]
         for watch in watches:
-            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        one_more = stub.Watch(health_pb2.HealthCheckRequest())
-        with pytest.raises(aio.AioRpcError) as caught:
-            await one_more.read()
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert (await watch.read()).status == serving
+        for network, oldest in (("192.0.2.2", watches[3]), ("198.51.100.1", watches[0])):
+            one_more = stub.Watch(request, metadata=of_network(network))
+            assert (await one_more.read()).status == serving
+            with pytest.raises(aio.AioRpcError) as caught:
+                await oldest.read()
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await stub.Check(request, metadata=of_network("192.0.2.2"))).status == serving
+        async with aio.insecure_channel(health) as channel:
+            probes: Any = health_pb2_grpc.HealthStub(channel)
+            for _ in range(4):
+                assert (await probes.Check(health_pb2.HealthCheckRequest(service="liveness"))).status == serving
         for watch in watches:
             watch.cancel()
-
-        async def free() -> bool:
-            try:
-                return await site.readiness() == health_pb2.HealthCheckResponse.SERVING
-            except aio.AioRpcError:
-                return False
-
-        await daemons.until(free, "a watch to be free again")
 
 
 @pytest.mark.calm("looks at the state of a connection")

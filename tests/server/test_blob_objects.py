@@ -12,9 +12,11 @@ import pytest
 from fedplat_server.errors import BlobError, BlobMissingError, BlobUnavailableError, ConfigError
 from fedplat_server.instruments import Instruments
 from fedplat_server.storage import blob_cache, blob_objects
+from fedplat_server.storage.blob_backend import StoredDigests
 from fedplat_server.storage.blob_stores import BlobPlace, reconcile
 from fedplat_server.storage.blobs import Blob, BlobStore
 from fedplat_server.storage.object_store import ObjectStore
+from fedplat_server.storage.ownership import Owner
 from support.seaweedfs import SeaweedFS
 
 DATA = b"a model"
@@ -165,7 +167,7 @@ def test_young_blobs_are_never_removed(blobs: BlobStore, objects: ObjectStore) -
     """Another daemon may have written them, and be about to reference them."""
     put(blobs, DATA)
     before = names(objects)
-    assert blobs.remove_orphans(frozenset()) == 0
+    assert blobs.remove_orphans(StoredDigests()) == (0, 0)
     with blobs.sweep() as sweep:
         assert sweep.remove([DIGEST]) == 0
     assert names(objects) >= before
@@ -181,7 +183,8 @@ def test_old_blobs_are_removed_with_their_copies(
     objects.put(f"blobs/{orphan}", b"not ours either")
     with blobs.sweep() as sweep:
         assert sweep.remove([swept, unsettled.digest, DIGEST]) == 1
-    assert blobs.remove_orphans(frozenset({kept, unsettled.digest})) == 1
+    stored = StoredDigests(frozenset({kept, unsettled.digest}), frozenset({orphan}))
+    assert blobs.remove_orphans(stored) == (1, 0)
     assert blobs.all_digests() == {kept, unsettled.digest}
     assert not blobs.path(swept).exists()
     assert not blobs.path(orphan).exists()
@@ -213,28 +216,28 @@ def test_a_blob_that_is_written_while_it_is_removed_stays(
 def test_a_foreign_store_is_refused_and_nothing_is_removed(
     blobs: BlobStore, place: BlobPlace, objects: ObjectStore, tmp_path: Path
 ) -> None:
-    blobs.claim("one")
-    blobs.claim("one")
+    blobs.claim(Owner("one"))
+    blobs.claim(Owner("one"))
     put(blobs, DATA)
     before = names(objects)
     with pytest.raises(ConfigError, match=r"belongs to another database .*'one'.*'other'"):
-        elsewhere(place, tmp_path).claim("other")
+        elsewhere(place, tmp_path).claim(Owner("other"))
     assert names(objects) == before
 
 
 def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
     place = BlobPlace(tmp_path / "data", str(tmp_path / "models"))
-    place.open().claim("one")
-    place.open().claim("one")
+    place.open().claim(Owner("one"))
+    place.open().claim(Owner("one"))
     with pytest.raises(ConfigError, match="belongs to another database"):
-        place.open().claim("other")
+        place.open().claim(Owner("other"))
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["fedplat.json"]
 
 
 def test_an_owner_that_cannot_be_read(blobs: BlobStore, objects: ObjectStore) -> None:
     objects.put("fedplat.json", b"{")
     with pytest.raises(BlobError, match="damaged"):
-        blobs.claim("one")
+        blobs.claim(Owner("one"))
 
 
 @pytest.mark.slow
@@ -245,7 +248,7 @@ def test_each_race_has_one_owner(s3: SeaweedFS, tmp_path: Path) -> None:
 
         def claim(number: int, hosts: list[BlobStore] = hosts) -> bool:
             try:
-                hosts[number].claim(f"database {number}")
+                hosts[number].claim(Owner(f"database {number}"))
             except ConfigError:
                 return False
             return True
@@ -261,8 +264,8 @@ def test_the_models_of_a_data_folder_are_copied(place: BlobPlace, objects: Objec
     former = BlobPlace(place.data_dir).open()
     known, unknown, lost = put(former, DATA), put(former, b"an orphan"), "ab" * 32
     blobs = place.open()
-    found = reconcile(blobs, place, frozenset({known, lost}))
-    assert (found.copied, found.removed, found.missing) == (1, 0, frozenset({lost}))
+    found = reconcile(blobs, place, StoredDigests(frozenset({known, lost})))
+    assert (found.copied, found.orphans, found.missing) == (1, (0, 0), frozenset({lost}))
     assert blobs.all_digests() == {known}
     assert former.all_digests() == {known, unknown}
-    assert reconcile(blobs, place, frozenset({known})).copied == 0
+    assert reconcile(blobs, place, StoredDigests(frozenset({known}))).copied == 0

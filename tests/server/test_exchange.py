@@ -283,3 +283,23 @@ def test_the_status_of_an_exchange_in_words() -> None:
     found = admin_pb2.Exchange(topology="ring", kind="ring", num_silos=1, excluded=["c-1", "c-2"])
     assert exchange.describe(found) == "ring all-reduce, 1 silo; rings leave out c-1, c-2"
     assert exchange.join_names(["c-1"], 3) == "c-1 and 2 more"
+
+
+async def test_edges_name_clients_of_the_population(folder: Path) -> None:
+    async with daemons.running(folder) as site:
+        names = sorted(client.client_id for client in await site.fleet(3))
+
+        async def submit(*edges: tuple[str, str]) -> str:
+            pairs = ", ".join(f'["{first}", "{second}"]' for first, second in edges)
+            more = GOSSIP.replace('kind = "gossip"', f'kind = "gossip"\ntopology = "edges"\nedges = [{pairs}]')
+            return await site.operator.start(job_text(more=more))
+
+        first, second, third = names
+        assert await submit((first, second), (second, third))
+        for edges, text in (
+            ([("north", "south")], "there is no silo 'north', 'south' in population demo"),
+            ([(first, second), (second, "c-0123456789abcdef")], "there is no silo .c-0123456789abcdef"),
+            ([(first, second)], "mode.edges name 2 silos, and 3 take part"),
+        ):
+            with pytest.raises(aio.AioRpcError, match=text):
+                await submit(*edges)

@@ -104,7 +104,8 @@ async def test_jobs_are_found_by_name_if_only_one_has_it(site: Site) -> None:
         ("rounds = ", "not valid TOML"),
         (job_file().replace("trainer", "trianer"), "did you mean trainer?"),
         (job_file(more='[evaluation]\nserver = "digits"'), "--evaluator digits=module:function"),
-        ("#" * (2**20 + 1), "more than"),
+        ("#" * (2**18 + 1), "more than"),
+        ("config.a" + ".a" * 15_000 + " = 1", "a key has more than 32 parts"),
         (job_file().replace('"demo"', f'"{"ä" * 1000}"') * 4, "not valid TOML"),
     ],
 )

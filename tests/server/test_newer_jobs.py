@@ -103,6 +103,25 @@ async def test_the_job_can_be_cancelled(folder: Path) -> None:
     async with daemons.running(folder) as site:
         await site.operator.jobs.CancelJob(admin_pb2.JobRequest(job=job))
         assert (await site.operator.show(job)).status == admin_pb2.JOB_STATUS_CANCELLED
+    report = await verify(f"sqlite:///{folder / 'fedplat.sqlite'}", folder)
+    assert report.findings == []
+    (note,) = report.notes
+    assert note.startswith(f"job {job} has ended, and its job file cannot be read")
+
+
+async def test_the_reason_blames_no_version_that_did_not_make_the_job(folder: Path) -> None:
+    """0.1.0 had a rule of this name that needed nothing else."""
+    former = job_file() + '[aggregation]\nrule = "easgd"\n'
+    async with daemons.running(folder) as site:
+        job = await site.operator.start(job_file())
+    change_job_file(folder, job, former)
+    async with daemons.running(folder) as site:
+        reason = (await site.operator.show(job)).reason
+        assert 'needs [updates] weighting = "uniform"; another version of fedplat made the job' in reason
+        assert "if it is older, cancel the job" in reason
+    report = await verify(f"sqlite:///{folder / 'fedplat.sqlite'}", folder)
+    (finding,) = report.findings
+    assert "cancel the job" in finding.advice
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import shutil
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from fedplat_server.errors import BlobError, BlobFullError, BlobUnavailableError
 from fedplat_server.storage.object_store import ObjectStore, RequestLimits
 from fedplat_server.storage.spool import Spool
 from fedplat_server.storage.spool_backend import ObjectBackend, ObjectName
-from fedplat_server.storage.spool_names import path_of
+from fedplat_server.storage.spool_names import name_attempt, path_of
 from fedplat_server.storage.store_health import StoreHealth
 from support.rounds.driver import Driver, collecting
 from support.seaweedfs import SeaweedFS
@@ -28,6 +28,7 @@ DIGEST = hashlib.sha256(DATA).hexdigest()
 KEY = AssignmentId(AttemptKey("job", 1, 2), "client")
 OTHER = KEY._replace(client_id="other")
 LATER = KEY._replace(attempt=AttemptKey("job", 1, 3))
+ALL_ATTEMPTS = frozenset(name_attempt(key.attempt) for key in (KEY, LATER))
 NO_RETRIES = RequestLimits(connect_s=5.0, request_s=20.0, retry_s=1.0, max_retries=0)
 
 
@@ -67,9 +68,9 @@ def open_host(tmp_path: Path, s3: SeaweedFS) -> Generator[Callable[..., Host]]:
     hosts: list[Host] = []
     url = s3.url()
 
-    def open_one(term: int, *needed: AssignmentId) -> Host:
+    def open_one(term: int, *needed: AssignmentId, known: Collection[str] = ALL_ATTEMPTS) -> Host:
         hosts.append(Host(tmp_path, url, term))
-        hosts[-1].spool.keep(needed)
+        hosts[-1].spool.keep(needed, known)
         return hosts[-1]
 
     yield open_one

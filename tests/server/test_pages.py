@@ -147,7 +147,7 @@ async def test_labels_are_bounded_in_bytes(site: Site) -> None:
 @pytest.mark.fault("F47")
 @pytest.mark.slow
 async def test_jobs_are_listed_without_their_files(site: Site) -> None:
-    padding = "#" * (2**20 - 2**12)
+    padding = "#" * (2**18 - 2**12)
     jobs = [(await site.operator.create(job_file(f"job-{n}", more=padding))).job_id for n in range(9)]
     found = await each_page(site.operator.jobs.ListJobs, admin_pb2.ListJobsRequest())
     assert [one.job_id for page in found for one in page.jobs] == jobs

@@ -60,6 +60,26 @@ async def test_operators_see_the_progress_of_the_open_attempt(site: Site) -> Non
     assert not any(one.HasField("progress") for one in listed)
 
 
+async def test_operators_see_a_client_whose_trainer_does_not_return(site: Site) -> None:
+    job = await site.operator.start(job_file(goal=1))
+    (client,) = await site.fleet(1)
+    (assignment,) = await site.assign([client])
+
+    async def shown() -> tuple[str, str]:
+        (found,) = (await site.operator.clients.ListClients(admin_pb2.ListClientsRequest())).clients
+        return found.state, found.job_id
+
+    await site.operator.jobs.PauseJob(admin_pb2.JobRequest(job=job))
+    assert await shown() == ("away", "")
+    assert (await client.heartbeat(assignment.token, 0.0)).HasField("stop")
+    assert await shown() == ("away", job)  # it is there, in its trainer
+    await client.refusal()
+    assert await shown() == ("away", "")
+    tracker = ProgressTracker()
+    tracker.record_overdue("c-1", job, until=10.0)
+    assert (tracker.find_overdue("c-1", 9.0), tracker.find_overdue("c-1", 10.0)) == (job, "")
+
+
 async def test_a_client_that_was_restarted_begins_anew(site: Site) -> None:
     job = await site.operator.start(job_file(goal=1))
     client = await site.enroll()

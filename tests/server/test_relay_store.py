@@ -10,6 +10,7 @@ import pytest
 from fedplat.rounds import AttemptKey
 from fedplat_server.errors import UploadError
 from fedplat_server.storage.relay_store import RelayedFile, RelayStore
+from fedplat_server.storage.spool_names import name_attempt
 
 CONTENT = b"encrypted" * 100
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
@@ -54,9 +55,9 @@ def test_a_start_keeps_the_files_of_open_attempts_alone(tmp_path: Path) -> None:
         send(store, file_of(attempt))
     (tmp_path / "stray").write_bytes(b"left by a crash")
     store = RelayStore(tmp_path)
-    store.keep([SECOND])
+    store.keep([SECOND], {name_attempt(FIRST)})
     assert (store.find(file_of(FIRST)), store.find(file_of(SECOND)) is not None) == (None, True)
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.iterdir())) == 2  # "stray" is the operator's
     with pytest.raises(UploadError, match="the attempt has ended"):
         send(store, file_of(FIRST))
 

@@ -19,7 +19,7 @@ from fedplat_server.errors import BlobError, BlobFullError, RefusedError, SpoolE
 from fedplat_server.rpc.report_intake import ReceivedUpdate, receive_update
 from fedplat_server.storage.spool import Spool
 from fedplat_server.storage.spool_file import MemoryFile, SpoolFile
-from fedplat_server.storage.spool_names import path_of
+from fedplat_server.storage.spool_names import name_attempt, path_of
 from support.rounds.buffers import FIRST, buffered
 from support.rounds.driver import Driver, collecting
 
@@ -156,12 +156,13 @@ def test_only_what_is_needed_is_kept_with_what_had_arrived(uploads: Spool) -> No
     (uploads.folder / "stray").write_bytes(b"x")
 
     again = Spool(uploads.folder)
-    again.keep([KEY, partial, LATER])
+    again.keep([KEY, partial, LATER], {name_attempt(EARLIER.attempt)})
     assert again.complete(KEY, DIGEST) is not None
     assert again.complete(EARLIER, DIGEST) is None
     assert again.complete(needless, DIGEST) is None
     assert again.count_received(partial, DIGEST) == 100
-    assert len([path for path in uploads.folder.rglob("*") if path.is_file()]) == 2
+    assert len([path for path in uploads.folder.rglob("*") if path.is_file()]) == 3
+    assert (uploads.folder / "stray").exists()  # the operator's
     resumed = again.open(partial, DIGEST, len(DATA), 100)
     resumed.write(DATA[100:])
     assert resumed.finish().read_bytes() == DATA

@@ -15,6 +15,7 @@ import pytest
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat_server.errors import BlobFullError, UploadError
 from fedplat_server.storage.spool import Spool
+from fedplat_server.storage.spool_names import name_attempt
 
 DATA = bytes(range(256)) * 40
 SIZE = len(DATA)
@@ -231,7 +232,7 @@ def test_clients_do_not_meet(uploads: Spool) -> None:
     assert [uploads.complete(key, DIGEST) is not None for key in keys] == [False, False, True, True]
     uploads.discard(keys[2])
     assert num_files(uploads) == 1
-    uploads.keep([])
+    uploads.keep([], {name_attempt(each.attempt) for each in keys})
     assert num_files(uploads) == 0
     fill(uploads)
 

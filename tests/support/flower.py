@@ -129,7 +129,11 @@ Fault = Callable[[Exchange, int], NodeReply | str | None]
 
 
 def drive(
-    app: FlowerApp, num_nodes: int = 4, restart_at: Collection[int] = (), fault: Fault = lambda exchange, node: None
+    app: FlowerApp,
+    num_nodes: int = 4,
+    restart_at: Collection[int] = (),
+    fault: Fault = lambda exchange, node: None,
+    max_weight_factor: float = 0.0,
 ) -> Run:
     """Run an app to its end; `restart_at` are the exchanges in which the server crashes and continues.
 
@@ -137,6 +141,7 @@ def drive(
     """
     runner, states, nodes = ClientAppRunner(app), {}, list(range(num_nodes))
     run = ServerAppRun(app, lambda: nodes)
+    run.grid.max_weight_factor = max_weight_factor
     module = server_module(app)
     exchanges: list[Exchange] = []
     checkpoints: list[bytes] = []

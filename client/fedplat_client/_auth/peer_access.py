@@ -38,7 +38,7 @@ class PeerCredentials:
     def connect(self, address: str, client_id: str) -> grpc.Channel:
         """Open a channel to a peer's listener; its certificate must have the name of this client."""
         return transport.connect(
-            address,
+            f"dns:///{address}",  # the peer chose it: gRPC would take a host `xds` for another kind of target
             tls=True,
             ca=self.authorities.decode(),
             client_certificate=(self.key, self.certificate),

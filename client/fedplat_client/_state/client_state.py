@@ -16,6 +16,7 @@ import numpy.typing as npt
 from fedplat.client_state import ClientState
 from fedplat.errors import ModelError
 from fedplat.model import Parameters
+from fedplat_client._state import lru
 from fedplat_client._state.two_phase import SentReport, TwoPhaseFiles, WasMerged
 
 _FORMAT = "memory"
@@ -25,8 +26,8 @@ _logger = logging.getLogger(__name__)
 class ClientStateStore:
     """A folder with the client states of all jobs, at most `limit_bytes` in size."""
 
-    def __init__(self, folder: Path, limit_bytes: int) -> None:
-        self._files = TwoPhaseFiles(folder, limit_bytes, "A client state")
+    def __init__(self, folder: Path, limit_bytes: int, give_way: lru.GiveWay = lambda: False) -> None:
+        self._files = TwoPhaseFiles(folder, limit_bytes, "A client state", give_way)
 
     def open(self, job_id: str, merged: WasMerged, *, training: bool) -> ClientState:
         """Return the client state of a job. An evaluation reads the state without changing the files."""

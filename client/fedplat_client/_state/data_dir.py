@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import urllib.parse
 import uuid
@@ -29,11 +30,13 @@ from pathlib import Path
 import msgspec
 import platformdirs
 
-from fedplat import durable
+from fedplat import durable, forks
 from fedplat.auth import Ticket
 from fedplat.decoding import prepare_type
 from fedplat_client._state.keys import SigningKey, new_signing_key, new_tls_key
 from fedplat_client.errors import DataDirectoryError
+
+_logger = logging.getLogger("fedplat_client")
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,8 +51,14 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def default_data_dir() -> Path:
-    """Return the platform's folder for user data."""
-    return platformdirs.user_data_path("fedplat")
+    """Return the platform's folder for user data. Raises `DataDirectoryError` for a user without a home directory."""
+    try:
+        return platformdirs.user_data_path("fedplat")
+    except RuntimeError as exc:  # neither HOME nor an entry in /etc/passwd, as in some containers
+        raise DataDirectoryError(
+            "there is no place for this client's data, since this user has no home directory: name a folder with "
+            "--data-dir (in a program: data_dir=...), or set HOME"
+        ) from exc
 
 
 def find_identity(data_dir: Path) -> Identity:
@@ -94,17 +103,15 @@ class DataDirectory:
             raise DataDirectoryError(
                 f"the data directory {self.path} cannot be used: {exc}; choose one that this user may write to"
             ) from exc
-        try:
+        with forks.keep_descriptor(lock):  # its end frees the lock
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as exc:
                 raise DataDirectoryError(
-                    f"the data directory {self.path} is in use by another client; "
-                    "stop that client, or use another data directory for this one"
+                    f"the data directory {self.path} is in use by another client; stop that client, or use another "
+                    "data directory for this one: Client(..., data_dir=FOLDER) or --data-dir FOLDER"
                 ) from exc
             yield
-        finally:
-            os.close(lock)  # also frees the lock
 
     def load_identity(
         self, ticket: Ticket | None = None, new_key: Callable[[], str] = lambda: uuid.uuid4().hex
@@ -118,7 +125,7 @@ class DataDirectory:
         try:
             identity = _read(self._identity)
         except FileNotFoundError:
-            self._key.unlink(missing_ok=True)  # the key of a lost identity is useless
+            self._set_key_aside()
             identity = Identity(new_key(), self._server, self._population)
             self._save_with(identity, ticket)
             return self.load_identity()
@@ -172,6 +179,19 @@ class DataDirectory:
     def save(self, identity: Identity) -> None:
         """Store the identity atomically: after a crash the file has either the old content or the new one."""
         self._write(self._identity, msgspec.json.format(msgspec.json.encode(identity)) + b"\n")
+
+    def _set_key_aside(self) -> None:
+        """Give the key of a lost identity another name: the identity may come back from a backup."""
+        aside = self._key.with_name(f"{self._key.name}.{uuid.uuid4().hex[:8]}")
+        with contextlib.suppress(FileNotFoundError):
+            self._key.replace(aside)
+            _logger.warning(
+                "%s is missing, so this is a new client. To be the former one again, restore that file and rename %s "
+                "to %s.",
+                self._identity,
+                aside,
+                self._key.name,
+            )
 
     def _save_with(self, identity: Identity, ticket: Ticket | None) -> None:
         if ticket is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -22,9 +23,10 @@ _logger = logging.getLogger(__name__)
 class PartialDownload:
     """An unfinished download: a growing file and the hash of its content. Close it after use."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, give_way: lru.GiveWay) -> None:
         self.path = path
         self.size = 0
+        self._give_way = give_way
         self._sha256 = hashlib.sha256()
         self._file = path.open("a+b", buffering=0)
         self._file.seek(0)
@@ -40,7 +42,7 @@ class PartialDownload:
         """Append bytes, and hash them now, while they are in the processor's cache."""
         rest = memoryview(data)
         while rest:
-            rest = rest[self._file.write(rest) :]
+            rest = rest[lru.write(functools.partial(self._file.write, rest), self._give_way) :]
         self._count(data)
 
     def restart(self) -> None:
@@ -64,11 +66,16 @@ class ModelCache:
     One model is in use at a time: the last one requested, and also its base while it is built from a delta. These are
     never evicted; of the others, the least recently used is evicted first. A model larger than the limit is not kept
     (`fedplat_client._work.model_download`). Methods raise `OSError` if the disk fails.
+
+    The limit is an upper bound: on a disk with less space, files are evicted so that a new model fits, and `give_way`
+    is for what else the client has to write. Without `evicts` only `make_room` deletes files.
     """
 
-    def __init__(self, folder: Path, limit_bytes: int) -> None:
+    def __init__(self, folder: Path, limit_bytes: int, *, evicts: bool = True) -> None:
         self._folder = folder
         self._limit_bytes = limit_bytes
+        self._evicts = evicts
+        self._in_use: tuple[str, ...] = ()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def find(self, digest: str) -> Path | None:
@@ -80,13 +87,14 @@ class ModelCache:
             _logger.warning("A cached model is damaged and is downloaded again.", extra={"digest": digest})
             path.unlink()
             return None
+        self._in_use = (digest,)
         os.utime(path)  # eviction orders by modification time, since access times are often disabled
         return path
 
     @contextlib.contextmanager
     def part(self, digest: str) -> Generator[PartialDownload]:
         """Open the partial download of a model; it may already contain the beginning."""
-        part = PartialDownload(self._path(digest, "part"))
+        part = PartialDownload(self._path(digest, "part"), lambda: self.give_way(digest))
         try:
             yield part
         finally:
@@ -94,7 +102,12 @@ class ModelCache:
 
     def make_room(self, size_bytes: int, *digests: str) -> bool:
         """Evict other files until `size_bytes`, the total size for these digests, fits; return False if it cannot."""
+        self._in_use = digests
         return lru.make_room(self._folder, size_bytes, self._limit_bytes, digests, _log_eviction)
+
+    def give_way(self, *digests: str) -> bool:
+        """Evict one file that is neither in use nor among `digests`; return False if there is no such file."""
+        return self._evicts and lru.evict_one(self._folder, (*self._in_use, *digests), _log_eviction)
 
     def admit(self, part: PartialDownload, digest: str) -> Path:
         """Turn a finished download into a model of the cache.

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from fedplat import durable
+from fedplat import durable, forks
 from fedplat.decoding import prepare_type
 from fedplat.privacy import steps
 from fedplat.privacy.steps import StepCharge
@@ -134,11 +134,9 @@ class PrivacyLedger:
             lock = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as exc:
             raise self._unusable(exc) from exc
-        try:
+        with forks.keep_descriptor(lock):  # its end frees the lock
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
-        finally:
-            os.close(lock)  # also frees the lock
 
     def _read(self) -> _Content:
         if self._path is None:

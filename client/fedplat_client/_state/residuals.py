@@ -7,14 +7,15 @@ from pathlib import Path
 import numpy as np
 
 from fedplat.model import Vector
+from fedplat_client._state import lru
 from fedplat_client._state.two_phase import SentReport, TwoPhaseFiles, WasMerged
 
 
 class Residuals:
     """A folder with the residuals of all jobs, at most `limit_bytes` in size. Methods raise `OSError`."""
 
-    def __init__(self, folder: Path, limit_bytes: int) -> None:
-        self._files = TwoPhaseFiles(folder, limit_bytes, "A residual")
+    def __init__(self, folder: Path, limit_bytes: int, give_way: lru.GiveWay = lambda: False) -> None:
+        self._files = TwoPhaseFiles(folder, limit_bytes, "A residual", give_way)
         self.forget = self._files.forget
 
     def load(self, job_id: str, format: str, size: int, merged: WasMerged) -> Vector | None:

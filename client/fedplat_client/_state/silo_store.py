@@ -17,6 +17,8 @@ import logging
 import os
 import re
 import shutil
+import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -28,12 +30,15 @@ from fedplat import durable
 from fedplat.decoding import prepare_type
 from fedplat.gossip.messages import Delta, Digest, Number
 from fedplat.model import Parameters
+from fedplat_client._state import lru
 
 _STATE = "state.json"
 _RECEIVED = "received"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _JOB_ID = re.compile(r"[A-Za-z0-9-]{1,100}")
 _COPY_BYTES = 1 << 20
+KEEP_S = 3 * 86_400.0
+"""The time for which the files of a silo that begins again are kept beside the folders of jobs."""
 _logger = logging.getLogger(__name__)
 NumBytes = Annotated[int, Meta(ge=0)]
 
@@ -110,8 +115,9 @@ class SiloState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class SiloFolder:
     """The folder of one job. Methods raise `OSError`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, give_way: lru.GiveWay = lambda: False) -> None:
         self.path = path
+        self._give_way = give_way
         self.received = path / _RECEIVED
         self.received.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.state = self._load()
@@ -128,10 +134,14 @@ class SiloFolder:
         for piece in pieces:
             sha256.update(piece)
         digest = sha256.hexdigest()
-        if self.find(digest) is None:
+
+        def write() -> None:
             with durable.atomic_write(self.path / digest) as file:
                 for piece in pieces:
                     file.write(piece)
+
+        if self.find(digest) is None:
+            lru.write(write, self._give_way)
         return digest
 
     def admit(self, path: Path, digest: str) -> Path:
@@ -166,20 +176,31 @@ class SiloFolder:
         """Return the stored state without the files of others that are damaged; a new one if its own ones are."""
         state = _read_state(self.path)
         if state is None:
-            return SiloState()
+            return self._begin_again()
         damaged = {digest for digest in state.files if not self._is_intact(digest)}
         for digest in damaged:
             _logger.warning("A file of a silo is missing or damaged.", extra={"digest": digest})
-            if (path := self.find(digest)) is not None:
-                path.unlink()
         if damaged & state.own_files:
-            return SiloState()
+            return self._begin_again()
+        for digest in damaged:
+            (self.path / digest).unlink(missing_ok=True)
         return msgspec.structs.replace(
             state,
             stored={name: digest for name, digest in state.stored.items() if digest not in damaged},
             mixed_with={name: digest for name, digest in state.mixed_with.items() if digest not in damaged},
             mean=state.mean if state.mean is not None and state.mean.digest not in damaged else None,
         )
+
+    def _begin_again(self) -> SiloState:
+        """Return a new state; what is here stays for days beside the folders of jobs, since it may be the only copy."""
+        left = [path for path in self.path.iterdir() if path != self.received]
+        if left:
+            aside = _aside_of(self.path.parent) / f"{self.path.name}.{uuid.uuid4().hex[:8]}"
+            aside.mkdir(mode=0o700, parents=True)
+            for path in left:
+                path.replace(aside / path.name)
+            _logger.warning("The former files of a silo are in %s for %d days.", aside, KEEP_S // 86_400)
+        return SiloState()
 
     def _is_intact(self, digest: str) -> bool:
         path = self.find(digest)
@@ -203,8 +224,9 @@ def _read_state(folder: Path) -> SiloState | None:
 class SiloStore:
     """The folders of all jobs; beyond `limit_bytes`, those of the jobs that were not used for longest are deleted."""
 
-    def __init__(self, folder: Path, exports: Path, limit_bytes: int) -> None:
+    def __init__(self, folder: Path, exports: Path, limit_bytes: int, give_way: lru.GiveWay = lambda: False) -> None:
         self._folder = folder
+        self._give_way = give_way
         self._exports = exports
         self._limit_bytes = limit_bytes
         self._last: SiloFolder | None = None
@@ -215,9 +237,17 @@ class SiloStore:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.utime(path)  # eviction orders by modification time
         self._make_room(path)
+        self._expire()
         if self._last is None or self._last.path != path:
-            self._last = SiloFolder(path)
+            self._last = SiloFolder(path, self._give_way)
         return self._last
+
+    def _expire(self) -> None:
+        """Delete what was set aside long enough ago."""
+        until = time.time() - KEEP_S
+        for path in _aside_of(self._folder).glob("*"):
+            if path.stat().st_mtime <= until:
+                shutil.rmtree(path)
 
     def find_unfinished(self) -> list[bytes]:
         """Return the assignments that were not over when the client ended."""
@@ -243,6 +273,10 @@ class SiloStore:
             shutil.rmtree(path)
             excess -= size
             _logger.info("The state of a decentralised job was evicted.", extra={"job": path.name, "size_bytes": size})
+
+
+def _aside_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}-set-aside")
 
 
 def _file_name(job_id: str) -> str:

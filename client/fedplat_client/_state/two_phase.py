@@ -52,11 +52,13 @@ class _Head(msgspec.Struct, frozen=True):
 class TwoPhaseFiles:
     """A folder with the files of all jobs, at most `limit_bytes` in size. Methods raise `OSError`.
 
-    The files of the least recently used job are evicted first. `name` is the name of such a file in the log.
+    The files of the least recently used job are evicted first. `name` is the name of such a file in the log, and
+    `give_way` frees space on a full disk.
     """
 
-    def __init__(self, folder: Path, limit_bytes: int, name: str) -> None:
+    def __init__(self, folder: Path, limit_bytes: int, name: str, give_way: lru.GiveWay = lambda: False) -> None:
         self._folder = folder
+        self._give_way = give_way
         self._limit_bytes = limit_bytes
         self._name = name
 
@@ -89,9 +91,13 @@ class TwoPhaseFiles:
         if not lru.make_room(self._folder, both, self._limit_bytes, [settled.stem], self._log_eviction):
             return False
         head = _Head(format, hashlib.sha256(data).hexdigest(), sent)
-        with durable.atomic_write(pending) as file:
-            file.write(msgspec.json.encode(head) + b"\n")
-            file.write(data)
+
+        def write() -> None:
+            with durable.atomic_write(pending) as file:
+                file.write(msgspec.json.encode(head) + b"\n")
+                file.write(data)
+
+        lru.write(write, self._give_way)
         return True
 
     def forget(self, job_id: str) -> None:

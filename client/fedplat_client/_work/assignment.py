@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from fedplat.client_state import ClientState
 from fedplat.codecs.container import Format
-from fedplat.errors import CodecError, PluginError, UserCodeError
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import spans
@@ -21,21 +20,19 @@ from fedplat_client._state.residuals import Residuals
 from fedplat_client._state.served_attempts import ServedAttempts
 from fedplat_client._state.two_phase import SentReport, WasMerged
 from fedplat_client._work import encoding, secure, transfer
-from fedplat_client._work.failures import AssignmentFailedError, CheckInResult
+from fedplat_client._work.failures import AssignmentFailedError, CheckInResult, report_failure
 from fedplat_client._work.heartbeat import Heartbeat
 from fedplat_client._work.merge_check import make_merge_check
 from fedplat_client._work.model_download import Downloader
 from fedplat_client._work.secure import SecureExchange
 from fedplat_client._work.silos.worker import SiloWorker
-from fedplat_client._work.training import LocalTrainers, fit_model, read_config, stage_client_state
+from fedplat_client._work.training import LocalTrainers, fit_model, guard, read_config, stage_client_state
 from fedplat_client._work.transfer import Content
-from fedplat_client.backoff import retry
+from fedplat_client.backoff import Backoff, retry
 from fedplat_client.cancellation import Stop, StopSignal, client_stopped, reason_name
 from fedplat_client.errors import (
-    CallError,
     CallRefusedError,
     Cancelled,
-    IdentityError,
     ServerUnavailableError,
     TransferError,
 )
@@ -44,7 +41,6 @@ from fedplat_client.task import Control, EvaluateResult, Task, TrainResult
 
 _TEXT_LIMIT = 500
 _FAIL_ATTEMPTS = 3
-_FAIL_TIMEOUT_S = 5.0
 _DEADLINES = frozenset({model_pb2.REASON_TRAIN_TIMEOUT, model_pb2.REASON_UPLOAD_TIMEOUT})
 # The answer to a report when a crash of the server has lost the end of the upload.
 _BYTES_MISSING = "ABORTED"
@@ -74,27 +70,18 @@ class AssignmentWorker:
         span = functools.partial(spans.start, assignment.traceparent)
         _logger.info("The task started.", extra=fields)
         try:
-            if is_silo:
-                with self._stoppable(control):
-                    return self.silos.run(assignment, control, span, fields)
-            exchange = secure.open_exchange(
-                assignment, read_config(assignment), self.key, self.served, self.connection, control
-            )
-            request, content = self._produce(assignment, exchange, control, span)
-            with span("report"):
-                outcome = self._report(request, content, control, fields)
-            if exchange is not None and not outcome.failed:
-                del request, content  # the update is at the server; the other clients may take long
-                with span("unmask"), self._stoppable(control):
-                    exchange.unmask()
-            return outcome
+            with guard(control, "the client could not finish the task"):
+                if is_silo:
+                    with self._stoppable(control):
+                        return self.silos.run(assignment, control, span, fields)
+                return self._run_alone(assignment, control, span, fields)
         except Cancelled:
             stop = control.signal.stop
         except AssignmentFailedError as exc:
             stop = control.signal.stop or Stop(exc.reason, str(exc)[:_TEXT_LIMIT])
-        except (KeyboardInterrupt, SystemExit):
+        except KeyboardInterrupt:
             self.stop.set(client_stopped())
-            self._fail(assignment.token, client_stopped())
+            self._fail(assignment.token, client_stopped(), control)
             raise
         assert stop is not None  # only a signal that is set raises Cancelled
         fields["reason"] = reason_name(stop.reason)
@@ -103,8 +90,23 @@ class AssignmentWorker:
             return CheckInResult(failed=stop.reason == model_pb2.REASON_REJECTED_MESSAGE, retry=stop.retry)
         _logger.warning("The task failed: %s", stop.text, extra=fields)
         if stop.reason not in _DEADLINES:  # the server's deadline has passed already
-            self._fail(assignment.token, stop)
+            self._fail(assignment.token, stop, control)
         return CheckInResult(failed=True)
+
+    def _run_alone(
+        self, assignment: fleet_pb2.Assignment, control: Control, span: spans.Start, fields: Mapping[str, object]
+    ) -> CheckInResult:
+        """Run an assignment of a job with a server, rather than a decentralised one."""
+        config = read_config(assignment)
+        exchange = secure.open_exchange(assignment, config, self.key, self.served, self.connection, control)
+        request, content = self._produce(assignment, exchange, control, span)
+        with span("report"):
+            outcome = self._report(request, content, control, fields)
+        if exchange is not None and not outcome.failed:
+            del request, content  # the update is at the server; the other clients may take long
+            with span("unmask"), self._stoppable(control):
+                exchange.unmask()
+        return outcome
 
     def _produce(
         self, assignment: fleet_pb2.Assignment, exchange: SecureExchange | None, control: Control, span: spans.Start
@@ -120,7 +122,7 @@ class AssignmentWorker:
             if content is not None:
                 control.trained = True
                 report = SentReport(assignment.token, content.digest)
-                stage_client_state(self.client_states, assignment.job_id, report, client_state)
+                stage_client_state(self.client_states, assignment.job_id, report, client_state, control)
                 with span("upload"):
                     self._attach_update(request, content, control)
         control.signal.check()
@@ -150,8 +152,8 @@ class AssignmentWorker:
         if not isinstance(result, TrainResult):
             return request, None, client_state
         if exchange is None:
-            return request, self._content(assignment, result, base, merged), client_state
-        exchange.encode(fit_model(lambda: result.to_update(base)), result)
+            return request, self._content(assignment, result, base, merged, control), client_state
+        exchange.encode(fit_model(control, lambda: result.to_update(base)), result)
         # The number of examples and the metrics are part of the masked vector.
         return fleet_pb2.ReportRequest(token=assignment.token, num_examples=1), None, client_state
 
@@ -165,20 +167,21 @@ class AssignmentWorker:
         return self.trainers.find_trainer(assignment.trainer)
 
     def _content(
-        self, assignment: fleet_pb2.Assignment, result: TrainResult, base: Parameters, merged: WasMerged
+        self,
+        assignment: fleet_pb2.Assignment,
+        result: TrainResult,
+        base: Parameters,
+        merged: WasMerged,
+        control: Control,
     ) -> Content:
         """Return the bytes to send: the update, encoded if the job has a codec."""
         codec = encoding.read_codec(assignment, self.trainers.plugins)
         if codec is None:
-            return Content(fit_model(lambda: result.to_pieces(base)))
-        update = fit_model(lambda: result.to_update(base))
+            return Content(fit_model(control, lambda: result.to_pieces(base)))
+        update = fit_model(control, lambda: result.to_update(base))
         seed = self.options.rng.getrandbits(128)
-        try:
+        with guard(control, "the trainer's result cannot be encoded"):
             return encoding.encode(assignment, update, Format(codec, base.schema), seed, self.residuals, merged)
-        except (CodecError, PluginError, UserCodeError) as exc:
-            raise AssignmentFailedError(
-                model_pb2.REASON_TRAINER_ERROR, f"the trainer's result cannot be encoded: {exc}"
-            ) from exc
 
     def _open_client_state(self, job_id: str, merged: WasMerged, *, training: bool) -> ClientState:
         """Return the client state of a job; its files are unchanged until the server reports which is valid."""
@@ -238,19 +241,14 @@ class AssignmentWorker:
         _logger.warning("The server rejected the report: %s", refusal.text, extra={**fields, **reason})
         return CheckInResult(failed=True, retry=refusal.retry if refusal.HasField("retry") else None)
 
-    def _fail(self, token: str, stop: Stop) -> None:
-        """Report a failure, so that the server need not wait for the deadline; best effort."""
-        request = fleet_pb2.FailRequest(token=token, reason=stop.reason, text=stop.text)
-        try:
-            retry(
-                lambda: self.connection.fail(request, _FAIL_TIMEOUT_S), self.options, self.stop, attempts=_FAIL_ATTEMPTS
-            )
-        except ServerUnavailableError as exc:
-            _logger.debug("The failure could not be reported: %s", exc)
-        except IdentityError:
-            raise
-        except CallError as exc:
-            _logger.warning("The server refused the report of a failure: %s", exc)
+    def _fail(self, token: str, stop: Stop, control: Control) -> None:
+        """Report a failure, unless the server knows it; best effort."""
+        backoff = Backoff(self.options)
+        for _ in range(_FAIL_ATTEMPTS):
+            if control.is_given_back or report_failure(self.connection, token, stop):
+                return
+            if self.options.wait(self.stop, backoff.next_s()):
+                return
 
 
 def _fields(assignment: fleet_pb2.Assignment) -> dict[str, object]:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
-from fedplat.wire.v1 import model_pb2
-from fedplat_client.errors import ClientError
+from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client._auth.calls import Connection
+from fedplat_client.cancellation import Stop
+from fedplat_client.errors import CallError, ClientError, ServerUnavailableError
+
+_FAIL_TIMEOUT_S = 5.0
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -22,3 +28,19 @@ class AssignmentFailedError(ClientError):
     def __init__(self, reason: model_pb2.Reason.ValueType, text: str) -> None:
         super().__init__(text)
         self.reason = reason
+
+
+def report_failure(connection: Connection, token: str, stop: Stop) -> bool:
+    """Tell the server that the client gives up an assignment, so that it need not wait for the deadline.
+
+    Return False if the server does not answer.
+    """
+    request = fleet_pb2.FailRequest(token=token, reason=stop.reason, text=stop.text)
+    try:
+        connection.fail(request, _FAIL_TIMEOUT_S)
+    except ServerUnavailableError as exc:
+        _logger.debug("The failure could not be reported: %s", exc)
+        return False
+    except CallError as exc:  # also of a revoked client, whose next check-in gets the same error
+        _logger.warning("The server refused the report of a failure: %s", exc)
+    return True

@@ -8,6 +8,7 @@ from types import TracebackType
 
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._auth.calls import Connection
+from fedplat_client._work.failures import report_failure
 from fedplat_client.backoff import Backoff
 from fedplat_client.cancellation import Stop, StopSignal, read_stop
 from fedplat_client.errors import CallError, Cancelled, IdentityError
@@ -17,6 +18,9 @@ from fedplat_client.task import Control
 _MIN_HEARTBEAT_S = 0.1
 # A task that ends within this time sends no heartbeat: it would be a third of the task's calls.
 _FIRST_HEARTBEAT_S = 0.25
+_RETURN_S = 5.0
+"""How long a trainer may take to return after its task has been stopped, before the log has a warning."""
+_TASK_OVER = Stop(model_pb2.REASON_UNSPECIFIED, "the task is over")
 _logger = logging.getLogger(__name__)
 
 
@@ -26,6 +30,10 @@ class Heartbeat:
     Sets the task's deadline to the server's. Sets the task's stop signal when the server orders a stop, or when the
     deadline passes, even if the server is unreachable; a task that may be late continues, as do the heartbeats, by
     which the server knows that the client is there. Leaving the block cancels the call in flight and joins the thread.
+
+    A trainer may not return for long after the task has been stopped, and nothing can end it. So the thread tells the
+    server at once that the owner has stopped the client, and the log what the client waits for; and its heartbeats
+    continue, so that operators see that the client is there.
     """
 
     def __init__(self, connection: Connection, token: str, heartbeat_s: float, control: Control) -> None:
@@ -33,7 +41,8 @@ class Heartbeat:
         self._token = token
         self._heartbeat_s = max(heartbeat_s, _MIN_HEARTBEAT_S)
         self._control = control
-        self._ended = StopSignal()
+        self._ended = StopSignal()  # the task is stopped or over
+        self._over = StopSignal()  # the block is left
         self._thread = threading.Thread(target=self._run, name="fedplat-heartbeat", daemon=True)
 
     def __enter__(self) -> None:
@@ -42,13 +51,46 @@ class Heartbeat:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._over.set(_TASK_OVER)
         self._end()
         self._thread.join()
 
     def _end(self) -> None:
-        self._ended.set(Stop(model_pb2.REASON_UNSPECIFIED, "the task is over"))
+        self._ended.set(_TASK_OVER)
 
     def _run(self) -> None:
+        self._accompany()
+        stop = self._control.signal.stop
+        if stop is not None and not self._over.is_set():
+            self._wait_for_return(stop)
+
+    def _wait_for_return(self, stop: Stop) -> None:
+        """Wait for the end of a task that has been stopped."""
+        if stop.reason == model_pb2.REASON_CLIENT_STOPPED:
+            self._control.is_given_back = report_failure(self._connection, self._token, stop)
+            _logger.info(
+                "The task is given back to the server; the client ends when its trainer returns, and a second signal "
+                "ends it at once."
+            )
+        if self._over.wait(min(self._heartbeat_s, _RETURN_S)):
+            return
+        _logger.warning(
+            "The task has ended (%s), but its trainer has not returned; the client takes no other task until it does.",
+            stop.text,
+        )
+        request = fleet_pb2.HeartbeatRequest(token=self._token, progress=self._control.fraction)
+        while True:
+            try:
+                self._connection.heartbeat(request, self._over)
+            except Cancelled:
+                return
+            except CallError as exc:
+                _logger.debug("A heartbeat failed: %s", exc)
+            if self._over.wait(self._heartbeat_s):
+                return
+
+    def _accompany(self) -> None:
+        """Send heartbeats until the task is stopped or over."""
         backoff, answered = Backoff(self._control.options), True
         with self._control.signal.attach(self._end):
             self._ended.wait(_FIRST_HEARTBEAT_S)

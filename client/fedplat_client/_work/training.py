@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
+from fedplat import forks, texts
 from fedplat.client_state import ClientState
-from fedplat.errors import FedplatError, ModelError, PrivacyLimitError
+from fedplat.errors import FedplatError, PrivacyLimitError
 from fedplat.model import Parameters
 from fedplat.plugins import BUILTIN, Plugins
 from fedplat.wire.v1 import fleet_pb2, model_pb2
@@ -16,8 +20,11 @@ from fedplat_client._state.client_state import ClientStateStore
 from fedplat_client._state.privacy_ledger import PrivacyLedger
 from fedplat_client._state.two_phase import SentReport
 from fedplat_client._work.failures import AssignmentFailedError
+from fedplat_client.errors import CallError
 from fedplat_client.task import Control, EvaluateFunction, EvaluateResult, Scalar, Task, TrainFunction, TrainResult
 
+_RAISED = (Exception, SystemExit, asyncio.CancelledError)
+"""What code of the client's owner may raise; Ctrl-C is no error of it."""
 _logger = logging.getLogger(__name__)
 Function = TypeVar("Function", TrainFunction, EvaluateFunction)
 Result = TypeVar("Result", TrainResult, EvaluateResult)
@@ -62,27 +69,48 @@ class LocalTrainers:
         )
 
 
-def fit_model(convert: Callable[[], Update]) -> Update:
-    """Convert a trainer's result. Raises `AssignmentFailedError` if it does not fit the model."""
+@contextlib.contextmanager
+def guard(control: Control, problem: str = "") -> Generator[None]:
+    """Fail the assignment for whatever the block raises; `problem` is the beginning of the text.
+
+    It is for each block that runs code of the client's owner, or reads what that code returned, since its types and
+    plugins may raise anything: no client ends because of them. If the task is stopped, that counts instead. Errors of
+    calls to the server pass, and so does Ctrl-C. A child that the code has forked, and that comes back here, ends.
+    """
+    owner = os.getpid()
     try:
+        yield
+        forks.end_child(owner)
+    except BaseException as exc:
+        forks.end_child(owner, exc)
+        if not isinstance(exc, _RAISED) or isinstance(exc, AssignmentFailedError | CallError):
+            raise
+        control.signal.check()
+        if not isinstance(exc, FedplatError):  # the message of a fedplat error needs no traceback
+            _logger.exception("%s.", problem.capitalize() or "The trainer raised an error")
+        if isinstance(exc, PrivacyLimitError):
+            raise AssignmentFailedError(model_pb2.REASON_PRIVACY_LIMIT, str(exc)) from exc
+        text = texts.repair(str(exc)) if problem and isinstance(exc, FedplatError) else texts.describe(exc)
+        text = f"{problem}: {text}" if problem else text
+        raise AssignmentFailedError(model_pb2.REASON_TRAINER_ERROR, text) from exc
+
+
+def fit_model(control: Control, convert: Callable[[], Update]) -> Update:
+    """Convert a trainer's result. Raises `AssignmentFailedError` if it cannot be read or does not fit the model."""
+    with guard(control, "the trainer's result does not fit the model"):
         return convert()
-    except ModelError as exc:
-        raise AssignmentFailedError(
-            model_pb2.REASON_TRAINER_ERROR, f"the trainer's result does not fit the model: {exc}"
-        ) from exc
 
 
-def stage_client_state(store: ClientStateStore, job_id: str, sent: SentReport, client_state: ClientState) -> None:
+def stage_client_state(
+    store: ClientStateStore, job_id: str, sent: SentReport, client_state: ClientState, control: Control
+) -> None:
     """Store the client state of a training; it becomes the job's if `sent` counts. Raises `AssignmentFailedError`."""
-    problem = "it exceeds cache_limit_bytes"
-    try:
-        if store.stage(job_id, sent, client_state):
-            return
-    except (OSError, ModelError) as exc:
-        problem = str(exc)
-    raise AssignmentFailedError(
-        model_pb2.REASON_TRAINER_ERROR, f"the client state of the job cannot be stored: {problem}"
-    )
+    problem = "the client state of the job cannot be stored"
+    with guard(control, problem):
+        if not store.stage(job_id, sent, client_state):
+            raise AssignmentFailedError(
+                model_pb2.REASON_TRAINER_ERROR, f"{problem}: it exceeds cache_limit_bytes, which can be raised"
+            )
 
 
 def _find(functions: Mapping[str, Function], kind: str, name: str) -> Function:
@@ -96,18 +124,11 @@ def _find(functions: Mapping[str, Function], kind: str, name: str) -> Function:
 
 def _call(function: Callable[[Task], Result], task: Task, expected: type[Result]) -> Result:
     """Call code of the client's owner; any exception from it fails the assignment."""
-    try:
+    with guard(task.control):
         result = cast(object, function(task))
         if not isinstance(result, expected):
             raise TypeError(f"{task.name!r} returned {type(result).__name__}; expected {expected.__name__}")
-    except Exception as exc:
-        task.control.signal.check()  # after a stop, whatever the trainer raised counts as the stop
-        if not isinstance(exc, FedplatError):  # the message of a fedplat error needs no traceback
-            _logger.exception("The trainer %r raised an error.", task.name)
-        limited = isinstance(exc, PrivacyLimitError)
-        reason = model_pb2.REASON_PRIVACY_LIMIT if limited else model_pb2.REASON_TRAINER_ERROR
-        raise AssignmentFailedError(reason, str(exc) if limited else f"{type(exc).__name__}: {exc}") from exc
-    task.control.signal.check()
+    task.control.signal.check()  # after a stop, the result does not count
     return result
 
 

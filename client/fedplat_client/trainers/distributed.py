@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
@@ -19,6 +20,7 @@ from msgspec import Struct
 from torch import distributed
 from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
+from fedplat import texts
 from fedplat.client_state import ClientState
 from fedplat.decoding import prepare_type
 from fedplat.errors import FedplatError
@@ -177,7 +179,7 @@ class LaunchedGroup:
                     function(task)
             except Exception as exc:
                 # Publish the error before leaving the group, since leaving fails the other ranks.
-                message = f"rank {self._ranks.rank}: {type(exc).__name__}: {exc}"
+                message = f"rank {self._ranks.rank}: {texts.describe(exc)}"
                 self._open_store().compare_set(self._failure_key, "", message)
                 raise
 
@@ -222,7 +224,8 @@ class LaunchedGroup:
                 store, _, _ = next(rendezvous("env://"))
             else:
                 store = open_store(self._place, _MEET_S)
-            self._store = PrefixStore("fedplat", store)
+            # torchrun's store outlives the ranks: those that it starts again must not read what the former ones wrote.
+            self._store = PrefixStore(f"fedplat/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         return self._store
 
 

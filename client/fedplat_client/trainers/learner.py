@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.learner import ArrayLearner, Data, check_config, check_data, config_of_round
+from fedplat.randomness import use_seeds
 from fedplat_client.task import EvaluateResult, Task, TrainResult
 
 ClientData: TypeAlias = tuple[npt.NDArray[Any], npt.NDArray[Any]] | Callable[[Task], Data]
@@ -44,7 +45,9 @@ class LearnerTrainer:
     def evaluate(self, task: Task) -> EvaluateResult:
         """Score the task's model on the data, without training."""
         data = check_data(self.data(task) if callable(self.data) else self.data)
-        return EvaluateResult(num_examples=len(data[1]), metrics=self.learner.evaluate(task.parameters, data))
+        with use_seeds(0):
+            metrics = self.learner.evaluate(task.parameters, data)
+        return EvaluateResult(num_examples=len(data[1]), metrics=metrics)
 
 
 def train(learner: ArrayLearner, task: Task, data: Any, seed: Seed, **options: object) -> Mapping[str, float]:
@@ -52,7 +55,9 @@ def train(learner: ArrayLearner, task: Task, data: Any, seed: Seed, **options: o
     check_config(learner, task.config)
     task.progress(0.0)
     config = config_of_round(task.config, task.round)
-    metrics = learner.train(task.parameters, data, config, _seed_of(task, seed), **options)
+    number = _seed_of(task, seed)
+    with use_seeds(number):
+        metrics = learner.train(task.parameters, data, config, number, **options)
     task.progress(1.0)
     return metrics
 

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from fedplat_client.trainers.distributed import LaunchedGroup
     from fedplat_client.trainers.layout import LayoutProcesses
 
-Data: TypeAlias = Dataset[Any] | Callable[[Task], Dataset[Any]]
+Examples: TypeAlias = Dataset[Any] | tuple[Any, Any]
+Data: TypeAlias = Examples | Callable[[Task], Examples]
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter], Mapping[str, Scalar]], torch.optim.Optimizer]
 
 _EVALUATION_BATCH_SIZE = 256
@@ -59,13 +60,15 @@ class TorchTrainer:
     model: Callable[[], nn.Module]
     """Creates the module; the server's values replace its initial ones."""
     data: Data
-    """A dataset with a length, or a function that creates one for a task."""
+    """A dataset with a length, a pair of arrays, or a function that returns one for a task."""
     loss: training.Loss = nn.functional.cross_entropy
     """Mean loss of a batch of (output, target)."""
     personal: tuple[str, ...] = ()
     """Names of tensors that stay on the client and are not in the model, see `fedplat.pytorch.training.Learner`."""
     metrics: tuple[Metric, ...] = ()
     """Metrics of evaluations, such as `fedplat.metrics.F1()`, besides `loss` and `accuracy`."""
+    accuracy: training.Accuracy = "auto"
+    """Which answers are correct, for a loss of your own, see `fedplat.pytorch.training.Learner`."""
     optimizer: MakeOptimizer | None = None
     """Creates an optimizer to replace SGD, from the parameters and the job's configuration."""
     private: PrivacyLimit | None = None
@@ -83,6 +86,7 @@ class TorchTrainer:
     """With `parallel`: the library that carries tensors between processes. "auto" is NCCL on GPUs and Gloo on CPUs."""
 
     def __post_init__(self) -> None:
+        training.as_dataset(self.data)  # mistakes are reported here, not in the first round
         if _replacements:
             object.__setattr__(self, "parallel", _replacements[-1])
         if self.parallel == "none":
@@ -204,14 +208,17 @@ class TorchTrainer:
     def _build_trainee(
         self, task: Task, strategy: TrainingStrategy, options: training.LocalOptions | None = None
     ) -> tuple[training.Trainee, training.Examples]:
-        learner = training.Learner(model=self.model, loss=self.loss, personal=self.personal, metrics=self.metrics)
+        learner = training.Learner(
+            model=self.model, loss=self.loss, personal=self.personal, metrics=self.metrics, accuracy=self.accuracy
+        )
         trainee = strategy.make_trainee(learner, self.seed, "fp32" if options is None else options.precision)
         examples = self._examples(task, strategy.device)
         strategy.check(trainee, len(examples))
         return trainee, examples
 
     def _examples(self, task: Task, device: torch.device) -> training.Examples:
-        return training.check_examples(self.data if isinstance(self.data, Dataset) else self.data(task), device)
+        given: Any = self.data
+        return training.check_examples(given(task) if training.as_dataset(given) is None else given, device)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+from fedplat import texts
 from fedplat.errors import TrainingError
 from fedplat.pytorch.distributed.group import Ranks
 
@@ -26,7 +27,7 @@ def work_in_steps(ranks: Ranks, steps: Iterator[object], what: str) -> None:
             is_done = next(steps, ranks) is ranks
         except OSError as exc:
             _logger.exception("On this rank %s cannot be used.", what)
-            text = f"{type(exc).__name__}: {exc}"
+            text = texts.describe(exc)
         for rank, error in enumerate(ranks.all_gather(text.encode())):
             if error:
                 raise TrainingError(f"{what} cannot be used on rank {rank}: {error.decode()}")

@@ -50,6 +50,8 @@ def clipping(module: nn.Module, loss: Loss, kind: Clipping, max_norm: float) -> 
     # Opacus' hooks need no gradient of the inputs. Set at each call and never removed: see `accounting.epsilon`.
     warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients", category=UserWarning)
     make = _Ghost if kind == "ghost" else _Sampled
+    if kind == "ghost":
+        _refuse_ties(module)
     try:
         clipper = make(module, _per_example(loss), kind, max_norm)
     except NotImplementedError as exc:
@@ -131,11 +133,16 @@ class _Ghost:
 
     def add(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         losses = self._losses(self._module(inputs), targets)
-        losses.sum().backward(retain_graph=True)
+        try:
+            losses.sum().backward(retain_graph=True)
+        except (RuntimeError, ValueError) as exc:  # of Opacus' hooks
+            raise ModelError(_describe_ghost(self._module, len(inputs), exc)) from exc
         try:
             factors = self.hooks.get_clipping_coef()
         except AttributeError as exc:  # a parameter without a norm
             raise ModelError(_UNUSED.format("some parameter")) from exc
+        except RuntimeError as exc:  # norms of other lengths than the batch's
+            raise ModelError(_describe_ghost(self._module, len(inputs), exc)) from exc
         norms = self.hooks.per_sample_gradient_norms
         _check_count("some parameter", len(norms), len(inputs))
         usable = norms.isfinite()
@@ -176,6 +183,31 @@ def _sample(module: nn.Module, parameter: nn.Parameter, num_examples: int) -> to
     if sample.ndim == 1:  # a scalar parameter: Opacus' optimizers need a dimension to compute norms along
         sample = cast(Any, parameter).grad_sample = sample[:, None]
     return sample
+
+
+def _refuse_ties(module: nn.Module) -> None:
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if (first := names.setdefault(parameter, name)) != name:
+            raise ModelError(
+                f'dp = "ghost": {first!r} and {name!r} are one weight, and Opacus has no norms of its gradient for '
+                'single examples; use dp = "flat", or separate weights'
+            )
+
+
+def _describe_ghost(module: nn.Module, num_examples: int, exc: Exception) -> str:
+    """Return the text of an error of Opacus, with the name of the layer: one without a norm for each example."""
+    layer = ""
+    for name, parameter in module.named_parameters():
+        norms = getattr(parameter, "_norm_sample", None)
+        if norms is not None and len(norms) != num_examples:
+            layer = f" of {name!r}"
+    reason = next(iter(str(exc).strip().splitlines()), type(exc).__name__)
+    return (
+        f'dp = "ghost": Opacus has no norms of the gradients{layer} for single examples, such as for a weight that is '
+        'used twice, or a layer whose input has no dimension of examples; use dp = "flat", or another layer. Opacus '
+        f"reports: {reason}"
+    )
 
 
 def _check_count(name: str, count: int, num_examples: int) -> None:

@@ -53,6 +53,7 @@ class DividedModule(Trainee):
         layout.parallel.check_precision(precision)
         whole = make_empty(learner, seed)
         _check_module(whole, learner, layout)
+        self._ties = {name: same[0] for same in find_ties(whole) for name in same[1:]}
         self._whole = {name: tensor.to("meta") for name, tensor in whole.state_dict().items()}
         self.shapes = {name: tensor.shape for name, tensor in self._whole.items()}
         self.plan = find_plan(whole, plan)
@@ -100,7 +101,9 @@ class DividedModule(Trainee):
     @override
     def load(self, parameters: Parameters, client_state: ClientState) -> None:
         """Copy this rank's slices of the model into the module. Raises `ModelError`, on all ranks alike."""
+        stored = self._stored_names(parameters)
         found = {name: parameters[name].shape for name in parameters if not name.startswith(CONTROL)}
+        found |= {name: parameters[stored[name]].shape for name in stored}
         for name in sorted(found.keys() | self.shapes.keys()):
             if found.get(name) != self.shapes.get(name):
                 raise ModelError(
@@ -110,7 +113,12 @@ class DividedModule(Trainee):
         with torch.no_grad():
             for name, tensor in self.shared_tensors().items():
                 local, index = _local_part(tensor)
-                local.copy_(convert.as_tensor(np.array(parameters[name][index])))
+                local.copy_(convert.as_tensor(np.array(parameters[stored.get(name, name)][index])))
+
+    def _stored_names(self, parameters: Parameters) -> dict[str, str]:
+        """Return the names of tied parameters that the model lacks, with the name that it has them under."""
+        pairs = [*self._ties.items(), *((first, name) for name, first in self._ties.items())]
+        return {name: other for name, other in pairs if name not in parameters and other in parameters}
 
     @override
     def save(self, parameters: Parameters, client_state: ClientState) -> None:
@@ -124,7 +132,7 @@ class DividedModule(Trainee):
             elif ranks.rank == owner and owner:
                 assert values is not None
                 distributed.send(values, group=ranks.group, group_dst=0)
-            if ranks.is_first:
+            if ranks.is_first and name in parameters:
                 assert values is not None
                 parameters[name][...] = convert.to_arrays({name: values})[name]
 

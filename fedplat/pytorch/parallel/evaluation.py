@@ -33,7 +33,7 @@ def evaluate_parts(
     together have done. Raises `TrainingError` on all ranks if the model cannot be a pipeline.
     """
     trainee.module.eval()
-    scores, chain = Scores(trainee.learner.metrics), _Chain(trainee)
+    scores, chain = Scores(trainee.learner.count_answers, trainee.learner.metrics), _Chain(trainee)
     size = min(batch_size, len(examples)) or len(examples)
     mine = _divide(trainee, len(examples), size)
     batches = examples.batches(batch.indices for batch in mine)
@@ -47,7 +47,7 @@ def evaluate_parts(
             if outputs is not None and batch.counts and chain.counts:
                 assert targets is not None
                 outputs = outputs[: len(targets)]
-                scores.add(trainee.learner.loss(outputs, targets), outputs, targets)
+                scores.add(trainee.learner.batch_loss(outputs, targets), outputs, targets)
             after_batch(batch.done)
     chain.end()
     return scores

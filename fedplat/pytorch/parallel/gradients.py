@@ -54,7 +54,7 @@ class ParallelGradients(LayoutGradients):
         steps, ahead = itertools.tee(self.parts(plan))
         batches = examples.batches(part.indices for step in ahead for part in step)
         for step in steps:
-            scores = Scores()
+            scores = Scores(trainee.learner.count_answers)
             for part in step:
                 for unit in units:
                     unit.set_requires_gradient_sync(part is step[-1], recurse=False)

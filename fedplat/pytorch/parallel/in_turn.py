@@ -74,7 +74,7 @@ class GradientsInTurn(LayoutGradients):
         batches: Iterator[tuple[torch.Tensor, torch.Tensor]],
     ) -> Scores:
         """Add the gradients of a part of a batch; return its scores."""
-        count, scores = self._layout.parallel.num_micro_batches, Scores()
+        count, scores = self._layout.parallel.num_micro_batches, Scores(trainee.learner.count_answers)
         if len(trainee.stages) == 1:
             with use_seed(trainee.device, part.seed):
                 inputs, targets = next(batches)
@@ -85,7 +85,7 @@ class GradientsInTurn(LayoutGradients):
             return scores
         with use_seed(trainee.device, part.seed):
             inputs, targets = (pad(rows, size * count).split(size) for rows in next(batches))
-        part_loss = PartLoss(trainee.learner.loss, stepper, part, size, scores)
+        part_loss = PartLoss(trainee.learner.batch_loss, stepper, part, size, scores)
         for number, values in enumerate(inputs):
             for place, stage in enumerate(trainee.stages):
                 seed = stage_seed(part, number, place)

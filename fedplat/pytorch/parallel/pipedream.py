@@ -86,7 +86,7 @@ class PipeDreamGradients(GradientComputation):
         has_all = len(trainee.stages) == self._layout.parallel.num_stages
         batches = _Batches(examples, order, trainee.device, self._seed, keeps_targets=has_all)
         stages = [
-            _Stage(number, self._layout.parallel.num_stages, module, stepper, batches)
+            _Stage(number, trainee, module, stepper, batches)
             for number, module in zip(self._layout.stages, trainee.stages, strict=True)
         ]
         self.versions = {stage.number: stage.versions for stage in stages}
@@ -178,8 +178,11 @@ class _Batches:
 class _Stage:
     """One stage, and its batches between their forward and backward passes."""
 
-    def __init__(self, number: int, num_stages: int, module: nn.Module, stepper: Stepper, batches: _Batches) -> None:
-        self.number, self.delay = number, num_stages - 1 - number
+    def __init__(
+        self, number: int, trainee: DividedModule, module: nn.Module, stepper: Stepper, batches: _Batches
+    ) -> None:
+        self.number, self.delay = number, trainee.layout.parallel.num_stages - 1 - number
+        self._count = trainee.learner.count_answers
         self.versions = WeightVersions(dict(module.named_parameters()))
         self.scores = Scores()
         self._module, self._stepper, self._batches = _Versioned(module), stepper, batches
@@ -197,7 +200,7 @@ class _Stage:
         targets = self._batches.take_targets(number)
         with use_seed(self._batches.device, self._batches.seed(number, self.number)):
             loss, outputs = self._stepper.forward(self._module, inputs, targets)
-        self.scores = Scores()
+        self.scores = Scores(self._count)
         self.scores.add(loss, outputs, targets)
         self._open[number] = inputs, loss
         return None

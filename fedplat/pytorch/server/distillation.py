@@ -40,7 +40,7 @@ def distill(
     group = ranks.subgroup(work.num_ranks)
     if group is None:
         return None
-    student = dataclasses.replace(trainer, loss=divergence(work.options.temperature))
+    student = dataclasses.replace(trainer, loss=divergence(work.options.temperature), accuracy="none")
     loop = TrainingLoop(group, student, work)
     loop.examples = _DistillationExamples(loop.examples, _mean_logits(loop, teachers))
     return loop.run(parameters)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from fedplat import texts
 from fedplat.errors import TrainingError
 from fedplat.job.pool import ServerLearning
 from fedplat.metrics import Metric
@@ -48,6 +49,8 @@ class ServerTrainer:
     layout the parameters are this rank's own, mostly `DTensor`s, and its state has to have their shapes."""
     metrics: tuple[Metric, ...] = ()
     """Metrics of evaluations, such as `fedplat.metrics.F1()`, besides `loss` and `accuracy`."""
+    accuracy: training.Accuracy = "auto"
+    """Which answers are correct, see `fedplat.pytorch.training.Learner`."""
     plan: ParallelPlan | None = None
     """The parts of the module that ranks divide, for jobs with `[pool.parallel]`; by default that of the module itself,
     if it is one of Hugging Face's."""
@@ -55,12 +58,13 @@ class ServerTrainer:
     @property
     def learner(self) -> training.Learner:
         """The module, the loss and the metrics."""
-        return training.Learner(model=self.model, loss=self.loss, metrics=self.metrics)
+        return training.Learner(model=self.model, loss=self.loss, metrics=self.metrics, accuracy=self.accuracy)
 
 
 def load_examples(data: Data, device: torch.device) -> training.Examples:
     """Return the examples of a trainer's data. Raises `ValueError` if it has no length or is empty."""
-    return training.check_examples(data if isinstance(data, Dataset) else data(), device)
+    given: Any = data
+    return training.check_examples(given() if training.as_dataset(given) is None else given, device)
 
 
 def make_on_all_ranks(ranks: Ranks, make: Callable[[], Made], what: str = "the trainer") -> Made:
@@ -75,7 +79,7 @@ def make_on_all_ranks(ranks: Ranks, make: Callable[[], Made], what: str = "the t
         made.append(make())
     except Exception as exc:
         _logger.exception("On this rank %s cannot be used.", what)
-        text = str(exc) if isinstance(exc, ValueError) else f"{type(exc).__name__}: {exc}"
+        text = texts.repair(str(exc)) if isinstance(exc, ValueError) else texts.describe(exc)
     for rank, error in enumerate(ranks.all_gather(text.encode())):
         if error:
             raise TrainingError(f"{what} cannot be used on rank {rank}: {error.decode()}")

@@ -8,10 +8,18 @@ from __future__ import annotations
 
 from fedplat.local_options import LocalOptions
 from fedplat.pytorch.training.algorithm import build_guarded_algorithm
-from fedplat.pytorch.training.examples import DatasetExamples, Examples, TensorExamples, check_examples, make_examples
+from fedplat.pytorch.training.examples import (
+    DatasetExamples,
+    Examples,
+    TensorExamples,
+    as_dataset,
+    check_examples,
+    make_examples,
+)
 from fedplat.pytorch.training.gradients import GradientComputation, SingleProcessGradients
-from fedplat.pytorch.training.learner import BATCH_NORM, Learner, Loss, Trainee, use_seed
+from fedplat.pytorch.training.learner import BATCH_NORM, Learner, Trainee, use_seed
 from fedplat.pytorch.training.losses import forward_features, read_targets
+from fedplat.pytorch.training.meaning import Accuracy, Correct, Loss
 from fedplat.pytorch.training.metrics import Scores, Sums
 from fedplat.pytorch.training.prefetch import PrefetchDataset
 from fedplat.pytorch.training.schedule import Indices, StepSchedule, iterate_batches
@@ -22,6 +30,8 @@ from fedplat.pytorch.training.work import LocalTraining
 
 __all__ = [
     "BATCH_NORM",
+    "Accuracy",
+    "Correct",
     "DatasetExamples",
     "Examples",
     "GradientComputation",
@@ -39,6 +49,7 @@ __all__ = [
     "Sums",
     "TensorExamples",
     "Trainee",
+    "as_dataset",
     "build_guarded_algorithm",
     "check_examples",
     "evaluate",

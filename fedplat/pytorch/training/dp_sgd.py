@@ -76,7 +76,7 @@ def run(trainee: Trainee, stepper: Stepper, work: LocalTraining) -> tuple[Mappin
     module, kind = trainee.module.train(), options.dp
     assert kind != "none"
     with (
-        dp.clipping(module, trainee.learner.loss, kind, options.dp_max_grad_norm) as clipper,
+        dp.clipping(module, trainee.learner.batch_loss, kind, options.dp_max_grad_norm) as clipper,
         _restore_buffers(module),
     ):
         ledger.charge(planned)

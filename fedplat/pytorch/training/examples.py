@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 from typing_extensions import override
 
 from fedplat.pytorch.packed import find_batch_reader
@@ -77,13 +78,37 @@ class DatasetExamples(Examples):
         if self._read_packed is not None:
             inputs, targets = self._read_packed(chosen)
         elif (read := getattr(self._dataset, "__getitems__", None)) is not None:
-            inputs, targets = default_collate(read(chosen))
+            inputs, targets = self._collate(read(chosen))
         else:
-            inputs, targets = default_collate([self._dataset[index] for index in chosen])
-        return (inputs.pin_memory(), targets.pin_memory()) if self._pins else (inputs, targets)
+            inputs, targets = self._collate([self._dataset[index] for index in chosen])
+        if self._pins:
+            return _map_tensors(torch.Tensor.pin_memory, inputs), targets.pin_memory()
+        return inputs, targets
 
-    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._device, non_blocking=self._pins)
+    def _collate(self, examples: list[Any]) -> Batch:
+        """Return a batch of examples. Raises `ValueError` unless they are pairs of inputs and targets."""
+        batch: Any = default_collate(examples)
+        if not isinstance(batch, list | tuple) or len(cast(Any, batch)) != 2 or not isinstance(batch[1], torch.Tensor):
+            raise ValueError(
+                f"the dataset {type(self._dataset).__name__} returned a {type(examples[0]).__name__} for an example; "
+                "expected a pair (input, target), where the input may be a dict of tensors and the target is a number "
+                "or a tensor"
+            )
+        return cast(Batch, tuple(batch))
+
+    def _move(self, value: Any) -> Any:
+        return _map_tensors(lambda tensor: tensor.to(self._device, non_blocking=self._pins), value)
+
+
+def _map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return tensors, and dicts and sequences of them, changed alike."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: _map_tensors(change, each) for name, each in cast(Mapping[str, Any], value).items()}
+    if isinstance(value, list | tuple):
+        return [_map_tensors(change, each) for each in cast(Sequence[Any], value)]
+    return value
 
 
 def make_examples(dataset: Dataset[Any], device: torch.device) -> Examples:
@@ -96,8 +121,41 @@ def make_examples(dataset: Dataset[Any], device: torch.device) -> Examples:
     return DatasetExamples(dataset, device, BATCHES_AHEAD if find_batch_reader(dataset) else 0)
 
 
-def check_examples(dataset: Dataset[Any], device: torch.device) -> Examples:
+def as_dataset(data: object) -> Dataset[Any] | None:
+    """Return data as a map-style dataset: a dataset, a list of pairs, or a pair of arrays; None for a function.
+
+    Raises `ValueError` for anything else.
+    """
+    if isinstance(data, DataLoader):
+        raise ValueError(
+            "the data is a DataLoader, and jobs set batches and their order; expected its dataset, .dataset"
+        )
+    if (
+        isinstance(data, tuple)
+        and len(cast(Any, data)) == 2
+        and all(hasattr(each, "shape") for each in cast(Any, data))
+    ):
+        pair = cast(tuple[Any, Any], data)
+        inputs, targets = (each if isinstance(each, torch.Tensor) else torch.as_tensor(np.array(each)) for each in pair)
+        if len(inputs) != len(targets):
+            raise ValueError(f"there are {len(inputs)} inputs and {len(targets)} targets; expected one target for each")
+        inputs = inputs.float() if inputs.dtype == torch.float64 else inputs
+        return TensorDataset(inputs, targets.float() if targets.dtype == torch.float64 else targets)
+    if isinstance(data, Dataset) or hasattr(data, "__getitem__"):
+        return cast("Dataset[Any]", data)
+    if not callable(data):
+        raise ValueError(
+            f"the data is a {type(data).__name__}; expected a dataset of (input, target) pairs, a pair of arrays, or a "
+            "function that returns one"
+        )
+    return None
+
+
+def check_examples(data: object, device: torch.device) -> Examples:
     """Return the examples of a user's dataset. Raises `ValueError` if it has no length or is empty."""
+    dataset = as_dataset(data)
+    if dataset is None:
+        raise ValueError(f"the data is a {type(data).__name__}; expected a dataset of (input, target) pairs")
     if not isinstance(dataset, Sized):
         raise ValueError(f"the dataset {type(dataset).__name__} has no length; expected a map-style dataset")
     if not len(dataset):

@@ -33,7 +33,7 @@ def pack_state(optimizer: torch.optim.Optimizer | Sgd, parameters: Mapping[str, 
                     "expected tensors and numbers"
                 )
             tensors[f"{name}/{key}"] = value if isinstance(value, torch.Tensor) else torch.tensor(value)
-    return backend.from_state_dict(tensors)
+    return backend.store_tensors(tensors)
 
 
 def restore_state(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -21,14 +21,17 @@ from fedplat.model import Parameters
 from fedplat.plugins import adopt
 from fedplat.pytorch import convert as backend
 from fedplat.pytorch.training.examples import Examples
+from fedplat.pytorch.training.hidden_state import HiddenState
+from fedplat.pytorch.training.meaning import Accuracy, CountAnswers, Loss, choose_count, guard
 from fedplat.pytorch.training.metrics import Scores, Sums
 from fedplat.pytorch.training.schedule import Indices, iterate_batches
-
-Loss: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+from fedplat.randomness import use_seeds
 
 BATCH_NORM = "@batch_norm"
 """In `personal`, stands for all tensors of BatchNorm layers: FedBN (Li et al. 2021, arXiv 2102.07623)."""
 _NOTE = "personal"
+_trained = weakref.WeakSet[nn.Module]()
+"""The modules that have had other values than their initial ones."""
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -48,10 +51,25 @@ class Learner:
     personal: tuple[str, ...] = ()
     metrics: tuple[Metric, ...] = ()
     """Metrics of evaluations, besides `loss` and `accuracy`; training does not compute them."""
+    accuracy: Accuracy = "auto"
+    """Which answers are correct: a function of (outputs, targets) that returns a tensor of booleans; or "classes", if
+    the outputs are [examples, classes, ...] with the largest at the answer. "auto" is "classes" for PyTorch's losses of
+    classes, and no accuracy for others, since only the author of a loss knows what it makes of the outputs."""
 
     def __post_init__(self) -> None:
         for metric in self.metrics:
             adopt(metric, Metric)
+        choose_count(self.accuracy, self.loss)
+
+    @functools.cached_property
+    def batch_loss(self) -> Loss:
+        """The loss, which refuses outputs that PyTorch would misunderstand."""
+        return guard(self.loss)
+
+    @functools.cached_property
+    def count_answers(self) -> CountAnswers | None:
+        """Counts correct answers of a batch; None without an accuracy."""
+        return choose_count(self.accuracy, self.loss)
 
     def make(self, device: torch.device | str = "cpu", seed: int = 0) -> nn.Module:
         """Create the module with initial values from a seed. PyTorch's global random state is restored afterwards."""
@@ -59,8 +77,12 @@ class Learner:
             return self.model().to(device)
 
     def initial(self, seed: int = 0) -> Parameters:
-        """Return the initial model of a job: the values of a new module, without personal tensors."""
+        """Return the initial model of a job: the values of a new module, without personal tensors.
+
+        Raises `ModelError` if the factory returns a module that was trained before.
+        """
         trainee = Trainee(self, seed=seed)
+        _refuse_trained(trainee.module)
         return backend.from_state_dict(trainee.shared_tensors())
 
 
@@ -75,6 +97,10 @@ class Trainee:
         self.personal = frozenset(_personal_names(self.module, learner.personal))
         state = self.module.state_dict()
         self._first = {name: state[name].clone() for name in state if name in self.personal}
+        ties = backend.find_tied_names(state)
+        self._ties = {name: first for name, first in ties.items() if not self.personal & {name, first}}
+        self.hidden = HiddenState(self.module, learner.loss)
+        self._is_used = self.module in _trained
 
     @property
     def smallest_batch(self) -> int:
@@ -86,7 +112,12 @@ class Trainee:
         return {name: tensor for name, tensor in self.module.state_dict().items() if name not in self.personal}
 
     def load(self, parameters: Parameters, client_state: ClientState) -> None:
-        """Load the values of the job's model, and the client's personal ones, into the module. Raises `ModelError`."""
+        """Load the values of the job's model, and the client's personal ones, into the module. Raises `ModelError`.
+
+        The module forgets what it remembers of an earlier training or evaluation.
+        """
+        _trained.add(self.module)
+        self.hidden.restore()
         values = {name: tensor for name, tensor in backend.to_torch(parameters).items() if not name.startswith(CONTROL)}
         if both := sorted(self.personal & values.keys()):
             raise ModelError(
@@ -94,7 +125,10 @@ class Trainee:
                 "tensors, such as Learner.initial() returns"
             )
         note = client_state.get(_NOTE) if self.personal else None
+        if self.personal and note is None and self._is_used:
+            _refuse_trained(self.module)
         try:
+            values = backend.fill_ties(values, self._ties) if self._ties else values
             self.module.load_state_dict({**values, **(self._first if note is None else backend.to_torch(note))})
         except RuntimeError as exc:
             name = type(self.module).__name__
@@ -102,11 +136,12 @@ class Trainee:
 
     def save(self, parameters: Parameters, client_state: ClientState) -> None:
         """Copy the module's values into the job's model, and the personal ones into the client state."""
-        parameters.assign({**parameters, **backend.to_arrays(self.shared_tensors())})
+        shared = {name: tensor for name, tensor in self.shared_tensors().items() if name in parameters}
+        parameters.assign({**parameters, **backend.to_arrays(shared)})
         if self.personal:
             state = self.module.state_dict()
             client_state.put(
-                _NOTE, backend.from_state_dict({name: state[name] for name in state if name in self.personal})
+                _NOTE, backend.store_tensors({name: state[name] for name in state if name in self.personal})
             )
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -115,7 +150,7 @@ class Trainee:
 
     def start_weights(self, parameters: Parameters) -> dict[str, torch.Tensor]:
         """Return the initial values of the trained parameters that are not personal, after `load`."""
-        model = backend.to_torch(parameters)
+        model = backend.fill_ties(backend.to_torch(parameters), self._ties)
         return {name: model[name].to(self.device) for name in self.parameters() if name not in self.personal}
 
     def step_options(self, options: LocalOptions) -> LocalOptions:
@@ -139,11 +174,11 @@ class Trainee:
         `after_batch` is called with the number of examples done.
         """
         self.module.eval()
-        scores, done = Scores(self.learner.metrics), 0
+        scores, done = Scores(self.learner.count_answers, self.learner.metrics), 0
         with torch.no_grad():
             for inputs, targets in examples.batches(order):
                 outputs = self.module(inputs)
-                scores.add(self.learner.loss(outputs, targets), outputs, targets)
+                scores.add(self.learner.batch_loss(outputs, targets), outputs, targets)
                 done += len(targets)
                 after_batch(done)
         return scores
@@ -156,19 +191,27 @@ def has_batch_norm(module: nn.Module) -> bool:
 
 @contextmanager
 def use_seed(device: torch.device, seed: int) -> Generator[None]:
-    """Seed PyTorch's randomness within the block; restore its global state at the end."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
+    """Seed all randomness of the process (`use_seeds`) and of a GPU within the block; restore its state at the end."""
+    with use_seeds(seed) as number:
+        if device.type != "cuda":
+            yield
+            return
         torch.cuda.init()
-        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    before = [generator.get_state() for generator in generators]
-    try:
-        for generator in generators:  # torch.manual_seed takes a millisecond, to record a stack trace for later errors
-            generator.manual_seed(int(np.random.SeedSequence([seed, 1]).generate_state(1)[0]))
-        yield
-    finally:
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        before = generator.get_state()
+        generator.manual_seed(number)
+        try:
+            yield
+        finally:
+            generator.set_state(before)
+
+
+def _refuse_trained(module: nn.Module) -> None:
+    if module in _trained:
+        raise ModelError(
+            f"the function of the model returned the same {type(module).__name__} again, which was trained since; "
+            "expected a new module from each call: create it inside the function, not outside"
+        )
 
 
 def _personal_names(module: nn.Module, patterns: tuple[str, ...]) -> Iterator[str]:

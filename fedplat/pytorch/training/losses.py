@@ -17,7 +17,7 @@ _READ_BATCH_SIZE = 1024
 
 def make_loss(learner: Learner) -> LossFunction:
     """Return the loss of a learner as a function of its module and a batch."""
-    loss_of = learner.loss
+    loss_of = learner.batch_loss
 
     def compute(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         outputs = module(inputs)
@@ -37,7 +37,7 @@ def make_own_loss(
     if algorithm.make_loss is None:
         return make_loss(trainee.learner)
     context = LossContext(
-        loss=trainee.learner.loss,
+        loss=trainee.learner.batch_loss,
         read_targets=lambda: read_targets(examples),
         copy_module=lambda: copy.deepcopy(trainee.module).eval().requires_grad_(False),
         remembered=remembered,

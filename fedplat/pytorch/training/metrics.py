@@ -10,6 +10,7 @@ import torch
 from msgspec import Struct
 
 from fedplat.metrics import Metric, compute_all, measure
+from fedplat.pytorch.training.meaning import CountAnswers, detach
 
 
 class Sums(Struct, frozen=True, array_like=True):
@@ -25,7 +26,7 @@ class Sums(Struct, frozen=True, array_like=True):
     totals: list[dict[str, Any]] = []
 
     def means(self, metrics: Sequence[Metric] = ()) -> dict[str, float]:
-        """Return `loss`, `accuracy` for classification, and the values of the metrics that were measured."""
+        """Return `loss`, `accuracy` if there are answers, and the values of the metrics that were measured."""
         means = {"loss": self.loss / self.num_examples}
         if self.num_answers:
             means["accuracy"] = self.hits / self.num_answers
@@ -42,48 +43,48 @@ class Sums(Struct, frozen=True, array_like=True):
 
 
 class Scores:
-    """Sums of a loss, of correct answers if the targets are classes, and of the measurements of metrics.
+    """Sums of a loss, of correct answers if these can be counted, and of the measurements of metrics.
 
     They stay on the device until they are read.
     """
 
-    def __init__(self, metrics: Sequence[Metric] = ()) -> None:
-        self._metrics = metrics
+    def __init__(self, count: CountAnswers | None = None, metrics: Sequence[Metric] = ()) -> None:
+        self._count, self._metrics = count, metrics
         self._totals: list[dict[str, torch.Tensor]] = [{} for _ in metrics]
         self._losses: list[torch.Tensor] = []
         self._hits: list[torch.Tensor] = []
+        self._answers: list[torch.Tensor] = []
         self._num_examples = 0
-        self._num_answers = 0
 
-    def add(self, loss: torch.Tensor, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+    def add(self, loss: torch.Tensor, outputs: Any, targets: torch.Tensor) -> None:
         """Add a batch, where `loss` is its mean."""
         self._losses.append(loss.detach() * len(targets))
         self._num_examples += len(targets)
-        if outputs.ndim == targets.ndim + 1 and not targets.is_floating_point():
-            self._hits.append((outputs.detach().argmax(1) == targets).sum())
-            self._num_answers += targets.numel()
+        if self._count is not None and (counted := self._count(outputs, targets)) is not None:
+            self._hits.append(counted[0])
+            self._answers.append(counted[1])
         for metric, totals in zip(self._metrics, self._totals, strict=True):
-            measured = measure(metric, outputs.detach(), targets)
+            measured = measure(metric, detach(outputs), targets)
             _add_to(totals, {name: torch.as_tensor(value).double() for name, value in measured.items()})
 
     def extend(self, others: Scores) -> None:
         """Add the scores of other batches."""
         self._losses += others._losses
         self._hits += others._hits
+        self._answers += others._answers
         self._num_examples += others._num_examples
-        self._num_answers += others._num_answers
         for totals, more in zip(self._totals, others._totals, strict=True):
             _add_to(totals, more)
 
     def sums(self) -> Sums:
         """Return the sums so far."""
         loss = torch.stack(self._losses).double().sum().item() if self._losses else 0.0
-        hits = int(torch.stack(self._hits).sum().item()) if self._hits else 0
+        hits, num_answers = (int(torch.stack(each).sum().item()) if each else 0 for each in (self._hits, self._answers))
         totals = [{name: total.tolist() for name, total in each.items()} for each in self._totals]
-        return Sums(loss, self._num_examples, hits, self._num_answers, totals)
+        return Sums(loss, self._num_examples, hits, num_answers, totals)
 
     def means(self) -> dict[str, float]:
-        """Return `loss`, `accuracy` for classification, and the values of the metrics."""
+        """Return `loss`, `accuracy` if there are answers, and the values of the metrics."""
         return self.sums().means(self._metrics)
 
 

@@ -88,6 +88,8 @@ class Stepper:
             )
             self._optimizer = _PlainSgd(parameters, sgd)
         self._exchange = algorithm.exchange
+        # The gradients of nn.Embedding(sparse=True), for which a momentum and a norm are not defined.
+        self._needs_dense = make_optimizer is None or options.max_grad_norm > 0.0
 
     @property
     def perturbs(self) -> bool:
@@ -143,6 +145,10 @@ class Stepper:
 
     def step(self) -> bool:
         """Update the parameters; return False without an update if the gradient exceeds the range of float16."""
+        if self._needs_dense:
+            for parameter in self._parameters.values():
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_dense()
         if self._scaler is None:
             self._correct()
             self._optimizer.step()

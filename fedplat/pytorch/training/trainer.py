@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -40,7 +41,7 @@ def train(trainee: Trainee, parameters: Parameters, work: LocalTraining) -> Mapp
         metrics["loss_before"] = evaluate(trainee, parameters, work.examples, client_state=work.client_state)["loss"]
     trainee.load(parameters, work.client_state)
     start = _Start(trainee, parameters, work)
-    with use_seed(trainee.device, work.seed):
+    with use_seed(trainee.device, work.seed), explain_errors(len(work.examples)):
         scores, num_steps = _run(trainee, start, work)
     direction = start.measure_direction(trainee, num_steps)
     ending = start.end(direction)
@@ -69,8 +70,23 @@ def evaluate(
     `after_batch` is called with the completed fraction.
     """
     trainee.load(parameters, client_state or ClientState())
-    sums = trainee.evaluate(examples, batch_size, lambda done: after_batch(done / len(examples)))
+    with use_seed(trainee.device, 0):  # also a module that draws in evaluations has the same metrics in all processes
+        sums = trainee.evaluate(examples, batch_size, lambda done: after_batch(done / len(examples)))
     return sums.means(trainee.learner.metrics)
+
+
+@contextmanager
+def explain_errors(num_examples: int) -> Generator[None]:
+    """Turn PyTorch's error for BatchNorm and a single example into a `ModelError` with a way out."""
+    try:
+        yield
+    except ValueError as exc:
+        if "more than 1 value per channel" not in str(exc):
+            raise
+        raise ModelError(
+            f"BatchNorm cannot be trained on a single example, and a batch of the client's {num_examples} has no more; "
+            "expected at least 2 examples (min_examples of a partition), a larger batch_size, or GroupNorm"
+        ) from exc
 
 
 def evaluate_batches(
@@ -139,7 +155,7 @@ class _Start:
         """Return what the algorithm adds to the update; store its client state."""
         ending = self._half.end(self.correction, self._state, direction)
         if ending.remember:
-            self._work.client_state.put(self._note, backend.from_state_dict(ending.remember))
+            self._work.client_state.put(self._note, backend.store_tensors(ending.remember))
         return ending
 
 

@@ -17,6 +17,7 @@ from fedplat.local_options import LocalOptions
 from fedplat.model import Parameters
 from fedplat.pytorch.training.algorithm import build_guarded_algorithm
 from fedplat.pytorch.training.learner import Trainee
+from fedplat.pytorch.training.meaning import CountAnswers, CountClasses
 from fedplat.pytorch.training.schedule import Indices, StepSchedule
 from fedplat.pytorch.training.trainer import evaluate
 from fedplat.pytorch.training.work import LocalTraining
@@ -88,7 +89,10 @@ class CohortTrainer:
         descent = FlatSgd(self.layout, self._options, works[0].learning_rate, weights)
         drift = self._drift(starts)
         descent.correct(starts[0].correction.pull, base.weights.to(weights.device), drift)
+        self._trainee.hidden.restore()
         scores = self._run(base, descent, weights, rows)
+        if self._trainee.hidden.is_changed():
+            raise UnsuitableError("the module remembers something of each client outside its state_dict")
         results: list[tuple[Parameters, dict[str, float]]] = [(base.parameters, {})] * len(works)
         for row, start, trained, score in zip(rows, starts, weights.cpu(), scores, strict=True):
             update = self.layout.update(base, trained, {})
@@ -132,9 +136,9 @@ class CohortTrainer:
         if self._gradients is None:
             state = {name: value.to(weights.device) for name, value in base.state.items()}
             learner = self._trainee.learner
-            self._gradients = StackedGradients(self._trainee.module, learner.loss, self.layout.names, state)
+            self._gradients = StackedGradients(self._trainee.module, learner.batch_loss, self.layout.names, state)
         self._trainee.module.train()
-        scores = _StackedScores(len(rows), weights.device)
+        scores = _StackedScores(len(rows), weights.device, self._trainee.learner.count_answers)
         number = 0
         while active := [row for row in rows if len(row.steps) > number]:
             views = self.layout.views(weights[: len(active)])
@@ -181,11 +185,12 @@ class CohortTrainer:
 class _StackedScores:
     """Sums over each client's last epoch; they stay on the device until they are read."""
 
-    def __init__(self, num_clients: int, device: torch.device) -> None:
+    def __init__(self, num_clients: int, device: torch.device, count: CountAnswers | None) -> None:
+        self._count = count
         self._losses = torch.zeros(num_clients, dtype=torch.float64, device=device)
         self._hits = torch.zeros(num_clients, dtype=torch.int64, device=device)
+        self._answers = torch.zeros(num_clients, dtype=torch.int64, device=device)
         self._num_examples = np.zeros(num_clients, np.int64)
-        self._answers_each = 0
 
     def add(
         self, losses: torch.Tensor, outputs: torch.Tensor, targets: torch.Tensor, sizes: npt.NDArray[np.int64]
@@ -197,19 +202,28 @@ class _StackedScores:
         self._num_examples[:count] += sizes
         counted = torch.from_numpy(sizes).to(losses.device)
         self._losses[:count] += losses * counted
-        if outputs.ndim == targets.ndim + 1 and not targets.is_floating_point():
-            mask = torch.arange(targets.shape[1], device=counted.device) < counted.unsqueeze(1)
-            hits = (outputs.argmax(2) == targets).reshape(*targets.shape[:2], -1).sum(2)
-            self._hits[:count] += (hits * mask).sum(1)
-            self._answers_each = targets[0, 0].numel()
+        if isinstance(self._count, CountClasses):
+            if self._count.suits(outputs[0], targets[0]):
+                mask = torch.arange(targets.shape[1], device=counted.device) < counted.unsqueeze(1)
+                answers = targets != self._count.ignored
+                hits = (outputs.argmax(2) == targets) & answers
+                for total, found in ((self._hits, hits), (self._answers, answers)):
+                    total[:count] += (found.reshape(*targets.shape[:2], -1).sum(2) * mask).sum(1)
+        elif self._count is not None:
+            for row, size in enumerate(sizes.tolist()):
+                if not size:
+                    continue
+                hits, answers = self._count(outputs[row, :size], targets[row, :size])
+                self._hits[row] += hits
+                self._answers[row] += answers
 
     def means(self) -> list[dict[str, float]]:
-        """Return `loss`, and `accuracy` for classification, of each client."""
-        losses, hits = self._losses.tolist(), self._hits.tolist()
+        """Return `loss`, and `accuracy` if there are answers, of each client."""
+        losses = self._losses.tolist()
         means = [{"loss": loss / size} for loss, size in zip(losses, self._num_examples.tolist(), strict=True)]
-        if self._answers_each:
-            for each, hit, size in zip(means, hits, self._num_examples.tolist(), strict=True):
-                each["accuracy"] = hit / (size * self._answers_each)
+        for each, hits, answers in zip(means, self._hits.tolist(), self._answers.tolist(), strict=True):
+            if answers:
+                each["accuracy"] = hits / answers
         return means
 
 

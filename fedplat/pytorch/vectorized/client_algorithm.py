@@ -67,7 +67,7 @@ class ClientAlgorithmState:
         if steps != num_steps:
             metrics["effective_steps"] = steps
         if ending.remember:
-            self._client_state.put(self._note, backend.from_state_dict(ending.remember))
+            self._client_state.put(self._note, backend.store_tensors(ending.remember))
         for name, change in backend.to_arrays(ending.update).items():
             update[name] += change
         return metrics

@@ -22,6 +22,7 @@ from torch.fx.graph import CodeGen
 from fedplat.pytorch.training.learner import Loss
 from fedplat.pytorch.vectorized.foreach import Tensors
 from fedplat.pytorch.vectorized.layout import UnsuitableError
+from fedplat.randomness import read_states, use_seeds
 
 Computation: TypeAlias = Callable[..., tuple[torch.Tensor, ...]]
 """Maps parameters, other state, inputs and targets to gradients, the loss and the outputs."""
@@ -41,8 +42,18 @@ class BatchResult(NamedTuple):
 class Gradients:
     """Computes the gradients of a module in training for a batch."""
 
-    def __init__(self, module: nn.Module, loss: Loss, names: Sequence[str], num_parameters: int) -> None:
-        """`names` are those of all the module's tensors, starting with the trained parameters."""
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Loss,
+        names: Sequence[str],
+        num_parameters: int,
+        remembers: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`names` are those of all the module's tensors, starting with the trained parameters.
+
+        `remembers` returns whether the module has changed in other ways, so that its computations cannot be recorded.
+        """
         prepare()
         self._module, self._loss = module, loss
         self._names, self._num_parameters = list(names), num_parameters
@@ -50,6 +61,7 @@ class Gradients:
         self._times: dict[tuple[torch.Size, torch.Size], int] = {}
         self.is_random = True
         """True if the computation may draw random numbers; True until a recording shows that it does not."""
+        self._is_recordable, self._remembers = True, remembers
 
     def __call__(self, tensors: Tensors, inputs: torch.Tensor, targets: torch.Tensor) -> BatchResult:
         """Return the gradients of a batch's loss; `tensors` are in the order of `names`.
@@ -70,12 +82,12 @@ class Gradients:
         self._times[shapes] = times = self._times.get(shapes, 0) + 1
         if times < RECORD_AFTER:
             return self._by_autograd
-        recording = trace_graph(self._by_autograd, (*tensors, inputs, targets))
+        recording = None if self._remembers() else trace_graph(self._by_autograd, (*tensors, inputs, targets))
         if recording is None:
-            self._recordings[shapes] = self._by_autograd
+            self._recordings[shapes], self._is_recordable = self._by_autograd, False
         else:
             self._recordings[shapes] = recording.forward
-            self.is_random = draws(recording)
+        self.is_random = not self._is_recordable or (recording is not None and draws(recording))
         return self._recordings[shapes]
 
     def _by_autograd(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -88,10 +100,15 @@ class Gradients:
                 raise UnsuitableError(f"the module returns a {type(outputs).__name__}; expected a tensor")
             loss = self._loss(outputs, targets)
             optional = cast(list[torch.Tensor | None], torch.autograd.grad(loss, parameters, allow_unused=True))
-        gradients = [gradient for gradient in optional if gradient is not None]
+        gradients = [_densify(gradient) for gradient in optional if gradient is not None]
         if len(gradients) < len(optional):
             raise UnsuitableError("the loss does not depend on every parameter of the module")
         return (*gradients, loss.detach(), outputs.detach())
+
+
+def _densify(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of an `nn.Embedding(sparse=True)` as that of a dense one."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 @functools.cache
@@ -103,13 +120,18 @@ def prepare() -> None:
 def trace_graph(computation: Computation, tensors: Tensors) -> fx.GraphModule | None:
     """Record a computation's operations for tensors of these shapes.
 
-    Returns None if the operations depend on the tensors' values or on anything besides these tensors.
+    Returns None if the operations depend on the tensors' values or on anything besides these tensors, such as numbers
+    that Python or NumPy draw.
     """
     copies = [_clone_with_strides(tensor) for tensor in tensors]
-    try:
-        graph_module = make_fx(computation)(*copies)
-    except RuntimeError:  # PyTorch raises it when a computation reads a value during the recording
-        return None
+    with use_seeds(0):  # the numbers that a recording draws are not those of the training
+        before = read_states()
+        try:
+            graph_module = make_fx(computation)(*copies)
+        except RuntimeError:  # PyTorch raises it when a computation reads a value during the recording
+            return None
+        if read_states() != before:
+            return None
     graph = graph_module.graph
     graph.set_codegen(CodeGen())  # plain arguments instead of pytrees
     for node in list(graph.nodes):

@@ -106,7 +106,7 @@ class ParameterLayout:
         """Store a client's personal values, which are among its weights and its state, in its client state."""
         if self.personal:
             values = {**self.as_dict(weights), **state}
-            client_state.put(_NOTE, backend.from_state_dict({name: values[name] for name in sorted(self.personal)}))
+            client_state.put(_NOTE, backend.store_tensors({name: values[name] for name in sorted(self.personal)}))
 
     def update(
         self, base: Base, weights: torch.Tensor, state: Mapping[str, torch.Tensor], buffer: Bytes | None = None

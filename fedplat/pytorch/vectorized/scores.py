@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import torch
 
+from fedplat.pytorch.training.meaning import CountAnswers, CountClasses
+
 _MAX_KEPT_ENTRIES = 1 << 20
 """Entries of outputs that are kept before the correct answers are counted."""
 
 
 class LateScores:
-    """Collects losses, and counts correct answers if the targets are classes."""
+    """Collects losses, and counts correct answers, with `count` if there is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: CountAnswers | None) -> None:
+        self._answers = count
         self._losses: list[torch.Tensor] = []
         self._outputs: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
@@ -22,15 +25,19 @@ class LateScores:
         """Add a batch, where `loss` is its mean."""
         self._losses.append(loss)
         self._sizes.append(len(targets))
-        if outputs.ndim == targets.ndim + 1 and not targets.is_floating_point():
+        if isinstance(self._answers, CountClasses):
+            if not self._answers.suits(outputs, targets):
+                return
             self._outputs.append(outputs)
             self._targets.append(targets)
             self._kept += outputs.numel()
             if self._kept > _MAX_KEPT_ENTRIES:
                 self._count()
+        elif self._answers is not None:
+            self._add(outputs, targets)
 
     def means(self) -> dict[str, float]:
-        """Return `loss`, and `accuracy` for classification."""
+        """Return `loss`, and `accuracy` if there are answers."""
         self._count()
         sizes = torch.tensor(self._sizes, dtype=torch.float64)
         losses = torch.stack(self._losses).to("cpu", torch.float64)
@@ -41,7 +48,11 @@ class LateScores:
 
     def _count(self) -> None:
         if self._outputs:
-            targets = torch.cat(self._targets)
-            self._hits += int((torch.cat(self._outputs).argmax(1) == targets).sum())
-            self._num_answers += targets.numel()
+            self._add(torch.cat(self._outputs), torch.cat(self._targets))
             self._outputs, self._targets, self._kept = [], [], 0
+
+    def _add(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        assert self._answers is not None
+        if (counted := self._answers(outputs, targets)) is not None:
+            self._hits += int(counted[0])
+            self._num_answers += int(counted[1])

@@ -11,7 +11,7 @@ from fedplat.local_options import LocalOptions
 from fedplat.model import Bytes, Parameters
 from fedplat.pytorch.training.learner import Trainee, use_seed
 from fedplat.pytorch.training.schedule import StepSchedule
-from fedplat.pytorch.training.trainer import evaluate
+from fedplat.pytorch.training.trainer import evaluate, explain_errors
 from fedplat.pytorch.training.work import LocalTraining
 from fedplat.pytorch.vectorized import foreach
 from fedplat.pytorch.vectorized.client_algorithm import ClientAlgorithmState, check_algorithm
@@ -39,7 +39,9 @@ class FlatTrainer:
         self._trainee, self._options = trainee, options
         self._needs_control = options.build_algorithm().needs_control
         names = [*self.layout.names, *self.layout.state_names]
-        self._gradients = Gradients(trainee.module, trainee.learner.loss, names, len(self.layout.names))
+        self._gradients = Gradients(
+            trainee.module, trainee.learner.batch_loss, names, len(self.layout.names), trainee.hidden.is_changed
+        )
         self._weights = torch.zeros(self.layout.size)
         self._views = self.layout.views(self._weights)
 
@@ -67,6 +69,7 @@ class FlatTrainer:
 
     def _load(self, base: Base, client_state: ClientState) -> dict[str, torch.Tensor]:
         """Load the initial weights of a training; return copies of the module's other values."""
+        self._trainee.hidden.restore()
         self._weights[: self.layout.num_shared].copy_(base.weights)
         state = {**base.state, **self.layout.load_personal(self._weights, client_state)}
         return {name: state[name].clone() for name in self.layout.state_names}
@@ -84,12 +87,12 @@ class FlatTrainer:
         tensors = [*self._views, *state]
         if not self._trainee.module.training:  # after an evaluation; train() visits all submodules, which is slow
             self._trainee.module.train()
-        scores = LateScores()
+        scores = LateScores(self._trainee.learner.count_answers)
         randomness = use_seed(self._trainee.device, work.seed) if self._gradients.is_random else nullcontext()
-        with randomness, torch.no_grad():
+        with randomness, torch.no_grad(), explain_errors(len(work.examples)):
             for number, step in enumerate(steps):
                 if number % plan.steps_per_epoch == 0:
-                    scores = LateScores()
+                    scores = LateScores(self._trainee.learner.count_answers)
                 gradients: Tensors = ()
                 num_examples = sum(len(batch) for batch in step)
                 for batch in step:

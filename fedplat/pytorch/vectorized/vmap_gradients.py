@@ -18,6 +18,7 @@ from fedplat.pytorch.vectorized.cuda_graphs import capture_graph
 from fedplat.pytorch.vectorized.foreach import Tensors
 from fedplat.pytorch.vectorized.gradients import RECORD_AFTER, Computation, trace_graph
 from fedplat.pytorch.vectorized.layout import UnsuitableError
+from fedplat.randomness import read_states
 
 _TRIALS = 2
 """Timed runs of each implementation of convolutions, before one is chosen."""
@@ -62,13 +63,15 @@ class StackedGradients:
         tensors = (*parameters, *(part for part in stack if part is not None))
         key = (stack.inputs.shape, stack.targets.shape, stack.sizes is None)
         with torch.no_grad():
-            computation = self._computations.get(key)
+            computation, before = self._computations.get(key), None
             if computation is None:
-                computation = self._choose(key, tensors, stack)
+                computation, before = self._choose(key, tensors, stack), read_states()
             try:
                 *gradients, losses, outputs = computation(*tensors)
             except RuntimeError as exc:
                 raise UnsuitableError(f"vmap does not support it: {str(exc).splitlines()[0]}") from exc
+            if before is not None and read_states() != before:
+                raise UnsuitableError("it draws random numbers of Python or NumPy, which are not those of one client")
         return StackResult(gradients, losses, outputs)
 
     def _choose(self, key: tuple[object, ...], tensors: Tensors, stack: Stack) -> Computation:
@@ -91,6 +94,8 @@ class StackedGradients:
             named = {**dict(zip(self._names, parameters, strict=True)), **self._state}
             with _UnfoldedConvolutions() if unfold else nullcontext():
                 outputs = functional_call(self._module, named, (inputs,))
+            if not isinstance(outputs, torch.Tensor):
+                raise UnsuitableError(f"the module returns a {type(outputs).__name__}; expected a tensor")
             if not size:
                 return self._loss(outputs, targets), outputs
             return _masked_mean(self._losses_per_example(outputs, targets), size[0]), outputs

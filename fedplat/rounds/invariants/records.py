@@ -140,7 +140,8 @@ class StepRow:
 class StoredJob:
     """A job with its versions, ledger rows and attempts in order, and the history of the job and of its versions.
 
-    `spec` is None if the job file cannot be read; `unreadable` is the reason.
+    `spec` is None if the job file cannot be read; `unreadable` is the reason, and `is_foreign` is True if another
+    release may be able to read it.
     """
 
     row: JobRow
@@ -150,6 +151,7 @@ class StoredJob:
     ledger: tuple[ReleaseRow, ...]
     attempts: tuple[AttemptRow, ...]
     history: tuple[StepRow, ...]
+    is_foreign: bool = False
 
     @property
     def is_gossip(self) -> bool:

@@ -11,6 +11,7 @@ from fedplat import user_code
 from fedplat.errors import EngineError, ModelError
 from fedplat.learner import ArrayLearner, Config, Data, check_config, config_of_round
 from fedplat.model import Bytes, Parameters, Schema
+from fedplat.randomness import use_seeds
 from fedplat.simulation.data.federation import Array, Part
 from fedplat.simulation.engines.interface import ClientTask
 from fedplat.simulation.engines.tasks import NO_UPDATE, ClientTraining, Contents, LocalResult
@@ -52,7 +53,7 @@ class ArrayTrainer:
             return LocalResult(NO_UPDATE, self.evaluate_on(data, base), None)
         parameters = base.copy()
         config = config_of_round(self._config, task.training_round)
-        with one_thread_of_torch(), user_code.wrap_errors(f"{self._name}.train()"):
+        with one_thread_of_torch(), use_seeds(task.seed), user_code.wrap_errors(f"{self._name}.train()"):
             metrics = _check_metrics(self._learner.train(parameters, data, config, task.seed))
         update = parameters.minus(base)
         if buffer is not None:
@@ -63,7 +64,7 @@ class ArrayTrainer:
         """Score a model; returns no metrics if there are no examples."""
         if not len(data[1]):
             return {}
-        with one_thread_of_torch(), user_code.wrap_errors(f"{self._name}.evaluate()"):
+        with one_thread_of_torch(), use_seeds(0), user_code.wrap_errors(f"{self._name}.evaluate()"):
             return _check_metrics(self._learner.evaluate(model, data))
 
     def examples(self, inputs: Array, targets: Array, part: Part) -> Data:

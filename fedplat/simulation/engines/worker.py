@@ -8,6 +8,7 @@ import socket
 import sys
 from typing import NamedTuple
 
+from fedplat import texts
 from fedplat.model import Parameters, Schema
 from fedplat.simulation.engines import malloc, messages
 from fedplat.simulation.engines.interface import ClientTask
@@ -37,7 +38,7 @@ class EngineWorker:
         try:
             return self._score(request) if isinstance(request, ScoreRequest) else self._train(request)
         except Exception as exc:  # the process boundary: the parent raises it
-            return Done(request.number, failure=f"{type(exc).__name__}: {exc}"[: messages.MAX_FAILURE])
+            return Done(request.number, failure=texts.describe(exc)[: messages.MAX_FAILURE])
 
     def _train(self, request: TrainTask) -> Done:
         self._load(request.version, request.base)

@@ -74,6 +74,8 @@ class FlowerTraining(TrainingModel):
         self._claims_rule = build_rule(spec)
         self._nodes = _Nodes(app, _find_clients(fleet, spec.selection.where), fleet.num_clients)
         self._run = ServerAppRun(app, self._nodes.list)
+        self._run.grid.name_node = "client {}".format
+        self._run.grid.max_weight_factor = spec.flower.max_weight_factor
         self._exchange: Exchange | None = None
         self._version = 0
         self._tasks: dict[AssignmentId, AppTask] = {}
@@ -104,7 +106,7 @@ class FlowerTraining(TrainingModel):
 
     @override
     def warm_start(self, command: RunWarmStart) -> AttemptAggregated:
-        return self._advance(command.key, [])
+        return self._advance(command.key)
 
     @override
     def track(self, assignment: Assignment) -> None:
@@ -123,9 +125,9 @@ class FlowerTraining(TrainingModel):
             log.failures.append(ClientFailure(task.client, answer.failure))
             return AssignmentFailed(task.key, task.client_id, Reason.TRAINER_ERROR, answer.failure)
         reply = Parameters.from_bytes(answer.reply)
-        found = NodeReply.read(task.client, reply)
-        assert found.content is not None, "the file comes from this process"
-        num_examples, metrics = read_claims(found.content)
+        found, num_examples, metrics = NodeReply.read(task.client, reply), 1.0, dict[str, float]()
+        if found.content is not None:
+            num_examples, metrics = read_claims(found.content)
         verdict = self._validate(reply, len(answer.reply), num_examples, metrics)
         if verdict is not None:
             assert verdict.reason is not None
@@ -162,22 +164,29 @@ class FlowerTraining(TrainingModel):
         assert self._exchange is not None
         arrived = {int(each.client_id): answer for each, answer in self._folded.items()}
         failures = job.open_attempt.failures if job.open_attempt is not None else {}
-        replies = [arrived[node].reply for node in self._exchange.nodes if node in arrived]
-        replies += [NodeReply(int(client), None, reason) for client, reason in failures.items()]
-        self._states |= {node: answer.state for node, answer in arrived.items()}
-        return self._advance(command.key, replies)
+        answers = [arrived[node].reply for node in self._exchange.nodes if node in arrived]
+        failed = [NodeReply(int(client), None, reason) for client, reason in failures.items()]
+        outcome = self._advance(command.key, answers, failed)
+        self._states |= {node: answer.state for node, answer in arrived.items() if str(node) not in outcome.refused}
+        return outcome
 
     @override
     def settle(self, key: AttemptKey, version: int | None) -> Mapping[str, float]:
         self._received, self._folded = {}, {}
         return {}
 
-    def _advance(self, key: AttemptKey, replies: Sequence[NodeReply]) -> AttemptAggregated:
+    def _advance(
+        self, key: AttemptKey, answers: Sequence[NodeReply] = (), failed: Sequence[NodeReply] = ()
+    ) -> AttemptAggregated:
         """Run the ServerApp to its next exchange, whose message is the next version, or to its end."""
         self._nodes.begin()
         with self._answers.server():
-            exchange = self._exchange = self._run.advance(replies)
-        num_updates = sum(reply.content is not None for reply in replies)
+            exchange = self._exchange = self._run.advance([*answers, *failed])
+        unread = {str(answer.node_id): answer.error for answer in answers if answer.content is None}
+        refused = {**unread, **{str(node): text for node, text in self._run.grid.refused.items()}}
+        if (log := self.log.get(key.round)) is not None:
+            log.failures += [ClientFailure(int(client), text) for client, text in refused.items()]
+        num_updates = len(answers) - len(refused)
         self._version += 1
         size = self._sizes.model
         if exchange is not None:
@@ -196,7 +205,7 @@ class FlowerTraining(TrainingModel):
             total_weight=float(num_updates),
         )
         cohort = () if exchange is None else tuple(str(node) for node in exchange.nodes)
-        return AttemptAggregated(key, version, self._run.grid.take_metrics() or None, cohort)
+        return AttemptAggregated(key, version, self._run.grid.take_metrics() or None, cohort, refused)
 
     def _make_task(self, task: DeviceAssignment) -> AppTask:
         self._num_tasks += 1
@@ -216,7 +225,8 @@ class FlowerTraining(TrainingModel):
         verdict = report_validation.validate_claims(self._claims_rule, AttemptKind.TRAIN, num_examples, metrics)
         if not verdict.accepted:
             return verdict
-        return report_validation.check_finite(reply.to_blocks())
+        valid = report_validation.validate_reply(reply, reply.to_blocks(), self._options.array_types)
+        return valid if isinstance(valid, Verdict) else None
 
 
 class _Nodes:

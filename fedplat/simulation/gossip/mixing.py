@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.errors import JobFileError
-from fedplat.gossip import distance_from_mean, draw_edges, metropolis, mix_all, push_all, push_sum
-from fedplat.simulation.gossip.run import GossipRun
+from fedplat.gossip import Gossip, distance_from_mean, draw_edges, metropolis, mix_all, push_all, push_sum
+from fedplat.simulation.gossip.run import GossipRun, name_silo
 from fedplat.simulation.recording.result import AttemptResult, GossipExchange, Result, describe_end
 
 ENTRIES = 16
@@ -37,14 +37,14 @@ def mix_without_training(run: GossipRun, model_bytes: float) -> Result:
             "true"
         )
     values = np.random.default_rng(np.random.SeedSequence([run.seed, _START])).standard_normal((count, ENTRIES))
-    weights, names = np.ones((count, 1)), [f"{silo:08}" for silo in range(count)]
+    weights = np.ones((count, 1))
     norm = math.sqrt(float(np.sum(values * values)) / count)
     merged, now, records, agree = np.zeros(count, np.int64), 0.0, list[AttemptResult](), False
     outages = sorted({each.silo for each in run.links.dead})
     for number in range(1, spec.rounds + mode.settle_rounds + 1):
         dead = {silo for silo in outages if run.links.is_dead(silo, number)}
         here = np.array([silo for silo in range(count) if silo not in dead], np.int64)
-        edges = here[draw_edges(mode, [names[silo] for silo in here.tolist()], number)].reshape(-1, 2)
+        edges = _draw_edges(mode, here, number)
         confirmed, links = _confirm(run, number, edges)
         before = distance_from_mean(values / weights)
         if mode.is_directed:
@@ -93,6 +93,15 @@ def mix_without_training(run: GossipRun, model_bytes: float) -> Result:
     elif not agree:
         status, reason = "FAILED", f"the silos do not agree after {mode.settle_rounds} rounds without training"
     return run.make_result(status=status, reason=reason, records=records, merged=merged, duration_s=now)
+
+
+def _draw_edges(mode: Gossip, here: npt.NDArray[np.int64], number: int) -> Edges:
+    """Return the edges of a round among the silos that are there, whose names are in order."""
+    # The edges of a job file name silos as it has them; for all others the order of the silos is enough.
+    name = name_silo if mode.topology == "edges" else "{:08}".format
+    ordered = sorted(here.tolist(), key=name)
+    drawn = draw_edges(mode, [name(silo) for silo in ordered], number)
+    return np.array(ordered, np.int64)[drawn].reshape(-1, 2)
 
 
 def _confirm(run: GossipRun, number: int, edges: Edges) -> tuple[Edges, Edges]:

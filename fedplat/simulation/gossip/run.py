@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.errors import JobFileError
+from fedplat.gossip.topology import describe_edges_problem, describe_unknown
 from fedplat.job import JobSpec
 from fedplat.model import Parameters
 from fedplat.simulation.clients import Fleet
@@ -19,6 +20,11 @@ from fedplat.simulation.gossip.driver import GossipDriver
 from fedplat.simulation.gossip.silos import SiloModels
 from fedplat.simulation.recording.result import AttemptResult, ParticipationCounts, Result, Totals
 from fedplat.simulation.recording.statistics import Observer, measure_groups
+
+
+def name_silo(silo: int) -> str:
+    """Return the name of a silo in a simulation."""
+    return str(silo)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,9 +50,22 @@ class GossipRun:
                 "simulation.fleet.availability: silos are always online but for simulation.links.dead, "
                 'simulation.fleet.fails and vanishes; expected "always" with mode.kind = "gossip"'
             )
+        self._check_edges(count)
         for each in self.links.dead:
             if each.silo >= count:
                 raise JobFileError(f"simulation.links.dead: there is no silo {each.silo}; expected 0 to {count - 1}")
+
+    def _check_edges(self, count: int) -> None:
+        mode = self.spec.gossip
+        if mode is None or mode.topology != "edges":
+            return
+        if unknown := describe_unknown(mode, {name_silo(silo) for silo in range(count)}):
+            raise JobFileError(
+                f'{unknown}; expected the indices of silos in a simulation, "0" to "{count - 1}", such as '
+                '--set \'mode.edges=[["0", "1"]]\''
+            )
+        if problem := describe_edges_problem(mode, count):
+            raise JobFileError(problem)
 
     def make_result(  # noqa: PLR0913 - all that a run has found, each by its name
         self,

@@ -24,6 +24,7 @@ import msgspec
 
 from fedplat import durable
 from fedplat.errors import DataError
+from fedplat.packed.files import open_regular
 from fedplat.simulation.recording.result import AttemptResult
 from fedplat.toml import format_value
 
@@ -38,6 +39,8 @@ RUN, ROUNDS, RESULTS, MODEL, PARTICIPATION, EVENTS, MLFLOW, JOURNAL = (
     "journal",
 )
 
+MAX_BYTES = 2**28
+"""The largest file of a run that is read."""
 CHANGEABLE_KEYS = re.compile(r"simulation\.(engine|workers|secure_aggregation)(\.|$)")
 """Keys that may change when a run is resumed: they determine only where training is computed, and which secrets are."""
 
@@ -48,11 +51,18 @@ def write(path: Path, content: bytes) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file of a run. Raises `DataError` if it cannot be read."""
+    """Read a JSON file of a run, which a stranger may have written. Raises `DataError` if it cannot be read."""
     try:
-        return json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as exc:
+        with open_regular(path, "a file of a run") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise DataError(f"{path} is too large; expected at most {MAX_BYTES >> 20} MiB")
+        found: object = json.loads(content.decode())
+    except (OSError, ValueError, RecursionError) as exc:
         raise DataError(f"{path} cannot be read: {exc}") from exc
+    if not isinstance(found, dict):
+        raise DataError(f"{path} cannot be read: it has no table; expected a file of a run")
+    return cast("dict[str, Any]", found)
 
 
 def finite(value: Any) -> Any:

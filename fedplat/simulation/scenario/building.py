@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,6 +10,7 @@ from fedplat import initial, user_code
 from fedplat.errors import JobFileError, MissingExtraError
 from fedplat.learner import ArrayLearner
 from fedplat.model import Parameters
+from fedplat.randomness import use_seeds
 from fedplat.simulation.scenario.file import SimulationFile
 from fedplat.simulation.scenario.learners import ModelOptions
 
@@ -35,7 +33,7 @@ def build_learner(file: SimulationFile) -> tuple[Learner | ArrayLearner, Paramet
     except JobFileError as exc:
         raise JobFileError(f"simulation.model: {exc}") from exc
     try:
-        with _use_seed(seed):
+        with use_seeds(seed):
             start = initial.resolve(named, file.folder)
         expected = make_initial(learner, seed)
     except ValueError as exc:  # `personal` names a tensor that the module does not have
@@ -50,7 +48,7 @@ def make_initial(learner: Learner | ArrayLearner, seed: int) -> Parameters:
     """Return the initial model of a learner. Raises `JobFileError` if it returns something else."""
     if not isinstance(learner, ArrayLearner):
         return learner.initial(seed)
-    with user_code.wrap_errors(f"{type(learner).__name__}.initial()"):
+    with use_seeds(seed), user_code.wrap_errors(f"{type(learner).__name__}.initial()"):
         found = learner.initial(seed)
     return initial.convert_result(found, f"{type(learner).__name__}.initial")
 
@@ -79,17 +77,3 @@ def _build_from_initial(options: ModelOptions, file: SimulationFile) -> tuple[Le
         return learner, learner.initial(file.simulation.seed)
     except ValueError as exc:  # as above
         raise JobFileError(f"simulation.model: {exc}") from exc
-
-
-@contextmanager
-def _use_seed(seed: int) -> Generator[None]:
-    """Seed PyTorch within the block, if the learner uses it."""
-    if "torch" not in sys.modules:
-        yield
-        return
-    import torch
-
-    from fedplat.pytorch.training import use_seed
-
-    with use_seed(torch.device("cpu"), seed):
-        yield

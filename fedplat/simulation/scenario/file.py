@@ -13,6 +13,7 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from fedplat import bounded_toml
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec, check_algorithm, check_main, job_file
 from fedplat.plugin_objects import plugins_in
@@ -149,7 +150,7 @@ def job_text(text: str) -> str:
             kept.append(line)
     job = "".join(kept)
     try:
-        if tomllib.loads(job) == raw:
+        if bounded_toml.loads(job) == raw:
             return job
     except tomllib.TOMLDecodeError:
         pass
@@ -167,7 +168,7 @@ def _change(raw: dict[str, Any], change: str) -> None:
     if not equals or not path:
         raise JobFileError(f"{change!r}: expected KEY=VALUE, such as selection.goal=20 or simulation.seed=1")
     try:
-        new = tomllib.loads(f"value = {value.strip()}")["value"]
+        new = bounded_toml.loads(f"value = {value.strip()}")["value"]
     except tomllib.TOMLDecodeError:
         new = value.strip()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Protocol, runtime_checkable
@@ -20,6 +21,8 @@ from fedplat.user_code import Reference
 MAX_METRICS = 20
 LOSS_NAMES = ("cross_entropy", "mse", "bce_with_logits")
 """The built-in losses, see `model.LOSSES`."""
+ACCURACY_NAMES = ("auto", "classes", "none")
+"""What `accuracy` can be besides a function, see `fedplat.pytorch.training.Learner`."""
 
 
 @runtime_checkable
@@ -37,15 +40,22 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="l
     `module` is a function that creates the PyTorch module; "" stands for the job's `model.initial`. `loss` is the name
     of a mean loss of outputs and targets, or a function. `personal` names the tensors that clients do not share.
     `metrics` are those of evaluations, besides the loss and the accuracy: names, or tables with the key `name`.
+    `accuracy` is a function of outputs and targets that returns which answers are correct, or "classes" if the largest
+    output of dimension 1 is the answer; "auto" is "classes" for the cross entropy, and no accuracy for other losses.
     """
 
     module: str = ""
     loss: str = "cross_entropy"
     personal: list[str] = []
     metrics: Annotated[tuple[Metric, ...], Meta(max_length=MAX_METRICS)] = ()
+    accuracy: str = "auto"
 
     def __post_init__(self) -> None:
-        for key, value, names in (("module", self.module, ("",)), ("loss", self.loss, LOSS_NAMES)):
+        for key, value, names in (
+            ("module", self.module, ("",)),
+            ("loss", self.loss, LOSS_NAMES),
+            ("accuracy", self.accuracy, ACCURACY_NAMES),
+        ):
             try:
                 if value not in names:
                     user_code.split(value)
@@ -57,7 +67,8 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="l
         """Return the learner."""
         from fedplat.simulation.scenario.model import make_learner
 
-        return make_learner(self.module, self.loss, self.personal, self.metrics, folder)
+        learner = make_learner(self.module, self.loss, self.accuracy, folder)
+        return dataclasses.replace(learner, personal=tuple(self.personal), metrics=self.metrics)
 
 
 class LightningOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="learner", tag="lightning"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import nn
 
 from fedplat import user_code
 from fedplat.errors import JobFileError
-from fedplat.metrics import Metric
 from fedplat.pytorch.training import Learner
 
 LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -46,8 +45,8 @@ class OwnModule:
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnLoss:
-    """The user's loss function."""
+class OwnFunction:
+    """A function of outputs and targets that the user has written: a loss, or which answers are correct."""
 
     name: str
     folder: Path
@@ -58,14 +57,16 @@ class OwnLoss:
             return user_code.load_function(self.name, self.folder)
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of a batch."""
+        """Return the result for a batch."""
         return self._function(outputs, targets)
 
     def __getstate__(self) -> dict[str, object]:
         return {"name": self.name, "folder": self.folder}  # each process imports the function itself
 
 
-def make_learner(module: str, loss: str, personal: Sequence[str], metrics: tuple[Metric, ...], folder: Path) -> Learner:
+def make_learner(module: str, loss: str, accuracy: str, folder: Path) -> Learner:
     """Return the learner of a table `[simulation.model]`; its functions are relative to `folder`."""
-    mean_loss = LOSSES.get(loss) or OwnLoss(loss, folder)
-    return Learner(model=OwnModule(module, folder), loss=mean_loss, personal=tuple(personal), metrics=metrics)
+    correct: Any = accuracy if ":" not in accuracy else OwnFunction(accuracy, folder)
+    return Learner(
+        model=OwnModule(module, folder), loss=LOSSES.get(loss) or OwnFunction(loss, folder), accuracy=correct
+    )

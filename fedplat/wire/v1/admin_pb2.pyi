@@ -1703,7 +1703,9 @@ class Client(_message.Message):
     """0 if the client was not seen since the server started."""
     software_version: _builtins.str
     job_id: _builtins.str
-    """The job that the client works for; empty if it is not busy."""
+    """The job that the client works for: with the state "busy", or "away" if the assignment has ended, but its trainer has
+    not returned. Otherwise empty.
+    """
     enrollment_id: _builtins.str
     """The token that it enrolled with; empty if it enrolled before servers stored that."""
     progress: _builtins.float

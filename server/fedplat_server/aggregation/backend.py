@@ -22,7 +22,7 @@ class Aggregate:
 
     `published` is the attempt's published metrics, None for the means of the clients' metrics. `payload` is the
     encoded step of a job with a downlink. The `model` of a draft has no digest yet. `cohort` are the clients that a
-    Flower app has drawn for the next round.
+    Flower app has drawn for the next round, and `refused` those whose updates it could not use, and why.
     """
 
     model: Blob
@@ -32,6 +32,7 @@ class Aggregate:
     published: Mapping[str, float] | None
     payload: bytes = b""
     cohort: tuple[str, ...] = ()
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
 
 class AggregationBackend(Protocol):

@@ -39,13 +39,17 @@ class AppAggregation(AggregationBackend):
         job = self._find_job()
         failures = job.open_attempt.failures if job.open_attempt is not None else {}
         step = await self._runs.advance(job, self._blobs, replies, failures)
+        used = [
+            update.contribution.weight for update in self._updates if update.contribution.client_id not in step.refused
+        ]
         return Aggregate(
             model=step.message,
             state=step.state,
-            num_updates=len(self._updates),
-            total_weight=sum(update.contribution.weight for update in self._updates),
+            num_updates=len(used),
+            total_weight=sum(used),
             published=step.metrics,
             cohort=step.cohort,
+            refused=step.refused,
         )
 
     @override

@@ -162,7 +162,7 @@ class Aggregation:
             version = structs.replace(
                 version, delta_digest=delta.digest, delta_size_bytes=delta.size_bytes, delta_base=job.latest.digest
             )
-        return AttemptAggregated(key, version, aggregate.published, aggregate.cohort)
+        return AttemptAggregated(key, version, aggregate.published, aggregate.cohort, aggregate.refused)
 
     async def _fold_and_commit(
         self,

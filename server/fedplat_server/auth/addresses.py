@@ -14,13 +14,13 @@ from urllib.parse import unquote
 
 from grpc import aio
 
+from fedplat import fair_places
 from fedplat_server.auth import forwarding
 from fedplat_server.errors import ConfigError
 
 FORWARDED = "x-forwarded-for"
 """The metadata key in which proxies report the caller: each appends the address that called it."""
 MAX_PROXIES = 16
-IPV6_PREFIX = 64
 _CACHED = 4096
 """Size of the caches of parsed peers and addresses, which make refusing a flood of calls cheap."""
 
@@ -34,6 +34,11 @@ class Origin(NamedTuple):
 
     address: str
     network: str
+
+    @property
+    def groups(self) -> fair_places.Groups:
+        """The networks that it may own, the widest first."""
+        return fair_places.groups_of(self.address.partition(":")[2] or self.address)
 
 
 class Origins:
@@ -97,7 +102,7 @@ def _first_untrusted(address: _Address, forwarded: Sequence[str], trusted: Seque
 def _origin_of(address: _Address) -> Origin:
     if address.version == 4:
         return Origin(f"ipv4:{address}", f"ipv4:{address}")
-    return Origin(f"ipv6:{address}", f"ipv6:{ipaddress.ip_network((address, IPV6_PREFIX), strict=False)}")
+    return Origin(f"ipv6:{address}", f"ipv6:{ipaddress.ip_network((address, fair_places.IPV6_PREFIX), strict=False)}")
 
 
 @functools.lru_cache(_CACHED)

@@ -9,7 +9,7 @@ import typer
 from fedplat_server.auth import pki_folder
 from fedplat_server.auth.pki_folder import PkiFolder
 from fedplat_server.auth.tls import utc_now
-from fedplat_server.cli.options import DEFAULT_DATA_DIR, Database, DataDir, database_url, with_store
+from fedplat_server.cli.options import DEFAULT_DATA_DIR, Database, DataDir, database_url, repeat_options, with_store
 from fedplat_server.records.audit import HOST, AuditAction, AuditEntry
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -72,7 +72,7 @@ def rotate_ca(
     _note(database_url(data_dir, database), "rotate-ca", folder)
     print(
         f"made a new authority; the old one is still trusted. Give the new {folder.ca} to operators and clients, "
-        "then run: fedplat-server certificates rotate-ca --finish"
+        f"then run: fedplat-server certificates rotate-ca --finish{repeat_options()}"
     )
 
 

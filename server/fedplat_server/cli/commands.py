@@ -8,8 +8,10 @@ import re
 from pathlib import Path
 from typing import Annotated
 
+import click
 import typer
 import typer.core
+from typing_extensions import override
 
 from fedplat import user_code
 from fedplat.claims import check_metrics
@@ -35,23 +37,58 @@ from fedplat_server.cli.options import (
     Spool,
     blob_place,
     database_url,
+    format_options,
     parse_host,
     parse_spool,
     protect,
+    repeat_options,
+    with_store,
 )
 from fedplat_server.cli.serving import serve
-from fedplat_server.config import DEFAULT_CACHE_BYTES, DEFAULT_JOB_METRICS, LeaseTimes, Limits, ServerConfig, TlsFiles
+from fedplat_server.config import (
+    DEFAULT_CACHE_BYTES,
+    DEFAULT_JOB_METRICS,
+    LeaseTimes,
+    Limits,
+    ServerConfig,
+    TlsFiles,
+    is_postgres,
+)
+from fedplat_server.coordination import owner
 from fedplat_server.database import schema
-from fedplat_server.errors import ConfigError
+from fedplat_server.errors import ConfigError, SchemaVersionError
 from fedplat_server.metrics.job_series import MAX_METRICS
 from fedplat_server.rpc import validation
+from fedplat_server.storage import ownership
 from fedplat_server.webhooks import addresses as webhook_addresses
 
 ANY_HOST = frozenset({"0.0.0.0", "[::]", "::", "*"})
 """Hosts that mean every address of this machine."""
 typer.core.HAS_RICH = False  # else typer 0.20 escapes the brackets of plain help for Rich: "\\[default: 1]"
 # No panels: usage errors are plain lines, like all other errors.
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+class _Commands(typer.core.TyperGroup):
+    """The commands; a message that asks for an upgrade repeats the options of the command line."""
+
+    @override
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except SchemaVersionError as exc:
+            said, command, _ = str(exc).partition(schema.UPGRADE)
+            if (options := format_options(ctx)) and command:
+                raise SchemaVersionError(f"{said}{command}{options}") from exc
+            raise
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
 database_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(database_app, name="db", help="Manage the database.")
 app.add_typer(operators.app, name="operator", help="Manage operators.")
@@ -314,7 +351,7 @@ def _check_dashboard(address: str, insecure: bool) -> None:
 
 
 def _check_shared_port(listen: str, advertise: str, database: str) -> None:
-    if not database.startswith("postgres"):
+    if not is_postgres(database):
         raise ConfigError(
             "--share-port is for daemons of one PostgreSQL; set its URL with FEDPLAT_DATABASE or --database"
         )
@@ -345,8 +382,9 @@ def _tls_files(data_dir: Path, certificate: Path | None, key: Path | None, ca: P
     files = PkiFolder.of(data_dir.resolve()).files
     if not files.certificate.exists():
         raise ConfigError(
-            f"there are no certificates in {files.certificate.parent}: make some with fedplat-server init --data-dir "
-            f"{data_dir}, use your own with --tls-certificate FILE --tls-key FILE, or serve without TLS with --insecure"
+            f"there are no certificates in {files.certificate.parent}: make some with fedplat-server init"
+            f"{repeat_options()}, use your own with --tls-certificate FILE --tls-key FILE, or serve without TLS with "
+            "--insecure"
         )
     return files
 
@@ -437,6 +475,9 @@ def verify_(
 
     if not data_dir.is_dir():
         raise ConfigError(f"there is no data folder {data_dir}; set --data-dir to that of the daemon")
-    place = blob_place(data_dir, blobs)
-    if not verify.run(database_url(data_dir, database), place, parse_spool(spool), live=live, as_json=as_json):
+    place, url = blob_place(data_dir, blobs), database_url(data_dir, database)
+    identity = with_store(url, lambda store: owner.identify(store, url))
+    for folder in {place.data_dir, place.data_dir if place.is_remote else place.folder}:
+        ownership.check_folder(folder, identity)
+    if not verify.run(url, place, parse_spool(spool), live=live, as_json=as_json):
         raise typer.Exit(1)

@@ -25,7 +25,7 @@ from fedplat_server.auth.client_directory import ClientDirectory
 from fedplat_server.auth.enrollment import Enrollments, Trust
 from fedplat_server.auth.pki_folder import LOOPBACK, PkiFolder
 from fedplat_server.auth.tokens import hash_secret
-from fedplat_server.cli.init import ADMIN, format_option, make_certificates, make_operator, print_made
+from fedplat_server.cli.init import ADMIN, make_certificates, make_operator, print_made
 from fedplat_server.cli.options import (
     DEFAULT_DATA_DIR,
     DEFAULT_LISTEN,
@@ -35,6 +35,7 @@ from fedplat_server.cli.options import (
     database_url,
     parse_host,
     protect,
+    repeat_options,
     with_store,
 )
 from fedplat_server.cli.serving import serve
@@ -92,7 +93,7 @@ def dev(  # noqa: PLR0913 -- one parameter for each option of the command line
         url = database_url(data_dir, None)
         protect(data_dir, url)
         folder = PkiFolder.of(data_dir.resolve())
-        make_certificates(folder, ["localhost"], url, data_dir)
+        make_certificates(folder, ["localhost"], url)
         make_operator(data_dir / "admin.toml", url, listen, folder)
         operate = _install_profile(
             profile_path or profile.default_path(), data_dir.resolve() / "admin.toml", url, listen
@@ -107,7 +108,7 @@ def dev(  # noqa: PLR0913 -- one parameter for each option of the command line
                 stack.enter_context(_dashboard(dashboard, listen, data_dir.resolve() / "admin.toml"))
 
         serve(make_config(listen, data_dir, url), log_level, json_log, on_started)
-    print(f"stopped; everything is kept for the next fedplat-server dev{format_option(data_dir)}")
+    print(f"stopped; everything is kept for the next fedplat-server dev{repeat_options()}")
 
 
 def make_config(listen: str, data_dir: Path, url: str) -> ServerConfig:
@@ -137,7 +138,8 @@ def _install_profile(path: Path, admin_path: Path, url: str, address: str) -> st
         if not admin_path.exists():
             raise ConfigError(
                 f"the profile of the operator {ADMIN} is neither at {path} nor at {admin_path}. Copy it back, or run "
-                f"fedplat-server operator remove {ADMIN} --data-dir {admin_path.parent} and repeat this command"
+                f"fedplat-server operator remove {ADMIN} --data-dir {shlex.quote(str(admin_path.parent))} and "
+                "repeat this command"
             )
         profile.save(msgspec.structs.replace(profile.load(admin_path), server=address), path)
         print_made(True, "profile of fedplat", path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +14,16 @@ from fedplat_server.auth import pki_folder
 from fedplat_server.auth.pki_folder import PkiFolder
 from fedplat_server.auth.tls import utc_now
 from fedplat_server.cli.operators import add_to, new_operator
-from fedplat_server.cli.options import DEFAULT_DATA_DIR, Database, DataDir, database_url, protect, with_store
+from fedplat_server.cli.options import (
+    DEFAULT_DATA_DIR,
+    Database,
+    DataDir,
+    database_url,
+    protect,
+    repeat_options,
+    with_store,
+)
+from fedplat_server.coordination import owner
 from fedplat_server.database import schema
 from fedplat_server.errors import ConfigError
 from fedplat_server.records.audit import HOST, AuditAction, AuditEntry
@@ -49,18 +59,19 @@ def init(
     url = database_url(data_dir, database)
     protect(data_dir, url)
     folder = PkiFolder.of(data_dir.resolve())
-    make_certificates(folder, host, url, data_dir)
+    make_certificates(folder, host, url)
+    with_store(url, lambda store: owner.claim_data_dir(store, data_dir.resolve(), url))
     first_host = host[0] if host else "localhost"
     address = f"[{first_host}]:{port}" if ":" in first_host else f"{first_host}:{port}"
     operator_profile = profile_path or data_dir / "admin.toml"
     make_operator(operator_profile, url, address, folder)
-    shown, listen = format_option(data_dir), "0.0.0.0" if host else "127.0.0.1"
+    listen, shown = "0.0.0.0" if host else "127.0.0.1", shlex.quote(str(operator_profile))
     print(
-        f"\nnext:\n  fedplat-server run{shown} --listen {listen}:{port}\n  fedplat --profile {operator_profile} status"
+        f"\nnext:\n  fedplat-server run{repeat_options()} --listen {listen}:{port}\n  fedplat --profile {shown} status"
     )
 
 
-def make_certificates(folder: PkiFolder, host: list[str] | None, url: str, data_dir: Path) -> None:
+def make_certificates(folder: PkiFolder, host: list[str] | None, url: str) -> None:
     """Create the certificates and the database unless they exist; print what was created and what was kept."""
     hosts = pki_folder.all_hosts(host if host else [_hostname()])
     made_authority = folder.make_authority(utc_now())
@@ -73,7 +84,7 @@ def make_certificates(folder: PkiFolder, host: list[str] | None, url: str, data_
         names = " ".join(f"--host {name}" for name in [*known[:1], *missing])
         raise ConfigError(
             f"the certificate is not for {', '.join(missing)}; make a new one with: "
-            f"fedplat-server certificates renew{format_option(data_dir)} {names}"
+            f"fedplat-server certificates renew{repeat_options()} {names}"
         )
     before = schema.current(url)
     schema.upgrade(url)
@@ -92,13 +103,13 @@ def make_operator(path: Path, url: str, address: str, folder: PkiFolder) -> None
         if known is None and (ADMIN in names or not looks_like_token(token)):
             raise ConfigError(
                 f"the token in the profile {path} belongs to no operator in this database; move the file away, run "
-                f"fedplat-server operator remove {ADMIN} if that operator exists, and repeat init"
+                f"fedplat-server operator remove {ADMIN}{repeat_options()} if that operator exists, and repeat init"
             )
         print_made(known is None, "operator's profile", path)
     elif ADMIN in names:
         print(
             f"kept the operator {ADMIN}; its profile is in another file. If it is lost, run fedplat-server operator "
-            f"remove {ADMIN} and repeat init"
+            f"remove {ADMIN}{repeat_options()} and repeat init"
         )
         return
     else:
@@ -122,8 +133,3 @@ def _hostname() -> str:
     except ConfigError:
         return "localhost"
     return name
-
-
-def format_option(data_dir: Path) -> str:
-    """Return the option `--data-dir` for a command line; "" for the default folder."""
-    return f" --data-dir {data_dir}" if data_dir != DEFAULT_DATA_DIR else ""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shlex
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, TypeVar
 
+import click
 import typer
 
 from fedplat_server.config import DEFAULT_CACHE_BYTES
@@ -17,17 +19,51 @@ from fedplat_server.database.ports import Store
 from fedplat_server.database.store import open_store
 from fedplat_server.errors import ConfigError
 from fedplat_server.storage import data_dir as folder
+from fedplat_server.storage import ownership
 from fedplat_server.storage.blob_stores import BlobPlace
-from fedplat_server.storage.object_store import ObjectStore
+from fedplat_server.storage.object_store import SCHEMES, ObjectStore
+
+DEFAULT_DATA_DIR = Path("fedplat-data")
+_GIVEN = "fedplat_server.given_options"
+
+
+def repeat_options() -> str:
+    """Return `--data-dir` and `--database` as they were given, for a command line in a message; "" if they were not.
+
+    A password is left out: the message then names a file, unless the variable of the environment still has it.
+    """
+    context = click.get_current_context(silent=True)
+    return "" if context is None else format_options(context)
+
+
+def format_options(context: click.Context) -> str:
+    """Return `repeat_options` of a command line."""
+    given: dict[str, str] = context.meta.get(_GIVEN, {})
+    return "".join(f" {option} {shlex.quote(value)}" for option, value in sorted(given.items()))
+
+
+def _note_given(context: typer.Context, option: str, value: str) -> None:
+    context.meta.setdefault(_GIVEN, {})[option] = value
+
+
+def _note_data_dir(context: typer.Context, value: Path) -> Path:
+    if value != DEFAULT_DATA_DIR:
+        _note_given(context, "--data-dir", str(value))
+    return value
 
 
 def _read_database(context: typer.Context, parameter: typer.CallbackParam, value: str | None) -> str | None:
     """Return the URL of `--database`, or the content of the file that it names; None without the option."""
     if value is None or not value.startswith("@"):
         source = context.get_parameter_source(parameter.name or "")
-        if value is not None and source is not None and source.name == "COMMANDLINE":
-            _warn_of_password(value)
+        has_password = value is not None and "://" in value and engine.async_url(value).password
+        if has_password and source is not None and source.name == "COMMANDLINE":
+            _warn_of_password()
+            _note_given(context, "--database", "@FILE")
+        elif value is not None and not has_password:
+            _note_given(context, "--database", value)
         return value
+    _note_given(context, "--database", value)
     path = Path(value[1:])
     try:
         url = path.read_text(encoding="utf-8").strip()
@@ -39,18 +75,22 @@ def _read_database(context: typer.Context, parameter: typer.CallbackParam, value
     return url
 
 
-def _warn_of_password(url: str) -> None:
-    if "://" in url and engine.async_url(url).password:
-        print(
-            "fedplat-server: warning: --database has a password, which all users of this host can see in the list of "
-            "processes; set FEDPLAT_DATABASE, or write the URL into a private file and use --database @FILE",
-            file=sys.stderr,
-        )
+def _warn_of_password() -> None:
+    print(
+        "fedplat-server: warning: --database has a password, which all users of this host can see in the list of "
+        "processes; set FEDPLAT_DATABASE, or write the URL into a private file and use --database @FILE",
+        file=sys.stderr,
+    )
 
 
 DataDir = Annotated[
     Path,
-    typer.Option(metavar="DIR", envvar="FEDPLAT_DATA_DIR", help="Folder for models, updates and the SQLite database."),
+    typer.Option(
+        metavar="DIR",
+        envvar="FEDPLAT_DATA_DIR",
+        callback=_note_data_dir,
+        help="Folder for models, updates and the SQLite database.",
+    ),
 ]
 Database = Annotated[
     str | None,
@@ -88,7 +128,6 @@ BlobCacheMib = Annotated[
         min=1, metavar="MIB", help="Limit of the copies in DATA_DIR of models that are in an object store, in MiB."
     ),
 ]
-DEFAULT_DATA_DIR = Path("fedplat-data")
 DEFAULT_LISTEN = "127.0.0.1:7443"
 
 
@@ -109,16 +148,32 @@ _T = TypeVar("_T")
 
 
 def database_url(data_dir: Path, database: str | None) -> str:
-    """Return the URL of the database; create the data folder if the database is in it."""
+    """Return the URL or the path of the database; create the data folder if the database is in it.
+
+    Raises `ConfigError` if the database would be new, and the data folder has models or updates of another one.
+    """
     if database is not None:
-        return database
+        return _check_text(database, "--database")
+    _check_text(str(data_dir.resolve()), "--data-dir")
     folder.make(data_dir)
-    return f"sqlite:///{data_dir.resolve() / 'fedplat.sqlite'}"
+    path = data_dir.resolve() / "fedplat.sqlite"
+    if not path.exists():
+        ownership.check_new_database(data_dir.resolve(), engine.describe(str(path)))
+    return str(path)
+
+
+def _check_text(path: str, option: str) -> str:
+    """Return a path. Raises `ConfigError` if its bytes are no text, which SQLite and the log could not have."""
+    try:
+        path.encode()
+    except UnicodeEncodeError as exc:
+        raise ConfigError(f"{option} {path!a}: the name is not UTF-8; rename the folder, or choose another") from exc
+    return path
 
 
 def blob_place(data_dir: Path, blobs: str, cache_mib: int = DEFAULT_CACHE_BYTES >> 20) -> BlobPlace:
     """Return where models are. Raises `ConfigError` if the URL cannot be used."""
-    url = blobs if not blobs or "://" in blobs else str(Path(blobs).resolve())
+    url = blobs if not blobs or "://" in blobs else _check_text(str(Path(blobs).resolve()), "--blobs")
     place = BlobPlace(data_dir.resolve(), url, cache_mib << 20)
     place.check()
     return place
@@ -132,12 +187,12 @@ def protect(data_dir: Path, url: str) -> None:
 
 def parse_spool(spool: str) -> str:
     """Return the folder or the URL of `--spool`, or "". Raises `ConfigError` if no daemon could use it."""
-    if re.match(r"[a-z0-9]+:", spool):
+    if "://" in spool or re.match(f"({'|'.join(SCHEMES)}):", spool):  # s3:/bucket is a mistake, 2024:spool a folder
         try:
             return ObjectStore(spool).url  # checks the URL and the installed packages; the leader connects
         except ConfigError as exc:
             raise ConfigError(f"--spool: {exc}") from exc
-    return str(Path(spool).resolve()) if spool else ""
+    return _check_text(str(Path(spool).resolve()), "--spool") if spool else ""
 
 
 def parse_host(address: str, option: str) -> str:

@@ -15,15 +15,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from fedplat_server.cli.options import DEFAULT_DATA_DIR, Blobs, Database, DataDir, blob_place, database_url
-from fedplat_server.coordination import prune
+from fedplat_server.coordination import owner, prune
 from fedplat_server.database.engine import async_url
-from fedplat_server.database.ports import Store
 from fedplat_server.database.store import open_store
 from fedplat_server.errors import ConfigError
 from fedplat_server.records import operators
 from fedplat_server.storage import data_dir as folder
 from fedplat_server.storage.blob_stores import BlobPlace
-from fedplat_server.storage.blobs import BlobStore
+from fedplat_server.storage.set_aside import FOLDER
 
 DAY_S = 86400.0
 
@@ -122,7 +121,8 @@ def _lock_data_dir(data_dir: Path, url: str) -> Generator[bool]:
 async def _find(url: str, place: BlobPlace, limits: prune.PruneLimits, *, is_alone: bool) -> prune.PrunePlan:
     store = await open_store(url)
     try:
-        return await prune.find(store, await _open_blobs(store, place), limits, with_orphans=is_alone)
+        blobs, _ = await owner.open_blobs(store, place, url)
+        return await prune.find(store, blobs, limits, with_orphans=is_alone)
     finally:
         await store.close()
 
@@ -135,17 +135,10 @@ async def _remove(
         with _bar() as progress:
             await prune.remove(store, limits, plan, progress)
         if is_alone:
-            await prune.remove_files(store, await _open_blobs(store, place))
+            blobs, _ = await owner.open_blobs(store, place, url)
+            await prune.remove_files(store, blobs)
     finally:
         await store.close()
-
-
-async def _open_blobs(store: Store, place: BlobPlace) -> BlobStore:
-    blobs = await asyncio.to_thread(place.open)
-    if place.url:
-        database_id = await store.retention.read_database_id()
-        await asyncio.to_thread(blobs.claim, database_id)
-    return blobs
 
 
 @contextlib.contextmanager
@@ -167,7 +160,7 @@ def _lines(plan: prune.PrunePlan, *, is_alone: bool) -> list[str]:
         "states": "states of aggregation rules",
         "attempts": "attempts with an old history",
         "clients": "clients that did not connect",
-        "orphans": "files that belong to no version",
+        "orphans": f"files that belong to no version; those that the database does not know go to {FOLDER} for 3 days",
     }
     lines = [f"{counts[kind]:>8} {words}" for kind, words in kinds.items() if counts[kind]]
     lines.append(f"{counts['bytes'] / 2**20:.1f} MiB of files; rows of versions and the audit log are kept")

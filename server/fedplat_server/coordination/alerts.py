@@ -267,7 +267,8 @@ def _check_needs_plugins(job: JobFacts) -> Alert | None:
     text = f"Job {job.name} cannot run on this server: {_short(job.problem)}."
     remedy = (
         "Start the server with the plugins that the job needs (fedplat-server run --plugin KIND.NAME=REF), or update "
-        f"it if a newer version made the job; then resume the job (fedplat job resume {job.job_id})."
+        f"it if a newer version made the job; then resume the job (fedplat job resume {job.job_id}). If an older "
+        f"version made it, cancel it (fedplat job cancel {job.job_id}) and submit a corrected job file."
     )
     return _of_job(job, "job_needs_plugins", Severity.CRITICAL, text, remedy)
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from fedplat import report_validation, user_code
+from fedplat import bounded_toml, report_validation, user_code
 from fedplat.errors import FedplatError, JobFileError, ModelError, PluginError, UserCodeError
 from fedplat.gossip.steps import MAX_SILOS
+from fedplat.gossip.topology import describe_edges_problem, describe_unknown
 from fedplat.job import JobSpec, build_rule, parse_job
 from fedplat.model import Parameters
 from fedplat.plugins import BUILTIN, Plugins, name_of
@@ -57,7 +58,7 @@ def change(job_file: str, changes: Sequence[str], max_bytes: int, plugins: Plugi
                 "retention.versions=5",
             )
         try:
-            values[key] = tomllib.loads(f"value = {value}")["value"]
+            values[key] = bounded_toml.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError as exc:
             raise RefusedError(Code.INVALID_REQUEST, f"{text[:100]!r}: the value is not valid TOML: {exc}") from exc
     if not values:
@@ -102,6 +103,21 @@ def check_is_runnable(
             Code.INVALID_JOB_FILE,
             'durability = "memory": the server\'s platform has no files in memory (memfd, Linux); use "spool"',
         )
+
+
+def check_silos(spec: JobSpec, silos: Collection[str]) -> None:
+    """Check the names in the edges of a decentralised job; `silos` are those of them that can take part."""
+    mode = spec.gossip
+    if mode is None or mode.topology != "edges":
+        return
+    if unknown := describe_unknown(mode, silos):
+        raise RefusedError(
+            Code.INVALID_JOB_FILE,
+            f"{unknown} in population {spec.population}; expected ids of its clients, as `fedplat client list "
+            f"--population {spec.population}` shows them",
+        )
+    if problem := describe_edges_problem(mode, spec.selection.goal):
+        raise RefusedError(Code.INVALID_JOB_FILE, problem)
 
 
 def _list(names: Sequence[str]) -> str:

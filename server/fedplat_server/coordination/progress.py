@@ -50,6 +50,7 @@ class ProgressTracker:
     def __init__(self) -> None:
         # With the hash of the assignment's token: a restarted client has a new token and starts again.
         self._fractions: dict[tuple[AttemptKey, str], tuple[bytes, float]] = {}
+        self._overdue: dict[str, tuple[str, float]] = {}
 
     def record(self, assignment: Assignment, fraction: float) -> None:
         """Store the fraction of a heartbeat."""
@@ -59,6 +60,22 @@ class ProgressTracker:
         """Return the fraction of the work that is done; None before the first heartbeat."""
         token_hash, fraction = self._fractions.get((assignment.key, assignment.client_id), (b"", None))
         return fraction if token_hash == assignment.token_hash else None
+
+    def record_overdue(self, client_id: str, job_id: str, until: float) -> None:
+        """Store that a client still works for a job although its assignment has ended; forget it at a time."""
+        self._overdue[client_id] = (job_id, until)
+
+    def find_overdue(self, client_id: str, now: float) -> str:
+        """Return the job for which a client still works although its assignment has ended; "" if it does not."""
+        job_id, until = self._overdue.get(client_id, ("", now))
+        if until <= now:
+            self._overdue.pop(client_id, None)
+            return ""
+        return job_id
+
+    def drop_overdue(self, client_id: str) -> None:
+        """Forget that a client works although its assignment has ended: it has checked in."""
+        self._overdue.pop(client_id, None)
 
     def drop_ended(self, changes: Iterable[Change]) -> None:
         """Forget the assignments that stored changes have ended."""

@@ -98,9 +98,8 @@ async def remove(store: Store, limits: PruneLimits, plan: PrunePlan, progress: P
 
 
 async def remove_files(store: Store, blobs: BlobStore) -> None:
-    """Remove every file without a reference. Only while no daemon runs."""
-    referenced = await store.retention.list_referenced()
-    await asyncio.to_thread(blobs.remove_orphans, referenced)
+    """Remove the files of removed versions, and set those of no version aside. Only while no daemon runs."""
+    await asyncio.to_thread(blobs.remove_orphans, await store.retention.list_digests())
 
 
 def _steps(store: Store, limits: PruneLimits, plan: PrunePlan) -> Iterator[Callable[[], Awaitable[object]]]:

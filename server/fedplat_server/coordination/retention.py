@@ -63,16 +63,19 @@ class RetentionTask:
         store: Store,
         state_of: Callable[[str], JobState],
         drain_last_seen: Callable[[], Mapping[str, float]] = dict,
+        set_asides: Sequence[Callable[[], None]] = (),
         is_low: Callable[[], bool] = lambda: False,
     ) -> None:
         """`drain_last_seen` returns the Unix times at which clients were seen since its last call.
 
-        `is_low` returns whether the disk of the files is nearly full.
+        `set_asides` remove what was set aside long enough ago (`storage.set_aside`); they block. `is_low` returns
+        whether the disk of the files is nearly full.
         """
         self._blobs = blobs
         self._store = store
         self._state_of = state_of
         self._drain_last_seen, self._is_low = drain_last_seen, is_low
+        self._set_asides = set_asides
         self._jobs: dict[str, None] = {}
         self._leftovers: set[str] = set()
         self._limited_history: set[str] = set()
@@ -136,12 +139,18 @@ class RetentionTask:
             await self._store.clients.record_seen(dict(seen[start : start + BATCH]))
 
     async def remove_orphans(self) -> None:
-        """Remove every file that no version references, such as those that `fedplat-server prune` marked as removed."""
+        """Remove the files that `fedplat-server prune` marked as removed, and set those of no version aside."""
         with self._blobs.sweep() as sweep:
             existing = await asyncio.to_thread(self._blobs.all_digests)
-            orphans = existing - await self._store.retention.list_referenced()
+            stored = await self._store.retention.list_digests()
+            given_up, unknown = existing & stored.given_up, existing - stored.mentioned
             # Another daemon may have become the leader, and be about to reference a file that it has just written.
-            await asyncio.to_thread(functools.partial(sweep.remove, orphans, older_than_s=MIN_AGE_S))
+            await asyncio.to_thread(functools.partial(sweep.remove, given_up, older_than_s=MIN_AGE_S))
+            await asyncio.to_thread(functools.partial(sweep.set_aside, unknown, older_than_s=MIN_AGE_S))
+
+    async def _expire(self) -> None:
+        for expire in self._set_asides:
+            await asyncio.to_thread(expire)
 
     async def _remove_events(self) -> None:
         num_failed = await self._store.webhooks.limit_pending()
@@ -170,6 +179,7 @@ class RetentionTask:
                     await self._scheduled.wait()
             except TimeoutError:
                 await self._try(self.remove_orphans())
+                await self._try(self._expire())
                 await self._try(self._remove_events())
                 await self._try(self._remove_availability())
                 self._jobs |= dict.fromkeys(self._limited_history)  # history becomes old without an event

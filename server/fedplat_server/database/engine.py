@@ -19,6 +19,7 @@ import sqlalchemy
 from sqlalchemy import event, exc
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.util import immutabledict
 
 from fedplat_server.errors import ConfigError, ConflictError, StoreError, StoreFullError, StoreUnavailableError
 from fedplat_server.instruments.full_writes import note_full
@@ -77,6 +78,12 @@ def async_url(database: str) -> URL:
         if sslmode := url.query.get("sslmode"):  # the name in libpq
             url = url.difference_update_query(["sslmode"]).update_query_dict({"ssl": sslmode})
     return url.set(drivername=driver)
+
+
+def describe(database: str) -> str:
+    """Return a database's URL without a password."""
+    url = async_url(database)
+    return url._replace(drivername=url.get_backend_name(), password=None, query=immutabledict()).render_as_string()
 
 
 def sqlite_path(url: URL) -> Path | None:

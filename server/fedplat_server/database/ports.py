@@ -46,9 +46,10 @@ from fedplat_server.database.jobs import (
 )
 from fedplat_server.database.ledger import Budget, LedgerRow, Population
 from fedplat_server.database.traces import EndedAttempt
-from fedplat_server.records.audit import ALL_ROWS, AuditEntry, AuditFilter, AuditHead, AuditRow
+from fedplat_server.records.audit import ALL_ROWS, AuditAction, AuditEntry, AuditFilter, AuditHead, AuditRow
 from fedplat_server.records.lease import Candidate, Lease, LeaseReading
 from fedplat_server.records.operators import OperatorRecord
+from fedplat_server.storage.blob_backend import StoredDigests
 
 BATCH = 1000
 """Maximum number of versions, attempts or digests in one transaction of the retention."""
@@ -379,6 +380,14 @@ class RetentionStore(Protocol):
         """Return the digests of all kept models, deltas and server optimizer states."""
         ...
 
+    async def list_digests(self) -> StoredDigests:
+        """Return the digests of all models, deltas and server optimizer states, also of those that were given up."""
+        ...
+
+    async def list_recent_attempts(self, since_unix_s: float) -> list[AttemptKey]:
+        """Return the attempts that are open or have ended since a time."""
+        ...
+
     async def read_database_id(self) -> str:
         """Return the id of this database. A copy of a database has the same id."""
         ...
@@ -451,3 +460,12 @@ async def recall_participations(jobs: JobStore, job: JobState) -> list[Participa
     for start in range(0, len(rounds), ROUNDS_PER_QUERY):
         participations += await jobs.list_participations(job.job_id, rounds[start : start + ROUNDS_PER_QUERY])
     return participations
+
+
+async def list_creators(log: AuditStore) -> dict[str, str]:
+    """Return the names of the operators that have made jobs, by the ids of these."""
+    which, creators, last = AuditFilter(action=AuditAction.JOB_CREATED), dict[str, str](), 0
+    while rows := await log.list_rows(last, which=which):
+        creators |= {row.subject: row.actor for row in rows}
+        last = rows[-1].sequence
+    return creators

@@ -36,6 +36,8 @@ _UPGRADE_LOCK = 0x66656470  # any number that other users of PostgreSQL's adviso
 LOCK_TIMEOUT_MS = 1000
 """The time that an upgrade of PostgreSQL waits for the lock of a table. Meanwhile all later statements on the table
 wait, too, and a leader needs an answer within its lease."""
+UPGRADE = "fedplat-server db upgrade"
+"""The command, with which messages end; the command line replaces what follows by the options that were given."""
 MAX_TRIES = 30
 _PAUSES_S = (0.5, 2.0)
 _GIVES_WAY = frozenset({"55P03", "40P01"})  # lock not available, deadlock
@@ -136,9 +138,10 @@ async def require_usable(url: URL) -> None:
     _refuse_newer(state, url)
     shown = url.render_as_string(hide_password=True)
     found = f"is at schema {state.revision}" if state.revision is not None else "is empty"
+    check = "check --database (or FEDPLAT_DATABASE); for a new one " if state.revision is None else ""
     raise SchemaVersionError(
-        f"the database {shown} {found}; this fedplat needs {head()}: "
-        f"run fedplat-server db upgrade --database {_for_command(url)}"
+        f"the database {shown} {found}; this fedplat needs {head()}: {check}"
+        f"run {UPGRADE} --database {_for_command(url)}"
     )
 
 

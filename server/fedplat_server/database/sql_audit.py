@@ -74,6 +74,8 @@ def _matches(which: AuditFilter) -> list[ColumnElement[bool]]:
         conditions.append(audit_log.c.actor == which.actor)
     if which.action:
         conditions.append(audit_log.c.action == which.action)
+    if which.subject:
+        conditions.append(audit_log.c.subject == which.subject)
     if which.since_unix_s:
         conditions.append(audit_log.c.unix_s >= which.since_unix_s)
     return conditions

@@ -23,6 +23,7 @@ from fedplat_server.database.tables import (
     model_versions,
 )
 from fedplat_server.database.transactions import Clock, Database
+from fedplat_server.storage.blob_backend import StoredDigests
 
 _V = model_versions.c
 _KEEPS_MODEL = _V.model_removed_unix_s.is_(None) & ~_V.is_held_by_clients
@@ -68,6 +69,19 @@ class SqlRetention(RetentionStore):
         deltas = select(_V.delta_digest).where(_V.delta_digest != "", _KEEPS_MODEL)
         states = select(_V.state_digest).where(_KEEPS_STATE)
         return frozenset(row.digest for row in await self._database.fetch(models.union(states, deltas)))
+
+    @override
+    async def list_digests(self) -> StoredDigests:
+        referenced, all_of = await self.list_referenced(), (_V.digest, _V.delta_digest, _V.state_digest)
+        found = await self._database.fetch(sqlalchemy.union(*(select(each.label("digest")) for each in all_of)))
+        return StoredDigests(referenced, frozenset(row.digest for row in found if row.digest) - referenced)
+
+    @override
+    async def list_recent_attempts(self, since_unix_s: float) -> list[AttemptKey]:
+        ended = attempts.c.ended_unix_s
+        query = select(attempts.c.job_id, attempts.c.round, attempts.c.number)
+        found = await self._database.fetch(query.where(ended.is_(None) | (ended >= since_unix_s)))
+        return [AttemptKey(row.job_id, row.round, row.number) for row in found]
 
     @override
     async def read_database_id(self) -> str:

@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from fedplat import texts
 from fedplat.decoding import prepare_type
 from fedplat.errors import FedplatError
 from fedplat.flower.app import read_app
@@ -33,6 +34,8 @@ from fedplat_server.flower.protocol import (
     read_frame,
     write_frame,
 )
+
+_MAX_TEXT = 1000
 
 
 class RunState(msgspec.Struct, frozen=True):
@@ -68,7 +71,7 @@ class AppProcess:
         except FedplatError as exc:
             self._write(RunFailed(str(exc)))
         except Exception as exc:  # a process boundary: a bug, or no memory
-            self._write(RunFailed(f"{type(exc).__name__}: {exc}"))
+            self._write(RunFailed(texts.describe(exc)))
             raise
 
     def _start(self, request: StartRun) -> ServerAppRun:
@@ -79,6 +82,8 @@ class AppProcess:
         if state is not None and state.app:
             checkpoint = AppCheckpoint(state.app, Parameters.open(request.message, writable=True))
         run = ServerAppRun(app, self._list_nodes, {**app.run_config, **request.run_config}, checkpoint)
+        run.grid.name_node = lambda node: self._clients.get(node, f"node {node}")
+        run.grid.max_weight_factor = request.max_weight_factor
         if state is not None:
             self._remember(state.clients)
         self._write(RunStarted(self._known, checkpoint is not None))
@@ -91,16 +96,18 @@ class AppProcess:
         failed = [NodeReply(node_id(client), None, reason) for client, reason in request.failures.items()]
         exchange = run.advance([*replies, *failed])
         metrics = run.grid.take_metrics()
+        unread = {reply.node_id: reply.error for reply in replies if reply.content is None}
+        refused = {self._clients[node]: text[:_MAX_TEXT] for node, text in {**run.grid.refused, **unread}.items()}
         if exchange is None:
             if (model := run.final_model) is not None:
                 _write_file(request.message, model.pieces)
-            self._write(RunEnded(metrics, model is not None))
+            self._write(RunEnded(metrics, model is not None, refused))
             return False
         _write_file(request.message, exchange.file.pieces)
         state = RunState(run.state, self._known)
         Path(request.state).write_bytes(msgspec.msgpack.encode(state))
         cohort = tuple(self._clients[node] for node in exchange.nodes if node in self._clients)
-        self._write(NextExchange(cohort, exchange.message_type, metrics))
+        self._write(NextExchange(cohort, exchange.message_type, metrics, refused))
         return True
 
     def _list_nodes(self) -> Sequence[int]:

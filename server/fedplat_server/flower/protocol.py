@@ -26,6 +26,7 @@ class StartRun(msgspec.Struct, tag="start", frozen=True):
     run_config: dict[str, bool | int | float | str]
     state: str = ""
     message: str = ""
+    max_weight_factor: float = 0.0
 
 
 class AdvanceRun(msgspec.Struct, tag="advance", frozen=True):
@@ -61,11 +62,12 @@ class RunStarted(msgspec.Struct, tag="started", frozen=True):
 
 
 class NextExchange(msgspec.Struct, tag="exchange", frozen=True):
-    """The app waits for replies of these clients."""
+    """The app waits for replies of these clients. `refused`: as in `AttemptAggregated`."""
 
     cohort: tuple[str, ...]
     message_type: str
     metrics: dict[str, float]
+    refused: dict[str, str] = {}
 
 
 class RunEnded(msgspec.Struct, tag="ended", frozen=True):
@@ -73,6 +75,7 @@ class RunEnded(msgspec.Struct, tag="ended", frozen=True):
 
     metrics: dict[str, float]
     has_model: bool
+    refused: dict[str, str] = {}
 
 
 class RunFailed(msgspec.Struct, tag="failed", frozen=True):

@@ -24,6 +24,7 @@ from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import RunWarmStart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat_server import logs
+from fedplat_server.child_environment import child_environment
 from fedplat_server.errors import ConfigError, FlowerRunError, is_lasting
 from fedplat_server.flower.protocol import (
     AdvanceRun,
@@ -58,6 +59,7 @@ class AppStep:
     state: Blob | None
     cohort: tuple[str, ...]
     metrics: Mapping[str, float]
+    refused: Mapping[str, str]
 
 
 class _Run:
@@ -206,12 +208,12 @@ class FlowerRuns:
                 digest = Blob(job.latest.digest, job.latest.size_bytes)
                 blob = await asyncio.to_thread(blobs.adopt_file, message) if answer.has_model else digest
                 self._runs.pop(job.job_id, None)
-                return AppStep(blob, None, (), answer.metrics)
+                return AppStep(blob, None, (), answer.metrics, answer.refused)
             assert isinstance(answer, NextExchange)
             blob = await asyncio.to_thread(blobs.adopt_file, message)
             kept = await asyncio.to_thread(blobs.adopt_file, state)
         run.version, run.digest = job.latest.version + 1, blob.digest
-        return AppStep(blob, kept, answer.cohort, answer.metrics)
+        return AppStep(blob, kept, answer.cohort, answer.metrics, answer.refused)
 
     async def _start(self, job: JobState) -> tuple[_Run, bool]:
         """Start the process of a job's app; return whether it continues with the exchange of the latest version."""
@@ -223,14 +225,17 @@ class FlowerRuns:
         folder = self._data_dir / job.job_id
         await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
         arguments = (sys.executable, "-m", "fedplat_server.flower.process")
-        # The app has no use for the server's own settings, such as the password of its database.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("FEDPLAT_")}
-        environment["PYTHONSAFEPATH"] = "1"
+        environment = child_environment(os.environ) | {"PYTHONSAFEPATH": "1"}
         process = await asyncio.create_subprocess_exec(
             *arguments, stdin=PIPE, stdout=PIPE, cwd=folder, env=environment, limit=LIMIT_BYTES
         )
         run = self._runs[job.job_id] = _Run(process)
-        request = StartRun(name, self._apps[name], dict(job.spec.flower.run_config))
+        request = StartRun(
+            name,
+            self._apps[name],
+            dict(job.spec.flower.run_config),
+            max_weight_factor=job.spec.flower.max_weight_factor,
+        )
         async with contextlib.AsyncExitStack() as stack:
             if job.latest.state_digest:
                 local = self._blobs.local(job.latest.state_digest, job.latest.digest)

@@ -1,32 +1,36 @@
 """The HTTP port for Prometheus: `GET /metrics`, by uvicorn in the event loop of the daemon.
 
-It has no login, so it is bounded: connections, the size and the time of a request, and the number of scrapes.
+It has no login, so it is bounded: connections, the size and the time of a request, and the number of scrapes. A page
+of another site cannot read it in a browser by a name of its own that resolves to this address: the name of the host is
+checked.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import socket
-from collections.abc import AsyncGenerator, Callable, Generator, MutableMapping
+from collections.abc import AsyncGenerator, Callable, Collection, Generator, MutableMapping
 from typing import Any, TypeAlias
 
 import prometheus_client
 import uvicorn
 from prometheus_client import CollectorRegistry
 from typing_extensions import override
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from fedplat import http_connections
+from fedplat.http_connections import ConnectionLimits
 from fedplat_server import logs
 from fedplat_server.auth.rate_limits import Bucket, take
 from fedplat_server.errors import ConfigError
 
-MAX_CONNECTIONS = 32
-REQUEST_S = 10.0
-"""The longest time from the first byte of a request to the end of its response."""
+LIMITS = ConnectionLimits(total=32, body_s=10.0, response_s=10.0)
 MAX_REQUEST_BYTES = 16 * 2**10
 SCRAPES_PER_MINUTE = 120.0
 """At most so many scrapes in one burst, or evenly: a scrape runs in the event loop that also serves clients."""
+_PRIVATE_DOMAINS = (".internal", ".local", ".localhost", ".svc")
+"""Domains in which the owner of a public site cannot have a name."""
 STOP_S = 0.5
 """The time in which open responses can end when the daemon stops."""
 _PAGE = b"fedplat-server: the metrics for Prometheus are at /metrics\n"
@@ -35,15 +39,35 @@ _Scope: TypeAlias = MutableMapping[str, Any]
 _Application: TypeAlias = Callable[[Any, Any, Any], Any]
 
 
-def make_application(registry: CollectorRegistry, clock: Callable[[], float]) -> _Application:
-    """Return the ASGI application: `GET /metrics` and `GET /`. `clock` returns seconds."""
+def is_own_host(host: str, hosts: Collection[str]) -> bool:
+    """Return whether the header `Host` has an address, one of `hosts`, or a name of a private network.
+
+    >>> [is_own_host(host, {"fed.example.org"}) for host in ("10.0.0.7:9464", "server", "FED.example.org", "e.org")]
+    [True, True, True, False]
+    """
+    name = http_connections.host_name(host).rstrip(".")
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(name))
+    return bool(name) and ("." not in name or name in hosts or name.endswith(_PRIVATE_DOMAINS))
+
+
+def make_application(
+    registry: CollectorRegistry, clock: Callable[[], float], hosts: Collection[str] = ()
+) -> _Application:
+    """Return the ASGI application: `GET /metrics` and `GET /`, for `hosts`. `clock` returns seconds."""
     prometheus_client.disable_created_metrics()  # a time series for each counter and histogram, of no use
     scrape = prometheus_client.make_asgi_app(registry)
     bucket = Bucket(SCRAPES_PER_MINUTE, clock())
 
     async def application(scope: _Scope, receive: Any, send: Any) -> None:
         nonlocal bucket
-        if scope["path"] not in ("/", "/metrics"):
+        named = [value for name, value in scope["headers"] if name == b"host"]
+        if named and not all(is_own_host(value.decode("latin-1"), hosts) for value in named):
+            text = (
+                "the metrics are not known by that host name; use an address, or a name of the server's certificate\n"
+            )
+            await _answer(send, 421, text.encode())
+        elif scope["path"] not in ("/", "/metrics"):
             await _answer(send, 404, b"not found; the metrics are at /metrics\n")
         elif scope["method"] != "GET":
             await _answer(send, 405, b"method not allowed; use GET\n", (b"allow", b"GET"))
@@ -76,43 +100,6 @@ async def _answer(send: Any, status: int, body: bytes, *headers: tuple[bytes, by
     await send({"type": "http.response.body", "body": body})
 
 
-class _BoundedProtocol(H11Protocol):
-    """A connection that is closed if it is one too many, or if a request and its response take too long."""
-
-    _deadline: asyncio.TimerHandle | None = None
-
-    @override
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if len(self.connections) > MAX_CONNECTIONS:
-            transport.abort()
-        self._set_deadline()
-
-    @override
-    def data_received(self, data: bytes) -> None:
-        self._set_deadline()
-        super().data_received(data)
-
-    @override
-    def on_response_complete(self) -> None:
-        self._clear_deadline()
-        super().on_response_complete()
-
-    @override
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._clear_deadline()
-        super().connection_lost(exc)
-
-    def _set_deadline(self) -> None:
-        if self._deadline is None:
-            self._deadline = asyncio.get_running_loop().call_later(REQUEST_S, self.transport.abort)
-
-    def _clear_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-
 class _Server(uvicorn.Server):
     """A server without signal handlers, which would replace those of the daemon. It wakes up once a second."""
 
@@ -140,8 +127,11 @@ class _Server(uvicorn.Server):
 class MetricsEndpoint:
     """The port, which is bound in the constructor. Raises `ConfigError` if it is unavailable."""
 
-    def __init__(self, listen: str, registry: CollectorRegistry) -> None:
+    def __init__(self, listen: str, registry: CollectorRegistry, names: Collection[str] = ()) -> None:
+        """Bind the port. `names` are further names of this daemon, besides that of `listen` and of this machine."""
         self._registry = registry
+        own = (listen.rpartition(":")[0].strip("[]"), socket.gethostname())
+        self._hosts = frozenset(name.lower() for name in (*own, *names))
         self._socket = _bind(listen)
         self.port: int = self._socket.getsockname()[1]
 
@@ -149,8 +139,8 @@ class MetricsEndpoint:
     async def serve(self) -> AsyncGenerator[None]:
         """Serve within the block; on exit, end open responses within a second."""
         config = uvicorn.Config(
-            make_application(self._registry, asyncio.get_running_loop().time),
-            http=_BoundedProtocol,
+            make_application(self._registry, asyncio.get_running_loop().time, self._hosts),
+            http=http_connections.make_protocol(LIMITS),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -158,7 +148,7 @@ class MetricsEndpoint:
             access_log=False,
             server_header=False,
             h11_max_incomplete_event_size=MAX_REQUEST_BYTES,
-            timeout_keep_alive=75,
+            timeout_keep_alive=5,
         )
         server = _Server(config)
         task = asyncio.create_task(server.serve(sockets=[self._socket]), name="metrics endpoint")
@@ -185,7 +175,7 @@ def _bind(listen: str) -> socket.socket:
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
-            bound.listen(MAX_CONNECTIONS)
+            bound.listen(LIMITS.total)
         except OSError:
             bound.close()
             raise

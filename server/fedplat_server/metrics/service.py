@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from fedplat.rounds import JobState
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat_server import logs
+from fedplat_server.auth import pki_folder
 from fedplat_server.auth.tls import Certificates
 from fedplat_server.config import ServerConfig
 from fedplat_server.coordination.runner import Actor
@@ -25,6 +26,12 @@ from fedplat_server.metrics.privacy_costs import PrivacyCosts
 from fedplat_server.rpc.services import Services
 
 LAG_EVERY_S = 0.5
+
+
+def _find_names(config: ServerConfig) -> list[str]:
+    """Return the names by which others reach this daemon."""
+    names = [config.advertise.rpartition(":")[0]] if config.advertise else []
+    return names + (pki_folder.hosts_of(pki_folder.read(config.tls.certificate)[0]) if config.tls is not None else [])
 
 
 class MetricsService:
@@ -48,7 +55,7 @@ class MetricsService:
             yield
             return
         registry = CollectorRegistry()
-        endpoint = MetricsEndpoint(self._config.metrics_listen, registry)
+        endpoint = MetricsEndpoint(self._config.metrics_listen, registry, _find_names(self._config))
         self.port = endpoint.port
         self._collector = DaemonCollector(self.instruments, self.table, certificates, self._count_dropped_lines)
         registry.register(self._collector)

@@ -95,17 +95,18 @@ class AuditRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AuditFilter:
-    """The rows of a list: those of an actor and with an action (if not empty), since a time, and in which order."""
+    """The rows of a list: those of an actor, with an action, about a subject (if not empty), since a time, in order."""
 
     actor: str = ""
     action: str = ""
     since_unix_s: float = 0.0
     newest_first: bool = False
+    subject: str = ""
 
     @property
     def is_total(self) -> bool:
         """True if every row satisfies it."""
-        return not (self.actor or self.action or self.since_unix_s)
+        return not (self.actor or self.action or self.since_unix_s or self.subject)
 
 
 ALL_ROWS = AuditFilter()

@@ -3,7 +3,8 @@
 gRPC receives the whole message of a unary method before it calls the handler. The handler of a streaming method reads
 messages itself, and until then a call holds no more memory than its first window. So every method accepts a stream here
 (see `handlers`); on the wire both are the same. Callers without a credential have few concurrent reads, in total and
-for each network, so that one host cannot use up the memory or the turns of all.
+for each network. When all are taken, the oldest read of the greediest network ends (see `fair_places`), so that no host
+can use up the memory or the turns of all.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
-from typing import Any
+from typing import Any, NamedTuple
 
+from fedplat.fair_places import FairPlaces, Groups, PlaceLimits, PlacesFullError, TooSlowError
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.auth import forwarding
 from fedplat_server.auth.addresses import Origins
@@ -34,115 +36,110 @@ READS_PER_CONNECTION = 2
 MAX_WAITING_PER_CONNECTION = 16
 """Calls without a credential that may wait for a turn of their connection; further ones are refused at once."""
 MAX_WAITING_PER_NETWORK = 256
-"""Calls that may wait for a turn of their network: at most two of each connection."""
+"""Calls that may wait for a turn of their network; if there are more, those of the greediest connection are refused."""
 
 Context = Any  # aio.ServicerContext, generic for the type checker only
 
 
-class _Queue:
-    def __init__(self, num_turns: int) -> None:
-        self.turns = asyncio.Semaphore(num_turns)
-        self.num_calls = 0
+class Caller(NamedTuple):
+    """A caller without a credential: the groups of its address, and its connection ("": unknown)."""
 
-
-class _Queues:
-    """A queue for each key: `num_turns` calls run concurrently, and `max_waiting` wait `timeout_s` for a turn."""
-
-    def __init__(self, num_turns: int, max_waiting: int, timeout_s: float) -> None:
-        self._num_turns = num_turns
-        self._max_calls = num_turns + max_waiting
-        self._timeout_s = timeout_s
-        self._queues: dict[str, _Queue] = {}
-
-    @property
-    def num_waiting(self) -> int:
-        """The number of calls that wait for a turn."""
-        return sum(max(queue.num_calls - self._num_turns, 0) for queue in self._queues.values())
-
-    @contextlib.asynccontextmanager
-    async def turn(self, key: str, owner: str) -> AsyncGenerator[None]:
-        """Wait for a turn, in order of arrival, and hold it. Raises `RefusedError` if too many wait, or on timeout."""
-        queue = self._queues.setdefault(key, _Queue(self._num_turns))
-        if queue.num_calls >= self._max_calls:
-            raise RefusedError(Code.TOO_MANY_REQUESTS, f"too many calls of this {owner} wait to send")
-        queue.num_calls += 1
-        try:
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    await queue.turns.acquire()
-            except TimeoutError as exc:
-                raise RefusedError(Code.TOO_MANY_REQUESTS, f"too many calls of this {owner} are sending") from exc
-            try:
-                yield
-            finally:
-                queue.turns.release()
-        finally:
-            queue.num_calls -= 1
-            if not queue.num_calls:
-                del self._queues[key]
+    groups: Groups
+    connection: str
 
 
 class Reads:
-    """Limits the concurrent reads of first messages, and the concurrent calls of public services."""
+    """Limits the concurrent reads of first messages, and the concurrent calls of public services.
+
+    gRPC may receive up to `wire.MAX_REQUEST_BYTES` for each read, and does not report how much has arrived. So the
+    budget of `newcomer_reads` is one of memory. A message that is complete takes milliseconds; one that is not gives
+    its place away after `newcomer_share_s` if another caller waits.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        timeout_s = limits.newcomer_read_s
-        self._connections = _Queues(READS_PER_CONNECTION, MAX_WAITING_PER_CONNECTION, timeout_s)
-        self._networks = _Queues(limits.newcomer_reads_per_network, MAX_WAITING_PER_NETWORK, timeout_s)
-        self._num_newcomers = 0
+        self._newcomers = FairPlaces(self._newcomer_limits)
+        self._open = FairPlaces(self._open_limits)
         self._identified: Counter[str] = Counter()
-        self._open: Counter[str] = Counter()
+
+    def _newcomer_limits(self) -> PlaceLimits:
+        limits = self._limits
+        return PlaceLimits(
+            limits.newcomer_reads,
+            limits.newcomer_reads_per_network,
+            MAX_WAITING_PER_NETWORK,
+            limits.newcomer_read_s,
+            limits.newcomer_read_s,
+            limits.newcomer_share_s,
+            READS_PER_CONNECTION,
+            MAX_WAITING_PER_CONNECTION,
+        )
+
+    def _open_limits(self) -> PlaceLimits:
+        limits = self._limits
+        return PlaceLimits(
+            limits.open_calls,
+            limits.open_calls_per_network,
+            MAX_WAITING_PER_NETWORK,
+            limits.newcomer_read_s,
+            share_s=0.0,
+        )
 
     @property
     def num_newcomers(self) -> int:
         """The number of first messages of callers without a credential that are being received."""
-        return self._num_newcomers
+        return self._newcomers.num_held
 
     @property
     def num_waiting(self) -> int:
         """The number of calls without a credential that wait for a turn of their connection or network."""
-        return self._connections.num_waiting + self._networks.num_waiting
+        return self._newcomers.num_waiting
 
     @contextlib.asynccontextmanager
-    async def wait_for_turn(self, connection: str, network: str) -> AsyncGenerator[None]:
-        """Wait for the turn of a call without a credential: in its connection ("": unknown), then in its network.
+    async def read_newcomer(self, caller: Caller) -> AsyncGenerator[None]:
+        """Wait for the turn of a caller without a credential, and limit the time of its read.
 
         A connection that holds many calls open only delays itself, and each of its calls waits unread: so it costs the
-        window of a stream, and is refused no more often than once in `newcomer_read_s`.
+        window of a stream.
         """
-        own = self._connections.turn(connection, "connection") if connection else contextlib.nullcontext()
-        async with own, self._networks.turn(network, "network"):
-            yield
+        with _refusing("too many callers without a credential are sending"):
+            async with self._newcomers.place(caller.groups, caller.connection):
+                yield
 
-    @contextlib.contextmanager
-    def count_newcomer(self) -> Generator[float]:
-        """Count the read of a caller without a credential; yield its timeout in seconds."""
-        if self._num_newcomers >= self._limits.newcomer_reads:
-            raise RefusedError(Code.TOO_MANY_REQUESTS, "too many callers without a credential are sending")
-        self._num_newcomers += 1
-        try:
-            yield self._limits.newcomer_read_s
-        finally:
-            self._num_newcomers -= 1
-
-    @contextlib.contextmanager
-    def count_identified(self, name: str, method: str) -> Generator[float]:
-        """Count the read of a caller that named a session, or sent a token or certificate; yield its timeout in s."""
+    @contextlib.asynccontextmanager
+    async def read_identified(self, name: str, method: str) -> AsyncGenerator[None]:
+        """Count the read of a caller that named a session, or sent a token or certificate, and limit its time."""
         limits = self._limits
         if self._identified[name] >= limits.max_calls:
             raise RefusedError(Code.TOO_MANY_CALLS, f"at most {limits.max_calls} may be sent at a time")
+        timeout_s = max(limits.idle_s, interceptor.max_bytes(method) / limits.min_bytes_per_s)
         with _count(self._identified, name):
-            yield max(limits.idle_s, interceptor.max_bytes(method) / limits.min_bytes_per_s)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    yield
+            except TimeoutError as exc:
+                raise RefusedError(Code.TOO_SLOW, f"the message was not complete after {timeout_s:g} s") from exc
 
-    @contextlib.contextmanager
-    def open_call(self, network: str) -> Generator[None]:
-        """Count a call of a public service while it is open: a watch of the health service stays open forever."""
-        limits = self._limits
-        if self._open[network] >= limits.open_calls_per_network or self._open.total() >= limits.open_calls:
-            raise RefusedError(Code.TOO_MANY_REQUESTS, "too many calls of this service are open; close some, or poll")
-        with _count(self._open, network):
-            yield
+    @contextlib.asynccontextmanager
+    async def open_call(self, caller: Caller) -> AsyncGenerator[None]:
+        """Count a call of a public service while it is open: a watch of the health service stays open forever.
+
+        When there are too many, the oldest of the network with the most ends.
+        """
+        with _refusing("too many calls of this service are open; close some, or poll"):
+            async with self._open.place(caller.groups):
+                yield
+
+
+@contextlib.contextmanager
+def _refusing(reason: str) -> Generator[None]:
+    """Refuse a call that has no place, or is too slow for it."""
+    try:
+        yield
+    except PlacesFullError as exc:
+        raise RefusedError(Code.TOO_MANY_REQUESTS, f"{reason} ({exc})") from exc
+    except TooSlowError as exc:
+        raise RefusedError(Code.TOO_SLOW, f"the message is incomplete: {exc}") from exc
 
 
 @contextlib.contextmanager
@@ -161,31 +158,19 @@ class ReadPermit:
 
     def __init__(
         self,
-        read: contextlib.AbstractContextManager[float],
+        read: contextlib.AbstractAsyncContextManager[None],
         share: MemoryShare | None = None,
-        queue: contextlib.AbstractAsyncContextManager[None] | None = None,
         *,
         is_poll: bool = False,
     ) -> None:
         self._read = read
         self._share = share
-        self._queue = queue
         self._is_poll = is_poll
 
     async def first(self, requests: AsyncIterator[Any]) -> Any:
         """Receive the first message. Raises `RefusedError` if it is missing or too late."""
-        if self._queue is None:
-            return await self._receive(requests)
-        async with self._queue:
-            return await self._receive(requests)
-
-    async def _receive(self, requests: AsyncIterator[Any]) -> Any:
-        with self._read as timeout_s:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    message = await anext(requests, None)
-            except TimeoutError as exc:
-                raise RefusedError(Code.TOO_SLOW, f"the message was not complete after {timeout_s:g} s") from exc
+        async with self._read:
+            message = await anext(requests, None)
         if message is None:
             raise RefusedError(Code.INVALID_REQUEST, "the call ended without a message")
         if self._share is not None:
@@ -220,14 +205,14 @@ class Admission:
         service, _, name = method.removeprefix("/").partition("/")
         if service != FLEET:
             operator = await self._operator_access.admit(method, context)
-            read = self._reads.count_identified(f"operator {operator}", method)
+            read = self._reads.read_identified(f"operator {operator}", method)
         elif name in NEWCOMERS:
-            connection, network = self._origins.connection(context), self._origins.of(context).network
+            caller = _find_caller(self._origins, context)
             await _signal_gateway(context)
-            yield ReadPermit(self._reads.count_newcomer(), queue=self._reads.wait_for_turn(connection, network))
+            yield ReadPermit(self._reads.read_newcomer(caller))
             return
         else:
-            read = self._reads.count_identified(await self._read_claim(method, context), method)
+            read = self._reads.read_identified(await self._read_claim(method, context), method)
         if name not in LARGE:
             await _signal_gateway(context)
             yield ReadPermit(read)
@@ -247,9 +232,13 @@ class OpenAdmission:
     @contextlib.asynccontextmanager
     async def admit(self, method: str, context: Context) -> AsyncGenerator[ReadPermit]:
         """Admit a call, and count it while it is open."""
-        network = self._origins.of(context).network
-        with self._reads.open_call(network):
-            yield ReadPermit(self._reads.count_newcomer(), queue=self._reads.wait_for_turn("", network))
+        caller = _find_caller(self._origins, context)
+        async with self._reads.open_call(caller):
+            yield ReadPermit(self._reads.read_newcomer(caller))
+
+
+def _find_caller(origins: Origins, context: Context) -> Caller:
+    return Caller(origins.of(context).groups, origins.connection(context))
 
 
 async def _signal_gateway(context: Context) -> None:

@@ -12,8 +12,8 @@ from fedplat_server.coordination.revocation import EnrolledClients
 from fedplat_server.database.clients import ClientRecord, EnrollmentToken
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.rpc import client_filters, fleet_view, pages, validation
+from fedplat_server.rpc.caller import current_operator
 from fedplat_server.rpc.handlers import Context
-from fedplat_server.rpc.operator_access import current_operator
 from fedplat_server.rpc.services import Services
 
 
@@ -106,12 +106,15 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
             enrolled_unix_s=record.enrolled_unix_s,
             last_seen_unix_s=services.clients.last_seen_unix_s.get(record.client_id, 0.0),
             software_version=record.software_version,
-            job_id=key.job_id if key is not None else "",
+            job_id=key.job_id if key is not None else self._find_overdue(record.client_id),
             enrollment_id=record.token_id,
             progress=services.progress.get(assignment) if assignment is not None else None,
             trainers=sorted(offer.trainers),
             evaluators=sorted(offer.evaluators),
         )
+
+    def _find_overdue(self, client_id: str) -> str:
+        return self._services.progress.find_overdue(client_id, self._services.runner.now)
 
     def _state(self, record: ClientRecord) -> str:
         coordinator = self._services.runner.coordinator

@@ -24,6 +24,7 @@ from fedplat_server import __version__, logs
 from fedplat_server.auth.client_directory import Offer
 from fedplat_server.auth.tokens import hash_secret
 from fedplat_server.coordination.check_in import RETRY_SOON, wait_for_work
+from fedplat_server.coordination.silence import MISSED_HEARTBEATS
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.rpc import convert, streams, validation
@@ -61,6 +62,7 @@ class FleetService(EnrollmentService):
         client = await self._services.clients.update(client, labels, version)
         self._services.clients.record_offer(client.client_id, Offer(trainers, evaluators))
         self._services.availability.record(client.client_id, client.population)
+        self._services.progress.drop_overdue(client.client_id)
         response = fleet_pb2.CheckInResponse(protocol_version=wire.PROTOCOL_VERSION, software_version=__version__)
         if reason := self._services.refuse_if_draining():
             response.refusal.CopyFrom(convert.refusal(reason, DRAINING))
@@ -228,6 +230,10 @@ class FleetService(EnrollmentService):
             uploading = assignment.state is AssignmentState.UPLOADING
             proceed = fleet_pb2.Continue(remaining_s=remaining_s, uploading=uploading)
             return fleet_pb2.HeartbeatResponse(proceed=proceed)
+        if assignment is not None:
+            job_id, now = assignment.key.job_id, self._services.runner.now
+            heartbeat_s = self._services.jobs.state(job_id).spec.deadlines.heartbeat_s
+            self._services.progress.record_overdue(client.client_id, job_id, now + MISSED_HEARTBEATS * heartbeat_s)
         reason = (assignment.reason if assignment is not None else None) or Reason.STALE
         return fleet_pb2.HeartbeatResponse(stop=convert.refusal(reason, RETRY_SOON))
 

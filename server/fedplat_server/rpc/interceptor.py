@@ -84,11 +84,16 @@ def _wrap(handler: Handler, method: str, *, duration: Histogram, tracing: Tracin
 
 SMALL_BYTES = 128 * 2**10
 """Maximum bytes of a message of a method that is not in the table below."""
-_NEWCOMER_BYTES = 64 * 2**10
+_TINY_BYTES = 2**10
+"""The messages of callers without a credential, but for the labels of an enrollment."""
 _MAX_BYTES = {
-    "GetChallenge": _NEWCOMER_BYTES,
-    "Enroll": _NEWCOMER_BYTES,
-    "OpenSession": _NEWCOMER_BYTES,
+    "GetChallenge": _TINY_BYTES,
+    "OpenSession": _TINY_BYTES,
+    "Enroll": 64 * 2**10,
+    "Check": _TINY_BYTES,
+    "Watch": _TINY_BYTES,
+    "List": _TINY_BYTES,
+    "ServerReflectionInfo": _TINY_BYTES,
     "Report": wire.INLINE_BYTES + SMALL_BYTES,
     "SecureStep": messages.max_bytes(MAX_GROUP) + SMALL_BYTES,
     "Upload": wire.MAX_REQUEST_BYTES,

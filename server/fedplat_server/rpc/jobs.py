@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from msgspec import structs
 from typing_extensions import override
 
+from fedplat.gossip.steps import MAX_SILOS
 from fedplat.job import JobSpec
 from fedplat.loaded_plugins import describe_versions
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
@@ -23,8 +25,8 @@ from fedplat_server.errors import Code, RefusedError
 from fedplat_server.records import audit
 from fedplat_server.records.audit import AuditEntry
 from fedplat_server.rpc import convert, job_filters, pages, round_details, streams, validation
+from fedplat_server.rpc.caller import current_operator
 from fedplat_server.rpc.handlers import Context
-from fedplat_server.rpc.operator_access import current_operator
 from fedplat_server.rpc.progress_events import ProgressEvents
 from fedplat_server.rpc.services import Services
 from fedplat_server.storage.blobs import BlobStore
@@ -35,6 +37,8 @@ _AUDIT_ACTIONS = {
     JobAction.RESUME: audit.AuditAction.JOB_RESUMED,
     JobAction.CANCEL: audit.AuditAction.JOB_CANCELLED,
 }
+_Result = TypeVar("_Result")
+UPLOAD_FIRST = "upload it first (UploadModel)"
 VERSIONS_PER_QUERY = 1000
 MAX_RANGES = 20
 """Maximum number of version ranges in an error message."""
@@ -46,6 +50,17 @@ class JobsService(admin_pb2_grpc.JobsServicer):
     def __init__(self, services: Services) -> None:
         self._services = services
         self._exports = RecentEntries()
+        self._parsing = asyncio.Lock()
+
+    async def _run_alone(self, function: Callable[..., _Result], *arguments: object) -> _Result:
+        """Run a function in a thread, one at a time, also if its call has ended: a thread cannot be cancelled."""
+        async with self._parsing:
+            running = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+            try:
+                return await asyncio.shield(running)
+            except asyncio.CancelledError:
+                await asyncio.wait([running])
+                raise
 
     @override
     async def UploadModel(
@@ -63,12 +78,15 @@ class JobsService(admin_pb2_grpc.JobsServicer):
     async def CreateJob(self, request: admin_pb2.CreateJobRequest, context: Context) -> admin_pb2.Job:
         services, max_bytes = self._services, self._services.config.limits.max_job_file_bytes
         plugins = services.config.plugins
-        spec = await asyncio.to_thread(job_checks.parse, request.job_file, max_bytes, plugins.table)
+        spec = await self._run_alone(job_checks.parse, request.job_file, max_bytes, plugins.table)
         config = services.config
         job_checks.check_is_runnable(
             spec, services.evaluation.names, sorted(config.trainers), sorted(config.flower_apps)
         )
+        job_checks.check_silos(spec, await self._find_silos(spec))
         digest = validation.digest(request.initial_digest)
+        if not await self._has_done(audit.AuditAction.MODEL_UPLOADED, digest):  # or the version of a job of others
+            raise RefusedError(Code.INVALID_MODEL, UPLOAD_FIRST)
         with services.blobs.protect(digest):
             size_bytes = await asyncio.to_thread(_check_initial_model, services.blobs, digest, spec)
             initial = ModelVersion(version=0, round=0, attempt=0, digest=digest, size_bytes=size_bytes)
@@ -77,8 +95,19 @@ class JobsService(admin_pb2_grpc.JobsServicer):
             entry = AuditEntry(current_operator(), audit.AuditAction.JOB_CREATED, state.job_id, {"name": spec.name})
             key = validation.key(request.idempotency_key)
             record = await services.budgets.create_job(state, request.job_file, key, [entry])
-        services.jobs.add(record)
+        created = record.state.job_id
+        if created != state.job_id and not await self._has_done(audit.AuditAction.JOB_CREATED, created):
+            raise RefusedError(Code.INVALID_REQUEST, "idempotency_key was used by another operator; choose a new one")
+        services.jobs.add(record, creator=current_operator())
         return await self._job(services.jobs.find(record.state.job_id))
+
+    async def _find_silos(self, spec: JobSpec) -> set[str]:
+        """Return those of the silos that a job names which can take part in it."""
+        names = spec.gossip.named_silos[: MAX_SILOS + 1] if spec.gossip is not None else []
+        known = [name for name in names if validation.is_client_id(name)]
+        found = await self._services.store.clients.find_clients(known) if known else {}
+        able = (each for each in found.values() if each.population == spec.population and each.revoked_unix_s is None)
+        return {each.client_id for each in able}
 
     @override
     async def ListJobs(self, request: admin_pb2.ListJobsRequest, context: Context) -> admin_pb2.ListJobsResponse:
@@ -269,6 +298,11 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         async for message in streams.send(self._services.chunks, self._services.blobs, version.digest, 0):
             yield admin_pb2.ExportModelResponse(data=model_pb2.Chunk.FromString(message).data)
 
+    async def _has_done(self, action: audit.AuditAction, subject: str) -> bool:
+        """Return whether the calling operator has done something with a job or model, according to the audit log."""
+        which = audit.AuditFilter(current_operator(), action, subject=subject)
+        return bool(await self._services.store.audit.list_rows(limit=1, which=which))
+
     async def _command(self, name: str, action: JobAction) -> admin_pb2.Job:
         record = self._services.jobs.find(name)
         job_id, before = record.state.job_id, record.state.plugins
@@ -385,5 +419,5 @@ def _rule_state(job: JobState, version: ModelVersion, record: VersionRecord) -> 
 def _check_initial_model(blobs: BlobStore, digest: str, spec: JobSpec) -> int:
     # A local copy does not prove that the object store still has the model.
     if not blobs.exists(digest):
-        raise RefusedError(Code.INVALID_MODEL, "upload it first (UploadModel)")
+        raise RefusedError(Code.INVALID_MODEL, UPLOAD_FIRST)
     return job_checks.check_initial_model(blobs.fetch(digest), spec)

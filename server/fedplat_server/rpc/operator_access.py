@@ -6,7 +6,6 @@ The option `needed_role` of a method in the proto is the lowest role that may ca
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import dataclasses
 import datetime
 import time
@@ -22,6 +21,7 @@ from fedplat_server import logs
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.records.audit import AuditAction, AuditEntry
 from fedplat_server.records.operators import OperatorRecord, Role, hash_token, looks_like_token
+from fedplat_server.rpc.caller import set_operator
 from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.services import Services
 
@@ -58,18 +58,6 @@ MAX_CALLERS = 10_000
 """Callers whose refused calls are counted; beyond them, the one refused longest ago is dropped."""
 NOTE_EVERY_S = 60.0
 """Minimum interval between audit entries for the refused calls of one network, or of one operator."""
-
-_operator: contextvars.ContextVar[OperatorRecord] = contextvars.ContextVar("operator")
-
-
-def current_operator() -> str:
-    """Return the name of the operator whose call this task serves."""
-    return _operator.get().name
-
-
-def current_role() -> Role:
-    """Return the role of the operator whose call this task serves."""
-    return _operator.get().role
 
 
 @dataclasses.dataclass
@@ -111,7 +99,7 @@ class OperatorAccess:
             name = method.rpartition("/")[2]
             reason = f"{name} needs the role {needed}; operator {operator.name} has the role {operator.role}"
             await self._refuse(context, _Refusal(method, Code.ROLE_TOO_LOW, reason, operator.name))
-        _operator.set(operator)
+        set_operator(operator)
         return operator.name
 
     def _count(self, operator: OperatorRecord, context: Context) -> None:

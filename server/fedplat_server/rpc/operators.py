@@ -23,8 +23,8 @@ from fedplat_server.records import operators
 from fedplat_server.records.audit import AuditAction, AuditEntry, AuditFilter, AuditRow
 from fedplat_server.records.operators import OperatorRecord
 from fedplat_server.rpc import convert, pages, validation
+from fedplat_server.rpc.caller import current_operator, current_role
 from fedplat_server.rpc.handlers import Context
-from fedplat_server.rpc.operator_access import current_operator, current_role
 from fedplat_server.rpc.services import Services
 
 MAX_ALERTS = 100

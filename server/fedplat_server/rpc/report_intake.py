@@ -138,7 +138,8 @@ class ReportIntake:
                     report_validation.validate_file, base=base, codec=job.spec.compression.uplink
                 )
                 if job.spec.flower is not None:
-                    validate = report_validation.validate_message
+                    types = job.spec.flower.array_types
+                    validate = functools.partial(report_validation.validate_message, array_types=types)
                 if job.spec.secure_aggregation is not None:
                     setup = await services.secure.setup(job, assignment.key)
                     validate = functools.partial(report_validation.validate_masked, setup=setup)

@@ -35,6 +35,7 @@ from fedplat_server.database.ports import Store
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.instruments import Instruments
 from fedplat_server.records.lease import Lease
+from fedplat_server.rpc.caller import current_operator
 from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.read_cache import Chunks, InlineModels
@@ -55,11 +56,16 @@ class JobRegistry:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._records: dict[str, JobRecord] = {}
+        self._creators: dict[str, str] = {}
         self._positions: dict[str, int] = {}
         self._changed: dict[str, asyncio.Event] = {}
 
-    def add(self, record: JobRecord, participations: Sequence[Participation] = ()) -> None:
-        """Add a stored job, with the participations of its clients if the job remembers them. Idempotent."""
+    def add(self, record: JobRecord, participations: Sequence[Participation] = (), *, creator: str = "") -> None:
+        """Add a stored job, with the participations of its clients if the job remembers them. Idempotent.
+
+        `creator` is the operator that has made it ("": unknown).
+        """
+        self._creators.setdefault(record.state.job_id, creator)
         self._records.setdefault(record.state.job_id, record)
         self._positions.setdefault(record.state.job_id, len(self._positions))
         if record.state.job_id not in self._runner.coordinator.jobs:
@@ -93,7 +99,7 @@ class JobRegistry:
     def find(self, name: str) -> JobRecord:
         """Return the job with this id, or the only one with this name; jobs that have not ended come first.
 
-        Raises `RefusedError` if it is unknown or ambiguous.
+        Raises `RefusedError` if it is unknown, or ambiguous: with the ids of the jobs that the caller has made.
         """
         if name in self._records:
             return self._current(name)
@@ -102,7 +108,10 @@ class JobRegistry:
         if not candidates:
             raise RefusedError(Code.NO_SUCH_JOB, repr(name))
         if len(candidates) > 1:
-            raise RefusedError(Code.AMBIGUOUS_JOB, ", ".join(record.state.job_id for record in candidates))
+            ids = [record.state.job_id for record in candidates]
+            own = [job_id for job_id in ids if self._creators[job_id] == current_operator()]
+            others = f"{len(ids) - len(own)} of other operators (fedplat job list)"
+            raise RefusedError(Code.AMBIGUOUS_JOB, ", ".join([*own, others] if len(own) < len(ids) else own))
         return candidates[0]
 
     def state(self, job_id: str) -> JobState:

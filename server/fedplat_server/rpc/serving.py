@@ -172,7 +172,7 @@ class Endpoint:
             servicer = cast(Any, reflection).aio.ReflectionServicer(names)
             reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, collector)
         self._server.add_generic_rpc_handlers((self.router, _PublicServices(collector, self.reads, origins)))
-        self._probes = self._probe_server(config.health_listen, origins)
+        self._probes = self._probe_server(config, origins)
         self._join = lambda: None
         if config.share_port:
             self.port = self._share(config)
@@ -189,21 +189,21 @@ class Endpoint:
     def _bind(self, address: str, option: str, credentials: grpc.ServerCredentials | None) -> int:
         return _bind(self._server, address, option, credentials)
 
-    def _probe_server(self, address: str, origins: Origins) -> aio.Server | None:
+    def _probe_server(self, config: ServerConfig, origins: Origins) -> aio.Server | None:
         """Return a server for the health service alone, without TLS, which probes of Kubernetes cannot use.
 
-        None without an address.
+        None without an address. It has its own limits: callers of the other ports cannot keep probes out.
         """
-        if not address:
+        if not config.health_listen:
             return None
         collector = cast(Any, Collector())
         health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, collector)
         server = aio.server(
-            handlers=[_PublicServices(collector, self.reads, origins)],
+            handlers=[_PublicServices(collector, Reads(config.limits), origins)],
             interceptors=(ErrorInterceptor(self._instruments, None),),
             options=(*OPTIONS, ("grpc.so_reuseport", 0)),
         )
-        self.health_port = _bind(server, address, "--health", None)
+        self.health_port = _bind(server, config.health_listen, "--health", None)
         return server
 
     def _credentials(self) -> grpc.ServerCredentials | None:

@@ -21,6 +21,7 @@ from fedplat_server.config import Limits
 from fedplat_server.errors import BlobMissingError, Code, RefusedError, UploadError
 from fedplat_server.rpc import validation
 from fedplat_server.storage import files
+from fedplat_server.storage.blob_folder import INCOMING, TEMPORARY
 from fedplat_server.storage.blobs import Blob, BlobStore
 from fedplat_server.storage.read_cache import Chunks
 from fedplat_server.storage.spool_file import OpenUpload
@@ -134,7 +135,7 @@ async def store_model(blobs: BlobStore, parts: AsyncIterator[durable.Bytes], lim
     """
     with (
         files.translate_os_errors("receiving a model"),
-        tempfile.NamedTemporaryFile(dir=blobs.folder, prefix="incoming-", suffix=".tmp") as file,
+        tempfile.NamedTemporaryFile(dir=blobs.folder, prefix=INCOMING, suffix=TEMPORARY) as file,
     ):
         size = 0
         async for data in parts:

@@ -37,6 +37,11 @@ def name(text: str, field: str) -> str:
     return text
 
 
+def is_client_id(text: str) -> bool:
+    """Return whether a text is the well-formed id of a client."""
+    return _CLIENT_ID.fullmatch(text) is not None
+
+
 def client_id(text: str, unknown: Code) -> str:
     """Return a well-formed client id; refuse others with the code `unknown`, before any query."""
     return _id(_CLIENT_ID, text, unknown)

@@ -9,7 +9,28 @@ from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+from fedplat_server.storage.ownership import Owner
+
+
+class StoredDigests(NamedTuple):
+    """The digests that a database mentions: those of kept models, deltas and states, and those that it has given up."""
+
+    referenced: frozenset[str] = frozenset()
+    given_up: frozenset[str] = frozenset()
+
+    @property
+    def mentioned(self) -> frozenset[str]:
+        """All of them. Any other blob may be one of another database, or of a newer copy of this one."""
+        return self.referenced | self.given_up
+
+
+class Orphans(NamedTuple):
+    """How many blobs were removed, since the database has given them up, and set aside, since it does not know them."""
+
+    num_removed: int = 0
+    num_set_aside: int = 0
 
 
 class BlobBackend(Protocol):
@@ -19,8 +40,11 @@ class BlobBackend(Protocol):
     """Whether a file must be durable before `move_in`."""
 
     @abstractmethod
-    def claim(self, database_id: str) -> None:
-        """Make a database the owner of the blobs. Raises `ConfigError` if they belong to another one."""
+    def claim(self, database: Owner, mentioned: frozenset[str]) -> None:
+        """Make a database, which mentions these digests, the owner of the blobs.
+
+        Raises `ConfigError` if they belong to another database, or have no owner and most are unknown to this one.
+        """
 
     @abstractmethod
     def path(self, digest: str) -> Path:
@@ -59,12 +83,25 @@ class BlobBackend(Protocol):
         """Remove a blob, if it exists."""
 
     @abstractmethod
-    def remove_orphans(self, referenced: Collection[str]) -> int:
-        """Remove unreferenced blobs and return their number. Only for the start."""
+    def remove_orphans(self, stored: StoredDigests) -> Orphans:
+        """Remove the blobs that the database has given up, and set unknown ones aside. Only for the start."""
 
     @abstractmethod
-    def sweep(self, digests: Collection[str], older_than_s: float, unsettled: UnsettledBlobs) -> int:
-        """Remove those of these blobs that exist, are settled and are old enough; return their size in bytes."""
+    def sweep(
+        self, digests: Collection[str], older_than_s: float, unsettled: UnsettledBlobs, *, aside: bool = False
+    ) -> int:
+        """Remove those of these blobs that exist, are settled and are old enough; return their size in bytes.
+
+        With `aside` they are set aside, for `set_aside.KEEP_S`.
+        """
+
+    @abstractmethod
+    def take_back(self, digest: str) -> bool:
+        """Make a blob that was set aside a blob again; return whether there was one."""
+
+    @abstractmethod
+    def expire(self) -> None:
+        """Remove the blobs that were set aside long enough ago."""
 
 
 class UnsettledBlobs:

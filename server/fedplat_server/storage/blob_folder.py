@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 import uuid
 from collections.abc import Collection, Generator, Iterable, Mapping
@@ -21,10 +22,14 @@ from fedplat import durable
 from fedplat_server import crash_points
 from fedplat_server.errors import BlobError
 from fedplat_server.instruments import Instruments
-from fedplat_server.storage import files, ownership
-from fedplat_server.storage.blob_backend import BlobBackend, UnsettledBlobs
+from fedplat_server.storage import files, ownership, set_aside
+from fedplat_server.storage.blob_backend import BlobBackend, Orphans, StoredDigests, UnsettledBlobs
+from fedplat_server.storage.ownership import Contents, Owner
 
 TEMPORARY = ".tmp"
+INCOMING = "incoming-"
+"""The beginning of the name of a temporary file of the module `tempfile`."""
+_TEMPORARY_NAME = re.compile(f"([0-9a-f]{{32}}|{INCOMING}[a-z0-9_]{{8}}){re.escape(TEMPORARY)}")
 ERASED_BYTES = 1 << 20
 """The number of bytes at the beginning of a file that are overwritten before it is removed."""
 
@@ -53,9 +58,14 @@ class BlobFolder(BlobBackend):
         self._synced: set[Path] = set()
 
     @override
-    def claim(self, database_id: str) -> None:
+    def claim(self, database: Owner, mentioned: frozenset[str]) -> None:
         if self._is_claimed:
-            ownership.claim_folder(self._folder, database_id, "models")
+            ownership.claim_folder(
+                self._folder,
+                database,
+                "models",
+                lambda: Contents.of(files.find_digests(self._folder, "??/??/*"), mentioned),
+            )
 
     @override
     def path(self, digest: str) -> Path:
@@ -117,24 +127,47 @@ class BlobFolder(BlobBackend):
             erase(self.path(digest))
 
     @override
-    def remove_orphans(self, referenced: Collection[str]) -> int:
-        orphans = self.list_sizes().keys() - referenced
+    def remove_orphans(self, stored: StoredDigests) -> Orphans:
+        orphans = self.list_sizes().keys() - stored.referenced
+        unknown = orphans - stored.given_up
         for digest in orphans:
             with crash_points.step("blob.remove_orphan"):
-                self.delete(digest)
-        return len(orphans)
+                if digest in unknown:
+                    with files.translate_os_errors(f"setting the blob {digest} aside"):
+                        set_aside.put(self.path(digest), self._folder)
+                else:
+                    self.delete(digest)
+        return Orphans(len(orphans) - len(unknown), len(unknown))
 
     @override
-    def sweep(self, digests: Collection[str], older_than_s: float, unsettled: UnsettledBlobs) -> int:
+    def take_back(self, digest: str) -> bool:
+        target = self.path(digest)
+        with files.translate_os_errors(f"taking back the blob {digest}"):
+            try:
+                durable.make_folder(target.parent)
+                os.replace(self._folder / set_aside.FOLDER / digest, target)
+            except FileNotFoundError:
+                return False
+            durable.sync(target.parent)
+        return True
+
+    @override
+    def expire(self) -> None:
+        set_aside.expire(self._folder, erase)
+
+    @override
+    def sweep(
+        self, digests: Collection[str], older_than_s: float, unsettled: UnsettledBlobs, *, aside: bool = False
+    ) -> int:
         size_bytes, until = 0, time.time() - older_than_s
         for digest in sorted(digests):
             path = self.path(digest)
-            with files.translate_os_errors(f"removing {path}"), temporary(self._folder) as aside, unsettled.lock:
+            with files.translate_os_errors(f"removing {path}"), temporary(self._folder) as removed, unsettled.lock:
                 if unsettled.is_kept(digest) or not path.is_file() or path.stat().st_mtime > until:
                     continue
                 size_bytes += path.stat().st_size
                 with crash_points.step("retention.remove"):
-                    os.replace(path, aside)
+                    set_aside.put(path, self._folder) if aside else os.replace(path, removed)
         return size_bytes
 
 
@@ -153,7 +186,8 @@ def remove_temporary(folder: Path) -> None:
     """Remove temporary files that a crash left."""
     with files.translate_os_errors("removing temporary files"):
         for path in folder.glob(f"*{TEMPORARY}"):
-            erase(path)
+            if _TEMPORARY_NAME.fullmatch(path.name):  # the folder of --blobs may have others
+                erase(path)
 
 
 def erase(path: Path) -> None:

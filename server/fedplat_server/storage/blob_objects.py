@@ -15,19 +15,20 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from fedplat_server import crash_points
-from fedplat_server.errors import BlobError
+from fedplat_server import crash_points, logs
+from fedplat_server.errors import BlobError, BlobUnavailableError
 from fedplat_server.instruments import Instruments
-from fedplat_server.storage import files, ownership
-from fedplat_server.storage.blob_backend import BlobBackend, UnsettledBlobs
+from fedplat_server.storage import files, ownership, set_aside
+from fedplat_server.storage.blob_backend import BlobBackend, Orphans, StoredDigests, UnsettledBlobs
 from fedplat_server.storage.blob_cache import BlobCache
 from fedplat_server.storage.blob_folder import path_of
 from fedplat_server.storage.object_store import ObjectStore, Stored
+from fedplat_server.storage.ownership import Contents, Owner
 
 MIN_AGE_S = 3600.0
 """The minimum age of a blob that is removed."""
 FOLDER = "blobs"
-_CLOCK = "fedplat-clock"
+ASIDE = f"{set_aside.FOLDER}/{FOLDER}"
 
 
 class BlobObjects(BlobBackend):
@@ -45,8 +46,8 @@ class BlobObjects(BlobBackend):
         self._written: dict[str, float] = {}
 
     @override
-    def claim(self, database_id: str) -> None:
-        ownership.claim_store(self.objects, database_id)
+    def claim(self, database: Owner, mentioned: frozenset[str]) -> None:
+        ownership.claim_store(self.objects, database, lambda: Contents.of(frozenset(self.list_sizes()), mentioned))
 
     @override
     def path(self, digest: str) -> Path:
@@ -96,20 +97,49 @@ class BlobObjects(BlobBackend):
             self.objects.delete([name_of(digest)])
 
     @override
-    def remove_orphans(self, referenced: Collection[str]) -> int:
+    def remove_orphans(self, stored: StoredDigests) -> Orphans:
         until: float | None = None
-        removed = 0
-        for digest, stored in list(list_objects(self.objects)):
-            if digest in referenced:
+        removed = num_aside = 0
+        for digest, found in list(list_objects(self.objects)):
+            if digest in stored.referenced:
                 continue
-            until = self._now() - MIN_AGE_S if until is None else until
-            if stored.modified_unix_s <= until:
+            until = self.objects.read_clock() - MIN_AGE_S if until is None else until
+            if found.modified_unix_s > until:
+                continue
+            if digest in stored.given_up:
                 self.delete(digest)
                 removed += 1
-        return removed
+            elif self._set_aside(digest):
+                num_aside += 1
+        return Orphans(removed, num_aside)
 
     @override
-    def sweep(self, digests: Collection[str], older_than_s: float, unsettled: UnsettledBlobs) -> int:
+    def take_back(self, digest: str) -> bool:
+        if self.objects.head(_aside_name(digest)) is None:
+            return False
+        self.objects.copy(_aside_name(digest), name_of(digest))
+        return True
+
+    @override
+    def expire(self) -> None:
+        self.objects.expire(ASIDE, set_aside.KEEP_S)
+
+    def _set_aside(self, digest: str) -> bool:
+        """Set a blob aside; return False if the store cannot copy it, such as one of more than 5 GiB on S3."""
+        try:
+            self.objects.copy(name_of(digest), _aside_name(digest))
+        except BlobUnavailableError:
+            raise
+        except BlobError as exc:
+            logs.get().warning("an unknown blob stays where it is", digest=digest, error=str(exc))
+            return False
+        self.delete(digest)
+        return True
+
+    @override
+    def sweep(
+        self, digests: Collection[str], older_than_s: float, unsettled: UnsettledBlobs, *, aside: bool = False
+    ) -> int:
         # Most are too young, since retention looks at them as soon as the next version is there: do not ask for these.
         until_s = time.monotonic() - MIN_AGE_S
         young = {digest: at for digest, at in self._written.copy().items() if at > until_s}
@@ -117,7 +147,7 @@ class BlobObjects(BlobBackend):
         digests = [digest for digest in sorted(digests) if digest not in young]
         if not digests:
             return 0
-        size_bytes, until = 0, self._now() - max(older_than_s, MIN_AGE_S)
+        size_bytes, until = 0, self.objects.read_clock() - max(older_than_s, MIN_AGE_S)
         for digest in digests:
             with unsettled.removing(digest) as may_remove:
                 if not may_remove:
@@ -125,26 +155,26 @@ class BlobObjects(BlobBackend):
                 stored = self.objects.head(name_of(digest))
                 if stored is None or stored.modified_unix_s > until:
                     continue
-                self.delete(digest)
-                size_bytes += stored.size_bytes
+                if aside:
+                    is_gone = self._set_aside(digest)
+                else:
+                    is_gone = True
+                    self.delete(digest)
+                size_bytes += stored.size_bytes if is_gone else 0
         return size_bytes
 
     def _read(self, digest: str, limit_bytes: int) -> Iterable[memoryview]:
         with self._get_duration.time():
             yield from self.objects.read_parts(name_of(digest), limit_bytes)
 
-    def _now(self) -> float:
-        """Return the time on the clock of the store: that of an object that is written now."""
-        self.objects.put(_CLOCK, b"")
-        stored = self.objects.head(_CLOCK)
-        if stored is None:
-            raise BlobError(f"{self.objects.url} does not have what was just written to it")
-        return stored.modified_unix_s
-
 
 def name_of(digest: str) -> str:
     """Return the name of a blob's object. Raises `BlobError` if `digest` is not a digest."""
     return str(path_of(Path(FOLDER), digest))
+
+
+def _aside_name(digest: str) -> str:
+    return f"{ASIDE}/{digest}"
 
 
 def list_objects(objects: ObjectStore) -> Iterator[tuple[str, Stored]]:

@@ -9,6 +9,7 @@ from fedplat_server.config import DEFAULT_CACHE_BYTES, ServerConfig
 from fedplat_server.errors import BlobError, ConfigError
 from fedplat_server.instruments import Instruments
 from fedplat_server.storage import object_store
+from fedplat_server.storage.blob_backend import Orphans, StoredDigests
 from fedplat_server.storage.blob_cache import BlobCache
 from fedplat_server.storage.blob_folder import BlobFolder, path_of
 from fedplat_server.storage.blob_objects import BlobObjects
@@ -63,22 +64,26 @@ class BlobPlace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reconciled:
-    """What the start found: blobs that were removed, copied from the data folder, or are missing."""
+    """What the start found: blobs that were removed or set aside, that came back, or are missing."""
 
-    removed: int
+    orphans: Orphans
     copied: int
     missing: frozenset[str]
 
 
-def reconcile(blobs: BlobStore, place: BlobPlace, referenced: frozenset[str]) -> Reconciled:
-    """Remove what a crash left, and copy blobs that are only in the data folder, where they were before `--blobs`."""
-    removed = blobs.remove_orphans(referenced)
-    missing = referenced - blobs.all_digests()
+def reconcile(blobs: BlobStore, place: BlobPlace, stored: StoredDigests) -> Reconciled:
+    """Remove what the database has given up, set aside what it does not know, and bring back what it needs.
+
+    Missing blobs may have been set aside, or be in the data folder only, where they were before `--blobs`.
+    """
+    orphans = blobs.remove_orphans(stored)
+    missing = stored.referenced - blobs.all_digests()
+    found = {digest for digest in missing if blobs.take_back(digest)}
     former = place.data_dir / "blobs"
-    found = {digest for digest in missing if place.url and path_of(former, digest).is_file()}
-    for digest in sorted(found):
+    outside = {digest for digest in missing - found if place.url and path_of(former, digest).is_file()}
+    for digest in sorted(outside):
         copied = blobs.put_file(path_of(former, digest))
         blobs.settle([copied.digest])
         if copied.digest != digest:
             raise BlobError(f"the blob {path_of(former, digest)} is damaged: its digest is {copied.digest}")
-    return Reconciled(removed, len(found), missing - found)
+    return Reconciled(orphans, len(found | outside), missing - found - outside)

@@ -23,9 +23,10 @@ from fedplat import durable
 from fedplat_server import crash_points
 from fedplat_server.instruments import Instruments
 from fedplat_server.storage import files
-from fedplat_server.storage.blob_backend import BlobBackend, UnsettledBlobs
+from fedplat_server.storage.blob_backend import BlobBackend, Orphans, StoredDigests, UnsettledBlobs
 from fedplat_server.storage.blob_folder import TEMPORARY, BlobFolder, remove_on_error, remove_temporary, temporary
 from fedplat_server.storage.blob_writer import Blob, BlobWriter, create_hashed
+from fedplat_server.storage.ownership import Owner
 
 _NUM_FETCHES = 4
 """The number of blobs that are fetched at the same time."""
@@ -54,12 +55,12 @@ class BlobStore:
         with files.translate_os_errors(f"making the folder {folder}"):
             durable.make_folder(folder)
 
-    def claim(self, database_id: str) -> None:
-        """Make a database the owner of the blobs, before any is written or removed.
+    def claim(self, database: Owner, mentioned: frozenset[str] = frozenset()) -> None:
+        """Make a database, which mentions these digests, the owner of the blobs, before any is written or removed.
 
-        Raises `ConfigError` if they belong to another database.
+        Raises `ConfigError` if they belong to another database, or have no owner and most are unknown to this one.
         """
-        self._backend.claim(database_id)
+        self._backend.claim(database, mentioned)
 
     def recorder(self) -> Self:
         """Return a view of this store that records the digests which it writes in its own list `made`."""
@@ -221,14 +222,25 @@ class BlobStore:
         """Return the digests of all blobs."""
         return frozenset(self.list_sizes())
 
-    def remove_orphans(self, referenced: frozenset[str]) -> int:
-        """Remove unreferenced blobs and return their number; also remove temporary files that a crash left.
+    def remove_orphans(self, stored: StoredDigests) -> Orphans:
+        """Remove the blobs that the database has given up, set aside those that it does not know, and return how many.
+
+        Also removes temporary files that a crash left, and what was set aside long enough ago.
 
         Only for the start: a blob that was just written is not referenced yet. An object store keeps the blobs that
         are not old enough (`blob_objects.MIN_AGE_S`).
         """
         remove_temporary(self.folder)
-        return self._backend.remove_orphans(referenced)
+        self.expire()
+        return self._backend.remove_orphans(stored)
+
+    def take_back(self, digest: str) -> bool:
+        """Make a blob that was set aside a blob again; return whether there was one."""
+        return self._backend.take_back(digest)
+
+    def expire(self) -> None:
+        """Remove the blobs that were set aside long enough ago (`set_aside.KEEP_S`)."""
+        self._backend.expire()
 
     def _temporary(self) -> Path:
         return self.folder / f"{uuid.uuid4().hex}{TEMPORARY}"
@@ -248,6 +260,10 @@ class Sweep:
     def remove(self, digests: Collection[str], *, older_than_s: float = 0.0) -> int:
         """Remove those of these blobs that exist, are settled and are old enough; return their total size in bytes."""
         return self._backend.sweep(digests, older_than_s, self._unsettled)
+
+    def set_aside(self, digests: Collection[str], *, older_than_s: float = 0.0) -> int:
+        """Set aside those of these blobs that exist, are settled and are old enough; return their size in bytes."""
+        return self._backend.sweep(digests, older_than_s, self._unsettled, aside=True)
 
 
 def _read_parts(path: Path) -> Iterator[bytes]:

@@ -14,6 +14,7 @@ import stat
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+from fedplat import forks
 from fedplat_server.errors import ConfigError
 
 PRIVATE_UMASK = 0o077
@@ -77,7 +78,7 @@ def lock_data_dir(folder: Path, *, shared: bool) -> Generator[None]:
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as exc:
         raise ConfigError(f"the data folder {folder} cannot be written to: {exc.strerror}") from exc
-    try:
+    with forks.keep_descriptor(descriptor):
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError as exc:
@@ -87,5 +88,3 @@ def lock_data_dir(folder: Path, *, shared: bool) -> Generator[None]:
                 "--database)"
             ) from exc
         yield
-    finally:
-        os.close(descriptor)

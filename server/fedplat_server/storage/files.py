@@ -49,6 +49,12 @@ def list_files(folder: Path) -> list[Path]:
     return sorted(path for path in found if path.is_file())
 
 
+def find_digests(folder: Path, *patterns: str) -> frozenset[str]:
+    """Return the names that are digests, or hashes of names, among the files and folders that match the patterns."""
+    with translate_os_errors(f"listing {folder}"):
+        return frozenset(path.name for each in patterns for path in folder.glob(each) if is_digest(path.name))
+
+
 class Writeback:
     """The writeback of a growing file: the kernel writes to the disk early, which shortens the final sync.
 

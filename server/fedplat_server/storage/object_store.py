@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 SCHEMES: Final = ("s3", "gs", "az")
 PART_BYTES = 8 << 20
 """Larger objects are sent and received in parts of this size, so that the time-out of a request fits any size."""
+_CLOCK = "fedplat-clock"
 _MAX_PARTS = 9_000  # S3 allows 10,000
 _PARALLEL = 4
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
@@ -203,6 +204,26 @@ class ObjectStore:
                 for name in names:
                     with contextlib.suppress(FileNotFoundError):
                         self._store.delete(name)
+
+    def copy(self, name: str, target: str) -> None:
+        """Store a copy of an object, whose bytes stay in the store. Raises `BlobError` if the store cannot copy it."""
+        with self._translate("copying", name):
+            self._store.copy(name, target)
+
+    def expire(self, prefix: str, age_s: float) -> None:
+        """Remove the objects below a folder that were written before a time on the clock of the store."""
+        found = list(self.list(prefix))
+        if found:
+            until = self.read_clock() - age_s
+            self.delete([stored.name for stored in found if stored.modified_unix_s <= until])
+
+    def read_clock(self) -> float:
+        """Return the time on the clock of the store: that of an object that is written now."""
+        self.put(_CLOCK, b"")
+        stored = self.head(_CLOCK)
+        if stored is None:
+            raise BlobError(f"{self.url} does not have what was just written to it")
+        return stored.modified_unix_s
 
     def _get_first(self, name: str) -> obstore.GetResult | None:
         try:

@@ -1,10 +1,16 @@
-"""The owner of a store: one small file with the id of a database, so that no other database removes what is there."""
+"""The owner of a place: one small file with the id of a database, so that no other database removes what is there.
+
+A database gets its id in the transaction that makes or upgrades its tables, and the file is written after that: a place
+never names an id that no database has. A place without the file, such as one of an older release, gets it only if the
+database knows most of what is there (`Contents`); until then nothing is removed.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from fedplat import durable
 from fedplat_server import crash_points
@@ -16,8 +22,44 @@ NAME = "fedplat.json"
 LIMIT_BYTES = 4096
 
 
-def claim_folder(folder: Path, database_id: str, place: files.Place) -> None:
-    """Make a database the owner of a folder. Raises `ConfigError` if it has another one, or `BlobError`."""
+class Owner(NamedTuple):
+    """A database: its id, and where it is, without a password ("": unknown)."""
+
+    id: str
+    url: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.url} with the id {self.id!r}" if self.url else f"with the id {self.id!r}"
+
+
+class Contents(NamedTuple):
+    """The models and updates in a place without an owner: how many a database mentions, and how many it does not."""
+
+    num_known: int
+    num_unknown: int
+
+    @classmethod
+    def of(cls, found: frozenset[str], known: frozenset[str]) -> Contents:
+        """Compare the names of what was found with those that the database knows."""
+        return cls(len(found & known), len(found - known))
+
+
+def find_data(data_dir: Path) -> frozenset[str]:
+    """Return the names of the models in a data folder, and of the attempts whose updates or relayed files are there."""
+    return files.find_digests(data_dir, "blobs/??/??/*", "uploads/*", "relay/*")
+
+
+Look = Callable[[], Contents]
+"""A function that looks into a place that has no owner yet."""
+
+
+def look_into_empty() -> Contents:
+    """Return the contents of a place that is empty."""
+    return Contents(0, 0)
+
+
+def claim_folder(folder: Path, database: Owner, place: files.Place, look: Look = look_into_empty) -> None:
+    """Make a database the owner of a folder. Raises `ConfigError` if it belongs to another one, or `BlobError`."""
     path = folder / NAME
 
     def create(content: bytes) -> bool:
@@ -29,31 +71,83 @@ def claim_folder(folder: Path, database_id: str, place: files.Place) -> None:
 
     with files.translate_os_errors(f"claiming the folder {folder}", place):
         durable.make_folder(folder)
-        _claim(str(folder), database_id, create, path.read_bytes)
+        if (owner := find_owner(folder)) is None:
+            _check_contents(str(folder), database, look())
+            if create(_to_json(database)):
+                return
+        elif owner.id != database.id and owner.url == database.url != "" and look() == look_into_empty():
+            durable.write_bytes(path, _to_json(database))  # its file was removed and made again, and there was nothing
+    check_folder(folder, database)
 
 
-def claim_store(store: ObjectStore, database_id: str) -> None:
-    """Make a database the owner of an object store's prefix. Raises `ConfigError` if it has another one."""
-
-    def create(content: bytes) -> bool:
+def claim_store(store: ObjectStore, database: Owner, look: Look = look_into_empty) -> None:
+    """Make a database the owner of an object store's prefix. Raises `ConfigError` if it belongs to another one."""
+    if store.head(NAME) is None:
+        _check_contents(store.url, database, look())
         with crash_points.step("object.claim"):
-            return store.put(NAME, content, create=True)
+            if store.put(NAME, _to_json(Owner(database.id)), create=True):
+                return
+    _check_owner(store.url, _parse(store.url, store.read(NAME, LIMIT_BYTES)), database)
 
-    _claim(store.url, database_id, create, lambda: store.read(NAME, LIMIT_BYTES))
+
+def check_folder(folder: Path, database: Owner) -> None:
+    """Raise `ConfigError` if a folder belongs to another database."""
+    owner = find_owner(folder)
+    if owner is not None:
+        _check_owner(str(folder), owner, database)
 
 
-def _claim(where: str, database_id: str, create: Callable[[bytes], bool], read: Callable[[], bytes]) -> None:
-    # `create` writes the file unless it exists, and returns whether it did.
-    if create(json.dumps({"database": database_id}).encode() + b"\n"):
+def check_new_database(data_dir: Path, url: str) -> None:
+    """Raise `ConfigError` if the database at `url`, which does not exist yet, cannot be that of a data folder."""
+    owner = find_owner(data_dir)
+    if not find_data(data_dir) and (owner is None or owner.url == url):
         return
+    found = f"belongs to the database {owner}" if owner is not None else "has models or updates of a database"
+    raise ConfigError(
+        f"the data folder {data_dir} {found}, and {url} does not exist: name the database with --database (or "
+        "FEDPLAT_DATABASE) as before, restore that file from a backup, or choose another folder with --data-dir"
+    )
+
+
+def find_owner(folder: Path) -> Owner | None:
+    """Return the database to which a folder belongs; None if it has no owner yet."""
     try:
-        content = json.loads(read())
-        owner = content["database"]
-    except (ValueError, TypeError, KeyError) as exc:
+        content = (folder / NAME).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as exc:
+        raise ConfigError(f"{folder / NAME} cannot be read ({exc.strerror}): make it readable") from exc
+    return _parse(str(folder), content)
+
+
+def _to_json(database: Owner) -> bytes:
+    content = {"database": database.id} | ({"url": database.url} if database.url else {})
+    return json.dumps(content).encode() + b"\n"
+
+
+def _parse(where: str, content: bytes) -> Owner:
+    try:
+        stored = json.loads(content)
+        return Owner(str(stored["database"])[:80], str(stored.get("url", ""))[:500])
+    except (ValueError, TypeError, KeyError, AttributeError) as exc:
         raise BlobError(f"{where}/{NAME} is damaged: expected JSON with the id of a database") from exc
-    if owner != database_id:
+
+
+def _check_owner(where: str, owner: Owner, database: Owner) -> None:
+    if owner.id != database.id:
         raise ConfigError(
-            f"{where} belongs to another database (its id is {str(owner)[:80]!r}, that of this one {database_id!r}): "
-            f"choose another prefix or folder. If that database no longer exists, remove {where}/{NAME}; this database "
-            "then owns what is there, and removes the models that it does not know"
+            f"{where} belongs to another database ({owner}) than this one ({database}), and nothing was removed: name "
+            "its database with --database (or FEDPLAT_DATABASE), or choose another folder or prefix. If that database "
+            f"no longer exists, write {json.dumps({'database': database.id})} into {where}/{NAME}; this database then "
+            "owns what is there"
+        )
+
+
+def _check_contents(where: str, database: Owner, contents: Contents) -> None:
+    if contents.num_unknown > contents.num_known:
+        raise ConfigError(
+            f"{where} has {contents.num_unknown} models or updates that the database ({database}) does not know, and "
+            "nothing was removed: name the database to which they belong with --database (or FEDPLAT_DATABASE), or "
+            f"choose another folder or prefix. If this database is the right one, write "
+            f"{json.dumps({'database': database.id})} into {where}/{NAME}"
         )

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from fedplat.rounds import AttemptKey, Change
 from fedplat_server.errors import UploadError
-from fedplat_server.storage import files
+from fedplat_server.storage import files, set_aside
 from fedplat_server.storage.spool_file import OpenUpload, SpoolFile
 from fedplat_server.storage.spool_names import name_attempt
 
@@ -46,14 +46,19 @@ class RelayStore:
         with files.translate_os_errors(f"making the folder {folder}", "updates"):
             folder.mkdir(parents=True, exist_ok=True)
 
-    def keep(self, attempts: Collection[AttemptKey]) -> None:
-        """Keep the files of these attempts, and delete all others. Only for the start."""
+    def keep(self, attempts: Collection[AttemptKey], known: Collection[str] = ()) -> None:
+        """Keep the files of these attempts, delete those of the other `known` ones, and set unknown ones aside.
+
+        `known` has names (`name_attempt`). Only for the start.
+        """
         self._open = set(attempts)
-        names = {name_attempt(each) for each in attempts}
+        self.expire()
         with self._lock, files.translate_os_errors("clearing the relay", "updates"):
-            for path in self.folder.iterdir():
-                if path.name not in names:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            set_aside.clear(self.folder, {name_attempt(each) for each in attempts}, known, files.is_digest)
+
+    def expire(self) -> None:
+        """Remove the files that were set aside long enough ago."""
+        set_aside.expire(self.folder)
 
     def count_received(self, key: RelayedFile, digest: str) -> int:
         """Return how many bytes of a file were received, where its upload resumes."""

@@ -31,7 +31,7 @@ import shutil
 import threading
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -40,7 +40,7 @@ from fedplat.rounds import AssignmentId, AttemptKey, Change
 from fedplat.rounds.reporting import needs_update
 from fedplat_server import crash_points, logs
 from fedplat_server.errors import BlobError, UploadError
-from fedplat_server.storage import files
+from fedplat_server.storage import files, set_aside
 from fedplat_server.storage.spool_backend import FolderBackend, SpoolBackend
 from fedplat_server.storage.spool_file import MemoryFile, OpenUpload, SpoolFile
 from fedplat_server.storage.spool_names import name_attempt, name_update, path_of
@@ -97,32 +97,36 @@ class Spool:
             self._deletions.add(task)
             task.add_done_callback(self._deletions.discard)
 
-    def keep(self, needed: Sequence[AssignmentId]) -> None:
-        """Expect these updates and delete all others. Only for the start, before any upload is opened.
+    def keep(self, needed: Sequence[AssignmentId], known: Collection[str] = ()) -> None:
+        """Expect these updates, delete the others of `known` attempts, and set those of unknown attempts aside.
 
+        `known` has names (`name_attempt`). Only for the start, before any upload is opened.
         Raises `BlobError`, of which `BlobUnavailableError` may end by itself.
         """
         self.expect(needed)
-        names: dict[Path, set[str]] = {}
+        set_aside.expire(self.folder)
+        names: dict[str, set[str]] = {}
         for each in needed:
-            names.setdefault(self._folder(each.attempt), set()).add(name_update(each))
+            names.setdefault(name_attempt(each.attempt), set()).add(name_update(each))
         with self._lock, files.translate_os_errors("clearing the spool", "updates"), crash_points.step("spool.keep"):
-            for path in self.folder.iterdir():
-                if path in names:
-                    self._keep_files(path, names[path])
-                elif path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
+            set_aside.clear(self.folder, names, known, files.is_digest)
+            for name, updates in names.items():
+                if (self.folder / name).is_dir():
+                    self._keep_files(self.folder / name, updates)
             if names:
                 durable.sync(self.folder)  # an earlier process may have been killed before it had synced a new folder
-        copies = self._backend.keep(needed)
+        copies = self._backend.keep(needed, known)
         if (threads := self._backend.threads) is not None:
             num_copies = Counter(key for key, _ in copies)  # of two, only a report or the aggregation knows which
             # So that the first fold need not wait for each in turn.
             self._to_fetch.extend((key, digest) for key, digest in copies if num_copies[key] == 1)
             for _ in range(PREFETCH_THREADS):
                 threads.submit(self._prefetch)
+
+    def expire(self) -> None:
+        """Remove the updates that were set aside long enough ago."""
+        set_aside.expire(self.folder)
+        self._backend.expire()
 
     async def close(self) -> None:
         """Wait for pending deletions."""

@@ -33,8 +33,9 @@ from fedplat import durable
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat_server import crash_points, logs
 from fedplat_server.errors import BlobError, BlobFullError, BlobUnavailableError, SpoolError
-from fedplat_server.storage import files, ownership
+from fedplat_server.storage import files, ownership, set_aside
 from fedplat_server.storage.object_store import PART_BYTES, ObjectStore, RequestLimits
+from fedplat_server.storage.ownership import Contents, Owner
 from fedplat_server.storage.spool_names import name_attempt, name_update
 from fedplat_server.storage.store_health import StoreHealth
 
@@ -49,6 +50,7 @@ DELETE_BATCH = 1000
 MAX_DELETIONS = 100_000
 """Deletions that wait for a store that refuses them. The next start finds the objects of the others."""
 FOLDER = "spool"
+ASIDE = f"{set_aside.FOLDER}/{FOLDER}"
 _NAME = re.compile(FOLDER + r"/term-([0-9]{1,18})/([0-9a-f]{64})/([0-9a-f]{64})-([0-9a-f]{64})")
 
 
@@ -60,12 +62,19 @@ class SpoolBackend(Protocol):
         """The threads for work that may wait for this backend; None: any."""
         ...
 
-    def claim(self, database_id: str) -> None:
-        """Make a database the owner of this place. Raises `ConfigError` if it has another one, or `BlobError`."""
+    def claim(self, database: Owner, known: frozenset[str]) -> None:
+        """Make a database, which knows these attempts by name, the owner of this place.
+
+        Raises `ConfigError` if it belongs to another one, or has no owner and most attempts are unknown.
+        """
         ...
 
-    def keep(self, needed: Sequence[AssignmentId]) -> Sequence[tuple[AssignmentId, str]]:
-        """Remove the copies of all other updates; return the copies that are left, with their digests."""
+    def keep(self, needed: Sequence[AssignmentId], known: Collection[str]) -> Sequence[tuple[AssignmentId, str]]:
+        """Remove the other copies of `known` attempts, and set unknown ones aside; return those left, with digests."""
+        ...
+
+    def expire(self) -> None:
+        """Remove the copies that were set aside long enough ago."""
         ...
 
     def make_durable(self, key: AssignmentId, digest: str, path: Path) -> None:
@@ -109,13 +118,19 @@ class FolderBackend(SpoolBackend):
         return None
 
     @override
-    def claim(self, database_id: str) -> None:
-        if self._place is not None:
-            ownership.claim_folder(self._place, database_id, "updates")
+    def claim(self, database: Owner, known: frozenset[str]) -> None:
+        if (place := self._place) is not None:
+            ownership.claim_folder(
+                place, database, "updates", lambda: Contents.of(files.find_digests(place, "uploads/*"), known)
+            )
 
     @override
-    def keep(self, needed: Sequence[AssignmentId]) -> Sequence[tuple[AssignmentId, str]]:
+    def keep(self, needed: Sequence[AssignmentId], known: Collection[str]) -> Sequence[tuple[AssignmentId, str]]:
         return []
+
+    @override
+    def expire(self) -> None:
+        return
 
     @override
     def make_durable(self, key: AssignmentId, digest: str, path: Path) -> None:
@@ -221,22 +236,37 @@ class ObjectBackend(SpoolBackend):
         return self._threads
 
     @override
-    def claim(self, database_id: str) -> None:
-        ownership.claim_store(self._store, database_id)
+    def claim(self, database: Owner, known: frozenset[str]) -> None:
+        ownership.claim_store(
+            self._store,
+            database,
+            lambda: Contents.of(frozenset(name.attempt for name in list_names(self._store)), known),
+        )
 
     @override
-    def keep(self, needed: Sequence[AssignmentId]) -> Sequence[tuple[AssignmentId, str]]:
-        """Find the copies of needed updates, and remove the others that this leader may remove."""
+    def expire(self) -> None:
+        self._store.expire(ASIDE, set_aside.KEEP_S)
+
+    @override
+    def keep(self, needed: Sequence[AssignmentId], known: Collection[str]) -> Sequence[tuple[AssignmentId, str]]:
+        """Find the copies of needed updates, and remove or set aside the others that this leader may remove."""
         keys = {(name_attempt(key.attempt), name_update(key)): key for key in needed}
         needless: list[ObjectName] = []
+        num_aside = 0
         with self._health.watch():
             for name in list_names(self._store):
                 key = keys.get((name.attempt, name.update))
                 if key is not None:
                     self._names.setdefault(key, set()).add(name)
                     self._found[key, name.digest] = name
-                elif name.term <= self._term:
+                elif name.term <= self._term and name.attempt in known:
                     needless.append(name)
+                elif name.term <= self._term:
+                    self._store.copy(str(name), f"{set_aside.FOLDER}/{name}")
+                    needless.append(name)
+                    num_aside += 1
+        if num_aside:
+            set_aside.warn(f"{self._store.url}/{ASIDE}", num_aside)
         self._deletions.extend(needless)
         self._delete_pending()
         logs.get().info(

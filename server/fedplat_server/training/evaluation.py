@@ -23,11 +23,12 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from fedplat import aggregate, user_code
+from fedplat import aggregate, texts, user_code
 from fedplat.job import JobSpec
 from fedplat.model import Parameters
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat_server import logs
+from fedplat_server.child_environment import child_environment
 from fedplat_server.errors import BlobError, StoreError, StoreUnavailableError
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.workers.messages import EvaluateReply
@@ -58,18 +59,23 @@ def score(reference: str, path: str, rule: aggregate.RuleOptions) -> dict[str, f
         if (size := sum(len(name.encode()) + _NUMBER_BYTES for name in result)) > MAX_METRICS_BYTES:
             raise ValueError(f"{len(result)} metrics take {size} bytes; at most {MAX_METRICS_BYTES} are stored")
     except BaseException as exc:  # a process boundary: even sys.exit() must not reach the daemon
-        return Failure(f"{type(exc).__name__}: {exc}", traceback.format_exc(limit=-20))
+        return Failure(texts.describe(exc), traceback.format_exc(limit=-20))
     return result
 
 
 def _prepare(folder: str, path: list[str]) -> None:
-    """Set the daemon's folder and import path in the new process, and ignore Ctrl-C, which the daemon handles."""
+    """Set the daemon's folder and import path in the new process, and ignore Ctrl-C, which the daemon handles.
+
+    The daemon's secrets leave the environment.
+    """
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="end with the daemon", daemon=True).start()
     os.chdir(folder)
     sys.path[:] = path
+    for name in os.environ.keys() - child_environment(os.environ).keys():
+        del os.environ[name]
 
 
 def _end_with_parent() -> None:

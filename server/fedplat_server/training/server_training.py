@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from msgspec import structs
 
+from fedplat import texts
 from fedplat.decoding import prepare_type
 from fedplat.errors import FedplatError
 from fedplat.job import JobSpec, PoolOptions
@@ -36,6 +37,7 @@ from fedplat_server.errors import (
     PoolWorkError,
     is_lasting,
 )
+from fedplat_server.storage import files, set_aside
 from fedplat_server.storage.blobs import Blob, BlobStore
 from fedplat_server.workers.client import RunningTask, WorkerPool
 from fedplat_server.workers.local_rank import LocalRank
@@ -119,11 +121,17 @@ class ServerTraining:
             self._removing.add(task)
             task.add_done_callback(self._removing.discard)
 
-    def keep(self, jobs: Collection[str]) -> None:
-        """Remove the checkpoints of an earlier process, except those of these jobs. Blocks."""
-        for folder in (self._data_dir / "warm_start").glob("*"):
-            if folder.name not in jobs:
-                shutil.rmtree(folder, ignore_errors=True)
+    def keep(self, jobs: Collection[str], known: Collection[str]) -> None:
+        """Remove the checkpoints of known jobs that need none, and set those of unknown jobs aside. Blocks."""
+        folder = self._data_dir / "warm_start"
+        self.expire()
+        if folder.is_dir():
+            with files.translate_os_errors("clearing the checkpoints"):
+                set_aside.clear(folder, jobs, known, lambda name: name != set_aside.FOLDER)
+
+    def expire(self) -> None:
+        """Remove the checkpoints that were set aside long enough ago. Blocks."""
+        set_aside.expire(self._data_dir / "warm_start")
 
     async def close(self) -> None:
         """Cancel all tasks, and end the daemon's own ranks."""
@@ -312,4 +320,4 @@ def _metrics(reply: TrainReply) -> dict[str, float]:
 
 
 def _in_one_line(exc: Exception) -> str:
-    return " ".join(str(exc).split())[:1000] or type(exc).__name__
+    return " ".join(texts.repair(str(exc)).split())[:1000] or type(exc).__name__

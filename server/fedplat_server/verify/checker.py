@@ -9,13 +9,14 @@ from pathlib import Path
 
 from fedplat.rounds.invariants import attempts
 from fedplat.rounds.invariants.records import Location, StoredAttempt, StoredJob, StrayHistory
+from fedplat.rounds.states import ENDED_JOBS
 from fedplat_server.storage.blob_stores import BlobPlace
 from fedplat_server.verify import checks, files, inspection, spool
 from fedplat_server.verify.records import AuditPart, Finding, Report, Unit
 
 _REMOVED = {
-    False: "the next start of the daemon removes them",
-    True: "the daemon removes them when they are an hour old",
+    False: "the next start of the daemon removes them, or sets them aside if the database never had them",
+    True: "the daemon removes them, or sets aside those that the database never had, when they are an hour old",
 }
 
 
@@ -53,6 +54,9 @@ async def verify(
             spooled.add(unit)
             if isinstance(unit, StoredJob):
                 _add_references(needed, unit)
+                if unit.is_foreign and unit.row.status in ENDED_JOBS:
+                    what = f"job {unit.row.job_id} has ended, and {unit.unreadable}"
+                    report.notes.append(f"{what}; another version made it, and its models are complete")
             if isinstance(unit, StoredAttempt) and not live:
                 num_overdue += len(list(attempts.overdue(unit)))
     report.findings.extend(await _check_blobs(database, stored, needed, progress))

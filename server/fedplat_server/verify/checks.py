@@ -83,7 +83,7 @@ CHECKS: Sequence[Check] = (
 RESTORE = "Stop the daemon, restore the database from a backup, and report this."
 RESTART = "Restart the daemon, which ends what was left open. If the finding remains, report this."
 KEEP = "Keep a copy of the database, find out who may write to it, and compare the heads that the daemon has logged."
-UPGRADE = "Run the version of fedplat that wrote it, or cancel the job there."
+UPGRADE = "Run the version of fedplat that wrote it, or cancel the job (fedplat job cancel) if it cannot go on here."
 ACCOUNT = (
     "Report this. If the job is private, its epsilon is larger than stated: compute it again, or do not publish models."
 )

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from fedplat.rounds import AssignmentId
 from fedplat.rounds.invariants.records import Location
-from fedplat_server.storage import blob_objects, files, ownership, spool_names
+from fedplat_server.storage import blob_objects, files, ownership, set_aside, spool_names
 from fedplat_server.storage.blob_stores import BlobPlace
 from fedplat_server.storage.object_store import ObjectStore
 from fedplat_server.verify.records import Finding
@@ -117,7 +117,7 @@ def list_blobs(folder: Path) -> DataFolder:
                 continue
             if path == path_of(folder, path.name) and files.is_digest(path.name):
                 sizes[path.name] = size_bytes
-            elif path != folder / ownership.NAME:
+            elif path != folder / ownership.NAME and path.relative_to(folder).parts[0] != set_aside.FOLDER:
                 unknown.append(path.relative_to(folder))
     return DataFolder(sizes, tuple(unknown))
 

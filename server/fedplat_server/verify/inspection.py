@@ -93,13 +93,14 @@ async def _audit(connection: AsyncConnection) -> AsyncIterator[AuditPart | Audit
 
 async def _job(connection: AsyncConnection, row: JobRow) -> StoredJob:
     mine = {"job_id": row.job_id}
-    spec, unreadable = _spec(row)
+    spec, unreadable, is_foreign = _spec(row)
     history = _query(StepRow, tables.history, mine, ("sequence",))
     history = history.where(tables.history.c.entity.in_(("job", "version")))
     return StoredJob(
         row=row,
         spec=spec,
         unreadable=unreadable,
+        is_foreign=is_foreign,
         versions=tuple(await _rows(connection, VersionRow, tables.model_versions, mine, ("version",))),
         ledger=tuple(await _rows(connection, ReleaseRow, tables.ledger, mine, ("version",))),
         attempts=tuple(await _rows(connection, AttemptRow, tables.attempts, mine, ("round", "number"))),
@@ -107,15 +108,15 @@ async def _job(connection: AsyncConnection, row: JobRow) -> StoredJob:
     )
 
 
-def _spec(row: JobRow) -> tuple[JobSpec | None, str]:
+def _spec(row: JobRow) -> tuple[JobSpec | None, str, bool]:
+    """Return the job, or why its file cannot be read and whether that of another release may be."""
     try:
         spec, problem = _files.read(row)
     except StoreError as exc:
-        problem = str(exc.__cause__).splitlines()[0]
-    else:
-        if not is_unreadable(spec):
-            return spec, ""
-    return None, f"its job file cannot be read ({problem})"
+        return None, f"its job file cannot be read ({str(exc.__cause__).splitlines()[0]})", False
+    if not is_unreadable(spec):
+        return spec, "", False
+    return None, f"its job file cannot be read ({problem})", True
 
 
 async def _attempts(connection: AsyncConnection, job: StoredJob, now_unix_s: float) -> AsyncIterator[Unit]:

@@ -16,7 +16,7 @@ from fedplat.rounds.invariants import attempts
 from fedplat.rounds.invariants.records import Location, StoredAttempt, StoredJob
 from fedplat.rounds.states import AssignmentState, AttemptKind
 from fedplat_server.errors import BlobError
-from fedplat_server.storage import files
+from fedplat_server.storage import files, set_aside
 from fedplat_server.storage.object_store import ObjectStore
 from fedplat_server.storage.spool_backend import ObjectName, list_names
 from fedplat_server.storage.spool_names import name_attempt, name_update, path_of
@@ -86,6 +86,7 @@ class SpoolFolder(SpoolPlace):
     def list_updates(self) -> None:
         with files.translate_os_errors(f"listing {self._folder}"):
             self._listed = [path.relative_to(self._folder) for path in files.list_files(self._folder)]
+            self._listed = [path for path in self._listed if path.parts[0] != set_aside.FOLDER]
 
     @override
     def check(self, needed: Mapping[AssignmentId, str]) -> Iterator[tuple[AssignmentId, Finding]]:

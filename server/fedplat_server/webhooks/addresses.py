@@ -25,6 +25,10 @@ Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
 MAX_ADDRESSES = 8
 """Maximum number of addresses of a host that are considered."""
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_SPECIAL = tuple(
+    map(ipaddress.ip_network, ("192.88.99.0/24", "192.31.196.0/24", "192.175.48.0/24", "3fff::/20", "5f00::/16"))
+)
+"""Relays, sinks, examples and segment routing (IANA's registries of special addresses): newer than Python's tables."""
 _LOCAL_NAT64 = ipaddress.IPv6Network("64:ff9b:1::/48")
 
 
@@ -86,6 +90,8 @@ def _is_public(address: Address) -> bool:
             return _is_public(embedded)
         if address.is_site_local or address in _LOCAL_NAT64:
             return False
+    if any(address in network for network in _SPECIAL):
+        return False
     return address.is_global and not (address.is_multicast or address.is_reserved or address.is_unspecified)
 
 

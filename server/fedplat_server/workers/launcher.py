@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from fedplat import forks
 from fedplat.pytorch.distributed import Backend
 from fedplat_server.errors import ConfigError, PoolError
 from fedplat_server.workers import encryption, protocol, torchrun
@@ -96,12 +97,10 @@ def _lock(options: LaunchOptions) -> Generator[None]:
         raise ConfigError(
             f"{options.data_dir} cannot be written to ({exc.strerror}); name the daemon's data folder with --data-dir"
         ) from exc
-    try:
+    with forks.keep_descriptor(descriptor):
         kind = fcntl.LOCK_EX if options.hosts == (1, 1) else fcntl.LOCK_SH
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except OSError as exc:
             raise ConfigError(f"another pool serves {options.data_dir}; stop it first") from exc
         yield
-    finally:
-        os.close(descriptor)

@@ -18,6 +18,7 @@ from typing import cast
 import torch
 from torch import distributed
 
+from fedplat import texts
 from fedplat.pytorch.distributed import Backend, Ranks, find_rank, join_group, make_file_store
 from fedplat_server import logs
 from fedplat_server.workers import encryption, protocol
@@ -131,7 +132,7 @@ def run(socket: Path, backend: Backend, folder: Path | None = None) -> None:
                 log.error("lost another rank", error=str(exc))
             else:
                 log.exception("rank failed")
-                text = f"rank {ranks.rank}: {type(exc).__name__}: {exc}"
+                text = f"rank {ranks.rank}: {texts.describe(exc)}"
                 refusal = protocol.TaskRefusal(text, isinstance(exc, torch.OutOfMemoryError))
                 if listener is not None:
                     listener.refuse_all(refusal)

@@ -10,10 +10,17 @@ import pytest
 from click.testing import CliRunner
 
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_client import CallRefusedError, ClientOptions, EnrollmentError, RevokedError, ServerUnavailableError
+from fedplat_client import (
+    CallRefusedError,
+    ClientOptions,
+    EnrollmentError,
+    RevokedError,
+    ServerUnavailableError,
+    transport,
+)
 from fedplat_client._auth import peer_access
 from fedplat_client._auth.authenticator import SignedAccess
-from fedplat_client._auth.peer_access import PeerAccess
+from fedplat_client._auth.peer_access import PeerAccess, PeerCredentials
 from fedplat_client._state.data_dir import DataDirectory, Identity
 from fedplat_client._state.keys import SigningKey, new_signing_key
 from fedplat_client.cancellation import StopSignal
@@ -134,3 +141,16 @@ def test_addresses() -> None:
     assert ClientOptions().peer_listen == ""
     ClientOptions(peer_listen="0.0.0.0:7445", peer_address="silo.example.org:7445")
     ClientOptions(peer_listen="127.0.0.1:7445")
+
+
+@pytest.mark.parametrize("address", ["xds:80", "unix-abstract:80", "google-c2p:80", "[::1]:80", "silo:7445"])
+def test_the_address_of_a_peer_is_a_host(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """A peer names its own address, which must not make gRPC use another kind of target."""
+    targets: list[str] = []
+
+    def connect(target: str, **options: object) -> None:
+        targets.append(target)
+
+    monkeypatch.setattr(transport, "connect", connect)
+    PeerCredentials(b"", b"", b"").connect(address, "c-1")
+    assert targets == [f"dns:///{address}"]

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import BinaryIO
@@ -20,7 +21,7 @@ from fedplat.gossip import files
 from fedplat.gossip.messages import CommitRow, Delta
 from fedplat.gossip.steps import Contact, ExchangeSetup, Offered
 from fedplat.model import Parameters
-from fedplat_client._state.silo_store import RelaySecret, SiloFolder, SiloStore
+from fedplat_client._state.silo_store import KEEP_S, RelaySecret, SiloFolder, SiloStore
 from fedplat_client._work.silos.model import SiloModel
 from support.silo_fleet import initial_model, move
 
@@ -305,6 +306,23 @@ def test_damaged_files_of_others_are_dropped_and_own_ones_begin_again(
     assert SiloFolder(tmp_path / "silo").state.model == ""
     assert caplog.text.count("missing or damaged") == 3
     assert "the silo begins again" in caplog.text
+
+
+def test_a_state_that_cannot_be_read_costs_no_model(tmp_path: Path) -> None:
+    """Such as that of a newer version: after a downgrade the silo's only copy of its model must not go."""
+    store = SiloStore(tmp_path / "silos", tmp_path / "exports", 10**9)
+    model = play(store.open("j-1").path, "neighbours", codec=False)
+    digest, path = model.state.model, tmp_path / "silos" / "j-1"
+    content = (path / digest).read_bytes()
+    (path / "state.json").write_bytes(b'{"a_field_of_tomorrow": 1}')
+    again = SiloStore(tmp_path / "silos", tmp_path / "exports", 10**9)
+    again.open("j-1").tidy()
+    assert not (path / digest).exists()
+    (kept,) = tmp_path.glob(f"silos-set-aside/j-1.*/{digest}")
+    assert kept.read_bytes() == content
+    os.utime(kept.parent, (0.0, time.time() - KEEP_S - 60.0))
+    again.open("j-2")
+    assert list(tmp_path.glob("silos-set-aside/*")) == []
 
 
 def test_a_file_of_another_silo_is_durable_before_it_gets_its_name(

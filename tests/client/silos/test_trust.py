@@ -141,6 +141,48 @@ def test_rings_that_are_refused(network: PeerNetwork, ring: BeginRing, changes: 
     assert (caught.value.sender, caught.value.step) == ("c-1", 0)
 
 
+def with_shares(*shares: float) -> BeginRing:
+    ring = make_ring(*range(1, len(shares) + 1))
+    return replace(
+        ring, members=tuple(replace(each, share=share) for each, share in zip(ring.members, shares, strict=True))
+    )
+
+
+@pytest.mark.parametrize(
+    ("shares", "text"),
+    [
+        ((1e-10, 1e-10, 1e-10, 1e-10, 1 - 4e-10), "one model is 1 of the mean"),
+        ((0.2, 0.2, 0.6), "one model is 0.6 of the mean, and would be seen in it; expected at most 0.5"),
+        ((1e-10, 0.5, 0.5 - 1e-10), "another one 0.5, so that each of these two silos would see the other's"),
+        ((0.45, 0.45, 0.05, 0.05), "one model is 0.45 of the mean and another one 0.45"),
+        ((0.5, 0.3, 0.2), ""),
+    ],
+)
+def test_shares_that_would_show_one_model_are_refused(network: PeerNetwork, shares: Any, text: str) -> None:
+    contacts = [contact_of(number) for number in range(1, len(shares) + 1)]
+    open_ring(network, with_shares(*shares), contacts, is_secret=False)  # neighbours have seen the models anyway
+    if not text:
+        open_ring(network, with_shares(*shares), contacts)
+        return
+    with pytest.raises(BrokenRingError, match=text):
+        open_ring(network, with_shares(*shares), contacts)
+
+
+def test_an_owner_may_allow_less_or_more(network: PeerNetwork) -> None:
+    contacts = [contact_of(number) for number in range(1, 4)]
+    open_ring(dataclasses.replace(network, max_share=1.0), with_shares(0.6, 0.2, 0.2), contacts)
+    for limit, shares in ((1.0, (0.7, 0.15, 0.15)), (0.4, (0.5, 0.3, 0.2))):
+        with pytest.raises(BrokenRingError, match="of the mean"):
+            open_ring(dataclasses.replace(network, max_share=limit), with_shares(*shares), contacts)
+
+
+def test_a_ring_whose_steps_would_lose_the_model_is_refused(network: PeerNetwork) -> None:
+    contacts = [contact_of(number) for number in (1, 2, 3)]
+    open_ring(network, make_ring(1, 2, 3, bound=4096.0), contacts)
+    with pytest.raises(BrokenRingError, match=r"the bound is 3.4e\+38, and the largest number of the own model 1"):
+        open_ring(network, make_ring(1, 2, 3, bound=3.4e38), contacts)
+
+
 def test_a_ring_with_a_silo_that_the_owner_does_not_trust_is_refused(network: PeerNetwork) -> None:
     contacts = [contact_of(number) for number in (1, 2, 3)]
     open_ring(dataclasses.replace(network, trusted={public_key(2), public_key(3)}), RING, contacts)

@@ -307,6 +307,23 @@ def test_job_check_needs_no_server(run: Run, job_file: str):
 
 
 @pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ('kind = "gossip"\nexchange = "ring"', "4 to 8 silos in each; "),
+        ('kind = "buffered"\nconcurrency = 20', "20 clients at work and 8 reports needed in each; "),
+    ],
+)
+def test_job_check_speaks_of_the_jobs_mode(mode: str, words: str, run: Run, job_file: str):
+    path = Path(job_file)
+    more = "min_fraction = 0.5" if "gossip" in mode else ""
+    changed = JOB.replace("max_norm = 100.0", "").replace("goal = 8", f"goal = 8\n{more}")
+    path.write_text(f"{changed}\n[mode]\n{mode}\n")
+    result = run("job", "check", job_file)
+    assert words in result.stdout, result.output
+    assert ("warning: " in result.stderr) == ("buffered" in mode)
+
+
+@pytest.mark.parametrize(
     ("updates", "words"),
     [
         ("", ["nothing bounds the norm of a single update, which may be 1000 times the median"]),

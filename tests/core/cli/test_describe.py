@@ -282,7 +282,10 @@ def test_what_a_client_does():
     assert client_description.explain(client, T0 + 15.0) == "it works for job j-1; it was seen 15.0 s ago"
     client.state = "revoked"
     assert "it must enroll again with a new ticket" in client_description.explain(client)
-    client.state, client.last_seen_unix_s = "away", 0.0
+    client.state = "away"
+    hangs = client_description.explain(client, T0 + 2.0)
+    assert hangs.startswith("its trainer has not returned from a task of job j-1 that has ended"), hangs
+    client.job_id, client.last_seen_unix_s = "", 0.0
     assert "was not seen since the server started" in client_description.explain(client)
     newer = admin_pb2.Job(job_file="unknown = 1")
     assert client_description.explain_selection(client, newer).startswith("unknown: ")

@@ -207,6 +207,28 @@ def test_a_success_begins_the_time_anew(state: State, client: AdminClient) -> No
     assert told == [f"waiting for {client.server}: away; trying for 3 s"] * 3
 
 
+@pytest.mark.parametrize(("lasts_s", "num_breaks", "is_given_up"), [(50.0, 20, False), (0.1, 200, True)])
+def test_a_watch_that_a_load_balancer_ends_is_no_failure(
+    state: State, client: AdminClient, lasts_s: float, num_breaks: int, is_given_up: bool
+) -> None:
+    clock, told, breaks = Clock(), list[str](), [num_breaks]
+
+    def watch() -> str:
+        clock.now += lasts_s
+        breaks[0] -= 1
+        if breaks[0] >= 0:
+            raise ServerUnreachableError("no server answers", reason="the connection was closed")
+        return "the job has ended"
+
+    patience = patient(clock, told)
+    if is_given_up:
+        with pytest.raises(ServerUnreachableError, match="gave up after 60 s"):
+            patience.run(client, watch, watches=True)
+    else:
+        assert patience.run(client, watch, watches=True) == "the job has ended"
+        assert told == []
+
+
 def test_without_a_timeout_commands_fail_at_once(closed_port: str) -> None:
     environment = environment_for(closed_port)
     for arguments in (["status"], ["job", "list"], ["job", "watch", "x", "--timeout", "0"]):

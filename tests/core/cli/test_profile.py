@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pwd
 import stat
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from click.testing import Result
 from fedplat.admin import profile
 from fedplat.admin.profile import Profile
 from fedplat.cli.app import app
+from fedplat.cli.settings import Settings
 from fedplat.errors import ProfileError
 from fedplat.wire.v1 import admin_pb2
 from support.cli.commands import TOKEN, Run, parsed
@@ -136,3 +138,16 @@ def test_status_describes_the_connection(run: Run, state: State) -> None:
     assert "TLS, the server's certificate expires in 30 days" in run("status").stdout
     state.insecure = True
     assert "WITHOUT TLS" in run("status").stdout
+
+
+def test_a_user_without_a_home_is_told_what_to_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_no_user(number: int) -> None:
+        raise KeyError(number)
+
+    for name in ("HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "FEDPLAT_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", find_no_user)
+    with pytest.raises(ProfileError, match=r"no home directory: name a file with --profile"):
+        Settings().resolve(None)
+    monkeypatch.setenv("FEDPLAT_TOKEN", "fedplat_op_x")  # all that is needed
+    assert Settings(server="one:1").resolve(None).server == "one:1"

@@ -264,6 +264,9 @@ def test_a_warm_start_has_no_clients_and_no_round():
         show(event)
         board.add(event)
     assert printed == ["warm start  committed  3.0 s  loss 0.5"]
+    of_app = watch.lines(printed.append, admin_pb2.Job(name="digits"))  # an app decides how many rounds there are
+    of_app(admin_pb2.JobEvent(entity="attempt", attempt=1, to_state="COMMITTED", unix_s=4.0, kind=kind))
+    assert printed[1].startswith("app start  committed")
     (attempt,) = board.latest(1)
     columns = {column.name: column.cell(attempt) for column in job_lists.ROUND_LAYOUT.columns}
     assert (columns["#ROUND"], columns["KIND"], columns["PHASE"]) == ("0", "warm start", "warm start committed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -157,3 +158,51 @@ def test_a_damaged_file_is_named(run: Path) -> None:
     add_line(run, "{}\n")
     with pytest.raises(DataError, match=r"rounds\.jsonl is not the file of a run"):
         RunFolderSource(run).list_rounds(admin_pb2.ListRoundsRequest())
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+def link_to_zeros(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def make_sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 2**40)
+
+
+FOREIGN: dict[str, dict[str, object]] = {
+    "FIFO": {"rounds.jsonl": os.mkfifo},
+    "device": {"rounds.jsonl": link_to_zeros},
+    "sparse": {"rounds.jsonl": make_sparse},
+    "deep rounds": {"rounds.jsonl": '{"x": ' + DEEP + ', "metrics": null}\n'},
+    "odd rounds": {"rounds.jsonl": '{"metrics": null, "evaluation": 7}\n'},
+    "huge numbers": {"rounds.jsonl": folders.format_line(attempt(2**70))},
+    "odd inputs": {"run.json": '{"simulation": [1]}'},
+    "odd rounds of inputs": {"run.json": '{"simulation": {"rounds": "many"}}'},
+    "deep inputs": {"run.json": '{"simulation": {"a": ' + DEEP + "}}"},
+    "no table": {"run.json": "[]"},
+    "odd status": {"results.json": '{"status": "\\ud800"}'},
+    "deep results": {"results.json": DEEP},
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_the_folder_of_a_stranger_gives_one_error(run: Path, kind: str) -> None:
+    """It neither hangs nor fills memory, and its error is a sentence."""
+    for name, content in FOREIGN[kind].items():
+        (run / name).unlink(missing_ok=True)
+        if callable(content):
+            content(run / name)
+        else:
+            (run / name).write_text(str(content))
+
+    def show() -> None:
+        source = RunFolderSource(run)
+        source.list_rounds(admin_pb2.ListRoundsRequest(all_attempts=True))
+        source.show_job("run")
+        source.list_jobs(admin_pb2.ListJobsRequest())
+
+    with pytest.raises(DataError, match=str(run)):
+        show()

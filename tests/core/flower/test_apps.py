@@ -78,6 +78,38 @@ def test_a_legacy_app_with_a_failed_and_a_late_client(tmp_path: Path) -> None:
     assert run.result[1:] == (2, 2)
 
 
+def run_with_claims(folder: Path, claim: str) -> flower.Run:
+    """Run an app of the old API for a round, in which clients claim numbers of examples."""
+    client = LEGACY_CLIENT.replace("for each in parameters], 1 + self.node", f"for each in parameters], {claim}")
+    app = flower.write_app(folder, client, LEGACY_SERVER.replace("num_rounds=2", "num_rounds=1"))
+    return flower.drive(app, max_weight_factor=10.0)
+
+
+def test_claims_in_the_old_api_are_limited(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tensors = run_with_claims(tmp_path, "10**15 if self.node == 3 else 1").result[0]
+    np.testing.assert_allclose(np.frombuffer(tensors[0][-24:]), 1 + 33 / 13)
+    assert "num_examples = 1e+15 of node 3 counts as 10, 10 times the median" in caplog.text
+
+
+def test_clients_without_examples_are_named_in_the_old_api(tmp_path: Path) -> None:
+    text = r"num_examples of all 4 replies add up to 0 \(node 0, node 1, node 2, node 3\); the ServerApp of"
+    with pytest.raises(FedplatError, match=text):
+        run_with_claims(tmp_path, "0")
+
+
+NONFINITE = """
+    content = RecordDict({"config": ConfigRecord({"number": 1}), "arrays": ArrayRecord([np.array([1.0, np.nan])])})
+    grid.send_and_receive([Message(content, node, "query") for node in grid.get_node_ids()])
+"""
+
+
+def test_arrays_of_an_app_that_are_not_finite_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Else the clients, which cannot train with them, would be blamed."""
+    flower.drive(flower.write_app(tmp_path, ECHO, f"import numpy as np{OWN_HEAD}{NONFINITE}"))
+    warnings = [each.getMessage() for each in caplog.records if each.name == "fedplat.flower.grid"]
+    assert warnings == ["The app sends the array 0 with NaN or infinite numbers, which no client can train with."]
+
+
 OWN_HEAD = """
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import ServerApp
@@ -318,7 +350,8 @@ def test_wrong_replies_of_all_clients_are_one_sentence(name: str, tmp_path: Path
     app = flower.write_app(tmp_path)
     with pytest.raises(FedplatError) as caught:
         flower.drive(app, fault=lambda exchange, node: NodeReply.read(node, wrong))
-    assert str(caught.value).startswith(f"the ServerApp of {app.name} raised ")
+    blamed = "the num-examples of all 4 replies" if name == "no example" else f"the ServerApp of {app.name} raised "
+    assert str(caught.value).startswith(blamed)
 
 
 def test_a_reply_that_is_no_message_is_an_error_reply(tmp_path: Path) -> None:

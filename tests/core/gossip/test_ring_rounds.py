@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from fedplat.gossip import shares
 from fedplat.gossip.messages import (
     BeginRing,
     BeginRound,
     CommitAverage,
     EndJob,
+    KeyOffered,
     RequestKeys,
     RingBroken,
     RingCompleted,
@@ -253,3 +257,77 @@ def test_a_ring_of_too_few_silos_with_examples_reveals_no_mean() -> None:
     job.offer("a", "b", "c", "d")
     (end,) = job.of(EndJob)
     assert end.reason.startswith("2 of the 4 silos of a ring have examples")
+
+
+def announce_examples(*numbers: float, minimum: int = 3) -> Job:
+    """Silos announce these numbers of examples."""
+    job = Job(msgspec.structs.replace(rules(goal=len(numbers), minimum=minimum, exchange="ring"), by_examples=True))
+    for silo, number in zip("abcdefgh", numbers, strict=False):
+        event = announced(silo, 1)
+        job.send(msgspec.structs.replace(event, model=msgspec.structs.replace(event.model, num_examples=number)))
+    return job
+
+
+@pytest.mark.parametrize(
+    ("claims", "weights"),
+    [
+        ((10, 20, 30, 40), (10, 20, 30, 40)),
+        ((10, 10, 10, 1e15), (10, 10, 10, 30)),  # at most the others together
+        ((10, 10, 10, 10, 10, 10, 10, 1e15), (10, 10, 10, 10, 10, 10, 10, 70)),
+        ((10, 10, 1e15), (10, 10, 20)),
+        ((1, 1e15, 1e15), (1, 3, 3)),  # three quarters of what is left without the other
+        ((1e-6, 5, 5, 5), (1e-6, 5, 5, 5)),
+    ],
+)
+def test_no_claim_decides_the_mean_of_a_ring(claims: tuple[float, ...], weights: tuple[float, ...]) -> None:
+    job = announce_examples(*claims)
+    job.offer(*"abcdefgh"[: len(claims)])
+    (ring,) = job.of(BeginRing)
+    found = {place.silo: place.share for place in ring.members}
+    total = sum(weights)
+    assert [found[silo] for silo in sorted(found)] == pytest.approx([weight / total for weight in weights])
+    shares.check_shares(list(found.values()))
+
+
+@given(st.lists(st.floats(1e-6, 1e15) | st.sampled_from([1.0, 1e15]), min_size=3, max_size=20))
+def test_silos_accept_the_rings_of_an_honest_coordinator(claims: list[float]) -> None:
+    weights = shares.limit_weights({str(silo): number for silo, number in enumerate(claims)})
+    total = sum(weights.values())
+    assert max(weights.values()) <= 10 * sorted(claims)[(len(claims) - 1) // 2]
+    shares.check_shares([weight / total for weight in weights.values()])
+
+
+def test_a_silo_whose_numbers_would_round_all_models_away_is_left_out() -> None:
+    job = start_ring()
+    job.offer("a", "b", "c")
+    job.send(KeyOffered(silo="d", round=1, attempt=1, key=b"d" * 32, largest=3.4e38))
+    (ring,) = job.of(BeginRing)
+    assert sorted(place.silo for place in ring.members) == ["a", "b", "c"]
+    assert ring.bound == 2.0
+    assert list(job.state.left_out) == ["d"]
+    assert "3.4e+38, more than 100 times the median of all silos, 2" in job.state.left_out["d"]
+    job.complete("a", "b", "c")
+    assert job.of(CommitAverage) == [CommitAverage(1, "mean", ("a", "b", "c"))]
+
+
+def test_a_ring_that_would_be_too_small_without_such_a_silo_fails_with_its_name() -> None:
+    job = Job(rules(goal=3, minimum=3, exchange="ring"))
+    job.announce("a", "b", "c")
+    job.offer("a", "b")
+    job.send(KeyOffered(silo="c", round=1, attempt=1, key=b"c" * 32, largest=3.4e38))
+    (end,) = job.of(EndJob)
+    assert "2 silos are left for a ring (c: the largest number of its model is 3.4e+38" in end.reason
+
+
+def test_no_silo_decides_alone_whether_all_agree() -> None:
+    """A norm that is not true would make every distance look small, and a distance would make it look large."""
+    for changes, away in (({"squared_norm": 1e90}, 4.0), ({}, 1e90)):
+        job = Job(rules(goal=4, minimum=4, exchange="ring", rounds=1))
+        for silo in "abcd":
+            event = announced(silo, 1)
+            model = msgspec.structs.replace(event.model, **(changes if silo == "a" else {}))
+            job.send(msgspec.structs.replace(event, model=model))
+        job.offer("a", "b", "c", "d")
+        number, attempt = job.state.round, job.state.attempt
+        job.send(*(RingCompleted(each, number, attempt, "mean", away if each == "a" else 4.0) for each in "abcd"))
+        assert 0.02 < job.state.consensus.relative < 2.0

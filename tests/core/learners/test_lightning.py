@@ -147,3 +147,30 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text("from torch import nn\ndef make(units): return nn.Linear(units, 1)\n")
     with pytest.raises(JobFileError, match="is a Linear; expected a LightningModule of the package `lightning`"):
         OwnLightningModule("plain.py:make", tmp_path, {"units": 2})()
+
+
+class Manual(Unscored):
+    """Two optimizers, which its steps call themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        for optimizer in self.optimizers():  # pyright: ignore
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(self.line(batch[0]), batch[1])
+            self.manual_backward(loss)
+            optimizer.step()
+        self.log("train_entropy", loss)  # pyright: ignore[reportPossiblyUnboundVariable]
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.line.parameters(), lr=0.1) for _ in range(2)]
+
+
+def test_a_loss_that_was_not_measured_is_absent() -> None:
+    learner = LightningLearner(Manual)
+    metrics = learner.train(learner.initial(0), (INPUTS, LABELS), CONFIG, 0)
+    assert metrics.keys() == {"entropy", "local_steps"}
+    assert metrics["entropy"] > 0.0
+    assert metrics["local_steps"] == 12.0  # of each optimizer

@@ -223,3 +223,26 @@ def test_data_configuration_and_models_that_do_not_fit_are_refused() -> None:
     for use in (lambda: learner.train(foreign, (INPUTS, LABELS), {}, 0), lambda: learner.restore(foreign)):
         with pytest.raises(ModelError, match=r"does not fit sklearn\.linear_model:SGDClassifier"):
             use()
+
+
+@pytest.mark.parametrize("missing", [[], [1], [0, 1]])
+def test_balanced_class_weights_of_a_client_without_all_classes(missing: list[int]) -> None:
+    part = np.flatnonzero(~np.isin(LABELS, missing))[10:70]
+    data = INPUTS[part], LABELS[part]
+    present, counts = np.unique(LABELS[part], return_counts=True)
+    weights = {int(label): 60 / len(present) / int(count) for label, count in zip(present, counts, strict=True)}
+    weights |= dict.fromkeys(missing, 1.0)  # of no example
+    models: list[Parameters] = []
+    learner = make("linear_model:LogisticRegression")
+    for class_weight in ("balanced", weights):
+        learner = make("linear_model:LogisticRegression", class_weight=class_weight)
+        models.append(learner.initial(0))
+        learner.train(models[-1], data, {"epochs": 200}, seed=1)
+    if len(present) == 1:  # its probability grows as long as the solver runs
+        assert learner.evaluate(models[0], data)["accuracy"] == 1.0
+        return
+    np.testing.assert_allclose(models[0]["coef_"], models[1]["coef_"], atol=1e-4)
+    assert np.abs(models[0]["coef_"]).max() > 0.1
+    if not missing:
+        expected = linear_model.LogisticRegression(class_weight="balanced", max_iter=200).fit(*data)
+        np.testing.assert_allclose(models[0]["coef_"], expected.coef_, atol=1e-3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedplat.gossip import steps
-from fedplat.gossip.messages import RingBroken, RingCompleted
+from fedplat.gossip.messages import KeyOffered, RingBroken, RingCompleted
 from fedplat.rounds.events import ClientRevoked, JobAction, SilosLost
 from fedplat.rounds.states import AttemptPhase, JobStatus, Reason
 from support.rounds.driver import aborted, assigned, make_client
@@ -48,6 +48,22 @@ def test_a_ring_job_adopts_a_mean_in_each_round() -> None:
     assert silos.driver.job.status is JobStatus.COMPLETED
     assert {each.adopted_round for each in silos.done.values()} == {3}
     assert silos.driver.job.round == 3
+
+
+def test_a_silo_that_is_left_out_of_a_ring_is_named_with_the_reason() -> None:
+    silos = Silos(goal=4, rounds=2, selection={"min_fraction": 0.7}, mode={"exchange": "ring"}).start()
+    silos.announce("c0", "c1", "c2", "c3")
+    key = KeyOffered(silo="c3", round=1, attempt=1, key=bytes(range(32)), largest=1e30)
+    silos.report("c3", key)
+    silos.play("c0", "c1", "c2")
+    driver = silos.driver
+    first = driver.ledger.attempts[driver.attempt.key._replace(round=1)]
+    assert first.phase is AttemptPhase.COMMITTED
+    cohort = driver.ledger.cohorts[first.key]
+    left = cohort["c3"]
+    assert left.text.startswith("it is not in the mean: the largest number of its model is 1e+30")
+    assert (left.weight, cohort["c0"].weight) == (0.0, 1.0)
+    assert (first.metrics["bound"], first.metrics["left_out"]) == (1.0, 1.0)
 
 
 def test_late_silos_are_told_to_stop_and_the_others_continue() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from fedplat.errors import JobFileError
@@ -139,6 +140,19 @@ def test_the_app_ends_the_job() -> None:
     driver.report(*COHORT)
     advance(driver, ())
     assert (driver.job.status, driver.job.round, driver.job.latest.version) == (JobStatus.COMPLETED, 1, 2)
+
+
+def test_a_client_whose_reply_the_app_cannot_use_is_rejected_by_name() -> None:
+    driver = make()
+    driver.check_in(*COHORT)
+    driver.report(*COHORT)
+    aggregated = make_aggregated(driver.job).version
+    weight = aggregated.total_weight - driver.attempt.assignments["c3"].weight
+    version = msgspec.structs.replace(aggregated, num_updates=2, total_weight=weight)
+    driver.do(AttemptAggregated(driver.key, version, {}, (), {"c3": "it has other keys", "c9": "unknown"}))
+    assert driver.states() == {"c1": "MERGED", "c3": "REJECTED", "c5": "MERGED"}
+    assert driver.attempt.assignments["c3"].text == "it has other keys"
+    assert (driver.job.status, driver.job.latest.num_updates) == (JobStatus.COMPLETED, 2)
 
 
 def test_an_app_that_ends_in_a_pause_completes_when_the_job_resumes() -> None:

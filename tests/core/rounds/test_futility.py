@@ -14,6 +14,7 @@ from fedplat.rounds.events import (
     UpdateRejected,
 )
 from fedplat.rounds.states import AttemptPhase, JobStatus, Reason
+from fedplat.texts import MAX_TEXT_BYTES
 from support.rounds.driver import Driver, collecting
 
 
@@ -51,6 +52,12 @@ def test_a_job_whose_clients_always_fail_is_paused_with_the_reason() -> None:
     driver.check_in("c0", "c1")
     driver.play_round()
     assert (driver.job.round, driver.job.futile, driver.job.status) == (1, 0, JobStatus.RUNNING)
+
+
+def test_a_long_text_of_a_client_is_shortened_in_the_reason_as_it_is_stored() -> None:
+    driver = start()
+    fail_all(driver, Reason.TRAINER_ERROR, "é" * 5000)
+    assert len(driver.attempt.reason.encode()) < 500 < MAX_TEXT_BYTES
 
 
 def test_a_rejection_and_a_failure_count_alike_and_the_refused_client_is_named() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import re
 import sys
@@ -84,8 +85,9 @@ def test_a_run_from_the_command_line(here: Path) -> None:
     assert fields["final model"].startswith("runs/small/model.safetensors")
     lines = [line for line in done.stderr.splitlines() if line != "the app prints"]
     assert lines[0] == "small: 6 clients, seed 0; runs/small"
-    assert lines[1].startswith("round 1    train     4 of 4 replies  seen 0, server-round 1")
-    assert [line[:19].split()[2] for line in lines[1:]] == ["train", "evaluate", "train", "evaluate"]
+    assert lines[1] == "server-round 1   train     4 of 4 replies  seen 0"
+    shown = [tuple(line.split()[:3]) for line in lines[1:]]
+    assert shown == [("server-round", number, kind) for number in "12" for kind in ("train", "evaluate")]
     assert "INFO" not in done.output
     again = run("app", "--workers", "1", "--json", "--run-config", "num-rounds=1", "--num-clients", "5", "--seed", "7")
     assert again.exit_code == 0, again.output
@@ -193,6 +195,31 @@ def test_one_failed_client_does_not_end_a_round(here: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "client 2: the ClientApp of small, called with train, raised ValueError: no data here" in done.stderr
     assert "3 of 4 replies, 1 failed" in done.stderr
+
+
+def test_a_client_whose_reply_does_not_fit_is_rejected_by_name(here: Path) -> None:
+    write_app(here / "app")
+    done = run("app", "--workers", "1", "--run-config", "mode=one-shape")
+    assert done.exit_code == 0, done.output
+    assert "client 2: its shapes or kinds of arrays are not those of most replies" in done.stderr
+    assert "3 of 4 replies, 1 failed" in done.stderr
+
+
+def test_warnings_of_flower_reach_the_user(
+    here: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger("flwr")
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(logger, "propagate", False)
+    server = flower_apps.SERVER.replace("FedAvg(", "Bulyan(num_malicious_nodes=3, ").replace("FedAvg", "Bulyan")
+    write_app(here / "app", server)
+    done = run("app", "--workers", "1")
+    assert [record.getMessage()[:60] for record in caplog.records][:2] == [
+        "Insufficient replies, skipping Bulyan aggregation: Required at least 15"[:60],
+        "Round 1: the strategy Bulyan has aggregated none of 4 replies; the model stays as it was."[:60],
+    ]
+    assert done.exit_code == 1
+    assert "the strategy Bulyan has aggregated no reply in 2 rounds" in done.stderr.splitlines()[-1]
 
 
 BAD_CONFIGS = {

@@ -15,7 +15,7 @@ from fedplat.job import parse_job
 from fedplat.simulation.clients import FleetOptions, build_fleet
 from fedplat.simulation.clients.distributions import Constant
 from fedplat.simulation.clients.links import Cut, LinkOptions, Outage
-from fedplat.simulation.engines.interface import ClientTask
+from fedplat.simulation.engines.interface import ClientTask, LocalUpdate
 from fedplat.simulation.federated.training import training_seed
 from fedplat.simulation.recording.result import GossipExchange, Result
 from fedplat.simulation.run import Simulation, run
@@ -76,7 +76,7 @@ def test_training_follows_the_recurrence_of_the_paper(mode: str) -> None:
     assert [each.distance for each in exchanges(result)] == pytest.approx(distances, rel=1e-4)
     assert result.status == "COMPLETED"
     assert result.model is not None
-    np.testing.assert_allclose(result.model["weight"], (x / weights).mean(axis=0), atol=1e-5)
+    np.testing.assert_allclose(result.model["weight"], x.sum(axis=0) / weights.sum(), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,57 @@ def test_silos_agree_in_spite_of_lost_messages_cut_links_and_a_dead_silo(mode: s
     assert [each.silos for each in found[:7]] == [8, 8, 8, 8, 7, 7, 8]
     assert all(each.confirmed == each.edges for each in exchanges(clean))
     assert result.participation.merged.tolist() == [len(found) - 2 * (silo == 3) for silo in range(SILOS)]
+
+
+LINE = ", ".join(f'["{silo}", "{silo + 1}"]' for silo in range(SILOS - 1))
+WRONG_EDGES = {
+    '["north", "south"]': "there is no silo 'north', 'south'; expected the indices of silos in a simulation",
+    f'{LINE}, ["7", "8"]': "there is no silo '8'",
+    '["0", "1"]': "mode.edges name 2 silos, and 8 take part",
+    ", ".join(f'["{silo}", "{silo + 1}"]' for silo in range(0, SILOS, 2)): "no way from the silo 0 to 2",
+}
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("edges", WRONG_EDGES)
+def test_edges_that_cannot_work_are_refused_before_the_start(edges: str, trains: bool) -> None:
+    mode = f', topology = "edges", edges = [{edges}]'
+    with pytest.raises(JobFileError) as caught:
+        simulate(mode) if trains else mix(SILOS, mode)
+    assert WRONG_EDGES[edges] in str(caught.value)
+
+
+def test_silos_have_the_same_names_with_and_without_training() -> None:
+    trained, mixed = (run(f', topology = "edges", edges = [{LINE}], tolerance = 1.0') for run in (simulate, _mix))
+    assert [each.confirmed for each in exchanges(trained)] == [SILOS - 1] * len(trained.attempts)
+    assert [each.confirmed for each in exchanges(mixed)] == [SILOS - 1] * len(mixed.attempts)
+
+
+def _mix(mode: str) -> Result:
+    return mix(SILOS, mode)
+
+
+class Recording(LeastSquares):
+    """Adds up the updates of all silos, which mixing does not change."""
+
+    def __init__(self) -> None:
+        super().__init__(SILOS)
+        self.total = np.zeros(8)
+
+    def result(self, task: ClientTask) -> LocalUpdate:
+        found = super().result(task)
+        self.total += found.update.to_vector()
+        return found
+
+
+@pytest.mark.parametrize("mode", ["", ', exchange = "push-sum"', ', exchange = "push-sum", topology = "exponential"'])
+def test_lost_messages_do_not_change_the_exported_mean(mode: str) -> None:
+    """Models that are far apart differ from it: in push-sum by their weights, too."""
+    engine = Recording()
+    result = simulate(f"{mode}, tolerance = 0.2", engine=engine, links=LinkOptions(loss=0.3))
+    assert result.model is not None
+    assert exchanges(result)[-1].distance > 1e-3
+    np.testing.assert_allclose(result.model["weight"], engine.total / SILOS, atol=1e-6)
 
 
 def test_rounds_without_training_keep_the_mean() -> None:

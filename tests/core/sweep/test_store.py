@@ -163,6 +163,16 @@ def test_a_sweep_that_failed_at_once_is_corrected_in_the_same_folder(tmp_path: P
     assert len(run(write_sweep(tmp_path)).rows) == 4
 
 
+def test_the_runs_of_another_program_stay(tmp_path: Path, pool: FakePool) -> None:
+    """TensorBoard's examples write to `runs`."""
+    events = tmp_path / "out" / "runs" / "first" / "events.out.tfevents.1"
+    events.parent.mkdir(parents=True)
+    events.write_bytes(b"weeks of training")
+    with pytest.raises(DataError, match=r"runs has files that belong to no sweep.*--output"):
+        run(write_sweep(tmp_path))
+    assert events.read_bytes() == b"weeks of training"
+
+
 def test_two_sweeps_cannot_use_a_folder_at_the_same_time(tmp_path: Path, pool: FakePool) -> None:
     path = write_sweep(tmp_path)
     file: SweepFile = sweep.read(path)

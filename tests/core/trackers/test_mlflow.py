@@ -117,3 +117,13 @@ def test_the_examples_are_true(module: Any) -> None:
     results = doctest.testmod(module)
     assert results.attempted
     assert not results.failed
+
+
+@pytest.mark.parametrize("name", ["main%2Ffix", "a?b"])
+def test_a_folder_has_the_name_that_was_given(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tracker = MlflowTracker(name, RUN)
+    tracker.log([RoundMetrics(1, 10.0, {"loss": 2.0})])
+    assert [path.name for path in tmp_path.iterdir()] == [name]

@@ -14,11 +14,13 @@ pytest.importorskip("tensorboard")
 def test_a_round_is_a_step_and_older_files_are_replaced(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+    (tmp_path / "events.out.tfevents.1.host").write_bytes(b"another program's")
     for _ in range(2):  # a restarted process writes the run again
         tracker = TensorBoardTracker(tmp_path)
         tracker.log([RoundMetrics(1, 10.0, {"clients/loss": 2.0}), RoundMetrics(2, 20.0, {"clients/loss": 0.5})])
         tracker.close("FINISHED")
-    (path,) = tmp_path.iterdir()
+    other, path = sorted(tmp_path.iterdir())
+    assert other.read_bytes() == b"another program's"
     _, *events = list(EventFileLoader(str(path)).Load())
     values = [
         (event.step, event.wall_time, value.tag, value.tensor.float_val[0])

@@ -11,9 +11,10 @@ from collections.abc import AsyncGenerator
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
+from fedplat.http_connections import ConnectionLimits
 from fedplat_server.errors import ConfigError
 from fedplat_server.metrics import endpoint as endpoint_module
-from fedplat_server.metrics.endpoint import MAX_CONNECTIONS, SCRAPES_PER_MINUTE, MetricsEndpoint
+from fedplat_server.metrics.endpoint import SCRAPES_PER_MINUTE, MetricsEndpoint
 from support.scrapes import promtool
 
 PATIENCE_S = 60.0
@@ -90,33 +91,40 @@ async def test_a_body_is_not_awaited(port: int) -> None:
     assert (await ask(port, line("GET", "/metrics", "content-length: 1000000")))[0] == 200
 
 
-async def test_slow_callers_are_cut_off(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint_module, "REQUEST_S", 0.05)
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    with contextlib.closing(writer):
-        writer.write(b"GET /metrics HTTP/1.1\r\n")
-        with contextlib.suppress(ConnectionResetError):
-            assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
+async def test_slow_callers_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_module, "LIMITS", ConnectionLimits(2, head_s=0.05, response_s=0.05))
+    endpoint = MetricsEndpoint("127.0.0.1:0", CollectorRegistry())
+    async with endpoint.serve():
+        reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+        with contextlib.closing(writer):
+            writer.write(b"GET /metrics HTTP/1.1\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
 
 
-async def test_there_are_only_so_many_connections(port: int) -> None:
+async def test_idle_connections_keep_no_scrape_out(port: int) -> None:
+    """Silent ones, and ones that had a response and stay open."""
     async with contextlib.AsyncExitStack() as stack:
-        for _ in range(MAX_CONNECTIONS):
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
+        for number in range(2 * endpoint_module.LIMITS.total):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
             stack.callback(writer.close)
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        stack.callback(writer.close)
-        writer.write(line("GET", "/").encode())
-        with contextlib.suppress(ConnectionError):
-            assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
+            if number % 2:
+                writer.write(b"GET / HTTP/1.1\r\nhost: here\r\n\r\n")
+                await asyncio.wait_for(reader.readuntil(b"/metrics\n"), PATIENCE_S)
+        for _ in range(3):
+            assert (await ask(port, line("GET", "/metrics")))[0] == 200
 
-    async def answers() -> bool:
-        with contextlib.suppress(ConnectionError, IndexError):
-            return (await ask(port, line("GET", "/")))[0] == 200
-        return False
 
-    while not await answers():  # until the server has noticed that the others are gone
-        await asyncio.sleep(0.01)
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *((host, 200) for host in ("127.0.0.1:9464", "[::1]", "localhost", "server:9464", "a.b.svc")),
+        *((host, 421) for host in ("evil.example", "127.0.0.1.evil.example", "localhost#@evil.example", "")),
+    ],
+)
+async def test_a_page_of_another_site_cannot_read_them(port: int, host: str, status: int) -> None:
+    """A name of that site, which resolves to this address (DNS rebinding), is unknown."""
+    assert (await ask(port, f"GET /metrics HTTP/1.0\r\nhost: {host}\r\n\r\n"))[0] == status
 
 
 async def test_scrapes_are_limited(port: int) -> None:

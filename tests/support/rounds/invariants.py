@@ -293,9 +293,15 @@ class Ledger:
                 assert change.attempt is not None
                 merged = [a for a in change.attempt.assignments.values() if a.state is AssignmentState.MERGED]
                 merged.sort(key=lambda each: each.report_number or 0)
-                assert self.folded.get(change.attempt.key, []) == [each.client_id for each in merged]
+                assert self._list_folded(change.job, change.attempt) == [each.client_id for each in merged]
                 assert all(each.folded_into == change.attempt.key for each in merged)
                 self._check_influence(change.job, merged)
+
+    def _list_folded(self, job: JobState, attempt: Attempt) -> list[str]:
+        """Return whose updates a version has; a Flower app may refuse what was folded."""
+        refused = {AssignmentState.REJECTED} if job.spec.flower is not None else set[AssignmentState]()
+        folded = self.folded.get(attempt.key, [])
+        return [each for each in folded if attempt.assignments[each].state not in refused]
 
     def _check_influence(self, job: JobState, merged: Sequence[Assignment]) -> None:
         """A version's updates counted with the weights in their rows; no weight and no norm is far above the median."""
@@ -345,7 +351,8 @@ class Ledger:
             if row.state is AssignmentState.DROPPED:
                 self._check_dropped(row)
             elif row.state is AssignmentState.REJECTED:
-                assert row.reason in (Reason.REJECTED_OUTLIER, Reason.REJECTED_MESSAGE)
+                by_app = (Reason.REJECTED_SCHEMA,) if self.jobs[key.job_id].spec.flower is not None else ()
+                assert row.reason in (Reason.REJECTED_OUTLIER, Reason.REJECTED_MESSAGE, *by_app)
                 assert row.text
             else:
                 assert row.state in (AssignmentState.REPORTED, AssignmentState.MERGED)

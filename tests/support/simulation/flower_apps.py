@@ -67,6 +67,8 @@ def train(message, context):
     arrays = [each + np.float32(drawn) for each in message.content["arrays"].to_numpy_ndarrays()]
     if mode == "not-finite":
         arrays[0][1] = np.nan
+    if mode == "one-shape" and partition == 2:
+        arrays = [np.zeros(9, np.float32)]
     if mode == "exit":
         os._exit(3)
     if mode == "child":

@@ -54,7 +54,7 @@ class PeerFetcher:
 
     def __init__(self, folder: Path, options: ClientOptions) -> None:
         self._folder = folder
-        self._cache = ModelCache(folder, options.cache_limit_bytes)
+        self._cache = ModelCache(folder, options.cache_limit_bytes, evicts=False)
         self._options = options
         self._lock = threading.Lock()
         self._turns: dict[str, _Turn] = {}

@@ -17,6 +17,7 @@ import grpc
 import numpy as np
 
 from fedplat.errors import SecureAggregationError
+from fedplat.gossip.shares import MAX_SHARE
 from fedplat.gossip.steps import Contact
 from fedplat.secure_aggregation.primitives import KeyPair
 from fedplat.secure_aggregation.relay import (
@@ -82,9 +83,9 @@ class ChunkName(NamedTuple):
 class PeerNetwork:
     """A silo's way to others in one assignment; a context manager that closes its connections.
 
-    `own` is the silo as others see it, with the key pair `key` for the relay. Methods raise `PeerError` for another
-    silo that cannot be reached or must not be trusted, and `Cancelled`; they get the deadline and the signal of a phase
-    (`Control`).
+    `own` is the silo as others see it, with the key pair `key` for the relay. The owner trusts the silos with the keys
+    `trusted`, and lets one model be `max_share` of a mean. Methods raise `PeerError` for another silo that cannot be
+    reached or must not be trusted, and `Cancelled`; they get the deadline and the signal of a phase (`Control`).
     """
 
     connection: Connection
@@ -97,6 +98,7 @@ class PeerNetwork:
     fetcher: PeerFetcher
     folder: Path
     counter: ByteCounter
+    max_share: float = MAX_SHARE
     _channels: dict[str, grpc.Channel] = field(default_factory=dict[str, grpc.Channel])
 
     def __enter__(self) -> PeerNetwork:

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Generator, Sequence
 
 from fedplat.errors import SecureAggregationError
+from fedplat.gossip import shares
+from fedplat.gossip.fixed_point import find_largest
 from fedplat.gossip.messages import BeginRing
 from fedplat.gossip.options import MIN_RING
 from fedplat.gossip.ring import Ring, RingMember, key_payload
@@ -32,7 +34,7 @@ class RingRun:
     """One attempt at a ring. `contacts` are its members in order, `key` is the silo's own for the attempt.
 
     Raises `BrokenRingError` if the silo must not take part. With `is_secret`, no silo must learn another's model: then
-    a mean of two, which tells each the other's, is refused.
+    a mean of two, which tells each the other's, is refused, and so are shares that would show one silo's model.
     """
 
     def __init__(  # noqa: PLR0913 -- what is averaged, with whom, and how they are reached
@@ -60,6 +62,9 @@ class RingRun:
                 size=model.size,
             )
             self.member = RingMember(self._ring, own, key, model)
+            if is_secret:
+                shares.check_shares([member.share for member in begun.members], network.max_share)
+            shares.check_bound(begun.bound, find_largest(model))
         except (SecureAggregationError, ValueError) as exc:
             raise BrokenRingError(own, 0, f"the ring cannot be trusted: {exc}") from exc
         self._network = network

@@ -220,6 +220,7 @@ class _Part:
             fetcher=PeerFetcher(self._folder.received, parts.options),
             folder=self._folder.received,
             counter=counter,
+            max_share=parts.options.max_share,
         )
 
     def _progress(self) -> Progress:
@@ -237,13 +238,13 @@ class _Part:
         base = self._model.to_parameters()
         task = self._parts.trainers.make_task(self._assignment, base.copy(), client_state, self._control)
         result = self._run_trainer(task)
-        update = fit_model(lambda: result.to_update(base))
+        update = fit_model(self._control, lambda: result.to_update(base))
         try:
             digest = self._model.add_update(update)
         except GossipError as exc:
             raise AssignmentFailedError(model_pb2.REASON_TRAINER_ERROR, str(exc)) from exc
         training = os.urandom(_TRAINING_ID_BYTES).hex()
-        stage_client_state(store, job_id, SentReport(training, digest), client_state)
+        stage_client_state(store, job_id, SentReport(training, digest), client_state, self._control)
         self._model.finish_training(training, digest, update, result.num_examples, result.metrics)
         if self._control.is_late:
             raise TrainedLateError("the round was over before the training")

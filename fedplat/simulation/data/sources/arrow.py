@@ -73,11 +73,12 @@ def listing(names: Sequence[str]) -> str:
     return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
 
 
-def split_of(table: Any, columns: ColumnNames, row: Row) -> Split:
+def split_of(table: Any, columns: ColumnNames, row: Row, written: Any | None = None) -> Split:
     """Return inputs, targets and other columns of a table.
 
-    A single column of lists has its own shape; columns of numbers are stacked to float32 [n, columns]. Several targets,
-    and one of fractions, are float32 [n, targets]; a single target of whole numbers or texts is [n].
+    A single column of lists has its own shape; columns of numbers are stacked to float32 [n, columns]. Several targets
+    are float32 [n, targets]; a single one is [n], of the type in the table. Other columns are those of `written`, a
+    table of texts, if it has them.
     """
     names = as_list(columns.inputs)
     if len(names) == 1 and _is_list(table.column(names[0]).type):
@@ -86,10 +87,11 @@ def split_of(table: Any, columns: ColumnNames, row: Row) -> Split:
         inputs = _stack(table, names, row)
     if isinstance(columns.targets, str):
         targets = values(table.column(columns.targets), row, columns.targets)
-        targets = targets.astype(np.float32)[:, None] if targets.dtype.kind == "f" else targets
     else:
         targets = _stack(table, columns.targets, row)
-    return Split(inputs, targets, row, {name: values(table.column(name), row, name) for name in columns.others})
+    tables = [table] if written is None else [written, table]
+    others = {name: next(each.column(name) for each in tables if name in each.column_names) for name in columns.others}
+    return Split(inputs, targets, row, {name: values(column, row, name) for name, column in others.items()})
 
 
 def numbers(column: Any, row: Row, name: str) -> Array:

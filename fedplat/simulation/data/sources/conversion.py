@@ -80,6 +80,11 @@ def as_whole(values: Array) -> Array:
     return values.astype(np.int64, copy=False) if values.dtype.kind in "iub" else values
 
 
+def as_column(targets: Array) -> Array:
+    """Return a single target of fractions as float32 [n, 1], like several; others, which may be classes, unchanged."""
+    return targets.astype(np.float32)[:, None] if targets.dtype.kind == "f" and targets.ndim == 1 else targets
+
+
 def as_inputs(values: Array, scale: Scale = "none", dtype: InputType = "auto", row: Row = str) -> Array:
     """Return inputs of a type, divided by 255 with the scale "unit". The type "auto" converts float64 to float32.
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from fedplat import user_code
 from fedplat.errors import DataError
+from fedplat.randomness import use_seeds
 from fedplat.simulation.data.federation import Dataset, Federation
 from fedplat.simulation.data.sources.paths import SourcePaths
 
@@ -25,7 +26,8 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
     def load(self, place: SourcePaths) -> Dataset | Federation:
         """Call the function. Raises `DataError` for a wrong result, `UserCodeError` if it is not found or fails."""
-        data = user_code.call(self.call, place.folder, self.arguments)
+        with use_seeds(0):  # all runs have the same data, also if the function draws it
+            data = user_code.call(self.call, place.folder, self.arguments)
         if isinstance(data, Dataset | Federation):
             return data
         arrays = cast(tuple[Any, ...], data)

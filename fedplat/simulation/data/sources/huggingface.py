@@ -20,11 +20,12 @@ from fedplat.simulation.data.sources.conversion import (
     InputType,
     Scale,
     Split,
+    as_column,
     as_inputs,
     make_dataset,
     rows_of,
 )
-from fedplat.simulation.data.sources.images import Channels, Size, decode
+from fedplat.simulation.data.sources.images import Background, Channels, Size, decode
 from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, number_owners
 
 
@@ -36,7 +37,8 @@ class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     several; it is downloaded into the cache of `datasets`. `groups` names the column with the owner of each example.
     Without `test_split`, `test_fraction` of the examples are held out. A column of images is converted to `channels`
     (1: gray, 3: RGB, 0: those of
-    the first image) and `size` ([height, width]). `scale` "unit" divides inputs by 255. `inputs`, `targets` and
+    the first image) and `size` ([height, width]), like those of `Images`. `scale` "unit" divides inputs by 255 (images
+    by the largest pixel of their format). `inputs`, `targets` and
     `classes` are those of `TableOptions`.
     """
 
@@ -55,6 +57,7 @@ class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     size: Size | None = None
     classes: list[str] = []
     dtype: InputType = "auto"
+    background: Background = ""
 
     def __post_init__(self) -> None:
         if bool(self.path) == bool(self.name):
@@ -118,7 +121,8 @@ class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
             table = split.select_columns(columns.names).with_format("arrow")[:]
             found = arrow.split_of(table, columns, row)
             _require_labels(found, bool(_class_names(split, self.targets)))
-            return dataclasses.replace(found, inputs=as_inputs(found.inputs, self.scale, self.dtype, row))
+            inputs = as_inputs(found.inputs, self.scale, self.dtype, row)
+            return dataclasses.replace(found, inputs=inputs, targets=as_column(found.targets))
         if len(names) > 1:
             raise DataError(f"{where}: inputs = {names}: expected one column of images")
         others = [name for name in columns.names if name != names[0]]
@@ -128,7 +132,7 @@ class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
         images = split.select_columns(names).cast_column(names[0], datasets.Image(decode=False)).with_format(None)
         files = (_file(example[names[0]], row(index)) for index, example in enumerate(images))
         pixels = decode(files, len(images), row, self)
-        return dataclasses.replace(found, inputs=pixels)
+        return dataclasses.replace(found, inputs=pixels, targets=as_column(found.targets))
 
 
 def _file(image: Mapping[str, Any] | None, row: str) -> Any:

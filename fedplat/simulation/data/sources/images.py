@@ -12,12 +12,16 @@ import numpy as np
 from fedplat.errors import DataError, MissingExtraError
 from fedplat.simulation.data.federation import Array, Dataset
 from fedplat.simulation.data.sources.conversion import Row, Scale, Split, as_inputs, make_dataset
-from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, number_owners
+from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, is_hidden, number_owners
 
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
-_GRAY = frozenset({"1", "L", "LA"})
-"""Pillow's modes of gray images of at most eight bits."""
+_GRAY = frozenset({"1", "L", "LA", "La", "I", "F"})
+"""Pillow's modes of gray images, besides those of 16 bits ("I;16" and others)."""
+_EIGHT_BITS, _SIXTEEN_BITS, _FLOATS = 255.0, 65535.0, 1.0
+"""The largest value of a pixel."""
+_BACKGROUNDS = {"white": 255, "black": 0}
 Channels = Literal[0, 1, 3]
+Background = Literal["", "white", "black"]
 Size = Annotated[list[Annotated[int, msgspec.Meta(ge=1, le=16_384)]], msgspec.Meta(min_length=2, max_length=2)]
 
 
@@ -26,8 +30,10 @@ class Images(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
 
     Classes are sorted by name. With `owners`, images are `path`/OWNER/CLASS/FILE, and each owner is a client. Images
     are converted to `channels` (1: gray, 3: RGB, 0: those of the first image), and to `size`, [height, width], if it is
-    set. `test_path` is a folder of the same form; without it, `test_fraction` of the examples are held out. `scale`
-    "unit" divides pixels by 255.
+    set. They are turned as their EXIF tag states. `test_path` is a folder of the same form; without it, `test_fraction`
+    of the examples are held out. `scale` "unit" divides pixels by the largest of their format: 255, or 65,535 with 16
+    bits; floats have to be in [0, 1]. Images with transparent pixels need a `background`. Hidden files and folders are
+    left out.
     """
 
     path: str
@@ -37,6 +43,7 @@ class Images(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     channels: Channels = 0
     size: Size | None = None
     scale: Scale = "unit"
+    background: Background = ""
 
     def load(self, place: SourcePaths) -> Dataset:
         """Load the data set. Raises `DataError`, and `MissingExtraError` without Pillow."""
@@ -46,6 +53,7 @@ class Images(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
 
     def _split(self, folder: Path) -> Split:
         files = sorted(folder.glob("*/*/*" if self.owners else "*/*"))
+        files = [file for file in files if not any(map(is_hidden, file.relative_to(folder).parts))]
         files = [file for file in files if file.suffix.lower() in SUFFIXES and file.is_file()]
         if not files:
             form = "OWNER/CLASS/FILE" if self.owners else "CLASS/FILE"
@@ -74,6 +82,11 @@ class ImageOptions(Protocol):
         """The scale of pixels."""
         ...
 
+    @property
+    def background(self) -> Background:
+        """The color behind transparent pixels; "" if no image has them."""
+        ...
+
 
 def decode(images: Iterable[Any], count: int, row: Row, options: ImageOptions) -> Array:
     """Return images as float32 [count, channels, height, width]; each is a path or an open file, which `row` names.
@@ -81,36 +94,99 @@ def decode(images: Iterable[Any], count: int, row: Row, options: ImageOptions) -
     Images are decoded one after the other into the result. Raises `DataError`, with the image's name, if one cannot be
     decoded or has another size than the first, and `MissingExtraError` without Pillow.
     """
-    result, channels = np.empty((0, 0, 0, 0), np.float32), options.channels
+    result, channels, first_peak = np.empty((0, 0, 0, 0), np.float32), options.channels, _EIGHT_BITS
     for index, file in enumerate(images):
-        pixels = _pixels(file, row(index), channels, options.size)
+        pixels, peak = _pixels(file, row(index), channels, options)
         if index == 0:
             height, width, channels = pixels.shape
-            result = np.empty((count, channels, height, width), np.float32)
+            result, first_peak = np.empty((count, channels, height, width), np.float32), peak
         if pixels.shape[:2] != result.shape[2:]:
             first, other = list(result.shape[2:]), list(pixels.shape[:2])
             raise DataError(
                 f"{row(index)} has the size {other}, and {row(0)} has {first}, [height, width]; convert all images to "
                 f"one size, such as size = {first}"
             )
-        result[index] = np.moveaxis(as_inputs(pixels, options.scale), -1, 0)
+        if peak != first_peak and options.scale == "none":
+            raise DataError(
+                f"the pixels of {row(index)} are up to {peak:g}, and those of {row(0)} up to {first_peak:g}; expected "
+                'images of one depth, or scale = "unit"'
+            )
+        result[index] = np.moveaxis(_scale(pixels, peak, options.scale), -1, 0)
     return result
 
 
-def _pixels(file: Any, name: str, channels: int, size: Size | None) -> Array:
-    """Return the pixels of an image, uint8 [height, width, channels]."""
+def _scale(pixels: Array, peak: float, scale: Scale) -> Array:
+    if peak == _EIGHT_BITS:
+        return as_inputs(pixels, scale)
+    return pixels / np.float32(peak) if scale == "unit" else pixels
+
+
+def _pixels(file: Any, name: str, channels: int, options: ImageOptions) -> tuple[Array, float]:
+    """Return the pixels of an image, [height, width, channels] (uint8, or float32 with more bits), and their peak."""
     try:
-        from PIL import Image
+        from PIL import Image, ImageOps
     except ModuleNotFoundError as exc:
         raise MissingExtraError(
             "images need the package Pillow; install it with: pip install 'fedplat[images]'"
         ) from exc
     try:
-        with Image.open(file) as image:
-            channels = channels or (1 if image.mode in _GRAY else 3)
-            converted = image.convert("L" if channels == 1 else "RGB")
+        with Image.open(file) as opened:
+            format_ = opened.format
+            image = ImageOps.exif_transpose(opened)
+            if not channels:
+                channels = 1 if image.mode in _GRAY or image.mode.startswith("I;16") else 3
+            if image.mode[0] in "IF":
+                converted, peak = _as_floats(image, format_, name, options.scale)
+            else:
+                image = _without_alpha(image, name, options.background)
+                converted, peak = image.convert("L" if channels == 1 else "RGB"), _EIGHT_BITS
+    except DataError:
+        raise
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as exc:
         raise DataError(f"{name} cannot be decoded as an image: {exc}") from exc
-    if size is not None:
-        converted = converted.resize((size[1], size[0]), Image.Resampling.BILINEAR)
-    return np.asarray(converted).reshape(converted.height, converted.width, channels)
+    if options.size is not None:
+        converted = converted.resize((options.size[1], options.size[0]), Image.Resampling.BILINEAR)
+    pixels = np.asarray(converted).reshape(converted.height, converted.width, -1)
+    return np.broadcast_to(pixels, (*pixels.shape[:2], channels)), peak
+
+
+def _as_floats(image: Any, format_: str | None, name: str, scale: Scale) -> tuple[Any, float]:
+    """Return an image of one channel with more than eight bits as one of floats, and the largest value of its format.
+
+    Pillow's own conversion to eight bits cuts off all values above 255.
+    """
+    from PIL import Image
+
+    values = np.asarray(image).astype(np.float32)
+    if image.mode == "F":
+        peak, low, high = _FLOATS, 0.0, 1.0
+    elif image.mode.startswith("I;16") or format_ in ("PNG", "PPM"):
+        peak, low, high = _SIXTEEN_BITS, 0.0, _SIXTEEN_BITS
+    else:  # 32 bits, of which few are used
+        peak, low, high = float("inf"), 0.0, 0.0
+    if scale == "unit" and not (np.isfinite(peak) and low <= values.min() and values.max() <= high):
+        raise DataError(
+            f"{name} has pixels from {values.min():g} to {values.max():g} in the mode {image.mode!r}, which has no "
+            'largest value to divide by; use scale = "none", or convert the images to 16 bits'
+        )
+    return Image.fromarray(values), peak
+
+
+def _without_alpha(image: Any, name: str, background: Background) -> Any:
+    """Return an image over the background. Raises `DataError` if it lacks one that it needs."""
+    from PIL import Image
+
+    if image.mode in ("La", "RGBa"):  # with colours that are multiplied by their alpha
+        image = image.convert(image.mode.upper())
+    if not image.has_transparency_data:
+        return image
+    whole = image.convert("RGBA")
+    if whole.getextrema()[3][0] == int(_EIGHT_BITS):
+        return image
+    if not background:
+        raise DataError(
+            f'{name} has transparent pixels; expected a background for them: background = "white", or "black"'
+        )
+    behind = Image.new("RGBA", whole.size, (_BACKGROUNDS[background],) * 3 + (255,))
+    flat = Image.alpha_composite(behind, whole).convert("RGB")
+    return flat.convert("L") if image.mode == "LA" else flat

@@ -13,7 +13,7 @@ from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Array, Dataset
 from fedplat.simulation.data.sources import text
 from fedplat.simulation.data.sources.conversion import Row, Split, as_whole, make_dataset, rows_of
-from fedplat.simulation.data.sources.paths import Fraction, SourcePaths
+from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, is_hidden
 
 
 class _User(msgspec.Struct):
@@ -68,7 +68,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="s
 
 def _users(folder: Path) -> dict[str, tuple[Array, Array, Row]]:
     """Return the inputs and targets of each user with examples, and the function that names one of them."""
-    paths = sorted(folder.glob("*.json"))
+    paths = sorted(path for path in folder.glob("*.json") if not is_hidden(path.name))
     if not paths:
         raise DataError(f"{folder} has no .json files; expected LEAF's folders train and test")
     users: dict[str, tuple[Array, Array, Row]] = {}

@@ -18,6 +18,11 @@ Fraction = Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)]
 Owners = tuple[Part, tuple[str, ...]]
 """The number of each example's owner, and the owners' names."""
 FOLDER_VARIABLE = "FEDPLAT_DATA"
+_HIDDEN = frozenset(
+    {"@eaDir", "@Recycle", "@Recently-Snapshot", "#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information"}
+    | {"__MACOSX", "lost+found"}
+)
+"""Folders that operating systems and storage appliances create."""
 DEFAULT_FOLDER = Path("../shared/data")
 
 
@@ -47,6 +52,11 @@ def find_data_file(data: Path, name: str, how_to_get: str) -> Path:
             f"{name} is not in {data.absolute()}; set {FOLDER_VARIABLE} to the folder that has it. {how_to_get}"
         )
     return path
+
+
+def is_hidden(name: str) -> bool:
+    """Return whether a file or folder belongs to a tool and not to the data: .ipynb_checkpoints, @eaDir, __MACOSX."""
+    return name.startswith(".") or name in _HIDDEN
 
 
 def read_arrays(path: Path, names: Sequence[str]) -> dict[str, Array]:

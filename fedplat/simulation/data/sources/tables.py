@@ -13,13 +13,14 @@ import msgspec
 import numpy as np
 
 from fedplat.errors import DataError, MissingExtraError
-from fedplat.simulation.data.federation import Dataset
+from fedplat.simulation.data.federation import Array, Dataset
 from fedplat.simulation.data.sources import arrow
 from fedplat.simulation.data.sources.arrow import ColumnNames, Names
 from fedplat.simulation.data.sources.conversion import (
     InputType,
     Scale,
     Split,
+    as_column,
     as_inputs,
     make_dataset,
     rows_of,
@@ -65,6 +66,10 @@ class TableFormat(Protocol):
         """Return some columns as a `pyarrow.Table`."""
         ...
 
+    def read_texts(self, path: Path, columns: Sequence[str]) -> Any | None:
+        """Return some columns as they are written, if the file has no types: an empty field is a missing value."""
+        ...
+
 
 class ParquetFormat:
     """Parquet files."""
@@ -83,6 +88,9 @@ class ParquetFormat:
 
         return pq.ParquetFile(path).read(columns=list(columns))
 
+    def read_texts(self, path: Path, columns: Sequence[str]) -> None:
+        """Return None: the columns have types."""
+
 
 class CsvFormat:
     """CSV files whose first line has the names of the columns."""
@@ -98,14 +106,24 @@ class CsvFormat:
             return next(csv.reader(file, delimiter=self._delimiter), [])
 
     def read(self, path: Path, columns: Sequence[str]) -> Any:
-        """Return some columns as a table. Types are inferred; an empty field is a missing value."""
+        """Return some columns as a table. Types are inferred; an empty field, or NA, is a missing value."""
+        return self._read(path, include_columns=list(columns))
+
+    def read_texts(self, path: Path, columns: Sequence[str]) -> Any | None:
+        """Return some columns as texts: 007 and 7 are different ids, and NA is the name of a country."""
+        import pyarrow as pa
+
+        types = dict.fromkeys(columns, pa.string())
+        return self._read(path, include_columns=list(columns), column_types=types, null_values=[""])
+
+    def _read(self, path: Path, **options: Any) -> Any:
         from pyarrow import csv as arrow_csv
 
         return arrow_csv.read_csv(
             path,
             read_options=arrow_csv.ReadOptions(use_threads=False),  # errors then name the row
             parse_options=arrow_csv.ParseOptions(delimiter=self._delimiter, newlines_in_values=True),
-            convert_options=arrow_csv.ConvertOptions(include_columns=list(columns), strings_can_be_null=True),
+            convert_options=arrow_csv.ConvertOptions(strings_can_be_null=True, **options),
         )
 
 
@@ -143,19 +161,23 @@ def load(options: TableOptions, format_: TableFormat, place: SourcePaths) -> Dat
     files = _files(place.folder, options.path, format_.suffix)
     columns = _choose(ColumnNames(options.inputs, options.targets, place.columns), format_, files[0])
     columns = dataclasses.replace(columns, others=place.columns)
-    train, test = _split(options, format_, files, columns), None
+    parts, tests = [_read(format_, file, columns, options.classes) for file in files], list[_Part]()
     if options.test_path:
         files = _files(place.folder, options.test_path, format_.suffix)
-        test = _split(options, format_, files, dataclasses.replace(columns, others=()))
+        without = dataclasses.replace(columns, others=())
+        tests = [_read(format_, file, without, options.classes) for file in files]
+    _unify_targets([*parts, *tests], columns.targets)
+    train, test = _merge(options, parts), _merge(options, tests) if tests else None
     return make_dataset(train, test, options.classes, place, options.test_fraction)
 
 
-def _split(options: TableOptions, format_: TableFormat, files: Sequence[Path], columns: ColumnNames) -> Split:
-    """Read files one after the other, and only the columns that are needed."""
-    parts = [_read(format_, file, columns) for file in files]
-    row = rows_of_files(files, [len(part.targets) for part in parts])
-    whole = _merge(files, parts) if len(parts) > 1 else parts[0]
-    return dataclasses.replace(whole, inputs=as_inputs(whole.inputs, options.scale, options.dtype, row), row=row)
+@dataclasses.dataclass
+class _Part:
+    """The examples of a file; `texts` are its targets as they are written, if the file has no types."""
+
+    file: Path
+    split: Split
+    texts: Array | None
 
 
 def _files(folder: Path, path: str, suffix: str) -> list[Path]:
@@ -184,33 +206,89 @@ def _choose(columns: ColumnNames, format_: TableFormat, file: Path) -> ColumnNam
     return arrow.choose(dataclasses.replace(columns, others=others), names, file)
 
 
-def _read(format_: TableFormat, file: Path, columns: ColumnNames) -> Split:
+def _read(format_: TableFormat, file: Path, columns: ColumnNames, classes: Sequence[str]) -> _Part:
+    """Read the columns of a file that are needed. Texts that are all among the `classes` need no other type."""
     import pyarrow as pa
 
     names = _choose(columns, format_, file).names
+    others = [name for name in columns.others if name != FILE or FILE in names]
+    target = [columns.targets] if isinstance(columns.targets, str) else []
     try:
         table = format_.read(file, names)
+        written = format_.read_texts(file, list(dict.fromkeys([*others, *target]))) if others or target else None
     except (pa.ArrowException, OSError) as exc:
         raise DataError(f"{file} cannot be read as a {format_.suffix} file: {exc}") from exc
     if len(table) == 0:
         raise DataError(f"{file} has no rows; expected at least one example")
+    row, texts = rows_of(file), None
     if FILE in columns.others and FILE not in table.column_names:
         table = table.append_column(FILE, pa.DictionaryArray.from_arrays(np.zeros(len(table), np.int8), [file.stem]))
-    return arrow.split_of(table, columns, rows_of(file))
+    if written is not None and target:
+        texts = written.column(target[0])
+        if classes and set(texts.unique().to_pylist()) <= set(classes):
+            table = table.set_column(table.column_names.index(target[0]), target[0], texts)
+    split = arrow.split_of(table, columns, row, written)
+    return _Part(file, split, None if texts is None or texts.null_count else arrow.values(texts, row, target[0]))
 
 
-def _merge(files: Sequence[Path], parts: Sequence[Split]) -> Split:
-    first = parts[0]
-    for file, part in zip(files, parts, strict=True):
-        is_text = part.targets.dtype.kind == "U"
-        if part.inputs.shape[1:] != first.inputs.shape[1:] or is_text != (first.targets.dtype.kind == "U"):
+def _unify_targets(parts: Sequence[_Part], column: Names) -> None:
+    """Give the targets of all files one type, in place: texts if some are, whole numbers if all are, else fractions.
+
+    Raises `DataError` for texts in one file with types and numbers in another.
+    """
+    kinds = {part.split.targets.dtype.kind: part for part in parts}
+    if not isinstance(column, str) or kinds.keys() == {"U"}:
+        return
+    if "U" in kinds:
+        for part in parts:
+            if part.split.targets.dtype.kind != "U" and part.texts is None:
+                raise DataError(
+                    f"{part.file} has {part.split.targets.dtype} in column {column!r}, and {kinds['U'].file} texts; "
+                    "expected one type in all files"
+                )
+            if part.texts is not None:
+                part.split = dataclasses.replace(part.split, targets=part.texts)
+        return
+    are_whole = len(kinds) > 1 and all(_is_whole(part.split.targets) for part in parts)
+    for part in parts:
+        targets = part.split.targets
+        if are_whole:
+            targets = targets.astype(np.int64)
+        elif "f" in kinds:
+            targets = as_column(targets.astype(np.float64))
+        part.split = dataclasses.replace(part.split, targets=targets)
+
+
+def _is_whole(values: Array) -> bool:
+    return values.dtype.kind != "f" or bool((np.floor(values) == values).all())
+
+
+def _merge(options: TableOptions, parts: Sequence[_Part]) -> Split:
+    """Join the examples of files. Raises `DataError` for inputs of different shapes."""
+    splits, files = [part.split for part in parts], [part.file for part in parts]
+    first = splits[0]
+    for file, split in zip(files, splits, strict=True):
+        if split.inputs.shape[1:] != first.inputs.shape[1:]:
             raise DataError(
-                f"{file} has inputs of shape {list(part.inputs.shape[1:])} and targets {part.targets.dtype}, and "
-                f"{files[0]} has {list(first.inputs.shape[1:])} and {first.targets.dtype}; expected equal files"
+                f"{file} has inputs of shape {list(split.inputs.shape[1:])}, and {files[0]} has "
+                f"{list(first.inputs.shape[1:])}; expected equal files"
             )
-    return Split(
-        np.concatenate([part.inputs for part in parts]),
-        np.concatenate([part.targets for part in parts]),
-        first.row,
-        {name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns},
-    )
+    row = rows_of_files(files, [len(split.targets) for split in splits])
+    inputs = np.concatenate([split.inputs for split in splits])
+    columns = {name: _join([split.columns[name] for split in splits]) for name in first.columns}
+    targets = np.concatenate([split.targets for split in splits])
+    return Split(as_inputs(inputs, options.scale, options.dtype, row), targets, row, columns)
+
+
+def _join(columns: Sequence[Array]) -> Array:
+    """Join the values of a partition. If files have them in different types, they are texts: an id is no quantity."""
+    if len({column.dtype.kind for column in columns}) == 1:
+        return np.concatenate(columns)
+    return np.concatenate([_as_texts(column) for column in columns])
+
+
+def _as_texts(column: Array) -> Array:
+    """Return texts; a whole number has no decimals, in whatever type a file stores it."""
+    if column.dtype.kind == "f" and _is_whole(column):
+        return np.array([f"{value:.0f}" for value in column.tolist()])
+    return column.astype(np.str_)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedplat import texts
 from fedplat.learner import ArrayLearner
 from fedplat.model import Bytes, Parameters, Schema
 from fedplat.simulation.data.federation import Array
@@ -110,4 +111,4 @@ def make_piece(inputs: Array, targets: Array, as_tensors: bool) -> Piece:
 
 
 def _make_failure(exc: Exception) -> Answer:
-    return Answer({}, failure=f"{type(exc).__name__}: {exc}"[: messages.MAX_FAILURE])
+    return Answer({}, failure=texts.describe(exc)[: messages.MAX_FAILURE])

@@ -23,7 +23,7 @@ from fedplat.simulation.engines.interface import ClientTask
 from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.engines.ray.cluster import Cluster
 from fedplat.simulation.engines.ray.engine import RayEngine
-from fedplat.simulation.scenario.model import OwnLoss, OwnModule
+from fedplat.simulation.scenario.model import OwnFunction, OwnModule
 from support.simulation.engines import RAY
 from support.simulation.failing_tasks import Failing, Stuck
 from support.simulation.tasks import federation, personal, rounds, task
@@ -99,7 +99,7 @@ def test_functions_of_the_user_travel_by_name_and_folder(make_ray: MakeRay, tmp_
         "def module(): return nn.Sequential(nn.Flatten(), nn.Linear(144, 4))\n"
         "def loss(outputs, targets): return nn.functional.cross_entropy(outputs, targets)\n"
     )
-    learner = Learner(model=OwnModule("mine:module", tmp_path), loss=OwnLoss("mine:loss", tmp_path))
+    learner = Learner(model=OwnModule("mine:module", tmp_path), loss=OwnFunction("mine:loss", tmp_path))
     given = ClientTraining(federation(), learner, task().options)
     model = learner.initial()
     found, expected = rounds(make_ray(given, 1), model, WORKS[:1]), rounds(LoopEngine(given), model, WORKS[:1])

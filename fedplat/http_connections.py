@@ -1,0 +1,181 @@
+"""The connections of an HTTP port that anyone may reach: how many, for how long, and which one is closed for another.
+
+uvicorn has no deadline for a request, and answers 503 to all once too many connections are open, idle ones included.
+Here each state of a connection has a deadline, from the handshake of TLS on. When there are too many connections, one
+that waits for its peer is closed: the oldest one of the greediest network (see `fair_places`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import re
+import ssl
+from collections.abc import Set as AbstractSet
+from typing import Any, cast
+
+from typing_extensions import override
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.protocols.utils import get_remote_addr
+
+from fedplat import fair_places
+
+_NUMBERS = itertools.count()
+
+
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]*)?", re.IGNORECASE)
+
+
+def host_name(host: str) -> str:
+    """Return the name or address in a header `Host`, in lower case; empty if it has anything else.
+
+    >>> host_name("FED.example.org:8443"), host_name("[::1]:80"), host_name("localhost#@evil.example")
+    ('fed.example.org', '::1', '')
+    """
+    match = _HOST.fullmatch(host)
+    return match[1].strip("[]").lower() if match is not None else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ConnectionLimits:
+    """The limits of a port.
+
+    `total`: open connections. `head_s`: for the handshake of TLS, and for the head of a request. `body_s`: for the rest
+    of the request. `response_s`: for the response; None for pages that stream, where only a peer that does not read for
+    `body_s` is cut off.
+    """
+
+    total: int
+    head_s: float = 10.0
+    body_s: float = 30.0
+    response_s: float | None = None
+
+
+class BoundedProtocol(H11Protocol):
+    """A connection within `limits`, which accepts TLS itself if there is a context for that: see `make_protocol`."""
+
+    limits: ConnectionLimits
+    tls: ssl.SSLContext | None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._number = next(_NUMBERS)
+        self._state: object = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._handshake: asyncio.Task[None] | None = None
+        self._early = bytearray()
+
+    @property
+    def groups(self) -> fair_places.Groups:
+        """The networks of the peer."""
+        return fair_places.groups_of(self.client[0] if self.client is not None else "")
+
+    @property
+    def is_served(self) -> bool:
+        """Return whether the peer has sent its request and waits for the response."""
+        cycle = self._request
+        return cycle is not None and not cycle.response_complete and not cycle.more_body
+
+    @property
+    def _request(self) -> RequestResponseCycle | None:
+        """The latest request, whose head is complete."""
+        return cast("RequestResponseCycle | None", self.cycle)
+
+    @property
+    def _is_in_handshake(self) -> bool:
+        return cast(object, self.flow) is None
+
+    @override
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if self.tls is None:
+            super().connection_made(transport)
+        else:
+            transport.pause_reading()
+            self.transport, self.client = transport, get_remote_addr(transport)
+            self.connections.add(self)
+            self._handshake = asyncio.ensure_future(self._accept(transport, self.tls))
+        self._follow()
+        connections = cast("AbstractSet[BoundedProtocol]", self.connections)
+        if len(connections) > self.limits.total:
+            waiting = sorted((one for one in connections if not one.is_served), key=lambda one: one._number)
+            fair_places.find_greediest(waiting).abort()
+
+    async def _accept(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
+        try:
+            secured = await asyncio.get_running_loop().start_tls(
+                transport, self, tls, server_side=True, ssl_handshake_timeout=self.limits.head_s
+            )
+        except OSError:  # of TLS as well
+            secured = None
+        if secured is None:
+            self.abort()
+        else:
+            super().connection_made(secured)
+            self._follow(is_new=True)
+            if self._early:
+                self.data_received(bytes(self._early))
+
+    def abort(self) -> None:
+        """Close the connection without an answer."""
+        self.connections.discard(self)  # at once: the next one must find room
+        self.transport.abort()
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        if self._is_in_handshake:  # the handshake is complete, and its task has not run yet
+            self._early += data
+            return
+        super().data_received(data)
+        self._follow(has_begun=True)
+
+    @override
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._follow(has_begun=bool(self.conn.trailing_data[0]))
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._set_deadline(None)
+        super().connection_lost(exc)
+
+    @override
+    def pause_writing(self) -> None:
+        if not self._is_in_handshake:
+            super().pause_writing()
+        if self.limits.response_s is None:
+            self._set_deadline(self.limits.body_s)
+
+    @override
+    def resume_writing(self) -> None:
+        if not self._is_in_handshake:
+            super().resume_writing()
+        if self.limits.response_s is None and self.is_served:
+            self._set_deadline(None)
+
+    def _follow(self, *, has_begun: bool = False, is_new: bool = False) -> None:
+        """Set the deadline of the state that the connection is in, if it has just come to it."""
+        cycle, limits = self._request, self.limits
+        if cycle is not None and cycle.more_body:
+            name, seconds = "body", limits.body_s
+        elif cycle is not None and not cycle.response_complete:
+            name, seconds = "response", limits.response_s
+        elif cycle is None or has_begun:
+            name, seconds = "head", limits.head_s
+        else:
+            name, seconds = "idle", None  # uvicorn has a timer for this
+        if is_new or self._state != (name, cycle):
+            self._state = (name, cycle)
+            self._set_deadline(seconds)
+
+    def _set_deadline(self, seconds: float | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = None
+        if seconds is not None and not self.transport.is_closing():
+            self._deadline = asyncio.get_running_loop().call_later(seconds, self.abort)
+
+
+def make_protocol(limits: ConnectionLimits, tls: ssl.SSLContext | None = None) -> type[BoundedProtocol]:
+    """Return the class of the connections of a port, for the option `http` of uvicorn."""
+    return cast("type[BoundedProtocol]", type("_Connection", (BoundedProtocol,), {"limits": limits, "tls": tls}))

@@ -1,0 +1,168 @@
+"""What a module remembers outside its `state_dict`: counters, buffers that are not persistent, generators of its own.
+
+A real client makes a new module for each task. An engine trains many clients with one module, so it has to forget what
+it remembers of the client before; otherwise results depend on who was trained in the same process.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+_OF_ALL_MODULES = frozenset(vars(nn.Module()))
+"""The attributes that PyTorch's base class manages: parameters, buffers, hooks and the like."""
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_MISSING = object()
+
+
+@dataclass
+class _Entry:
+    """An attribute of an object as it was at first: the value itself, its version if it is a tensor, and a copy."""
+
+    owner: dict[str, Any]
+    name: str
+    value: Any
+    version: int
+    saved: Any
+
+
+class HiddenState:
+    """The state of a module, and of a loss that is an object, as it is now; `restore` returns to it.
+
+    What has no copy, such as an open file, stays as it is.
+    """
+
+    def __init__(self, module: nn.Module, loss: object) -> None:
+        self.has_changed = False
+        """True once a restored module had changed: a computation of it cannot be recorded."""
+        parts = [*module.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())]
+        known = [*parts, *module.parameters(), *module.buffers()]
+        self._memo = {id(each): each for each in known}  # these are not copied with what refers to them
+        self._copies = dict(self._memo)
+        self._owners: list[tuple[dict[str, Any], frozenset[str]]] = []
+        self._entries: list[_Entry] = []
+        for part in parts:
+            self._add_buffers(part)
+            if not type(part).__module__.startswith("torch.nn."):
+                self._add_attributes(vars(part))
+        if not isinstance(loss, nn.Module) and (owner := _attributes_of(loss)) is not None:
+            self._add_attributes(owner)
+
+    def is_changed(self) -> bool:
+        """Return whether the module remembers something since it was restored."""
+        self.has_changed = self.has_changed or any(True for _ in self._changes())
+        return self.has_changed
+
+    def restore(self) -> None:
+        """Forget what was remembered since the beginning."""
+        for owner, name, entry in list(self._changes()):
+            self.has_changed = True
+            if entry is None:
+                del owner[name]
+            elif owner.get(name) is entry.value and isinstance(entry.value, torch.Tensor):
+                with torch.no_grad():  # in place: others may refer to it
+                    entry.value.copy_(entry.saved)
+                entry.version = _version(entry.value)
+            else:
+                entry.value = owner[name] = self._copy(entry.saved, dict(self._memo))
+                entry.version = _version(entry.value)
+
+    def _changes(self) -> Iterator[tuple[dict[str, Any], str, _Entry | None]]:
+        """Yield the attributes that differ from the first ones; those that are new have no entry."""
+        for entry in self._entries:
+            now = entry.owner.get(entry.name, _MISSING)
+            if now is entry.value and (
+                isinstance(now, _SIMPLE) or (isinstance(now, torch.Tensor) and now._version == entry.version)
+            ):
+                continue
+            if not _equal(now, entry.saved):
+                yield entry.owner, entry.name, entry
+        for owner, names in self._owners:
+            yield from ((owner, name, None) for name in owner.keys() - names)
+
+    def _add_buffers(self, part: nn.Module) -> None:
+        owner: dict[str, Any] = vars(part)["_buffers"]
+        for name in vars(part)["_non_persistent_buffers_set"]:
+            if (buffer := owner[name]) is not None:
+                self._entries.append(_Entry(owner, name, buffer, _version(buffer), buffer.detach().clone()))
+
+    def _add_attributes(self, owner: dict[str, Any]) -> None:
+        self._owners.append((owner, frozenset(owner)))
+        for name in owner.keys() - _OF_ALL_MODULES:
+            self._add(owner, name)
+
+    def _add(self, owner: dict[str, Any], name: str) -> None:
+        value = owner[name]
+        try:
+            saved = self._copy(value, self._copies)  # what several modules share is copied once
+        except Exception:  # whatever the owner's objects raise: they stay as they are
+            return
+        self._entries.append(_Entry(owner, name, value, _version(value), saved))
+
+    def _copy(self, value: Any, memo: dict[int, Any]) -> Any:
+        if isinstance(value, torch.Tensor) and id(value) not in self._memo:
+            return value.detach().clone()
+        return copy.deepcopy(value, memo)
+
+
+def _version(value: object) -> int:
+    """Return the number of changes of a tensor in place; 0 for other values, which have to be compared."""
+    return value._version if isinstance(value, torch.Tensor) else 0
+
+
+def _attributes_of(loss: object) -> dict[str, Any] | None:
+    """Return the attributes of an object of the user's own class, or of one whose method the loss is."""
+    owner = loss.__self__ if isinstance(loss, MethodType) else loss
+    kind = type(owner).__module__.partition(".")[0]
+    return vars(owner) if hasattr(owner, "__dict__") and kind not in _LIBRARIES else None
+
+
+_LIBRARIES = frozenset({"builtins", "functools", "fedplat", "torch"})
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two values are equal, as far as they can be compared."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_equal(each, other[name]) for name, each in one.items())
+    if isinstance(one, Sequence | deque) and not isinstance(one, str | bytes):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if (state := _state_of(one)) is not None:
+        return _equal(state, _state_of(other))
+    try:
+        return bool(one == other)
+    except Exception:  # an __eq__ of the owner's
+        return False
+
+
+def _state_of(value: Any) -> Any | None:
+    """Return what an object remembers, if it is not compared by its values."""
+    match value:
+        case torch.Generator():
+            return value.get_state()
+        case np.random.Generator():
+            return value.bit_generator.state
+        case np.random.RandomState():
+            return value.get_state(legacy=True)
+        case random.Random():
+            return value.getstate()
+        case nn.Module():
+            return None  # compared by its identity
+        case _ if hasattr(value, "__dict__") and type(value).__eq__ is object.__eq__:
+            return vars(value)
+        case _:
+            return None

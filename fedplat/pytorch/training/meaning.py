@@ -1,0 +1,158 @@
+"""What a module's outputs mean: known from the loss if that is PyTorch's, otherwise only from the data owner.
+
+A loss of the owner's may take any outputs: one logit, distances, a mean and a variance, a dict. So it says nothing
+about which answers are correct, and without the owner's word there is no accuracy.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fedplat.errors import ModelError
+
+Loss: TypeAlias = Callable[[Any, torch.Tensor], torch.Tensor]
+Correct: TypeAlias = Callable[[Any, torch.Tensor], torch.Tensor]
+"""Returns, for outputs and targets, a tensor of booleans: which answers are correct, without those that do not count,
+such as padding."""
+Accuracy: TypeAlias = Correct | Literal["auto", "classes", "none"]
+_CLASS_LOSSES: tuple[Any, ...] = (functional.cross_entropy, functional.nll_loss)
+_CLASS_LOSS_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
+_PAIRED_LOSSES: tuple[Any, ...] = (
+    functional.mse_loss,
+    functional.l1_loss,
+    functional.smooth_l1_loss,
+    functional.huber_loss,
+    functional.binary_cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+)
+_PAIRED_LOSS_MODULES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
+_IGNORED = -100
+"""The target that PyTorch's losses ignore, unless another is given."""
+
+
+@dataclass(frozen=True)
+class GuardedLoss:
+    """One of PyTorch's losses; what it would misunderstand is an error.
+
+    `is_paired` is for losses of one target for each output: PyTorch would compare each of the outputs [n, 1] with each
+    of the targets [n].
+    """
+
+    loss: Loss
+    is_paired: bool
+
+    def __call__(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of a batch. Raises `ModelError` if the outputs do not fit the loss."""
+        if not isinstance(outputs, torch.Tensor):
+            raise ModelError(
+                f"the module returned a {type(outputs).__name__}, and {_name(self.loss)} takes a tensor; expected a "
+                "loss of your own, such as loss=lambda outputs, targets: cross_entropy(outputs.logits, targets)"
+            )
+        if self.is_paired and outputs.shape != targets.shape:
+            targets = _pair(outputs, targets, self.loss)
+        return self.loss(outputs, targets)
+
+
+@dataclass(frozen=True)
+class CountClasses:
+    """Counts answers that are classes: the largest of dimension 1 of the outputs; `ignored` is the target of others."""
+
+    ignored: int = _IGNORED
+
+    def suits(self, outputs: Any, targets: torch.Tensor) -> bool:
+        """Return whether the targets are classes. Raises `ModelError` if the outputs are no tensor."""
+        if not isinstance(outputs, torch.Tensor):
+            raise ModelError(
+                f'accuracy = "classes": the module returned a {type(outputs).__name__}; expected a tensor [examples, '
+                "classes, ...], or a function of (outputs, targets) that returns which answers are correct"
+            )
+        return outputs.ndim == targets.ndim + 1 and not targets.is_floating_point()
+
+    def __call__(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the numbers of correct answers and of answers; None if the targets are no classes."""
+        if not self.suits(outputs, targets):
+            return None
+        counts, hits = targets != self.ignored, outputs.detach().argmax(1) == targets
+        return (hits & counts if self.ignored >= 0 else hits).sum(), counts.sum()  # no answer is below 0
+
+
+@dataclass(frozen=True)
+class CountCorrect:
+    """Counts answers with a function of the owner's."""
+
+    correct: Correct
+
+    def __call__(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the numbers of correct answers and of answers. Raises `ModelError` for other results."""
+        answers = cast(object, self.correct(detach(outputs), targets))
+        if not isinstance(answers, torch.Tensor) or answers.dtype != torch.bool:
+            kind = answers.dtype if isinstance(answers, torch.Tensor) else type(answers).__name__
+            raise ModelError(
+                f"the function of the accuracy returned {kind}; expected a tensor of booleans, one for each answer"
+            )
+        return answers.sum(), torch.tensor(answers.numel(), device=answers.device)
+
+
+CountAnswers: TypeAlias = CountClasses | CountCorrect
+
+
+def guard(loss: Loss) -> Loss:
+    """Return a loss that refuses what PyTorch would misunderstand; an own loss is returned as it is."""
+    function = _plain(loss)
+    if function in _CLASS_LOSSES or type(loss) in _CLASS_LOSS_MODULES:
+        return GuardedLoss(loss, is_paired=False)
+    if function in _PAIRED_LOSSES or type(loss) in _PAIRED_LOSS_MODULES:
+        return GuardedLoss(loss, is_paired=True)
+    return loss
+
+
+def choose_count(accuracy: Accuracy, loss: Loss) -> CountAnswers | None:
+    """Return how correct answers are counted, or None without an accuracy. Raises `ValueError` for another value."""
+    if callable(accuracy):
+        return CountCorrect(accuracy)
+    if accuracy not in ("auto", "classes", "none"):
+        raise ValueError(f'accuracy = {accuracy!r}: expected "auto", "classes", "none", or a function')
+    ignored = _ignored_target(loss)
+    if accuracy == "none" or (accuracy == "auto" and ignored is None):
+        return None
+    return CountClasses(_IGNORED if ignored is None else ignored)
+
+
+def _plain(loss: Loss) -> Loss:
+    """Return the function of a `functools.partial` with keywords, else the loss."""
+    return cast(Loss, loss.func) if isinstance(loss, functools.partial) and not loss.args else loss
+
+
+def _ignored_target(loss: Loss) -> int | None:
+    """Return the target that a loss of classes ignores; None for other losses."""
+    if type(loss) in _CLASS_LOSS_MODULES:
+        return int(cast(Any, loss).ignore_index)
+    if _plain(loss) in _CLASS_LOSSES:
+        return int(loss.keywords.get("ignore_index", _IGNORED)) if isinstance(loss, functools.partial) else _IGNORED
+    return None
+
+
+def detach(outputs: Any) -> Any:
+    """Return outputs without their gradients, if they are a tensor."""
+    return outputs.detach() if isinstance(outputs, torch.Tensor) else outputs
+
+
+def _pair(outputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> torch.Tensor:
+    """Return the targets in the shape of the outputs, which has dimensions of length 1 more or less."""
+    if outputs.squeeze().shape != targets.squeeze().shape:
+        raise ModelError(
+            f"the module returned outputs {list(outputs.shape)} for targets {list(targets.shape)}, and {_name(loss)} "
+            "compares each output with one target; expected equal shapes"
+        )
+    return targets.reshape(outputs.shape)
+
+
+def _name(loss: Loss) -> str:
+    return str(getattr(_plain(loss), "__name__", type(loss).__name__))

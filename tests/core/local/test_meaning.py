@@ -1,0 +1,176 @@
+"""Accuracies and losses: only from what is known about a module's outputs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import Dataset, TensorDataset
+
+from fedplat.errors import ModelError
+from fedplat.job import Selection
+from fedplat.metrics import F1
+from fedplat.pytorch.training import Learner
+from fedplat.simulation import SimulationOptions, make_job, simulate
+from fedplat.simulation.data import Federation
+from fedplat_client import Task
+from fedplat_client.trainers.torch import TorchTrainer
+
+RNG = np.random.default_rng(0)
+INPUTS = RNG.normal(size=(60, 4)).astype(np.float32)
+LABELS = (INPUTS @ [1.0, -2.0, 0.5, 1.0] > 0.8).astype(np.int64)
+TOKENS = RNG.integers(0, 5, (60, 5))  # as many tokens as words: nothing shows which dimension the words are in
+CONFIG = {"epochs": 1, "batch_size": 7, "learning_rate": 0.1}
+
+
+def one_logit() -> nn.Module:
+    return nn.Linear(4, 1)
+
+
+def words() -> nn.Module:
+    return nn.Sequential(nn.Embedding(5, 5))
+
+
+class ByName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, inputs: Any) -> dict[str, torch.Tensor]:
+        return {"logits": self.layer(inputs["x"] if isinstance(inputs, dict) else inputs)}
+
+
+def binary(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.binary_cross_entropy_with_logits(outputs.squeeze(1), targets.float())
+
+
+def over_words(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(outputs.transpose(1, 2), targets)
+
+
+def of_distances(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(-outputs, targets)
+
+
+def of_logits(outputs: Mapping[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(outputs["logits"], targets)
+
+
+def run(learner: Learner, inputs: Any, targets: Any, engine: str) -> tuple[dict[str, float], Any]:
+    parts, tests = np.array_split(np.arange(40), 2), slice(40, 60)
+    job = make_job(None, rounds=1, selection=Selection(goal=2, over_selection=1.0), config=CONFIG)
+    found = simulate(
+        job,
+        SimulationOptions(engine=engine),  # pyright: ignore[reportArgumentType]
+        data=Federation(inputs, targets, parts, inputs[tests], targets[tests]),
+        learner=learner,
+        progress=False,
+    )
+    return dict(found.result.rounds[-1].evaluation), found.model
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_a_loss_of_the_owner_has_the_accuracy_that_the_owner_defines(engine: str) -> None:
+    silent, _ = run(Learner(model=one_logit, loss=binary), INPUTS, LABELS, engine)
+    assert "accuracy" not in silent
+    learner = Learner(
+        model=one_logit, loss=binary, accuracy=lambda outputs, targets: (outputs.squeeze(1) > 0) == (targets > 0)
+    )
+    told, model = run(learner, INPUTS, LABELS, engine)
+    answers = (INPUTS[40:] @ model["weight"].T + model["bias"])[:, 0] > 0
+    assert told["accuracy"] == pytest.approx((answers == LABELS[40:]).mean())
+    assert told["loss"] == silent["loss"]
+
+
+def test_words_in_the_last_dimension() -> None:
+    silent, _ = run(Learner(model=words, loss=over_words), TOKENS, TOKENS, "loop")
+    assert set(silent) == {"loss"}
+    learner = Learner(
+        model=words,
+        loss=over_words,
+        accuracy=lambda outputs, targets: (outputs.argmax(2) == targets)[targets != 0],  # 0 is padding
+    )
+    told, model = run(learner, TOKENS, TOKENS, "loop")
+    right = model["0.weight"][TOKENS[40:]].argmax(2) == TOKENS[40:]
+    assert told["accuracy"] == pytest.approx(right[TOKENS[40:] != 0].mean())
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_ignored_targets_do_not_count(engine: str) -> None:
+    labels = np.where(np.arange(60) % 3 == 0, -100, LABELS)
+    told, model = run(Learner(model=lambda: nn.Linear(4, 2)), INPUTS, labels, engine)
+    right = (INPUTS[40:] @ model["weight"].T + model["bias"]).argmax(1) == labels[40:]
+    assert told["accuracy"] == pytest.approx(right[labels[40:] >= 0].mean())
+
+
+@pytest.mark.parametrize(
+    ("loss", "has_accuracy"),
+    [
+        (nn.CrossEntropyLoss(ignore_index=0), True),
+        (functools.partial(functional.cross_entropy, label_smoothing=0.1), True),
+        (of_distances, False),
+        (nn.MSELoss(), False),
+    ],
+)
+def test_only_losses_of_classes_say_what_the_answers_are(loss: Callable[..., torch.Tensor], has_accuracy: bool) -> None:
+    assert (Learner(model=one_logit, loss=loss).count_answers is not None) == has_accuracy
+
+
+@pytest.mark.parametrize("loss", [functional.mse_loss, nn.L1Loss(), functional.huber_loss])
+def test_one_output_and_one_target_are_compared_with_each_other(loss: Callable[..., torch.Tensor]) -> None:
+    learner, outputs, targets = Learner(model=one_logit, loss=loss), torch.arange(4.0)[:, None], torch.arange(4)
+    assert learner.batch_loss(outputs, targets).item() == 0.0
+    with pytest.raises(ModelError, match=r"outputs \[4, 1\] for targets \[3\]"):
+        learner.batch_loss(outputs, targets[:3])
+
+
+def test_dicts_as_inputs_and_outputs() -> None:
+    rows = [({"x": row}, label) for row, label in zip(torch.from_numpy(INPUTS), LABELS.tolist(), strict=True)]
+
+    class Rows(Dataset[Any]):
+        def __len__(self) -> int:
+            return len(rows)
+
+        def __getitem__(self, index: int) -> Any:
+            return rows[index]
+
+    def correct(outputs: Mapping[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
+        return outputs["logits"].argmax(1) == targets
+
+    trainer = TorchTrainer(model=ByName, data=Rows(), loss=of_logits, accuracy=correct, device="cpu")
+    task = Task(name="t", parameters=Learner(model=ByName).initial(), config=CONFIG)
+    assert trainer(task).metrics["accuracy"] >= 0.0
+    model = task.parameters
+    right = (INPUTS @ model["layer.weight"].T + model["layer.bias"]).argmax(1) == LABELS
+    assert trainer.evaluate(task).metrics["accuracy"] == pytest.approx(right.mean())
+    assert set(run(Learner(model=ByName, loss=of_logits), INPUTS, LABELS, "loop")[0]) == {"loss"}
+
+
+def test_what_cannot_be_understood_is_an_error_in_words() -> None:
+    task = Task(name="t", parameters=Learner(model=ByName).initial(), config=CONFIG)
+    data = TensorDataset(torch.from_numpy(INPUTS), torch.from_numpy(LABELS))
+    with pytest.raises(ModelError, match=r"returned a dict, and cross_entropy takes a tensor"):
+        TorchTrainer(model=ByName, data=data, device="cpu")(task)
+    with pytest.raises(ModelError, match=r'accuracy = "classes": the module returned a dict'):
+        TorchTrainer(model=ByName, data=data, loss=of_logits, accuracy="classes", device="cpu")(task)
+    numbers = Learner(model=ByName, loss=of_logits, accuracy=lambda outputs, targets: targets)
+    assert numbers.count_answers is not None
+    with pytest.raises(ModelError, match=r"returned torch.int64; expected a tensor of booleans"):
+        numbers.count_answers({}, torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="accuracy = 'best': expected \"auto\""):
+        Learner(model=ByName, accuracy="best")  # pyright: ignore[reportArgumentType]
+
+
+def test_metrics_of_classes_refuse_one_logit() -> None:
+    with pytest.raises(ValueError, match="at least 2 classes"):
+        F1().measure(torch.zeros(3, 1), torch.zeros(3, dtype=torch.int64))
+    measured = F1().measure(torch.eye(3), torch.tensor([0, 1, -100]))
+    assert torch.as_tensor(measured["real"]).tolist() == [1, 1, 0]
+    padding = {name: np.zeros(3) for name in ("hits", "found", "real")}
+    assert F1().compute(padding) == {}

@@ -1,0 +1,120 @@
+"""Mistakes of a user are one sentence, early, with the client or the layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fedplat.errors import EngineError, ModelError
+from fedplat.job import Selection
+from fedplat.pytorch.server import ServerTrainer
+from fedplat.pytorch.training import Learner, LocalOptions, LocalTraining, TensorExamples, Trainee, train
+from fedplat.pytorch.vectorized.trainer import FlatTrainer
+from fedplat.simulation import SimulationOptions, make_job, simulate
+from fedplat.simulation.data import Federation
+from fedplat_client import Task
+from fedplat_client.trainers.torch import TorchTrainer
+
+INPUTS, LABELS = torch.randn(40, 4, generator=torch.Generator().manual_seed(1)), torch.arange(40) % 2
+CONFIG = {"epochs": 1, "batch_size": 4, "learning_rate": 0.1}
+
+
+def linear() -> nn.Module:
+    return nn.Linear(4, 2)
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def task(module: Any, **config: Any) -> Task:
+    return Task(name="t", parameters=Learner(model=module).initial(), config=CONFIG | config)
+
+
+def test_the_data_of_a_trainer_is_checked_when_it_is_made() -> None:
+    pairs = TensorDataset(INPUTS, LABELS)
+    with pytest.raises(ValueError, match=r"the data is a DataLoader, .*; expected its dataset, \.dataset"):
+        TorchTrainer(model=linear, data=DataLoader(pairs, 4))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="the data is a int; expected a dataset of"):
+        TorchTrainer(model=linear, data=3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="40 inputs and 39 targets"):
+        TorchTrainer(model=linear, data=(INPUTS, LABELS[:-1]))
+    expected = TorchTrainer(model=linear, data=pairs, device="cpu")(task(linear)).parameters
+    for data in (
+        (INPUTS, LABELS),
+        (INPUTS.numpy().astype(np.float64), LABELS.numpy()),
+        [pairs[index] for index in range(40)],
+    ):
+        for given in (data, lambda task, data=data: data):  # pyright: ignore[reportUnknownLambdaType]
+            trainer = TorchTrainer(model=linear, data=given, device="cpu")  # pyright: ignore[reportArgumentType]
+            assert trainer(task(linear)).parameters == expected
+    late = TorchTrainer(model=linear, data=lambda task: DataLoader(pairs), device="cpu")  # pyright: ignore
+    with pytest.raises(ValueError, match="the data is a DataLoader"):
+        late(task(linear))
+    assert ServerTrainer(model=linear, data=pairs).learner.count_answers is not None
+
+
+@pytest.mark.parametrize("engine", ["loop", "processes"])
+def test_a_client_with_a_single_example_is_named(engine: Any) -> None:
+    parts = [np.arange(1, 20), np.arange(0, 1)]
+    data = Federation(INPUTS.numpy(), LABELS.numpy(), parts, INPUTS.numpy()[:0], LABELS.numpy()[:0])
+    job = make_job(None, rounds=1, selection=Selection(goal=2, over_selection=1.0), config=CONFIG)
+    with pytest.raises(EngineError, match=r"training of client 1 failed: .*a single example.*at least 2.*min_examples"):
+        simulate(job, SimulationOptions(engine=engine), data=data, learner=Learner(model=normed), progress=False)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.output = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+        self.output.weight = self.words.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.output(self.words(tokens[:, 0]))
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places, self.output = nn.Embedding(9, 4), nn.Embedding(5, 4), nn.Linear(4, 9)
+        self.register_buffer("numbers", torch.arange(5)[None])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.output((self.words(tokens) + self.places(self.numbers)).mean(1))
+
+
+def test_layers_without_norms_of_single_examples_are_named() -> None:
+    private = {"dp_noise_multiplier": 1.0, "dp_max_grad_norm": 1.0, "dp_delta": 1e-5}
+    tokens = torch.randint(0, 9, (16, 5), generator=torch.Generator().manual_seed(1)), torch.arange(16) % 9
+    for module, words in ((Tied, "'words.weight' and 'output.weight' are one weight"), (Positions, "'places.weight'")):
+        with pytest.raises(ModelError, match=f'dp = "ghost": .*{words}.* use dp = "flat"'):
+            TorchTrainer(model=module, data=tokens, device="cpu")(task(module, dp="ghost", **private))
+    assert TorchTrainer(model=Tied, data=tokens, device="cpu")(task(Tied, dp="flat", **private)).metrics["epsilon"] > 0
+
+
+def bag(sparse: bool) -> nn.Module:
+    return nn.Sequential(nn.EmbeddingBag(10, 4, sparse=sparse), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("more", [{}, {"momentum": 0.9}, {"max_grad_norm": 0.1}, {"weight_decay": 0.1}])
+def test_sparse_gradients_are_those_of_a_dense_embedding(more: dict[str, Any]) -> None:
+    tokens = torch.randint(0, 10, (80, 5), generator=torch.Generator().manual_seed(1))
+    options = LocalOptions.from_config(CONFIG | {"batch_size": 2} | more)  # enough batches for a recording
+    work = LocalTraining(examples=TensorExamples(tokens, torch.arange(80) % 2), options=options, seed=1)
+    found: list[Any] = []
+    for sparse in (False, True):
+        learner = Learner(model=lambda sparse=sparse: bag(sparse))
+        base, trainee = learner.initial(seed=3), Trainee(learner)
+        model = base.copy()
+        train(trainee, model, work)
+        found.append(model.minus(base))
+        if "max_grad_norm" not in more:
+            flat = FlatTrainer(Trainee(learner), options)
+            found.append(flat.train(flat.base(base), work)[0])
+    for each in found:
+        np.testing.assert_allclose(each.to_vector(), found[0].to_vector(), atol=1e-6)

@@ -1,0 +1,84 @@
+"""Types of tables: ids and named classes are texts as in the file, and all files of a table have one type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedplat.errors import DataError
+from fedplat.simulation.data import federation, partitioners, sources
+from support.simulation.tables import write_parquet
+
+ALL = partitioners.Iid(clients=1)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        ["007", "07", "7"],
+        ["10000000000000000001", "10000000000000000002", "10000000000000000003"],
+        ["1000", "1e3", "20"],
+        ["NA", "SA", "nan"],
+        ["FALSE", "False", "false"],
+        ["4", "30", "100"],
+        ["1.5", "1.50", "10"],
+    ],
+)
+def test_ids_are_texts_as_in_the_file(ids: list[str], tmp_path: Path) -> None:
+    for name, some in (("a", ids[:2]), ("b", ids[2:])):  # of other types, if each file had its own
+        (tmp_path / f"{name}.csv").write_text("x,y,who\n" + "".join(f"1,0,{each}\n" for each in some))
+    source = sources.Csv(path="*.csv", inputs="x", targets="y", test_fraction=0.0)
+    found = federation(source, partitioners.Column(column="who"), folder=tmp_path)
+    assert found.names == tuple(ids)
+    assert [part.tolist() for part in found.parts] == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("classes", [["01", "02"], ["false", "true"], ["NA", "SA"], ["1", "1.0"], ["True", "False"]])
+def test_named_classes_are_texts_as_in_the_file(classes: list[str], tmp_path: Path) -> None:
+    written = ["true", "false"] if classes[0] == "True" else classes  # as the types of earlier versions were printed
+    (tmp_path / "people.csv").write_text("x,y\n" + "".join(f"1,{each}\n" for each in written))
+    source = sources.Csv(path="people.csv", inputs="x", targets="y", classes=classes, test_fraction=0.0)
+    found = federation(source, ALL, folder=tmp_path)
+    assert found.targets.tolist() == [0, 1]
+    assert found.classes == tuple(classes)
+
+
+@pytest.mark.parametrize(
+    ("files", "targets"),
+    [
+        (["0 1", "0.0 1.0"], np.array([0, 1, 0, 1])),
+        (["10 12", "9.5 11"], np.array([[10], [12], [9.5], [11]], np.float32)),
+        (["0.5 1", "2 3"], np.array([[0.5], [1], [2], [3]], np.float32)),
+        (["1 2", "2 3b"], np.array([0, 1, 1, 2])),
+        (["true false", "0 1"], np.array([1, 0, 0, 1])),
+    ],
+)
+@pytest.mark.parametrize("is_test", [False, True])
+def test_types_are_those_of_all_files(files: list[str], targets: np.ndarray, is_test: bool, tmp_path: Path) -> None:
+    for name, written in zip("ab", files, strict=True):
+        (tmp_path / f"{name}.csv").write_text("x,y\n" + "".join(f"1,{each}\n" for each in written.split()))
+    source = sources.Csv(
+        path="a.csv" if is_test else "*.csv",
+        test_path="b.csv" if is_test else "",
+        inputs="x",
+        targets="y",
+        test_fraction=0.0,
+        classes=["1", "2", "3b"] if "3b" in files[1] else [],
+    )
+    found = federation(source, ALL, folder=tmp_path)
+    whole = np.concatenate([found.targets, found.test_targets])
+    assert whole.dtype == targets.dtype
+    np.testing.assert_array_equal(whole, targets)
+
+
+def test_types_of_parquet_files_that_do_not_fit(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", ("x", "y", "who"), [(1, 1, 10**17 + 1), (1, 2, 7)])
+    write_parquet(tmp_path / "b.parquet", ("x", "y", "who"), [(1, 1, 7.0)])
+    source = sources.Parquet(path="*.parquet", inputs="x", targets="y", test_fraction=0.0)
+    found = federation(source, partitioners.Column(column="who"), folder=tmp_path)
+    assert found.names == ("7", str(10**17 + 1))  # float64 has no such number
+    write_parquet(tmp_path / "b.parquet", ("x", "y", "who"), [(1, "1b", 7)])
+    with pytest.raises(DataError, match=r"a.parquet has int64 in column 'y', and .*b.parquet texts; expected one type"):
+        federation(source, ALL, folder=tmp_path)

@@ -1,0 +1,100 @@
+"""Images of every mode are right or refused, turned as their EXIF tag states, and not those of hidden folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedplat.errors import DataError
+from fedplat.simulation.data import federation, partitioners, sources
+from support.simulation.tables import write_images
+
+MODES = [
+    ("png", np.linspace(2000, 60000, 20).astype(np.uint16), 65535.0),
+    ("tif", np.linspace(2000, 60000, 20).astype(">u2"), 65535.0),
+    ("pgm", np.linspace(2000, 60000, 20).astype(np.int32), 65535.0),
+    ("tif", np.linspace(0, 1, 20).astype(np.float32), 1.0),
+    ("png", np.arange(0, 200, 10).astype(np.uint8), 255.0),
+]
+ALL = partitioners.Iid(clients=1)
+
+
+@pytest.mark.parametrize(("suffix", "ramp", "peak"), MODES)
+@pytest.mark.parametrize("channels", [0, 1, 3])
+def test_images_keep_their_depth(suffix: str, ramp: np.ndarray, peak: float, channels: Any, tmp_path: Path) -> None:
+    (tmp_path / "images/cat").mkdir(parents=True)
+    image = Image.fromarray(ramp.reshape(4, 5))
+    image.save(tmp_path / f"images/cat/x.{suffix}")
+    source = sources.Images("images", channels=channels, test_fraction=0.0)
+    found = federation(source, ALL, folder=tmp_path).inputs
+    assert found.shape == (1, channels or 1, 4, 5)
+    for channel in found[0]:
+        np.testing.assert_allclose(channel, ramp.reshape(4, 5) / peak, rtol=1e-6)
+    raw = sources.Images("images", channels=channels, scale="none", test_fraction=0.0)
+    found = federation(raw, ALL, folder=tmp_path).inputs
+    np.testing.assert_allclose(found[0, 0], ramp.reshape(4, 5).astype(np.float32))
+    small = sources.Images("images", size=[2, 2], test_fraction=0.0)
+    assert federation(small, ALL, folder=tmp_path).inputs.std() > 0.1
+
+
+def test_images_whose_values_have_no_meaning_are_refused(tmp_path: Path) -> None:
+    def load(**options: Any) -> np.ndarray:
+        return federation(sources.Images("images", test_fraction=0.0, **options), ALL, folder=tmp_path).inputs
+
+    folder = tmp_path / "images/cat"
+    folder.mkdir(parents=True)
+    Image.fromarray(np.full((4, 5), 1000.0, np.float32)).save(folder / "x.tif")
+    with pytest.raises(DataError, match=r"x.tif has pixels from 1000 to 1000 in the mode 'F', .* scale = \"none\""):
+        load()
+    assert load(scale="none").max() == 1000.0
+    Image.fromarray(np.full((4, 5), 9, np.uint8)).save(folder / "y.png")
+    with pytest.raises(
+        DataError, match=r"pixels of .*y.png are up to 255, and those of .*x.tif up to 1; expected imag"
+    ):
+        load(scale="none")
+    (folder / "x.tif").unlink()
+    drawing = np.zeros((4, 5, 4), np.uint8)
+    drawing[1:3, 1:3, 3] = 255
+    Image.fromarray(drawing).save(folder / "y.png")
+    with pytest.raises(DataError, match=r"y.png has transparent pixels; expected a background for them"):
+        load()
+    on_white = load(background="white")
+    assert (on_white[0, :, 1, 1].max(), on_white[0, :, 0, 0].min()) == (0.0, 1.0)
+    assert load(background="black").max() == 0.0
+    drawing[..., 3] = 255  # no pixel is transparent
+    drawing[..., 0] = 7
+    Image.fromarray(drawing).save(folder / "y.png")
+    np.testing.assert_allclose(load(scale="none")[0, :, 0, 0], [7, 0, 0])
+
+
+def test_photos_are_turned_and_folders_of_tools_left_out(tmp_path: Path) -> None:
+    pixels = write_images(tmp_path / "images", ["cat", ".ipynb_checkpoints", "@eaDir"], 1)
+    (tmp_path / "images/cat/._0.png").write_bytes(b"a resource fork of macOS")
+    tag = Image.Exif()
+    tag[0x0112] = 6  # the camera was turned by 90 degrees
+    Image.fromarray(pixels[0]).save(tmp_path / "images/cat/0.png", exif=tag)
+    found = federation(sources.Images("images", test_fraction=0.0, scale="none"), ALL, folder=tmp_path)
+    assert found.classes == ("cat",)
+    np.testing.assert_array_equal(found.inputs[0], np.moveaxis(np.rot90(pixels[0], -1), -1, 0))
+    for owner in ("zoe", ".Trash-1000"):
+        write_images(tmp_path / "phones" / owner, ["cat"], 1)
+    owners = sources.Images("phones", owners=True, test_fraction=0.0)
+    assert federation(owners, None, folder=tmp_path).names == ("zoe",)
+
+
+def test_hugging_face_images_of_sixteen_bits(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    ramp = np.linspace(2000, 60000, 20).astype(np.uint16).reshape(4, 5)
+    Image.fromarray(ramp).save(tmp_path / "x.png")
+    columns = {"image": [str(tmp_path / "x.png")] * 2, "label": [0, 1]}
+    rows = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
+    rows.save_to_disk(str(tmp_path / "saved"))
+    source = sources.HuggingFace("saved", scale="unit", test_fraction=0.0)
+    found = federation(source, ALL, folder=tmp_path).inputs
+    np.testing.assert_allclose(found[1, 0], ramp / 65535.0, rtol=1e-6)
