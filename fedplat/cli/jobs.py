@@ -30,6 +30,7 @@ from fedplat.job import JobSpec, calibrate, warnings
 from fedplat.simulation.scenario import feasible
 from fedplat.simulation.scenario import file as simulation_file
 from fedplat.simulation.scenario import schema as job_schema
+from fedplat.texts import format_count
 from fedplat.wire.v1 import admin_pb2
 
 app = typer.Typer(no_args_is_help=True, help="Submit, follow and control jobs.", rich_markup_mode=None)
@@ -116,9 +117,9 @@ def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = 
             )
             return
         output.line(
-            f"{file} is a valid job: {spec.name}, {spec.rounds} rounds for population {spec.population}, "
-            f"{_describe_cohort(spec)}; "
-            f"its model has {len(schema.tensors)} tensors ({formats.size(schema.file_size_bytes)})"
+            f"{file} is a valid job: {spec.name}, {format_count(spec.rounds, 'round')} for population "
+            f"{spec.population}, {_describe_cohort(spec)}; "
+            f"its model has {format_count(len(schema.tensors), 'tensor')} ({formats.size(schema.file_size_bytes)})"
         )
         _warn(output, submission)
 

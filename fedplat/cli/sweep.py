@@ -140,6 +140,11 @@ def _print(out: Output, result: SweepResult) -> None:
     columns += ["STATUS"]
     rows = [_row(row, keys, has_target) for row in result.rows]
     out.table(columns, rows, "there are no configurations")
+    if ended := [row for row in result.rows if not row.stopped_after and row.status != "COMPLETED"]:
+        out.note(
+            f"warning: {texts.format_count(len(ended), 'configuration')} did not complete all rounds; results.json in "
+            "the folder of a run has the reason"
+        )
     if result.best is None:
         out.note("no configuration has a finite score, so there is no best.toml")
     if has_stopped:

@@ -239,7 +239,7 @@ def fail_attempt(job: JobState, text: str, context: Context, *, is_lasting: bool
     """Abandon the attempt and back off; a federated evaluation is not retried.
 
     After `retry.pause_after` attempts in a row whose cause `is_lasting`, or lies with the clients
-    (`futility.is_lasting`), the job is paused instead: each of them costs the clients a training.
+    (`futility.count`), the job is paused instead: each of them costs the clients a training.
     """
     attempt = job.open_attempt
     assert attempt is not None
@@ -247,7 +247,7 @@ def fail_attempt(job: JobState, text: str, context: Context, *, is_lasting: bool
         return Transition(*abandon(job, Reason.ATTEMPT_ABANDONED, text, context))
     after, commands = abandon_all(job, Reason.ATTEMPT_ABANDONED, text, context)
     failures, retry = job.failures + 1, job.spec.retry
-    futile = job.futile + (is_lasting or futility.is_lasting(attempt))
+    futile = futility.count(job, attempt, is_lasting=is_lasting)
     after = structs.replace(after, failures=failures, futile=futile)
     if job.status is not JobStatus.RUNNING:  # it was paused while the version was written
         return Transition(after, commands)

@@ -35,7 +35,7 @@ from fedplat.job import JobSpec
 from fedplat.rounds import assignments, closing, futility, privacy_rules, reporting
 from fedplat.rounds.commands import Assign, Command, NextStep
 from fedplat.rounds.events import CandidatesDrawn, SiloReported, SilosLost
-from fedplat.rounds.records import Assignment, Attempt, AttemptKey, JobState, ModelVersion
+from fedplat.rounds.records import NO_FUTILE, Assignment, Attempt, AttemptKey, JobState, ModelVersion
 from fedplat.rounds.states import (
     ASSIGNMENT_TRANSITIONS,
     ATTEMPT_TRANSITIONS,
@@ -211,9 +211,9 @@ def _explain(job: JobState, state: GossipState) -> str:
 def _count_failure(after: Transition, context: Context) -> Transition:
     """Pause the job if its silos have failed too often in a row to try the phase again."""
     job, attempt = after.job, after.job.open_attempt
-    if attempt is None or not futility.is_lasting(attempt):
+    if attempt is None:
         return after
-    job = structs.replace(job, futile=job.futile + 1)
+    job = structs.replace(job, futile=futility.count(job, attempt))
     if job.status is not JobStatus.RUNNING or not futility.gives_up(job):
         return structs.replace(after, job=job)
     text = futility.describe_pause(job, f"round {attempt.key.round}", job.reason)
@@ -328,7 +328,7 @@ def _commit(job: JobState, before: GossipState, context: Context) -> tuple[JobSt
     ]
     metrics = {**closing.average_metrics(merged), **_describe(before, state_of(job))}
     job = closing.commit(job, attempt.with_assignments(merged), context, metrics)
-    return structs.replace(job, round=attempt.key.round, reason="", futile=0), (
+    return structs.replace(job, round=attempt.key.round, reason="", futile=NO_FUTILE), (
         *late,
         NextStep(attempt.key, attempt.phase),
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from fedplat.rounds.records import Assignment, Attempt, JobState
+from fedplat.rounds.records import Assignment, Attempt, FutileAttempts, JobState
 from fedplat.rounds.states import REASON_TEXTS, AssignmentState, AttemptKind, Reason
+from fedplat.texts import shorten
 
 LASTING = frozenset(
     {
-        Reason.TRAIN_TIMEOUT,
         Reason.TRAINER_ERROR,
         Reason.UNKNOWN_TRAINER,
         Reason.UNKNOWN_CODEC,
@@ -26,11 +26,13 @@ LASTING = frozenset(
         Reason.REJECTED_MESSAGE,
     }
 )
-"""Reasons that no later attempt changes by itself. Others, such as a lost connection, pass."""
+"""Reasons that no later attempt changes by itself. A lost connection passes, which may be why a deadline was missed."""
+MAX_BYTES = 300
+"""Length of a client's text within the reason of an attempt."""
 _ENDED_BADLY = frozenset({AssignmentState.LATE, AssignmentState.FAILED, AssignmentState.REJECTED})
 
 
-def is_lasting(attempt: Attempt) -> bool:
+def _is_lasting(attempt: Attempt) -> bool:
     """Return whether a failed attempt would have had enough clients but for failures that another try repeats."""
     if attempt.kind is AttemptKind.WARM_START:
         return False
@@ -53,18 +55,32 @@ def describe(attempt: Attempt) -> str:
 def _explain(assignment: Assignment) -> str:
     reason = assignment.reason
     assert reason is not None
-    return f"{reason}: {assignment.text or REASON_TEXTS[reason]}"
+    return f"{reason}: {shorten(assignment.text, MAX_BYTES) or REASON_TEXTS[reason]}"
+
+
+def count(job: JobState, attempt: Attempt, *, is_lasting: bool = False) -> FutileAttempts:
+    """Return the futile attempts of a job after one more has failed, because of its clients or a cause that lasts."""
+    if not (is_lasting or _is_lasting(attempt)):
+        return job.futile
+    clients = {each.client_id for each in attempt.assignments.values() if each.reason in LASTING}
+    number, others, num_eligible = job.futile
+    return FutileAttempts(number + 1, others | clients, max(num_eligible, attempt.num_eligible))
 
 
 def gives_up(job: JobState) -> bool:
-    """Return whether the job must be paused, because its last attempts failed and the next would fail alike."""
-    retry = job.spec.retry
-    return 0 < retry.pause_after <= job.futile and not retry.max_attempts
+    """Return whether the job must be paused, because its last attempts failed and the next would fail alike.
+
+    A single client does not stop a job that can do without it.
+    """
+    retry, attempt = job.spec.retry, job.attempt
+    if retry.max_attempts or not 0 < retry.pause_after <= job.futile.number or attempt is None:
+        return False
+    return len(job.futile.clients) != 1 or job.futile.num_eligible - 1 < max(attempt.minimum, 1)
 
 
 def describe_pause(job: JobState, what: str, text: str) -> str:
     """Return why a job was paused after its last attempt at `what` failed with `text`."""
     return (
-        f"{what} failed {job.futile} times in a row for reasons that another try does not change; last failure: "
+        f"{what} failed {job.futile.number} times in a row for reasons that another try does not change; last failure: "
         f"{text}; remove the cause and resume the job, or cancel it"
     )

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from fedplat.rounds import closing, plugin_rules, privacy_rules, warm_start
 from fedplat.rounds.events import JobAction, OperatorCommand, SpecChanged
-from fedplat.rounds.records import JobState
+from fedplat.rounds.records import NO_FUTILE, JobState
 from fedplat.rounds.states import ENDED_JOBS, JOB_TRANSITIONS, REASON_TEXTS, AttemptPhase, JobStatus, Reason
 from fedplat.rounds.transition import Context, Transition, Verdict
 
@@ -29,7 +29,7 @@ def on_operator(job: JobState, event: OperatorCommand, context: Context) -> Tran
         if missing := plugin_rules.describe_missing(job, event.plugins, event.problem):
             return Transition(job, verdict=Verdict(None, f"cannot {event.action}: {missing}"))
         running = closing.set_status(job, status, "")
-        return Transition(structs.replace(running, failures=0, futile=0, resume_at=None, plugins=event.plugins))
+        return Transition(structs.replace(running, failures=0, futile=NO_FUTILE, resume_at=None, plugins=event.plugins))
     attempt = job.open_attempt
     # A pause lets a version that is being written become durable; a cancellation does not. A warm start may take
     # hours: it is stopped, and resumes from its checkpoint.

@@ -293,11 +293,25 @@ class Claim(NamedTuple):
     num_examples: float
 
 
+class FutileAttempts(NamedTuple):
+    """Failed attempts in a row that another try would only repeat, since the server started.
+
+    `clients` are those that failed in them, and `num_eligible` is the largest number of clients that could be drawn.
+    """
+
+    number: int = 0
+    clients: frozenset[str] = frozenset()
+    num_eligible: int = 0
+
+
+NO_FUTILE = FutileAttempts()
+
+
 class JobState(Struct, frozen=True):
     """The state of a job.
 
     `attempt` is the last one, open or ended. `round` counts committed rounds, `failures` the attempts abandoned in a
-    row, and `futile` those of them that another try would only repeat, since the server started (it is not stored).
+    row, and `futile` those of them that another try would only repeat (it is not stored).
     `durations` holds how long the latest reported assignments took, in seconds. `revision` grows with each stored
     change; the store refuses a change to a revision other than its own. `carried_over` are assignments to train that
     have outlived their attempt, while no other attempt to train collects. `claims` holds the latest claim of each
@@ -319,7 +333,7 @@ class JobState(Struct, frozen=True):
     round: int = 0
     attempt: Attempt | None = None
     failures: int = 0
-    futile: int = 0
+    futile: FutileAttempts = NO_FUTILE
     resume_at: float | None = None
     durations: tuple[float, ...] = ()
     revision: int = 0

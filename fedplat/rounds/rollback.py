@@ -16,7 +16,7 @@ from msgspec import structs
 
 from fedplat.rounds import closing
 from fedplat.rounds.events import RollbackOrdered
-from fedplat.rounds.records import JobState, ModelVersion
+from fedplat.rounds.records import NO_FUTILE, JobState, ModelVersion
 from fedplat.rounds.states import MAY_ROLL_BACK, Reason
 from fedplat.rounds.transition import Context, Transition, Verdict
 
@@ -33,7 +33,9 @@ def on_rollback(job: JobState, event: RollbackOrdered, context: Context) -> Tran
         ended, commands = closing.drop_carried_over(job, reason)
     else:
         ended, commands = closing.abandon_all(job, reason, text, context)
-    after = structs.replace(ended, latest=make_version(job, event.version), failures=0, futile=0, resume_at=None)
+    after = structs.replace(
+        ended, latest=make_version(job, event.version), failures=0, futile=NO_FUTILE, resume_at=None
+    )
     return Transition(after, commands)
 
 

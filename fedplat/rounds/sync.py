@@ -58,7 +58,7 @@ from fedplat.rounds.events import (
     UpdateReported,
     UploadStarted,
 )
-from fedplat.rounds.records import Assignment, Attempt, AttemptKey, JobState, SecureMessages
+from fedplat.rounds.records import NO_FUTILE, Assignment, Attempt, AttemptKey, JobState, SecureMessages
 from fedplat.rounds.states import (
     ASSIGNMENT_TRANSITIONS,
     ATTEMPT_TRANSITIONS,
@@ -388,7 +388,13 @@ def _on_aggregated(job: JobState, event: AttemptAggregated, context: Context) ->
     # A job that was paused meanwhile keeps the reason of its pause.
     reason = "" if job.status is JobStatus.RUNNING else job.reason
     after = structs.replace(
-        after, latest=event.version, round=attempt.key.round, failures=0, futile=0, reason=reason, cohort=event.cohort
+        after,
+        latest=event.version,
+        round=attempt.key.round,
+        failures=0,
+        futile=NO_FUTILE,
+        reason=reason,
+        cohort=event.cohort,
     )
     return Transition(after) if job.spec.buffered is None else Transition(*buffered.stop_stale(after))
 

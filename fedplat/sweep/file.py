@@ -15,8 +15,8 @@ from fedplat.local_options import LocalOptions
 from fedplat.metrics import is_smaller_better
 from fedplat.plugins import name_of
 from fedplat.simulation.engines.registry import RayOptions
+from fedplat.simulation.scenario import feasible, unsupported
 from fedplat.simulation.scenario import file as files
-from fedplat.simulation.scenario import unsupported
 from fedplat.simulation.scenario.file import SimulationFile
 from fedplat.simulation.scenario.learners import ModelOptions
 from fedplat.sweep import plan, search
@@ -102,6 +102,7 @@ class SweepFile:
             try:
                 self._parsed[changes] = files.parse(self.base_text, self.folder, changes)
                 unsupported.check(self._parsed[changes].job)
+                feasible.check_file(self._parsed[changes])
             except JobFileError as exc:
                 raise self._error(configuration, str(exc)) from exc
         return self._parsed[changes]

@@ -33,7 +33,8 @@ def overview(visit: Visit) -> Page:
     request = admin_pb2.ListJobsRequest(
         page_size=MAX_JOBS,
         newest_first=True,
-        statuses=(admin_pb2.JOB_STATUS_RUNNING, admin_pb2.JOB_STATUS_PAUSED),
+        # The only job of a simulation is what its page is for, also after its end.
+        statuses=() if visit.source.is_simulation else (admin_pb2.JOB_STATUS_RUNNING, admin_pb2.JOB_STATUS_PAUSED),
     )
     jobs = visit.source.list_jobs(request)
     events: OptionalResult[events_pb2.ListEventsResponse] = OptionalResult()

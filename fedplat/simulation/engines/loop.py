@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing_extensions import override
 
 from fedplat import user_code
-from fedplat.errors import DataError, ModelError
+from fedplat.errors import EngineError, FedplatError, PluginError, UserCodeError
 from fedplat.model import Parameters
 from fedplat.simulation.engines.client_states import ClientStates
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
 from fedplat.simulation.engines.tasks import ClientTraining, Contents, num_examples
 from fedplat.simulation.engines.trainers import make_trainer
 from fedplat.simulation.engines.version_refs import Versions
-from fedplat.simulation.engines.work_queue import describe_task
+from fedplat.simulation.engines.work_queue import describe_task, make_error
 
 
 class LoopEngine(Engine):
@@ -55,12 +55,15 @@ class LoopEngine(Engine):
     def result(self, task: ClientTask) -> LocalUpdate:
         """Train the client, or score the version on it."""
         self._begun.remove(task)
-        action = describe_task(task)
         try:
-            with user_code.wrap_errors(action):
-                outcome = self._trainer.answer(task, self._states.begin(task) or {})
-        except (DataError, ModelError) as exc:
-            raise type(exc)(f"{action} failed: {exc}") from exc
+            outcome = self._trainer.answer(task, self._states.begin(task) or {})
+        except (EngineError, PluginError, UserCodeError):
+            raise
+        except FedplatError as exc:  # the error names the client, as that of a worker does
+            raise make_error(task, str(exc)) from exc
+        except Exception:  # of the owner's code: the error names the client and the line
+            with user_code.wrap_errors(describe_task(task)):
+                raise
         finally:
             self._versions.end(task)
         if outcome.contents is not None:

@@ -13,6 +13,9 @@ from fedplat.simulation.clients.availability import Always
 from fedplat.simulation.scenario.file import TABLE, SimulationFile
 from fedplat.toml import format_value
 
+MAX_DRAWN = 100_000
+"""The largest fleet that is drawn only to check a file."""
+
 
 def check(spec: JobSpec, fleet: Fleet) -> str:
     """Raise `JobFileError` for a job whose first rounds need clients that the fleet does not have.
@@ -47,7 +50,7 @@ def check_file(file: SimulationFile) -> str:
     """
     options = file.simulation
     num_clients: int = getattr(options.partition, "clients", 0)
-    if TABLE not in file.raw or not (num_clients or options.fleet.num_clients):
+    if TABLE not in file.raw or not 0 < (num_clients or options.fleet.num_clients) <= MAX_DRAWN:
         return ""
     return check(file.job, build_fleet(options.fleet, options.seed, num_clients, file.folder))
 

@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from fedplat.rounds.states import REASON_TEXTS, JobStatus, Reason
-from fedplat.texts import duration, shorten
+from fedplat.texts import duration, format_count, shorten
 
 DAY_S = 86_400.0
 STALLED_FACTOR = 3.0
@@ -182,11 +182,11 @@ def _check_too_few_clients(job: JobFacts) -> Alert | None:
     if job.status is not JobStatus.RUNNING or job.waiting_s < AWAY_S or job.num_available >= job.needed:
         return None
     if not job.num_connected:
-        text = f"Job {job.name} waits for {job.needed} clients, but {_no_client(job)}."
+        text = f"Job {job.name} waits for {format_count(job.needed, 'client')}, but {_no_client(job)}."
         return _of_job(job, "too_few_clients", Severity.CRITICAL, text, _start_clients(job))
     text = (
-        f"Job {job.name} waits for {job.needed} clients, but only {job.num_available} of the {job.num_connected} "
-        f"connected clients of population {job.population} may work for it"
+        f"Job {job.name} waits for {format_count(job.needed, 'client')}, but only {job.num_available} of the "
+        f"{job.num_connected} connected clients of population {job.population} may work for it"
     )
     text += f": {_short(job.reason)}." if job.reason else "."
     remedy = (

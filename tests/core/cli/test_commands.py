@@ -298,7 +298,7 @@ def test_job_check_needs_no_server(run: Run, job_file: str):
     assert result.exit_code == 0
     assert result.stdout == (
         f"{job_file} is a valid job: digits, 3 rounds for population demo, 11 clients assigned and 8 reports needed "
-        f"in each; its model has 1 tensors ({len(MODEL.to_bytes())} B)\n"
+        f"in each; its model has 1 tensor ({len(MODEL.to_bytes())} B)\n"
     )
     record = parsed(run("job", "check", job_file, "--json"))
     assert record["valid"] is True

@@ -113,6 +113,13 @@ def test_the_files_are_read_as_they_grow(run: Path) -> None:
     assert source.show_job("digits").status == admin_pb2.JOB_STATUS_COMPLETED
 
 
+async def test_the_overview_of_a_run_that_has_ended_shows_its_job(run: Path, pages: Visitor) -> None:
+    finish(run)
+    page = (await pages.get("/")).text
+    assert 'href="/jobs/run"' in page
+    assert "completed" in page.lower()
+
+
 def test_lists_have_pages_and_samples(run: Path) -> None:
     with folders.Lines(run) as lines:
         for number in range(1, 601):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec import structs
 
+from fedplat.rounds import futility
 from fedplat.rounds.events import (
     AggregationFailed,
     AssignmentFailed,
@@ -13,7 +15,9 @@ from fedplat.rounds.events import (
     OperatorCommand,
     UpdateRejected,
 )
+from fedplat.rounds.records import FutileAttempts
 from fedplat.rounds.states import AttemptPhase, JobStatus, Reason
+from fedplat.texts import MAX_TEXT_BYTES
 from support.rounds.driver import Driver, collecting
 
 
@@ -50,7 +54,13 @@ def test_a_job_whose_clients_always_fail_is_paused_with_the_reason() -> None:
     driver.do(OperatorCommand("j", JobAction.RESUME))
     driver.check_in("c0", "c1")
     driver.play_round()
-    assert (driver.job.round, driver.job.futile, driver.job.status) == (1, 0, JobStatus.RUNNING)
+    assert (driver.job.round, driver.job.futile.number, driver.job.status) == (1, 0, JobStatus.RUNNING)
+
+
+def test_a_long_text_of_a_client_is_shortened_in_the_reason_as_it_is_stored() -> None:
+    driver = start()
+    fail_all(driver, Reason.TRAINER_ERROR, "é" * 5000)
+    assert len(driver.attempt.reason.encode()) < 500 < MAX_TEXT_BYTES
 
 
 def test_a_rejection_and_a_failure_count_alike_and_the_refused_client_is_named() -> None:
@@ -68,7 +78,33 @@ def test_failures_that_pass_by_themselves_do_not_pause_a_job() -> None:
     driver = start(pause_after=2)
     for reason in (Reason.TRANSFER_FAILED, Reason.CLIENT_STOPPED, Reason.KEYS_LOST, Reason.TRANSFER_FAILED):
         fail_all(driver, reason)
-    assert (driver.job.status, driver.job.failures, driver.job.futile) == (JobStatus.RUNNING, 4, 0)
+    assert (driver.job.status, driver.job.failures, driver.job.futile.number) == (JobStatus.RUNNING, 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("clients", "num_eligible", "gives_up"),
+    [
+        ({"c0"}, 2, False),  # the job needs one, and c1 may be that one
+        ({"c0"}, 1, True),
+        ({"c0", "c1"}, 9, True),
+        (set[str](), 9, True),  # the aggregation failed
+    ],
+)
+def test_one_client_alone_does_not_stop_a_job_that_can_do_without_it(
+    clients: set[str], num_eligible: int, gives_up: bool
+) -> None:
+    job = start(pause_after=3).job
+    for number in (2, 3):
+        tried = structs.replace(job, futile=FutileAttempts(number, frozenset(clients), num_eligible))
+        assert futility.gives_up(tried) is (gives_up and number == 3)
+
+
+def test_missed_deadlines_do_not_pause_a_job_since_a_network_may_be_the_cause() -> None:
+    driver = start(pause_after=2)
+    for _ in range(3):
+        driver.wait(100.0)  # `training_s`
+        begin_next(driver)
+    assert (driver.job.status, driver.job.failures, driver.job.futile.number) == (JobStatus.RUNNING, 3, 0)
 
 
 def test_a_lasting_failure_of_one_client_counts_only_if_the_attempt_failed_because_of_it() -> None:

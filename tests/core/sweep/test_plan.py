@@ -101,6 +101,7 @@ def test_a_file_and_its_defaults(tmp_path: Path) -> None:
         (GRID + '"config.learning_rat" = [1.0]', "neither the base file nor local training has this key; did you mean"),
         (GRID + '"selection.gaol" = [1]', "selection.gaol = 1: there is no such key; did you mean goal?"),
         (GRID + '"rounds" = [5, 0]', "configuration 2 (learning_rate=0.003, epochs=1, rounds=0): rounds = 0: expected"),
+        (GRID + '"selection.goal" = [5000]', "selection.goal = 5,000: expected at most the"),
         (GRID + '"config.momentum" = [2.0]', "config.momentum = 2.0: expected a number < 1"),
         (GRID + '"simulation.seed" = [1]', 'grid: "simulation.seed": expected the seeds in the list `seeds`'),
         (GRID + '"simulation.engine" = ["ray"]', "expected an engine of one machine; the option --ray"),

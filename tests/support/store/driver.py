@@ -40,7 +40,7 @@ from fedplat.rounds.events import (
     UpdateReported,
     UploadStarted,
 )
-from fedplat.rounds.records import SecureMessages
+from fedplat.rounds.records import NO_FUTILE, SecureMessages
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
 from fedplat_server.database.ports import Store, recall_participations
 from fedplat_server.verify import checks, inspection
@@ -84,7 +84,7 @@ def as_stored(job: JobState) -> JobState:
         if not attempt.is_open:
             rows = [_without_messages(row) for row in rows]
         attempt, carried = rebuild_attempt(_bare(attempt), rows)
-    return structs.replace(job, attempt=attempt, carried_over=carried, resume_at=None, futile=0)
+    return structs.replace(job, attempt=attempt, carried_over=carried, resume_at=None, futile=NO_FUTILE)
 
 
 def _without_messages(row: Assignment) -> Assignment:
