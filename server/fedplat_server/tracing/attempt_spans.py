@@ -60,7 +60,7 @@ class AttemptSpans:
         attributes: dict[str, str | int] = {**_attributes(key), "fedplat.phase": phases[-1].phase}
         attributes |= {f"fedplat.assignments.{state.lower()}": count for state, count in attempt.counts.items()}
         abandoned = phases[-1].phase is AttemptPhase.ABANDONED
-        error = (attempt.reason or "the attempt was abandoned") if abandoned else ""
+        error = "the attempt was abandoned" if abandoned else ""  # its reason may have a text of a client
         times = phases[0].unix_s, phases[-1].unix_s
         whole = _Span(f"attempt {attempt.kind}", key, ids.attempt_span_id(key), times, attributes, error)
         self._add(whole, is_root=True)
