@@ -153,7 +153,7 @@ def test_a_worker_loads_each_data_set_once(tmp_path: Path, monkeypatch: pytest.M
         ({"metric": "acuracy"}, [], 'metric = "acuracy": no round was scored with it; expected one of accuracy, loss,'),
         ({}, ["simulation.partition.clients=5000"], "needs at least"),
         ({}, ["simulation.data.source=npz", "simulation.data.path=none.npz"], "cannot be read"),
-        ({}, ["simulation.model.loss=own:loss"], "the training raised RuntimeError: not today"),
+        ({}, ["simulation.model.loss=own:loss"], "of client 8 raised RuntimeError: not today"),
         ({}, ["simulation.data={ source = 'function', call = 'own:loss' }"], "raised TypeError"),
     ],
 )
