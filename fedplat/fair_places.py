@@ -280,34 +280,47 @@ class FairPlaces:
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._press)
 
     def _press(self) -> None:
-        """End the places of the greediest, as many as are waited for, once each has had its share of time."""
+        """End the places of the greediest for those who wait, once each has had its share of time."""
         self._timer = None
-        now, share_s = asyncio.get_running_loop().time(), self._limits().share_s
-        delay_s = share_s
-        for group, num_waiting in self._find_demand():
+        delay_s = self._limits().share_s
+        for group, waiting in self._find_demand().items():
             holders = [one for one in self._holders if not group or group in (one.network, one.connection)]
             staying = [one for one in holders if not one.is_ended]
-            for _ in range(min(num_waiting + len(staying) - len(holders), len(staying))):
-                greediest = find_greediest(staying)
-                if (left_s := greediest.since + share_s - now) > 0.0:
+            num_free = len(holders) - len(staying)
+            staying += waiting[:num_free]
+            for caller in waiting[num_free:]:
+                left_s = self._end_greediest([*staying, caller])
+                if left_s > 0.0:
                     delay_s = min(delay_s, left_s)
                     break
-                greediest.is_ended = True
-                staying.remove(greediest)
-                if greediest.scope is not None:
-                    greediest.scope.reschedule(now)
+                staying = [one for one in (*staying, caller) if not one.is_ended]
         if self._waiting and delay_s > 0.0:
             self._arm(delay_s)
 
-    def _find_demand(self) -> list[tuple[str, int]]:
-        """Return the groups that are full ("": all places are taken), and how many callers wait for each of them."""
+    def _end_greediest(self, callers: list[_Caller]) -> float:
+        """End the place of the greediest caller; or return in how many seconds that may be done.
+
+        The last of `callers` waits, and counts as if it had a place: so it takes one of its own network before it takes
+        the only one of another.
+        """
+        now, share_s = asyncio.get_running_loop().time(), self._limits().share_s
+        greediest = find_greediest(callers)
+        if greediest not in self._holders:  # it waits, too
+            return share_s
+        if (left_s := greediest.since + share_s - now) <= 0.0:
+            greediest.is_ended = True
+            if greediest.scope is not None:
+                greediest.scope.reschedule(now)
+        return left_s
+
+    def _find_demand(self) -> dict[str, list[_Caller]]:
+        """Return those who wait for a place in each of the groups that are full ("": all places are taken)."""
         limits = self._limits()
-        demand: Counter[str] = Counter()
+        demand: dict[str, list[_Caller]] = {}
         for network, callers in self._waiting.items():
-            if self._held[network] >= limits.per_network:
-                demand[network] = len(callers)
-            else:
-                demand.update(
-                    one.connection if self._held[one.connection] >= limits.per_connection else "" for one in callers
-                )
-        return list(demand.items())
+            is_full = self._held[network] >= limits.per_network
+            for one in callers:
+                is_own = self._held[one.connection] >= limits.per_connection
+                group = network if is_full else one.connection if is_own else ""
+                demand.setdefault(group, []).append(one)
+        return demand

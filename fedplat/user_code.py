@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import importlib.util
 import operator
+import os
 import sys
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -181,7 +182,7 @@ def _load_file(file: Path) -> ModuleType:
 
 def _module_name(file: Path) -> str:
     """Return a unique name: two files may have the same name, or the name of a module that is already imported."""
-    return f"{file.stem}_{sha256(str(file).encode()).hexdigest()[:16]}"
+    return f"{file.stem}_{sha256(os.fsencode(file)).hexdigest()[:16]}"
 
 
 def _is_within(module: ModuleType, folder: Path) -> bool:

@@ -34,7 +34,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
-class _Size(click.ParamType):
+class _Size(click.ParamType[int]):
     """A number of bytes, such as 500MB or 2GiB."""
 
     name = "size"

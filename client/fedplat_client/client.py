@@ -217,6 +217,11 @@ class Client:
                     delay_s = backoff.next_after(exc, lasted_s)
                     self._log_failure(exc, session, lasted_s, delay_s)
 
+    def _log_session(self, client_id: str) -> None:
+        offers = ", ".join(sorted(self._trainers.keys() | self._evaluators.keys()))
+        text = "The client is connected to %s as %s of the population %s, offers %s and waits for work."
+        _logger.info(text, self._server, client_id, self._population, offers, extra={"client": client_id})
+
     def _log_failure(self, exc: CallError, session: ClientSession, lasted_s: float, retry_s: float) -> None:
         fields = {**self._fields, "retry_s": round(retry_s, 3)}
         if is_cut(exc, lasted_s):
@@ -230,7 +235,7 @@ class Client:
             identity = self._directory.load_identity(self._ticket)
             key = self._directory.load_signing_key(identity)
             channel = stack.enter_context(transport.connect(self._server, tls=identity.tls, ca=identity.ca))
-            signed = SignedAccess(channel, key, self._options.call_timeout_s)
+            signed = SignedAccess(channel, key, self._options.call_timeout_s, self._log_session)
             access = stack.enter_context(self._certificates(signed, identity)) if self._options.mtls else signed
             connection = Connection(access, self._options.call_timeout_s)
             port = stack.enter_context(self._peer_port(signed, identity))

@@ -86,6 +86,7 @@ class CallError(ClientError):
     def __init__(self, code: str, text: str, retry: model_pb2.RetryWindow | None = None) -> None:
         super().__init__(f"{code}: {text}")
         self.code = code
+        self.text = text
         self.retry = retry
 
 

@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.message import Message
 
 from fedplat import auth, wire
-from fedplat.wire import pieces
+from fedplat.wire import pieces, proxies
 from fedplat.wire.v1 import fleet_pb2, model_pb2, peer_pb2
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import (
@@ -90,12 +90,12 @@ def connect(
     `client_certificate`: the client's private key and certificate, PEM. `expected_host`: the DNS name that the server's
     certificate must have, instead of the host.
     """
+    options = (*_CHANNEL_OPTIONS, *proxies.channel_options(server))
     if not tls:
-        return grpc.insecure_channel(server, options=_CHANNEL_OPTIONS, compression=grpc.Compression.NoCompression)
+        return grpc.insecure_channel(server, options=options, compression=grpc.Compression.NoCompression)
     credentials = grpc.ssl_channel_credentials(ca.encode() or None, *(client_certificate or ()))
-    options = (
-        (*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", expected_host)) if expected_host else _CHANNEL_OPTIONS
-    )
+    if expected_host:
+        options += (("grpc.ssl_target_name_override", expected_host),)
     return grpc.secure_channel(server, credentials, options, grpc.Compression.NoCompression)
 
 
@@ -160,7 +160,7 @@ def result(future: _Future[Response_co], signal: StopSignal) -> Response_co:
 
 def translate_error(exc: grpc.RpcError) -> CallError:
     """Translate a gRPC error into a `CallError`."""
-    status, text = exc.code(), exc.details() or "no details"
+    status, text = exc.code(), proxies.explain_status(exc.details() or "no details")
     error_code = {entry.key: entry.value for entry in exc.trailing_metadata() or ()}.get(auth.METADATA_CODE)
     if (error_type := _BY_CODE.get(str(error_code))) is not None:
         return error_type(status.name, text, _retry_window(exc))

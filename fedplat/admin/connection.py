@@ -14,7 +14,7 @@ from fedplat.admin.interrupts import defer_interrupt
 from fedplat.admin.profile import DEFAULT_SERVER, Profile
 from fedplat.auth import METADATA_CODE, is_address
 from fedplat.errors import ServerRefusedError, ServerUnreachableError
-from fedplat.wire import handshake
+from fedplat.wire import handshake, proxies
 
 _CHANNEL_OPTIONS = (
     *wire.CHANNEL_OPTIONS,
@@ -120,13 +120,17 @@ class AdminConnection:
                 f"{server} does not support this request ({details}): it is not a fedplat server, or it is older than "
                 f"this program, {__version__}; update the server first"
             )
-        if code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL):
+        if (explained := proxies.explain_status(details)) != details:
+            details = f"the request did not reach the server at {server}: {explained}"
+        elif code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL):
             details = f"the server at {server} failed ({details}); see its log"
         return ServerRefusedError(details)
 
     def _unreachable(self, reason: str) -> ServerUnreachableError:
         profile = self._profile
-        if problem := handshake.problem(profile.server, ca=profile.ca, insecure=profile.insecure):
+        if proxies.find(profile.server) is not None:
+            reason = proxies.explain(profile.server, reason)
+        elif problem := handshake.problem(profile.server, ca=profile.ca, insecure=profile.insecure):
             return ServerUnreachableError(
                 f"cannot connect to the server at {profile.server}: {problem}", reason=problem, is_lasting=True
             )
@@ -138,10 +142,11 @@ class AdminConnection:
 
 def _open_channel(profile: Profile) -> grpc.Channel:
     none = grpc.Compression.NoCompression
+    options = (*_CHANNEL_OPTIONS, *proxies.channel_options(profile.server))
     if profile.insecure:
-        return grpc.insecure_channel(profile.server, options=_CHANNEL_OPTIONS, compression=none)
+        return grpc.insecure_channel(profile.server, options=options, compression=none)
     credentials = grpc.ssl_channel_credentials(profile.ca.encode() or None)
-    return grpc.secure_channel(profile.server, credentials, options=_CHANNEL_OPTIONS, compression=none)
+    return grpc.secure_channel(profile.server, credentials, options=options, compression=none)
 
 
 def _format_retry(window: str) -> str:
@@ -159,6 +164,8 @@ def _shorten(details: str) -> str:
         return "the host name is not known"
     if details in ("Cancelling all calls", "Socket closed", "CANCELLED"):
         return "the connection was closed"
+    if (explained := proxies.explain_status(details)) != details:
+        return explained
     for prefix in ("Failed to connect to remote host: ", "last error: "):
         if prefix in details:
             return details.rpartition(prefix)[2]

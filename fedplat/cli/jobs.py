@@ -25,8 +25,8 @@ from fedplat.cli.session import (
     session,
 )
 from fedplat.cli.submission import Submission, load, submit
-from fedplat.errors import FedplatError, JobFileError
-from fedplat.job import JobSpec, warnings
+from fedplat.errors import FedplatError, JobFileError, MissingExtraError
+from fedplat.job import JobSpec, calibrate, warnings
 from fedplat.simulation.scenario import feasible
 from fedplat.simulation.scenario import file as simulation_file
 from fedplat.simulation.scenario import schema as job_schema
@@ -96,6 +96,7 @@ def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = 
             described = simulation_file.read(file)
             with simulation_file.naming(file):
                 feasible.check_file(described)
+            _calibrate(output, file, submission.spec)
         except JobFileError as exc:
             if not output.as_json:
                 raise
@@ -107,7 +108,7 @@ def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = 
                 {
                     "valid": True,
                     "mistakes": [],
-                    "warnings": warnings(spec),
+                    "warnings": warnings(spec, submission.parameters),
                     "name": spec.name,
                     "num_rounds": spec.rounds,
                     "num_tensors": len(schema.tensors),
@@ -248,13 +249,23 @@ def _load_for(client: AdminClient, file: Path, patience: Patience) -> Submission
     return _load(file, found)
 
 
+def _calibrate(output: Output, file: Path, spec: JobSpec) -> None:
+    """Raise `JobFileError` if the server could not calibrate the noise of a private job."""
+    try:
+        calibrate(spec)
+    except MissingExtraError as exc:
+        output.note(f"warning: whether the noise can be calibrated was not checked: {exc}")
+    except JobFileError as exc:
+        raise JobFileError(f"{file}: {exc}") from exc
+
+
 def _load(file: Path, server_plugins: frozenset[tuple[str, str]] = frozenset()) -> Submission:
     with simulation_file.naming(file):
         return load(file, server_plugins)
 
 
 def _warn(output: Output, submission: Submission) -> None:
-    for warning in warnings(submission.spec):
+    for warning in warnings(submission.spec, submission.parameters):
         output.note(f"warning: {warning}")
     total = submission.spec.rounds * submission.parameters.schema.file_size_bytes
     if not submission.spec.retention.versions and total > LARGE_BYTES:

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from fedplat import texts
 from fedplat.admin import AdminClient
 from fedplat.cli import completion
 from fedplat.cli.output import Output, OutputFormat
@@ -124,6 +125,9 @@ def reporting(
         for note in getattr(exc, "__notes__", ()):
             output.note(note)
         raise typer.Exit(exit_status(exc)) from exc
+    except UnicodeEncodeError as exc:  # an argument, which no message can hold
+        output.error(f"'{texts.repair(exc.object)}' is not valid UTF-8; write it in UTF-8")
+        raise typer.Exit(WRONG_USAGE) from exc
 
 
 def exit_status(error: FedplatError) -> int:

@@ -25,4 +25,4 @@ def assume(node_id: int) -> None:
 
 def node_id(name: str) -> int:
     """Return the node id that apps see for a client: 63 bits of a hash."""
-    return int.from_bytes(sha256(name.encode()).digest()[:8], "big") >> 1
+    return int.from_bytes(sha256(name.encode(errors="surrogateescape")).digest()[:8], "big") >> 1

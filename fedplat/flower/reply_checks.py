@@ -11,6 +11,7 @@ The numbers in the arrays were checked when the replies arrived (`layout.check_r
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 from collections import Counter
@@ -61,8 +62,9 @@ class ReplyUse:
         replies = self._limit_weights(replies, weight, misfits)
         restore = _remember(self.strategy)
 
-        def attempt(problems: Mapping[int, str]) -> Any:
-            result = aggregate(number, [_pass_on(reply, problems.get(index)) for index, reply in enumerate(replies)])
+        def attempt(problems: Mapping[int, str], *, with_errors: bool = True) -> Any:
+            passed = [_pass_on(reply, problems.get(index)) for index, reply in enumerate(replies)]
+            result = aggregate(number, [reply for reply in passed if with_errors or reply.has_content()])
             arrays = result[0] if isinstance(result, tuple) and result else None
             if isinstance(arrays, ArrayRecord) and not _is_finite(arrays) and _is_finite(sent):
                 name = type(self.strategy).__name__
@@ -129,7 +131,7 @@ def find_misfits(replies: Sequence[Message], weight: str, sent: ArrayRecord) -> 
 
 
 def _search(
-    attempt: Callable[[Mapping[int, str]], Any],
+    attempt: Callable[..., Any],
     restore: Callable[[], None],
     replies: Sequence[Message],
     misfits: Mapping[int, str],
@@ -137,17 +139,18 @@ def _search(
 ) -> tuple[Mapping[int, str], Any]:
     """Return the replies that are the cause of a strategy's failure, with the result without them.
 
-    They are the misfits, or one more reply. Raises `cause` if the strategy fails without any of them.
+    They are the misfits, or one more reply. Some strategies fail with error replies: they get none of them then. Raises
+    `cause` if the strategy fails without any of them.
     """
     others = [index for index, reply in enumerate(replies) if reply.has_content() and index not in misfits]
     text = f"the strategy cannot use it: {type(cause).__name__}: {cause}"
-    blamed: list[Mapping[int, str]] = [misfits] if misfits else []
+    blamed: list[Mapping[int, str]] = [misfits] if len(others) < len(replies) else []
     if len(others) >= MIN_CLAIMS:
         blamed += [{**misfits, index: text} for index in others[:MAX_SEARCHED]]
-    for problems in blamed:
+    for problems, with_errors in itertools.product(blamed, (True, False)):
         restore()
         try:
-            return problems, attempt(problems)
+            return problems, attempt(problems, with_errors=with_errors)
         except Exception as exc:
             _logger.debug("The strategy fails without the replies %s as well: %s", list(problems), exc)
     raise cause

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from fedplat.job.spec import JobSpec
+from fedplat.model import Parameters
 
 
-def warnings(spec: JobSpec) -> list[str]:
-    """Return a warning for each setting that lets a single client dominate a job."""
-    found: list[str] = []
+def warnings(spec: JobSpec, model: Parameters | None = None) -> list[str]:
+    """Return a warning for each setting that lets one client dominate a job, or does not suit its initial model."""
+    found = [] if model is None else describe_coarse_steps(spec, model)
     updates = spec.updates
     if spec.flower is not None or spec.secure_aggregation is not None or spec.gossip is not None:
         # Its strategy decides what an update may weigh, clients clip and weigh theirs by at most 1, or no one sees one.
@@ -28,3 +31,31 @@ def warnings(spec: JobSpec) -> list[str]:
             f"{updates.max_examples:g} examples may outweigh all others; set a factor, or a lower max_examples"
         )
     return found
+
+
+def describe_coarse_steps(spec: JobSpec, model: Parameters) -> list[str]:
+    """Return a warning if secure aggregation rounds updates to steps that are larger than the model's own weights.
+
+    A step is the clip norm divided by the number of levels, so a huge norm, meant as "no clipping", leaves little of an
+    update. The noise of a private job is larger than a step.
+    """
+    options = spec.secure_aggregation
+    if options is None or spec.privacy is not None:
+        return []
+    step = spec.updates.clip_norm / (2 ** (options.bits - 1) - 1)
+    squares, count = 0.0, 0
+    for block in model.to_blocks():
+        squares += float(np.square(block, dtype=np.float64).sum())
+        count += int(np.count_nonzero(block))
+    size = (squares / count) ** 0.5 if count else _USUAL_WEIGHT
+    if step <= size:
+        return []
+    return [
+        f"updates.clip_norm = {spec.updates.clip_norm:g}: with secure_aggregation.bits = {options.bits} entries of "
+        f"updates are rounded to multiples of {step:.3g}, and the model's weights are about {size:.3g}; set a "
+        "clip_norm near the norm of an update, or more bits"
+    ]
+
+
+_USUAL_WEIGHT = 0.1
+"""The size of weights, for a model of zeros."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from fedplat.privacy.noise import KEY_BYTES, Noise, Normals
 
-_STEP = "tree step"
+_STEP, _SEED = "tree step", "tree seed"
 _WORDS = 6
 """Number of 43-bit integers in which a seed is stored; float64 holds them exactly."""
 _BITS = 43
@@ -67,4 +67,9 @@ def _seed(scalars: Mapping[str, float], level: int) -> bytes:
 
 
 def _word(level: int, index: int) -> str:
-    return f"tree seed {level} {index}"
+    return f"{_SEED} {level} {index}"
+
+
+def has_seeds(beginning: bytes) -> bool:
+    """Return whether a file that begins like this is the state of a rule with seeds of nodes."""
+    return f'"{_SEED} '.encode() in beginning

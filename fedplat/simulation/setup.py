@@ -12,11 +12,13 @@ from fedplat import initial
 from fedplat.aggregate import LocalAlgorithmOptions
 from fedplat.errors import DataError, JobFileError, ModelError
 from fedplat.job import build_rule, calibrate
+from fedplat.job.advice import describe_coarse_steps
 from fedplat.learner import ArrayLearner
 from fedplat.model import Parameters
 from fedplat.plugins import name_of
 from fedplat.simulation.clients import build_fleet
 from fedplat.simulation.data import Dataset, Federation, divide, federation
+from fedplat.simulation.data.federation import check_finite
 from fedplat.simulation.engines.interface import Engine
 from fedplat.simulation.engines.registry import RayOptions, open_engine
 from fedplat.simulation.engines.tasks import ClientTraining
@@ -75,6 +77,8 @@ def prepare(
             f"data is a {type(data).__name__}; expected a Federation, or a Dataset such as Dataset.from_arrays(inputs, "
             "targets)"
         )
+    if data is not None:
+        check_finite(data)
     clients_data = data if data is not None else load_data(file, on_progress)
     num_clients = clients_data.num_clients if clients_data is not None else 0
     fleet = build_fleet(options.fleet, options.seed, num_clients, file.folder)
@@ -153,6 +157,8 @@ def _open_engine(
             raise ModelError(misfit)
     except ModelError as exc:
         raise JobFileError(f"model.initial = {file.job.model.initial!r}: {exc}") from exc
+    for text in describe_coarse_steps(file.job, initial_model):
+        on_progress(text)
     algorithm: LocalAlgorithmOptions | None = None
     if isinstance(learner, ArrayLearner):
         task = ClientTraining(data, learner, file.job.config, file.simulation.seed)

@@ -10,6 +10,7 @@ import msgspec
 
 from fedplat.claims import MetricLimits
 from fedplat.loaded_plugins import NO_PLUGINS, LoadedPlugins
+from fedplat.submission_checks import MAX_JOB_FILE_BYTES, MAX_MODEL_BYTES
 
 DEFAULT_CACHE_BYTES = 8 << 30
 """The limit of the local copies of models that are in an object store."""
@@ -51,14 +52,14 @@ class Limits(msgspec.Struct, frozen=True):
 
     max_waiting: int = 100_000
     max_wait_s: float = 300.0
-    max_model_bytes: int = 64 * 2**30
+    max_model_bytes: int = MAX_MODEL_BYTES
     max_labels: int = 64
     max_label_bytes: int = 8192
     max_metrics: int = MetricLimits.num_metrics
     max_metric_bytes: int = MetricLimits.name_bytes
     max_text: int = 1000
     max_names: int = 256
-    max_job_file_bytes: int = 2**18
+    max_job_file_bytes: int = MAX_JOB_FILE_BYTES
     max_calls: int = 16
     max_streams: int = 4
     idle_s: float = 60.0

@@ -181,7 +181,8 @@ def test_a_signal_ends_the_process_cleanly(
     assert process.returncode == 0
     assert output.endswith("stopped\n")
     assert "Traceback" not in output
-    assert "The task started. job=job-1 round=1" in output
+    assert "The task started: training with wait in round 1 of the job digits. job=job-1 round=1" in output
+    assert f"The client is connected to {fleet.address} as client-1 of the population demo, offers wait and" in output
     assert [fail.reason for fail in fleet.requests["Fail"]] == [model_pb2.REASON_CLIENT_STOPPED]
 
 

@@ -63,7 +63,11 @@ def test_the_work_is_recorded_below_the_assignment(
     parents = {name: parent_id(span) for name, span in found.items()}
     assert parents.pop("epoch") == span_id(found["train"])
     assert set(parents.values()) == {SPAN_ID}
-    (done,) = (record for record in caplog.records if record.message == "The task is done and reported.")
+    (done,) = (
+        record
+        for record in caplog.records
+        if record.message == "The task is done and reported: round 1 of the job digits."
+    )
     assert (vars(done)["trace_id"], vars(done)["job"]) == (TRACE_ID, "job-1")
     sent = {name: metadata.get("traceparent", "") for name, metadata in fleet.metadata}
     assert sent["Report"] == f"00-{TRACE_ID}-{span_id(found['report'])}-01"

@@ -65,8 +65,10 @@ async def test_the_oldest_of_the_greediest_gives_its_place_away() -> None:
     newcomer = await Holder(places, ("three",)).get()
     assert await held[1].lost() == "others waited for its place"
     neighbour = await Holder(places, ("two",)).get()
+    assert await held[2].lost()  # one of its own network, before the only one of another
+    last = await Holder(places, ("four",)).get()
     assert await held[0].lost()  # all have one: the oldest
-    for one in (held[2], newcomer, neighbour):
+    for one in (newcomer, neighbour, last):
         one.done.set()
         await one.task
     assert (places.num_held, places.num_waiting) == (0, 0)
@@ -83,6 +85,23 @@ async def test_a_network_only_takes_from_itself() -> None:
     for one in (other, *held):
         one.done.set()
         await one.task
+
+
+async def test_many_of_one_network_do_not_take_the_only_place_of_another() -> None:
+    limits = dataclasses.replace(LIMITS, per_network=3, waiting_per_network=50)
+    places = FairPlaces(lambda: limits)
+    other = await Holder(places, ("one",)).get()
+    greedy = [Holder(places, ("two",)) for _ in range(50)]
+    third = await Holder(places, ("three",)).get()
+    assert not other.task.done()
+    assert not third.task.done()
+    for one in (other, third):
+        one.done.set()
+        await one.task
+    for one in greedy:
+        one.task.cancel()
+    await asyncio.gather(*(one.task for one in greedy), return_exceptions=True)
+    assert (places.num_held, places.num_waiting) == (0, 0)
 
 
 async def test_those_who_wait_come_in_turns() -> None:

@@ -134,6 +134,18 @@ def test_all_that_works_with_sums_is_allowed() -> None:
     assert warnings(spec) == warnings(job(updates="clip_norm = 1\nmax_examples = 50")) == []
 
 
+def test_a_clip_norm_that_leaves_nothing_of_an_update_is_warned_of() -> None:
+    weights = Parameters.from_arrays({"w": np.full(100, 0.05, np.float32), "b": np.zeros(9, np.float32)})
+    for clip_norm, warns in (("5.0", False), ("1e8", True)):
+        spec = job(updates=f"clip_norm = {clip_norm}\nmax_examples = 50", secure="bits = 20\nmodulus = 30")
+        found = warnings(spec, weights)
+        assert bool(found) == warns
+        zeros = Parameters.from_arrays({"w": np.zeros(100, np.float32)})
+        assert bool(warnings(spec, zeros)) == warns
+        if warns:  # 1e8 / (2^19 - 1)
+            assert "rounded to multiples of 191, and the model's weights are about 0.05; set a clip_norm" in found[0]
+
+
 @pytest.mark.fault("S12")
 def test_the_sum_of_a_group_may_fill_the_modulus() -> None:
     for group, bits, fits in ((64, 16, True), (65, 16, False)):

@@ -46,6 +46,25 @@ def test_an_extra_has_one_meaning() -> None:
     assert [*map(str, SERVER.extras["pool"])] == ["fedplat-server[torch]"]
 
 
+MENDED = {
+    "h11": "0.16",  # CVE-2025-43859: chunked bodies
+    "jinja2": "3.1.6",  # CVE-2025-27516
+    "pillow": "11.3",  # CVE-2025-48379
+    "protobuf": "6.31.1",  # CVE-2025-4565: recursion
+    "starlette": "1.3.1",  # CVE-2026-48710: `Host` changes the path; CVE-2026-54283
+}
+"""The first versions without the known holes of those before."""
+
+
+@each_project
+def test_no_bound_admits_a_version_with_a_known_hole(project: Project) -> None:
+    found = [*project.requirements, *(each for extra in project.extras.values() for each in extra)]
+    for each in found:
+        if (mended := MENDED.get(each.name.lower())) is not None:
+            lowest = min(Version(bound.version) for bound in each.specifier if bound.operator == ">=")
+            assert lowest >= Version(mended), str(each)
+
+
 @each_project
 def test_a_distribution_describes_itself(project: Project) -> None:
     readme = (project.folder / project.table["readme"]).read_text()

@@ -113,3 +113,8 @@ def test_an_error_in_a_library_names_the_line_that_called_it(tmp_path: Path) -> 
     expected = r"the loss raised AttributeError: .* \(/.*/loss.py, line 2\)$"
     with pytest.raises(UserCodeError, match=expected), user_code.wrap_errors("the loss"):
         compute(check)
+
+
+def test_a_file_whose_name_is_not_utf_8_is_loaded() -> None:
+    write("M\udcfcn.py", "def score(parameters): return 7\n")
+    assert user_code.load_function("M\udcfcn.py:score")(None) == 7

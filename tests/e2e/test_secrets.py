@@ -238,7 +238,7 @@ def _check(site: Site) -> None:
     everything = "\n".join(site.said)
     for event in ("the server is ready", "an operator's call was refused", "the audit log ends here"):
         assert json.dumps({"event": event})[1:-1] in everything, f"the log does not contain: {event}"
-    for line in ("The client is enrolled.", "The task started.", "The task is done and reported.", "fenced"):
+    for line in ("The client is enrolled.", "The task started: ", "The task is done and reported: ", "fenced"):
         assert line in everything, f"the log does not contain: {line}"
     stored = list((site.folder / "server").glob("fedplat.sqlite*"))
     assert stored

@@ -273,9 +273,8 @@ def test_silos_are_silent_after_three_heartbeats_without_a_call() -> None:
 
 
 def test_a_server_refuses_more_silos_than_it_coordinates() -> None:
-    spec = job_checks.parse(job_text(goal=201), 10_000)
     with pytest.raises(RefusedError, match=r"at most 200 silos .* simulate larger ones") as caught:
-        job_checks.check_is_runnable(spec, [], [])
+        job_checks.parse(job_text(goal=201), 10_000)
     assert caught.value.code is Code.INVALID_JOB_FILE
 
 

@@ -12,8 +12,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from fedplat.aggregate import state_to_bytes
+from fedplat.privacy.tree import Tree
 from fedplat.rounds import AttemptKey
 from fedplat_server.cli.options import parse_spool
 from fedplat_server.database import schema
@@ -62,7 +65,8 @@ def test_a_forgotten_database_costs_no_model(
     folder = tmp_path / "data"
     models = asyncio.run(trained(folder, tmp_path / "elsewhere.sqlite"))
     assert len(models) == 3
-    for command in (["run", "--insecure"], ["db", "upgrade"], ["init"], ["prune", "--yes"], ["verify"]):
+    by_hand = ["db", "upgrade", "--database", str(folder / "fedplat.sqlite")]
+    for command in (["run", "--insecure"], ["db", "upgrade"], by_hand, ["init"], ["prune", "--yes"], ["verify"]):
         status, _, err = here(monkeypatch, capsys, *command, "--data-dir", str(folder))
         assert (status, err.count("\n")) == (2, 1), err
         assert "--database" in err
@@ -179,6 +183,20 @@ def test_the_running_daemon_sets_unknown_models_aside_too(tmp_path: Path) -> Non
         assert sweep.set_aside([digest]) == 7
     assert (blobs.all_digests(), blobs.take_back(digest)) == (frozenset(), True)
     assert blobs.all_digests() == {digest}
+
+
+def test_a_state_with_seeds_of_noise_is_erased_and_not_set_aside(tmp_path: Path) -> None:
+    """It is what a crash leaves between the state of a version and the version."""
+    blobs = BlobStore(tmp_path)
+    scalars = Tree(4).first()
+    state = state_to_bytes({"velocity": np.ones(3, np.float32)}, {**scalars, list(scalars)[1]: 7.0})
+    secret, harmless = (blobs.put_chunks([data]).digest for data in (state, b"a model"))
+    with blobs.sweep() as sweep:
+        blobs.settle([secret])
+        sweep.set_aside([secret])
+    again = blobs.put_chunks([state]).digest
+    blobs.remove_orphans(StoredDigests())
+    assert (again, blobs.take_back(secret), blobs.take_back(harmless)) == (secret, False, True)
 
 
 UNKNOWN, KNOWN = AttemptKey("another database's", 1, 1), AttemptKey("ended", 1, 1)

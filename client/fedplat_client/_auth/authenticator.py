@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,10 +42,20 @@ class Access(Protocol):
 
 
 class SignedAccess:
-    """Signs every call; works also behind a proxy that terminates TLS. `client_id` is set by the enrollment."""
+    """Signs every call; works also behind a proxy that terminates TLS. `client_id` is set by the enrollment.
 
-    def __init__(self, channel: grpc.Channel, key: SigningKey, timeout_s: float) -> None:
+    `on_session` is called with the client's id when the server has opened a session.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        key: SigningKey,
+        timeout_s: float,
+        on_session: Callable[[str], None] = lambda client_id: None,
+    ) -> None:
         self.client_id = ""
+        self._on_session = on_session
         self._channel = channel
         self._key = key
         self._timeout_s = timeout_s
@@ -77,4 +88,6 @@ class SignedAccess:
 
     def _open_session(self, signal: StopSignal) -> str:
         request = fleet_pb2.OpenSessionRequest(client_id=self.client_id, protocol_version=wire.PROTOCOL_VERSION)
-        return self.prove(_OPEN, request.SerializeToString(), signal).session_id
+        session_id = self.prove(_OPEN, request.SerializeToString(), signal).session_id
+        self._on_session(self.client_id)
+        return session_id

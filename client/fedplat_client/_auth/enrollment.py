@@ -13,7 +13,7 @@ from fedplat.auth import Ticket
 from fedplat.codecs import CODECS
 from fedplat.loaded_plugins import NO_PLUGINS, LoadedPlugins
 from fedplat.secure_aggregation.setup import FEATURE
-from fedplat.wire import handshake
+from fedplat.wire import handshake, proxies
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client._auth.authenticator import SignedAccess
 from fedplat_client._auth.calls import Connection, version_check
@@ -121,9 +121,13 @@ class ClientSession:
         return self._endpoints.connection.check_in(request, self._stop)
 
     def explain_error(self, exc: CallError) -> CallError:
-        """Return a clearer error if the client cannot verify the server's TLS; else the error itself."""
+        """Return a clearer error if a proxy is in between or the client cannot verify the server's TLS; else `exc`."""
         identity = self._identity
-        if not identity.tls or exc.code != "UNAVAILABLE":
+        if exc.code != "UNAVAILABLE":
+            return exc
+        if proxies.find(identity.server) is not None:
+            return ServerUnavailableError(exc.code, proxies.explain(identity.server, exc.text), exc.retry)
+        if not identity.tls:
             return exc
         problem = handshake.problem(identity.server, ca=identity.ca)
         return ServerUnavailableError(exc.code, f"{identity.server}: {problem}", exc.retry) if problem else exc

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from fedplat import texts
 from fedplat.client_state import ClientState
 from fedplat.codecs.container import Format
 from fedplat.model import Parameters
@@ -68,7 +69,8 @@ class AssignmentWorker:
         control = Control(assignment.training_timeout_s, assignment.upload_timeout_s, self.options, may_be_late=is_silo)
         fields = _fields(assignment)
         span = functools.partial(spans.start, assignment.traceparent)
-        _logger.info("The task started.", extra=fields)
+        name = _describe(assignment)
+        _logger.info("The task started: %s.", name, extra=fields)
         try:
             with guard(control, "the client could not finish the task"):
                 if is_silo:
@@ -86,9 +88,9 @@ class AssignmentWorker:
         assert stop is not None  # only a signal that is set raises Cancelled
         fields["reason"] = reason_name(stop.reason)
         if stop.by_server:
-            _logger.info("The server stopped the task: %s", stop.text, extra=fields)
+            _logger.info("The server stopped the task (%s): %s", name, stop.text, extra=fields)
             return CheckInResult(failed=stop.reason == model_pb2.REASON_REJECTED_MESSAGE, retry=stop.retry)
-        _logger.warning("The task failed: %s", stop.text, extra=fields)
+        _logger.warning("The task failed (%s): %s", name, stop.text, extra=fields)
         if stop.reason not in _DEADLINES:  # the server's deadline has passed already
             self._fail(assignment.token, stop, control)
         return CheckInResult(failed=True)
@@ -234,7 +236,8 @@ class AssignmentWorker:
             _logger.warning("The server refused the report: %s", exc, extra=fields)
             return CheckInResult(failed=True)
         if not response.HasField("refusal"):
-            _logger.info("The task is done and reported.", extra=fields)
+            name = texts.printable(f"round {fields['round']} of the job {fields['job_name']}")
+            _logger.info("The task is done and reported: %s.", name, extra=fields)
             return CheckInResult(failed=False)
         refusal = response.refusal
         reason = {"reason": reason_name(refusal.reason)}
@@ -249,6 +252,13 @@ class AssignmentWorker:
                 return
             if self.options.wait(self.stop, backoff.next_s()):
                 return
+
+
+def _describe(assignment: fleet_pb2.Assignment) -> str:
+    """Return what an assignment is, for a log that has no fields."""
+    kind = "evaluation" if assignment.task == fleet_pb2.TASK_EVALUATE else "training"
+    text = f"{kind} with {assignment.trainer} in round {assignment.round} of the job {assignment.job_name}"
+    return texts.printable(text)  # the server chooses the names
 
 
 def _fields(assignment: fleet_pb2.Assignment) -> dict[str, object]:

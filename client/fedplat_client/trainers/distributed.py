@@ -159,7 +159,7 @@ class LaunchedGroup:
                 _logger.info("Rank 0 stopped the %s.", what, extra=fields)
             except FedplatError as exc:
                 _logger.warning("The %s with rank 0 failed: %s", what, exc, extra=fields)
-            except Exception:  # the task's boundary: the trainer is code of the client's owner
+            except (Exception, SystemExit):  # the task's boundary: the trainer is code of the client's owner
                 _logger.exception("The %s with rank 0 failed.", what, extra=fields)
 
     def release(self) -> None:
@@ -177,7 +177,7 @@ class LaunchedGroup:
             try:
                 with _receive_task(announcement, self._ranks, plugins) as task:
                     function(task)
-            except Exception as exc:
+            except (Exception, SystemExit) as exc:
                 # Publish the error before leaving the group, since leaving fails the other ranks.
                 message = f"rank {self._ranks.rank}: {texts.describe(exc)}"
                 self._open_store().compare_set(self._failure_key, "", message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -16,6 +17,7 @@ from fedplat.pytorch.parallel.plan import ParallelPlan, list_blocks
 from fedplat.pytorch.parallel.tensor import check_tensor_plan, divide_operations
 from fedplat.pytorch.parallel.ties import check_ties
 
+_log = logging.getLogger(__name__)
 Precision: TypeAlias = Literal["fp32", "fp16", "bf16"]
 
 
@@ -25,11 +27,6 @@ def check_plan(module: nn.Module, plan: ParallelPlan, parallel: Parallel) -> Non
         check_tensor_plan(module, plan, parallel.tensor, sequence=parallel.sequence)
     if parallel.num_parts > 1 or parallel.offload == "cpu":
         check_ties(module, list_blocks(module, plan))
-    if parallel.recompute == "blocks" and not list_blocks(module, plan):
-        raise ValueError(
-            f'recompute = "blocks": the plan of {type(module).__name__} has no blocks; expected some, such as '
-            'ParallelPlan(blocks=("layers.*",)), or recompute = "none"'
-        )
 
 
 def parallelize(module: nn.Module, plan: ParallelPlan, layout: Layout, precision: Precision = "fp32") -> None:
@@ -40,10 +37,16 @@ def parallelize(module: nn.Module, plan: ParallelPlan, layout: Layout, precision
     mesh, parallel = layout.mesh, layout.parallel
     assert mesh is not None
     blocks = list_blocks(module, plan)
+    if parallel.shard > 1 and not blocks:
+        _log.warning(
+            "%s has no blocks, so each rank gathers all of it in each pass; "
+            "expected a ModuleList or Sequential in it, or names in ParallelPlan(blocks=...)",
+            type(module).__name__,
+        )
     if parallel.tensor > 1:
         divide_operations(module, plan, mesh[TENSOR], sequence=parallel.sequence)
     if parallel.recompute == "blocks":
-        for name in blocks:
+        for name in blocks or dict(module.named_children()):  # a part whose `forward` is not called is not recomputed
             _recompute(module.get_submodule(name))
     if parallel.num_parts > 1 or parallel.offload == "cpu" or precision == "bf16":
         _shard(module, blocks, layout, precision)

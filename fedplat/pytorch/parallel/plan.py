@@ -44,7 +44,10 @@ class ParallelPlan:
     stages: tuple[str, ...] = ()
     """The modules in the order of the forward pass, with wildcards; a pipeline cuts only between them."""
     blocks: tuple[str, ...] = ()
-    """The modules that are sharded and recomputed as a unit; by default those in `stages` that have wildcards."""
+    """The modules that are sharded and recomputed as a unit; by default those in `stages` that have wildcards.
+
+    If there are none either, they are the members of each outermost `ModuleList` and `Sequential`.
+    """
 
 
 def find_plan(module: nn.Module, given: ParallelPlan | None) -> ParallelPlan:
@@ -75,8 +78,32 @@ def match_names(module: nn.Module, pattern: str) -> list[str]:
 def list_blocks(module: nn.Module, plan: ParallelPlan) -> list[str]:
     """Return the names of the modules that are sharded and recomputed as a unit, without those of other stages."""
     patterns = plan.blocks or tuple(pattern for pattern in plan.stages if "*" in pattern)
-    names = [name for pattern in patterns for name in match_names(module, pattern)]
+    if patterns:
+        names = [name for pattern in patterns for name in match_names(module, pattern)]
+    else:
+        names = [name for name in _list_members(module) if not _shares_weights(module, name)]
     return [name for name in names if next(module.get_submodule(name).parameters(), None) is not None]
+
+
+def _list_members(module: nn.Module, prefix: str = "") -> list[str]:
+    """Return the names of the members of each outermost list of modules."""
+    names: list[str] = []
+    for name, part in module.named_children():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            names.append(prefix + name)
+        else:
+            names += _list_members(part, f"{prefix}{name}.")
+    return names
+
+
+def _shares_weights(module: nn.Module, name: str) -> bool:
+    """Return whether a part has a weight that is also elsewhere: such a part cannot be sharded alone."""
+    own = {id(weight) for weight in module.get_submodule(name).parameters()}
+    return any(
+        id(weight) in own
+        for other, weight in module.named_parameters(remove_duplicate=False)
+        if not other.startswith(f"{name}.")
+    )
 
 
 def _from_hugging_face(module: nn.Module) -> ParallelPlan:

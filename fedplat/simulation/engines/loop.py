@@ -14,7 +14,7 @@ from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
 from fedplat.simulation.engines.tasks import ClientTraining, Contents, num_examples
 from fedplat.simulation.engines.trainers import make_trainer
 from fedplat.simulation.engines.version_refs import Versions
-from fedplat.simulation.engines.work_queue import make_error
+from fedplat.simulation.engines.work_queue import describe_task, make_error
 
 
 class LoopEngine(Engine):
@@ -62,7 +62,7 @@ class LoopEngine(Engine):
         except FedplatError as exc:  # the error names the client, as that of a worker does
             raise make_error(task, str(exc)) from exc
         except Exception:  # of the owner's code: the error names the client and the line
-            with user_code.wrap_errors(f"the {'scoring' if task.scores else 'training'} of client {task.client}"):
+            with user_code.wrap_errors(describe_task(task)):
                 raise
         finally:
             self._versions.end(task)

@@ -16,7 +16,12 @@ Answer = TypeVar("Answer")
 
 def make_error(task: ClientTask, failure: str) -> EngineError:
     """Return the error of a task that failed in a worker."""
-    return EngineError(f"the {'scoring' if task.scores else 'training'} of client {task.client} failed: {failure}")
+    return EngineError(f"{describe_task(task)} failed: {failure}")
+
+
+def describe_task(task: ClientTask) -> str:
+    """Return what a task does, for errors."""
+    return f"the {'scoring' if task.scores else 'training'} of client {task.client}"
 
 
 class WorkQueue(Generic[Answer]):

@@ -150,16 +150,16 @@ _T = TypeVar("_T")
 def database_url(data_dir: Path, database: str | None) -> str:
     """Return the URL or the path of the database; create the data folder if the database is in it.
 
-    Raises `ConfigError` if the database would be new, and the data folder has models or updates of another one.
+    Raises `ConfigError` if the database would be new, in a data folder that has models or updates of another one.
     """
-    if database is not None:
-        return _check_text(database, "--database")
-    _check_text(str(data_dir.resolve()), "--data-dir")
-    folder.make(data_dir)
-    path = data_dir.resolve() / "fedplat.sqlite"
-    if not path.exists():
-        ownership.check_new_database(data_dir.resolve(), engine.describe(str(path)))
-    return str(path)
+    if database is None:
+        _check_text(str(data_dir.resolve()), "--data-dir")
+        folder.make(data_dir)
+        database = str(data_dir.resolve() / "fedplat.sqlite")
+    path = engine.sqlite_path(engine.async_url(_check_text(database, "--database")))
+    if path is not None and not path.exists():
+        ownership.check_new_database(path.resolve().parent, engine.describe(str(path.resolve())))
+    return database
 
 
 def _check_text(path: str, option: str) -> str:

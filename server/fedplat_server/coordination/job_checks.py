@@ -10,14 +10,12 @@ import tomllib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from fedplat import bounded_toml, report_validation, user_code
-from fedplat.errors import FedplatError, JobFileError, ModelError, PluginError, UserCodeError
-from fedplat.gossip.steps import MAX_SILOS
+from fedplat import bounded_toml, submission_checks
+from fedplat.errors import JobFileError, ModelError, PluginError, UserCodeError
 from fedplat.gossip.topology import describe_edges_problem, describe_unknown
-from fedplat.job import JobSpec, build_rule, parse_job
+from fedplat.job import JobSpec, parse_job
 from fedplat.model import Parameters
-from fedplat.plugins import BUILTIN, Plugins, name_of
-from fedplat.toml import format_value
+from fedplat.plugins import BUILTIN, Plugins
 from fedplat.toml_text import change_text
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.storage import spool_file
@@ -25,19 +23,12 @@ from fedplat_server.storage import spool_file
 
 def parse(job_file: str, max_bytes: int, plugins: Plugins = BUILTIN) -> JobSpec:
     """Parse a job file of at most `max_bytes` bytes in UTF-8, which may use the names of `plugins`."""
-    if len(job_file.encode()) > max_bytes:
-        raise RefusedError(Code.INVALID_JOB_FILE, f"it has more than {max_bytes} bytes")
     try:
+        submission_checks.check_size(job_file, max_bytes)
         spec = parse_job(job_file, plugins)
+        submission_checks.check_job(spec)
     except (JobFileError, PluginError, UserCodeError) as exc:
         raise RefusedError(Code.INVALID_JOB_FILE, str(exc)) from exc
-    algorithm = spec.config.get("algorithm")
-    if isinstance(algorithm, str) and ":" in algorithm:
-        raise RefusedError(
-            Code.INVALID_JOB_FILE,
-            f"config.algorithm = {format_value(algorithm)}: a job cannot name code of a client; expected the name of "
-            "an algorithm, which clients add with --plugin algorithms.NAME",
-        )
     return spec
 
 
@@ -71,12 +62,6 @@ def check_is_runnable(
     spec: JobSpec, evaluators: Sequence[str], trainers: Sequence[str], flower_apps: Sequence[str] = ()
 ) -> None:
     """Check that the server has the job's evaluator, trainers and Flower app, and supports its `durability`."""
-    if spec.gossip is not None and spec.selection.goal > MAX_SILOS:
-        raise RefusedError(
-            Code.INVALID_JOB_FILE,
-            f"selection.goal = {spec.selection.goal}: a server coordinates at most {MAX_SILOS} silos of a "
-            "decentralised job; simulate larger ones (fedplat simulate JOB.toml)",
-        )
     evaluator = spec.evaluation.server
     if evaluator is not None and evaluator not in evaluators:
         raise RefusedError(
@@ -127,27 +112,11 @@ def _list(names: Sequence[str]) -> str:
 def check_initial_model(path: Path, spec: JobSpec) -> int:
     """Check that a job can start from the model in a file; return the size of the file in bytes."""
     try:
-        parameters = Parameters.open(path)
+        submission_checks.check_initial_model(Parameters.open(path), spec)
     except FileNotFoundError as exc:
         raise RefusedError(Code.INVALID_MODEL, "upload it first (UploadModel)") from exc
     except ModelError as exc:
         raise RefusedError(Code.INVALID_MODEL, str(exc)) from exc
-    if parameters.schema.num_floating == 0:
-        raise RefusedError(Code.INVALID_MODEL, "it has no floating-point tensor to train")
-    if not parameters.is_finite():
-        raise RefusedError(Code.INVALID_MODEL, "it holds NaN or infinite values")
-    try:
-        with user_code.wrap_errors(f'aggregation.rule = "{name_of(spec.aggregation)}": misfit()'):
-            misfit = build_rule(spec).requirements.misfit(parameters.schema)
-    except (PluginError, UserCodeError) as exc:
+    except JobFileError as exc:
         raise RefusedError(Code.INVALID_JOB_FILE, str(exc)) from exc
-    if misfit:
-        raise RefusedError(Code.INVALID_MODEL, misfit)
-    for key in ("uplink", "downlink"):
-        if (codec := getattr(spec.compression, key)) is not None:
-            try:
-                with user_code.wrap_errors(f"compression.{key}"):
-                    report_validation.size_limit(path, codec)  # of a plugin: any update needs it
-            except FedplatError as exc:
-                raise RefusedError(Code.INVALID_JOB_FILE, str(exc)) from exc
     return path.stat().st_size

@@ -124,10 +124,10 @@ class Reads:
     async def open_call(self, caller: Caller) -> AsyncGenerator[None]:
         """Count a call of a public service while it is open: a watch of the health service stays open forever.
 
-        When there are too many, the oldest of the network with the most ends.
+        When there are too many, the oldest of the network and connection with the most ends.
         """
         with _refusing("too many calls of this service are open; close some, or poll"):
-            async with self._open.place(caller.groups):
+            async with self._open.place(caller.groups, caller.connection):
                 yield
 
 

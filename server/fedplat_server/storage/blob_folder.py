@@ -19,6 +19,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from fedplat import durable
+from fedplat.privacy import tree
 from fedplat_server import crash_points
 from fedplat_server.errors import BlobError
 from fedplat_server.instruments import Instruments
@@ -133,11 +134,17 @@ class BlobFolder(BlobBackend):
         for digest in orphans:
             with crash_points.step("blob.remove_orphan"):
                 if digest in unknown:
-                    with files.translate_os_errors(f"setting the blob {digest} aside"):
-                        set_aside.put(self.path(digest), self._folder)
+                    self._set_aside(self.path(digest))
                 else:
                     self.delete(digest)
         return Orphans(len(orphans) - len(unknown), len(unknown))
+
+    def _set_aside(self, path: Path) -> None:
+        """Set a blob aside. Seeds of noise are erased at once, as privacy promises, also those that a crash left."""
+        with files.translate_os_errors(f"setting {path} aside"):
+            with path.open("rb") as file:
+                is_secret = tree.has_seeds(file.read(set_aside.BEGINNING_BYTES))
+            erase(path) if is_secret else set_aside.put(path, self._folder)
 
     @override
     def take_back(self, digest: str) -> bool:
@@ -167,7 +174,7 @@ class BlobFolder(BlobBackend):
                     continue
                 size_bytes += path.stat().st_size
                 with crash_points.step("retention.remove"):
-                    set_aside.put(path, self._folder) if aside else os.replace(path, removed)
+                    self._set_aside(path) if aside else os.replace(path, removed)
         return size_bytes
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
+from fedplat.privacy import tree
 from fedplat_server import crash_points, logs
 from fedplat_server.errors import BlobError, BlobUnavailableError
 from fedplat_server.instruments import Instruments
@@ -125,9 +126,13 @@ class BlobObjects(BlobBackend):
         self.objects.expire(ASIDE, set_aside.KEEP_S)
 
     def _set_aside(self, digest: str) -> bool:
-        """Set a blob aside; return False if the store cannot copy it, such as one of more than 5 GiB on S3."""
+        """Set a blob aside; return False if the store cannot copy it, such as one of more than 5 GiB on S3.
+
+        States with seeds of noise are removed at once.
+        """
         try:
-            self.objects.copy(name_of(digest), _aside_name(digest))
+            if not tree.has_seeds(self.objects.read_beginning(name_of(digest), set_aside.BEGINNING_BYTES)):
+                self.objects.copy(name_of(digest), _aside_name(digest))
         except BlobUnavailableError:
             raise
         except BlobError as exc:

@@ -159,6 +159,12 @@ class ObjectStore:
         """Return an object. Raises `BlobError` if it is missing or too large."""
         return b"".join(self.read_parts(name, limit_bytes))
 
+    def read_beginning(self, name: str, num_bytes: int) -> bytes:
+        """Return the first bytes of an object."""
+        with self._translate("reading", name):
+            first = self._get_first(name, num_bytes)
+            return b"" if first is None else bytes(first.bytes())
+
     def read_parts(self, name: str, limit_bytes: int) -> Iterator[memoryview]:
         """Yield an object in order, in parts; the next one is received meanwhile. Raises as `read` does.
 
@@ -225,9 +231,9 @@ class ObjectStore:
             raise BlobError(f"{self.url} does not have what was just written to it")
         return stored.modified_unix_s
 
-    def _get_first(self, name: str) -> obstore.GetResult | None:
+    def _get_first(self, name: str, num_bytes: int = PART_BYTES) -> obstore.GetResult | None:
         try:
-            return self._store.get(name, options={"range": (0, PART_BYTES)})
+            return self._store.get(name, options={"range": (0, num_bytes)})
         except self._errors as exc:
             if _find(_STATUS, str(exc)) == _NO_RANGE_STATUS:  # an empty object has no ranges
                 return None

@@ -17,6 +17,8 @@ from fedplat_server import logs
 from fedplat_server.storage import files
 
 FOLDER = "set-aside"
+BEGINNING_BYTES = 1 << 16
+"""The part of a file by which it is recognized."""
 KEEP_S = 3 * 86_400.0
 """The time after which a file that was set aside is removed. A long weekend is shorter."""
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from fedplat.aggregate import Accumulator, Contribution
+from fedplat.errors import JobFileError
 from fedplat.job import build_rule, parse_job
 from fedplat.model import Parameters
+from fedplat.simulation import simulate
 
 NAMES = ("weight", "norm.running_mean", "norm.running_var")
 JOB = """
@@ -99,17 +103,31 @@ def test_names_of_variances(name: str) -> None:
     assert not other.schema.statistics
 
 
-def test_a_private_job_refuses_them() -> None:
+def private_job() -> str:
     more = """
 [privacy]
 participation = "poisson"
 noise_multiplier = 1.0
 delta = 1e-5
 """
-    text = job("fedavg", more).replace(
-        "over_selection = 1.0", 'close = "deadline", sampling = { policy = "poisson", rate = 0.5 }, wait_for = 8'
-    )
-    text = text.replace("[aggregation]", '[updates]\nweighting = "uniform"\nclip_norm = 1.0\n[aggregation]')
-    requirements = build_rule(parse_job(text)).requirements
+    sampling = 'close = "deadline", sampling = { policy = "poisson", rate = 0.5 }, wait_for = 8'
+    text = job("fedavg", more).replace("over_selection = 1.0", sampling)
+    return text.replace("[aggregation]", '[updates]\nweighting = "uniform"\nclip_norm = 1.0\n[aggregation]')
+
+
+def test_a_private_job_refuses_them() -> None:
+    requirements = build_rule(parse_job(private_job())).requirements
     assert "running statistics ('norm.running_mean')" in requirements.misfit(model(1.0, 0.0, 1.0).schema)
     assert requirements.misfit(Parameters.from_arrays({"weight": np.zeros(3, np.float32)}).schema) == ""
+
+
+def test_a_private_simulation_refuses_them(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\ndef net(): return nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 10))\n"
+    )
+    text = private_job().replace('"m.safetensors"', '"net:net"') + (
+        '[simulation]\nengine = "loop"\ndata = { source = "digits" }\npartition = { scheme = "iid", clients = 40 }\n'
+    )
+    (tmp_path / "job.toml").write_text(text)
+    with pytest.raises(JobFileError, match=r"model.initial = 'net:net': .*running statistics \('0.running_mean'\)"):
+        simulate(tmp_path / "job.toml", progress=False)

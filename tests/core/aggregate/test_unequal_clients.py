@@ -53,6 +53,25 @@ def test_fednova_counts_effective_steps_where_they_are_reported():
     assert counted.tobytes() == reported.tobytes()
 
 
+@pytest.mark.parametrize("claimed", [1e3, 1e5, 1e30])
+def test_no_claim_of_steps_scales_the_updates_of_all_others(claimed: float):
+    honest = [(update(seed), after(10)) for seed in range(9)]
+    liar = (np.zeros(SIZE, np.float32), after(claimed))
+    moved, believed = step_of(FedNova().build(), *honest, liar), step_of(FedNova().build(), *honest)
+    factor = float(moved @ believed / (believed @ believed))
+    # Nine of ten have 10 steps, and the tenth counts for at most 20 times the median: (9 x 10 + 160) / 10 of 10.
+    assert 0.9 * (9 + 10) / 10 <= factor <= 0.9 * (9 + 20) / 10
+
+
+def test_unequal_steps_within_the_limit_count_as_in_the_paper():
+    steps = (1, 4, 10, 30, 70)
+    updates = [(update(seed), after(number)) for seed, number in enumerate(steps)]
+    expected = np.mean(steps) * np.mean(
+        [each / number for (each, _), number in zip(updates, steps, strict=True)], axis=0
+    )
+    np.testing.assert_allclose(step_of(FedNova().build(), *updates), expected, rtol=1e-4)
+
+
 @pytest.mark.parametrize(("claimed", "believed"), [(0.0, 1.0), (0.01, 1.0), (1e9, 50.0)])
 def test_fednova_believes_possible_steps_only(claimed: float, believed: float):
     rule = FedNova(max_local_steps=50).build()

@@ -99,3 +99,10 @@ def test_a_failed_job(run: Run, state: State):
     state.add_job(status=S.JOB_STATUS_FAILED)
     assert run("job", "watch", "digits").exit_code == 1
     assert run("job", "wait", "digits", "--timeout", "0").exit_code == 1
+
+
+@pytest.mark.parametrize("arguments", [["job", "show", "M\udcfcn"], ["client", "show", "M\udcfcn"]])
+def test_text_of_another_encoding_is_refused_in_a_sentence(run: Run, arguments: list[str]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr == "error: 'M\\xfcn' is not valid UTF-8; write it in UTF-8\n"

@@ -38,6 +38,12 @@ class Strict(FedAvg):
         assert self.seen == 1, "a failed aggregation has left something"
         return super().aggregate_train(server_round, replies)
 
+class NoErrors(FedAvg):
+    def aggregate_train(self, server_round, replies):
+        replies = list(replies)
+        assert all(reply.content for reply in replies)  # raises for an error reply, as Flower's wrappers of privacy do
+        return super().aggregate_train(server_round, replies)
+
 class Summing(FedAvg):
     def aggregate_train(self, server_round, replies):
         valid, _ = self._check_and_log_replies(replies, is_train=True)
@@ -124,6 +130,12 @@ def test_a_reply_that_only_the_strategy_can_judge_costs_its_sender(tmp_path: Pat
     values, refused = train(tmp_path, lambda: reply(loss=-1.0), strategy="Strict")
     np.testing.assert_array_equal(values, np.ones(3, "f4"))
     assert refused == {0: "the strategy cannot use it: ValueError: a loss below 0"}
+
+
+def test_a_strategy_that_fails_with_error_replies_gets_none(tmp_path: Path) -> None:
+    values, refused = train(tmp_path, BAD["another key"], strategy="NoErrors")
+    np.testing.assert_array_equal(values, np.ones(3, "f4"))
+    assert list(refused) == [0]
 
 
 def booster(num_trees: int, base_score: str = "5E-1") -> bytes:

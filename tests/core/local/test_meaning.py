@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from fedplat.metrics import F1
 from fedplat.pytorch.training import Learner
 from fedplat.simulation import SimulationOptions, make_job, simulate
 from fedplat.simulation.data import Federation
+from fedplat.simulation.scenario.learners import ModelOptions
 from fedplat_client import Task
 from fedplat_client.trainers.torch import TorchTrainer
 
@@ -174,3 +176,19 @@ def test_metrics_of_classes_refuse_one_logit() -> None:
     assert torch.as_tensor(measured["real"]).tolist() == [1, 1, 0]
     padding = {name: np.zeros(3) for name in ("hits", "found", "real")}
     assert F1().compute(padding) == {}
+
+
+def test_the_accuracy_of_a_simulation_file(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from torch import nn\n"
+        "def net(): return nn.Linear(4, 1)\n"
+        "def correct(outputs, targets): return (outputs[:, 0] > 0) == (targets > 0)\n"
+    )
+    options = ModelOptions(module="own:net", loss="mse", accuracy="own:correct")
+    learner = options.build(tmp_path)
+    assert learner.count_answers is not None
+    hits, answers = learner.count_answers(torch.tensor([[1.0], [-1.0], [2.0]]), torch.tensor([1, 1, 0]))
+    assert (int(hits), int(answers)) == (1, 3)
+    assert ModelOptions(module="own:net", loss="mse").build(tmp_path).count_answers is None
+    with pytest.raises(ValueError, match="accuracy = 'best': expected auto, classes, none, or module"):
+        ModelOptions(accuracy="best")

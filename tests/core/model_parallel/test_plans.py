@@ -164,13 +164,26 @@ def test_sequences_need_a_style_for_each_layer_of_a_block() -> None:
     parallel = Parallel(tensor=2, sequence=True)
     with pytest.raises(ValueError, match=r"layers.\d.ffn_norm is a RMSNorm without a style"):
         check_plan(Llama(), ParallelPlan(tensor=tensor, blocks=("layers.*",)), parallel)
-    with pytest.raises(ValueError, match="expected blocks in the plan of Llama"):
+    with pytest.raises(ValueError, match=r"layers.\d.ffn_norm is a RMSNorm without a style"):
         check_plan(Llama(), ParallelPlan(tensor=tensor), parallel)
 
 
-def test_recomputation_needs_blocks() -> None:
-    with pytest.raises(ValueError, match="the plan of Llama has no blocks"):
-        check_plan(Llama(), ParallelPlan(), Parallel(recompute="blocks"))
+def test_the_members_of_lists_are_blocks_unless_the_plan_names_some() -> None:
+    module = nn.ModuleDict(
+        {"convolutions": nn.Sequential(nn.Conv2d(1, 1, 1), nn.ReLU(), nn.Sequential(nn.Linear(2, 2)))}
+    )
+    module["encoder"] = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
+    module["head"] = nn.Linear(2, 2)
+    assert list_blocks(module, ParallelPlan()) == [
+        "convolutions.0",
+        "convolutions.2",
+        "encoder.layers.0",
+        "encoder.layers.1",
+    ]
+    module["head"].weight = module.get_submodule("encoder.layers.0").weight  # which cannot be sharded alone
+    assert list_blocks(module, ParallelPlan()) == ["convolutions.0", "convolutions.2", "encoder.layers.1"]
+    assert list_blocks(module, ParallelPlan(blocks=("head",))) == ["head"]
+    assert list_blocks(Llama(), ParallelPlan()) == list_blocks(Llama(), ParallelPlan(blocks=("layers.*",)))
 
 
 def test_blocks_do_not_share_parameters_with_other_parts() -> None:

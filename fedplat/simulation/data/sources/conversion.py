@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from fedplat.errors import DataError
-from fedplat.simulation.data.federation import Array, Dataset
+from fedplat.simulation.data.federation import FILL_IN, Array, Dataset
 from fedplat.simulation.data.sources.paths import Owners, SourcePaths, hold_out
 
 Scale = Literal["none", "unit"]
@@ -109,10 +109,6 @@ def require_finite(values: Array, row: Row, what: str) -> None:
         position = np.argwhere(~finite)[0]
         missing = "a missing value (NaN)" if np.isnan(values[tuple(position)]) else "an infinite value"
         raise DataError(f"{row(int(position[0]))}: {missing} in {what}; {FILL_IN}")
-
-
-FILL_IN = "leave the row out of the data, or fill the value in"
-"""What to do about a missing value."""
 
 
 def make_dataset(train: Split, test: Split | None, classes: Sequence[str], place: SourcePaths, share: float) -> Dataset:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any, cast
 
 import msgspec
-import numpy as np
 
 from fedplat import user_code
 from fedplat.errors import DataError
 from fedplat.randomness import use_seeds
-from fedplat.simulation.data.federation import Dataset, Federation
+from fedplat.simulation.data.federation import Dataset, Federation, check_finite
 from fedplat.simulation.data.sources.paths import SourcePaths
 
 
@@ -29,9 +28,10 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         with use_seeds(0):  # all runs have the same data, also if the function draws it
             data = user_code.call(self.call, place.folder, self.arguments)
         if isinstance(data, Dataset | Federation):
+            check_finite(data)
             return data
         arrays = cast(tuple[Any, ...], data)
-        if isinstance(data, tuple) and len(arrays) in (2, 4) and all(isinstance(item, np.ndarray) for item in arrays):
+        if isinstance(data, tuple) and len(arrays) in (2, 4) and all(hasattr(item, "__len__") for item in arrays):
             try:
                 return Dataset.from_arrays(arrays[0], arrays[1], (arrays[2], arrays[3]) if len(arrays) == 4 else None)
             except ValueError as exc:

@@ -16,6 +16,7 @@ from grpc import aio
 from typing_extensions import override
 
 from fedplat import auth, wire
+from fedplat.wire import proxies
 from fedplat_server.auth import forwarding
 from fedplat_server.auth.forwarding import ForwardedCall
 from fedplat_server.config import TlsFiles
@@ -46,10 +47,11 @@ _BROKEN = frozenset(
 def connect(address: str, tls: TlsFiles | None) -> aio.Channel:
     """Return a channel to the leader, with TLS if this daemon has certificates: all daemons share an authority."""
     none = grpc.Compression.NoCompression
+    options = (*_OPTIONS, *proxies.channel_options(address))
     if tls is None:
-        return aio.insecure_channel(address, options=_OPTIONS, compression=none)
+        return aio.insecure_channel(address, options=options, compression=none)
     trusted = tls.ca.read_bytes() if tls.ca is not None else None
-    return aio.secure_channel(address, grpc.ssl_channel_credentials(trusted), options=_OPTIONS, compression=none)
+    return aio.secure_channel(address, grpc.ssl_channel_credentials(trusted), options=options, compression=none)
 
 
 CALLS_OF_CONNECTION = 90

@@ -1,0 +1,63 @@
+"""The checks of a new job that need no state of a server: `fedplat job check` and the server refuse the same jobs."""
+
+from __future__ import annotations
+
+from fedplat import user_code
+from fedplat.codecs.container import Format
+from fedplat.errors import FedplatError, JobFileError, ModelError, PluginError, UserCodeError
+from fedplat.gossip.steps import MAX_SILOS
+from fedplat.job import JobSpec, build_rule
+from fedplat.model import Parameters
+from fedplat.plugins import has_absent, name_of
+from fedplat.toml import format_value
+
+MAX_JOB_FILE_BYTES = 1 << 18
+MAX_MODEL_BYTES = 64 << 30
+
+
+def check_size(job_file: str, max_bytes: int = MAX_JOB_FILE_BYTES) -> None:
+    """Raise `JobFileError` if a job file has more bytes in UTF-8 than a server accepts."""
+    if len(job_file.encode()) > max_bytes:
+        raise JobFileError(f"it has more than {max_bytes} bytes")
+
+
+def check_job(spec: JobSpec) -> None:
+    """Raise `JobFileError` for a valid job that no server can run, although a simulation may."""
+    algorithm = spec.config.get("algorithm")
+    if isinstance(algorithm, str) and ":" in algorithm:
+        raise JobFileError(
+            f"config.algorithm = {format_value(algorithm)}: a job cannot name code of a client; expected the name of "
+            "an algorithm, which clients add with --plugin algorithms.NAME"
+        )
+    if spec.gossip is not None and spec.selection.goal > MAX_SILOS:
+        raise JobFileError(
+            f"selection.goal = {spec.selection.goal}: a server coordinates at most {MAX_SILOS} silos of a "
+            "decentralised job; simulate larger ones (fedplat simulate JOB.toml)"
+        )
+
+
+def check_initial_model(parameters: Parameters, spec: JobSpec) -> None:
+    """Check that a job can start from a model. The rule and codecs of an absent plugin are not asked.
+
+    Raises `ModelError` for the model, or `JobFileError` if the code of a plugin fails.
+    """
+    if parameters.schema.num_floating == 0:
+        raise ModelError("it has no floating-point tensor to train")
+    if not parameters.is_finite():
+        raise ModelError("it holds NaN or infinite values")
+    if has_absent(spec):
+        return
+    try:
+        with user_code.wrap_errors(f'aggregation.rule = "{name_of(spec.aggregation)}": misfit()'):
+            misfit = build_rule(spec).requirements.misfit(parameters.schema)
+    except (PluginError, UserCodeError) as exc:
+        raise JobFileError(str(exc)) from exc
+    if misfit:
+        raise ModelError(misfit)
+    for key in ("uplink", "downlink"):
+        if (codec := getattr(spec.compression, key)) is not None:
+            try:
+                with user_code.wrap_errors(f"compression.{key}"):
+                    _ = Format(codec, parameters.schema).max_bytes  # of a plugin: any update needs it
+            except FedplatError as exc:
+                raise JobFileError(str(exc)) from exc

@@ -1,0 +1,115 @@
+"""Proxies between a client and its server: those of the environment, and those that answer in the server's place.
+
+gRPC takes a proxy from the environment without a word about it, and only from names in small letters. Here it is found
+by the rules that most programs have, and given to gRPC as an option, so that messages can name it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
+"""The first one that is set counts, as in gRPC; each also in capital letters."""
+_EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
+_STATUS = re.compile(r"http2 header with status: (\d{3})", re.IGNORECASE)
+_TOO_LARGE = 413
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """A proxy of the environment, and the variable that names it."""
+
+    url: str
+    variable: str
+
+    def __str__(self) -> str:
+        """Return it for a message, without a password."""
+        return f"the proxy {self.url.rpartition('@')[2].removeprefix('http://')} of {self.variable}"
+
+
+def find(server: str, environment: Mapping[str, str] = os.environ) -> Proxy | None:
+    """Return the proxy through which `host:port` is reached; None for a direct connection, as to this machine.
+
+    >>> print(find("fed.example.org:7443", {"HTTPS_PROXY": "http://user:secret@proxy:3128"}))
+    the proxy proxy:3128 of HTTPS_PROXY
+    >>> find("fed.example.org:7443", {"HTTPS_PROXY": "http://proxy:3128", "NO_PROXY": ".example.org"})
+    """
+    host = server.rpartition(":")[0].strip("[]").casefold()
+    if _is_own(host) or any(_matches(host, _read(name, environment)[1]) for name in _EXCEPTIONS):
+        return None
+    for name in _VARIABLES:
+        variable, url = _read(name, environment)
+        if url:
+            return Proxy(url if "://" in url else f"http://{url}", variable)
+    return None
+
+
+def channel_options(server: str) -> tuple[tuple[str, str | int], ...]:
+    """Return the options of a channel to `host:port`: its proxy, or none whatever the environment has."""
+    proxy = find(server)
+    return (("grpc.enable_http_proxy", 0),) if proxy is None else (("grpc.http_proxy", proxy.url),)
+
+
+def explain(server: str, reason: str) -> str:
+    """Return why a server cannot be reached, with what is between here and the server."""
+    reason, proxy = explain_status(reason), find(server)
+    if proxy is None:
+        return reason
+    host = server.rpartition(":")[0]
+    return f"{reason}; the connection goes through {proxy}: check it, or add {host} to no_proxy"
+
+
+def explain_status(details: str) -> str:
+    """Return gRPC's text of an error, in words if a proxy has answered with a status of HTTP."""
+    found = _STATUS.search(details)
+    if found is None:
+        return details
+    text = f"a proxy or load balancer before the server answers with the HTTP status {found[1]}"
+    return text + ": raise its limit on requests (nginx: client_max_body_size 0)" * (int(found[1]) == _TOO_LARGE)
+
+
+def _read(name: str, environment: Mapping[str, str]) -> tuple[str, str]:
+    """Return the variable of that name, in small letters or else in capital ones, and its value."""
+    variable = name if environment.get(name) else name.upper()
+    return variable, environment.get(variable, "").strip()
+
+
+def _is_own(host: str) -> bool:
+    """Return whether a host is this machine, which a proxy takes for itself."""
+    address = _parse(host)
+    return host == "localhost" or host.endswith(".localhost") or (address is not None and address.is_loopback)
+
+
+def _matches(host: str, exceptions: str) -> bool:
+    """Return whether a host is among exceptions: `*`, names with their subdomains, addresses and networks."""
+    address = _parse(host)
+    for each in exceptions.replace(",", " ").casefold().split():
+        name = each.removeprefix("*").removeprefix(".")
+        if not name or host == name or host.endswith(f".{name}") or _without_port(each) == host:
+            return True
+        if address is not None and "/" in each and _is_in(address, each):
+            return True
+    return False
+
+
+def _without_port(text: str) -> str:
+    host, colon, port = text.rpartition(":")
+    return host.strip("[]") if colon and port.isdecimal() and (":" not in host or "[" in host) else text
+
+
+def _is_in(address: ipaddress.IPv4Address | ipaddress.IPv6Address, network: str) -> bool:
+    try:
+        return address in ipaddress.ip_network(network, strict=False)
+    except ValueError:
+        return False
+
+
+def _parse(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
