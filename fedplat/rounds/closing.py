@@ -124,7 +124,7 @@ def _fail_for_few(job: JobState, commands: tuple[Command, ...], context: Context
     assert attempt is not None
     found, needed, outcome = attempt.num_reported, attempt.minimum, describe_counts(attempt) or "no client checked in"
     text = f"{found} of at least {needed} needed clients reported ({outcome})"
-    if why := futility.describe(attempt):
+    if job.spec.privacy is None and (why := futility.describe(attempt)):  # a private job shows no client alone
         text += f"; {why}"
     if culprits := influence.describe_outliers(attempt):
         text += f"; dropped as outliers: {culprits}"
