@@ -107,10 +107,18 @@ def format_line(record: AttemptResult) -> str:
 
 
 def begin(folder: Path, inputs: Mapping[str, Any], *, resumable: bool = True) -> None:
-    """Create the folder of a run and record the inputs of the run. Raises `DataError` if the folder has a run."""
+    """Create the folder of a run and record the inputs of the run.
+
+    Raises `DataError` if the folder has a run, or files that the run would replace.
+    """
     if (folder / RUN).exists():
         advice = "resume it (--resume), or choose" if resumable else "choose"
         raise DataError(f"{folder} has a run already; {advice} another folder (--output)")
+    if found := [name for name in (ROUNDS, RESULTS, MODEL, PARTICIPATION, JOURNAL) if (folder / name).exists()]:
+        raise DataError(
+            f"{folder} has {', '.join(found)} and no {RUN}, so they are not of a run or it was lost, and a run would "
+            "replace them; choose another folder (--output)"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write(folder / RUN, (json.dumps(inputs, indent=2, default=describe) + "\n").encode())

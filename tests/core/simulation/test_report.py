@@ -133,3 +133,12 @@ def test_a_run_goes_on_with_the_same_file_wherever_it_is_computed(tmp_path: Path
     (tmp_path / "run" / folder.RUN).write_text("{")
     with pytest.raises(DataError, match="cannot be read"):
         folder.resume(tmp_path / "run", given)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "journal"])
+def test_a_run_replaces_no_files_of_others(tmp_path: Path, name: str) -> None:
+    """`--output .` in the folder of the initial model; or a run whose run.json was lost, and its checkpoints."""
+    (tmp_path / name).mkdir()
+    with pytest.raises(DataError, match=f"has {name} and no run.json"):
+        folder.begin(tmp_path, {})
+    assert [path.name for path in tmp_path.iterdir()] == [name]
