@@ -34,7 +34,8 @@ class Limits(msgspec.Struct, frozen=True):
     trainers of one client, and as many evaluators, codecs and algorithms. `idle_s`: the longest silence of a stream
     that sends to the server, which must also send `min_bytes_per_s` on average over this time.
     `requests_per_minute`: requests of one client, in one
-    burst or evenly. `anonymous_per_minute`: requests of one address (one /64 with IPv6) without an enrolled client.
+    burst or evenly. `anonymous_per_minute`: requests of one address (one /64 with IPv6; 8 times as many of a /56,
+    32 times as many of a /48) without an enrolled client.
     `challenges_per_minute`: nonces in addition to these, of all addresses together. `max_upload_factor`: the bytes
     that a client may send for one attempt, because transfers broke, in multiples of the largest accepted update.
     `max_label_bytes`: the names and values of a client's labels together, in UTF-8; `max_metric_bytes`: the names of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import ipaddress
 from pathlib import Path
@@ -172,3 +173,20 @@ async def test_behind_a_trusted_proxy_each_caller_has_its_own_address(folder: Pa
         assert await code_of(admin(admin_pb2.ListJobsRequest().SerializeToString(), metadata=bad)) == "NO_OPERATOR"
         rows = await site.store.inner.audit.list_rows()
         assert [row.actor for row in rows if row.action == audit.AuditAction.LOGIN_REFUSED] == ["ipv6:2001:db8::7"]
+
+
+@pytest.mark.parametrize(("others", "num_admitted"), [("2001:db8:0:{:x}::/64", 40), ("2001:db8:0:{:x}00::/64", 160)])
+def test_the_networks_that_one_host_may_own_have_tokens_together(others: str, num_admitted: int) -> None:
+    """A /56 has 256 networks and a /48 has 65,536, each with 5 tokens of its own."""
+    quotas = Quotas(Limits(anonymous_per_minute=5.0, challenges_per_minute=0.01), lambda: 0.0)
+    admitted = 0
+    with contextlib.suppress(RefusedError):
+        for number in range(256):
+            for _ in range(5):
+                quotas.challenge(f"ipv6:{others.format(number)}")
+                admitted += 1
+    assert admitted == num_admitted
+    quotas.challenge("ipv6:2001:db8:1::/64")  # of another customer
+    for _ in range(5):
+        quotas.refund_anonymous(f"ipv6:{others.format(0)}")
+        quotas.challenge(f"ipv6:{others.format(0)}")

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import NamedTuple
 
+from fedplat import fair_places
 from fedplat.rounds import AttemptKey
 from fedplat.rounds.commands import RetryWindow
 from fedplat_server.config import Limits
@@ -104,6 +105,38 @@ class Buckets:
         return RefusedError(Code.TOO_MANY_REQUESTS, text, RetryWindow(earliest_s, 4.0 * earliest_s))
 
 
+class NetworkBuckets:
+    """A token bucket for each network; with IPv6 also for the /56 and the /48 around it, which one host may own.
+
+    These hold 8 and 32 times as much.
+    """
+
+    def __init__(self, per_minute: float) -> None:
+        self._own = Buckets(per_minute)
+        self._wide = (Buckets(32.0 * per_minute), Buckets(8.0 * per_minute))
+
+    def take(self, network: str, now: float) -> None:
+        """Take a token from each. Raises `RefusedError`, with a retry window, if one is empty."""
+        for buckets, name in self._find(network):
+            buckets.take(name, now)
+
+    def require(self, network: str, now: float) -> None:
+        """Raise as `take` does if one is empty, but take none."""
+        for buckets, name in self._find(network):
+            buckets.require(name, now)
+
+    def give_back(self, network: str) -> None:
+        """Return the tokens that were taken."""
+        for buckets, name in self._find(network):
+            buckets.give_back(name)
+
+    def _find(self, network: str) -> Iterator[tuple[Buckets, str]]:
+        yield self._own, network
+        if network.startswith("ipv6:"):
+            address = network.removeprefix("ipv6:").partition("/")[0]
+            yield from zip(self._wide, fair_places.groups_of(address)[:-1], strict=False)
+
+
 @dataclasses.dataclass(slots=True)
 class _Spent:
     key: AttemptKey
@@ -117,7 +150,7 @@ class Quotas:
         self._limits = limits
         self._clock = clock
         self._requests = Buckets(limits.requests_per_minute)
-        self._anonymous = Buckets(limits.anonymous_per_minute)
+        self._anonymous = NetworkBuckets(limits.anonymous_per_minute)
         self._shared = Buckets(limits.challenges_per_minute)
         self._writes = Buckets(limits.writes_per_minute)
         self._of_operators = Buckets(limits.operator_requests_per_minute)
