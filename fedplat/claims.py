@@ -43,7 +43,8 @@ def check_metrics(metrics: Mapping[str, float], limits: MetricLimits = DEFAULT_L
         if not 1 <= size <= MAX_NAME_BYTES or not name.isprintable():
             return f"the metric {name[:80]!r} has {size} bytes; expected 1 to {MAX_NAME_BYTES} bytes of printable UTF-8"
         if not math.isfinite(value):
-            return f"the metric {name!r} is {value}; expected a finite number (has the training diverged?)"
+            advice = "leave a metric out that this client cannot measure, unless the training has diverged"
+            return f"the metric {name!r} is {value}; expected a finite number: {advice}"
         name_bytes += size
     if name_bytes > limits.name_bytes:
         return f"the names of the metrics have {name_bytes} bytes in all; at most {limits.name_bytes} are accepted"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 
 MAX_TEXT_BYTES = 2_000
 """Maximum size in bytes of UTF-8 of a reason or any other text for people, wherever it is stored."""
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
 """A name of a job, a population, a trainer, a plugin or a project."""
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i)?B?", re.IGNORECASE)
 _MAX_QUOTED = 200
 _CUT = "..."
 
@@ -106,6 +108,19 @@ def size(num_bytes: float) -> str:
         if value < 1023.95 or unit == "TiB":
             return f"{value:.1f} {unit}"
     raise AssertionError("the last unit has no upper end")
+
+
+def parse_size(text: str) -> int:
+    """Return a size in bytes. Raises `ValueError`.
+
+    >>> parse_size("500MB"), parse_size("1.5 GiB"), parse_size("4096")
+    (500000000, 1610612736, 4096)
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; expected a number of bytes, such as 500MB or 2GiB")
+    number, prefix, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
 
 
 def printable(text: str) -> str:

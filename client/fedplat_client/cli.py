@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import platform
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -30,21 +29,14 @@ _Decorator: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]
 _PARTITION_LABELS = ("partition_id", "num_partitions")
 _LEVELS = ("debug", "info", "warning", "error")
 _DEFAULTS = ClientOptions()
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
-class _Size(click.ParamType[int]):
-    """A number of bytes, such as 500MB or 2GiB."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = _SIZE.fullmatch(str(value).strip())
-        if match is None:
-            self.fail(f"{value!r} is not a size; expected a number of bytes, such as 500MB or 2GiB", param, ctx)
-        number, prefix, binary = match.groups()
-        return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
+def _parse_size(text: str) -> int:
+    try:
+        return texts.parse_size(text)
+    except ValueError as exc:
+        raise click.BadParameter(str(exc)) from exc
 
 
 class _UsageError(click.ClickException):
@@ -267,7 +259,8 @@ _RUN_OPTIONS = (
     ),
     click.option(
         "--cache-limit",
-        type=_Size(),
+        type=_parse_size,
+        metavar="SIZE",
         default=f"{_DEFAULTS.cache_limit_bytes // 2**30}GiB",
         envvar="FEDPLAT_CACHE_LIMIT",
         show_envvar=True,
