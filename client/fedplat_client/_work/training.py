@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import traceback
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar, cast
@@ -87,7 +88,9 @@ def guard(control: Control, problem: str = "") -> Generator[None]:
             raise
         control.signal.check()
         if not isinstance(exc, FedplatError):  # the message of a fedplat error needs no traceback
-            _logger.exception("%s.", problem.capitalize() or "The trainer raised an error")
+            # Not as `exc_info`: a handler of the owner's that writes UTF-8 would fail on texts in another encoding.
+            trace = texts.repair("".join(traceback.format_exception(exc)))
+            _logger.error("%s.\n%s", problem.capitalize() or "The trainer raised an error", trace.rstrip())
         if isinstance(exc, PrivacyLimitError):
             raise AssignmentFailedError(model_pb2.REASON_PRIVACY_LIMIT, str(exc)) from exc
         text = texts.repair(str(exc)) if problem and isinstance(exc, FedplatError) else texts.describe(exc)
