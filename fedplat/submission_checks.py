@@ -11,7 +11,7 @@ from fedplat.model import Parameters
 from fedplat.plugins import has_absent, name_of
 from fedplat.toml import format_value
 
-MAX_JOB_FILE_BYTES = 1 << 20
+MAX_JOB_FILE_BYTES = 1 << 18
 MAX_MODEL_BYTES = 64 << 30
 
 
