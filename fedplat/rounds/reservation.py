@@ -5,7 +5,7 @@ small job is drawn for the next one. So the attempt that has waited longest, for
 waiting clients that it may draw, and other attempts leave them to it, under two conditions:
 
 - The clients that wait and those that work for a job of the population would be enough, or were within `RETURN_S`: a
-  client that has just reported needs a moment to check in again. An attempt whose clients are away stops no other.
+  client that has just reported needs a moment to check in again. So an attempt whose clients are away stops no other.
 - Its time for selection is not over. Then it ends or begins, and the others are free until it has waited again.
 """
 

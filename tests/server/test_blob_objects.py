@@ -11,7 +11,7 @@ import pytest
 
 from fedplat_server.errors import BlobError, BlobMissingError, BlobUnavailableError, ConfigError
 from fedplat_server.instruments import Instruments
-from fedplat_server.storage import blob_cache, blob_objects
+from fedplat_server.storage import blob_cache, blob_objects, set_aside
 from fedplat_server.storage.blob_backend import StoredDigests
 from fedplat_server.storage.blob_stores import BlobPlace, reconcile
 from fedplat_server.storage.blobs import Blob, BlobStore
@@ -189,6 +189,31 @@ def test_old_blobs_are_removed_with_their_copies(
     assert not blobs.path(swept).exists()
     assert not blobs.path(orphan).exists()
     assert {"blobs/README", f"blobs/{orphan}"} <= names(objects)
+
+
+def test_unknown_blobs_are_set_aside_and_taken_back(
+    place: BlobPlace, blobs: BlobStore, objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blob_objects, "MIN_AGE_S", 0.0)
+    put(blobs, DATA)
+    aside = f"set-aside/blobs/{DIGEST}"
+    assert reconcile(blobs, place, StoredDigests()).orphans == (0, 1)  # the database is an older backup
+    assert (blobs.all_digests(), objects.read(aside, 100)) == (frozenset(), DATA)
+    assert reconcile(blobs, place, StoredDigests(frozenset({DIGEST}))).copied == 1  # the newer one was put back
+    assert objects.read(NAME, 100) == DATA
+    blobs.expire()
+    assert aside in names(objects)  # it is young
+    monkeypatch.setattr(set_aside, "KEEP_S", 0.0)
+    blobs.expire()
+    assert aside not in names(objects)
+
+
+def test_a_store_that_lost_its_owner_is_not_given_to_another_database(blobs: BlobStore, objects: ObjectStore) -> None:
+    put(blobs, DATA)
+    with pytest.raises(ConfigError, match=r"1 models or updates that the database .* does not know"):
+        blobs.claim(Owner("other"))
+    blobs.claim(Owner("one"), frozenset({DIGEST}))
+    assert names(objects) == {NAME, "fedplat.json"}
 
 
 def test_a_blob_that_is_written_while_it_is_removed_stays(

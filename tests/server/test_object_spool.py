@@ -103,6 +103,16 @@ def test_an_update_is_stored_once_before_it_is_accepted(open_host: Callable[...,
     assert len([each for each in proxy.requests if each.startswith("PUT")]) == 1
 
 
+def test_copies_of_unknown_attempts_are_set_aside(open_host: Callable[..., Host]) -> None:
+    """The database may be an older backup."""
+    first = open_host(1, KEY)
+    first.persist()
+    second = open_host(2, known=())
+    assert second.names() == [f"set-aside/{name(1)}"]
+    second.spool.expire()
+    assert second.names() == [f"set-aside/{name(1)}", "fedplat-clock"][::-1]  # it is young
+
+
 def test_updates_in_memory_are_never_stored(open_host: Callable[..., Host]) -> None:
     key = KEY._replace(attempt=AttemptKey("in memory", 1, 1))
     host = open_host(1, key)
