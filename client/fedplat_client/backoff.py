@@ -13,8 +13,6 @@ from fedplat_client.errors import CallError, ServerUnavailableError, Unreachable
 from fedplat_client.options import ClientOptions
 
 _LONGEST_RETRY_S = 86_400.0
-_CUT_AFTER_S = 1.0
-"""How long a call has waited at least if it counts as one that a load balancer has ended."""
 _Answer = TypeVar("_Answer")
 
 
@@ -53,7 +51,7 @@ def is_cut(exc: CallError, lasted_s: float) -> bool:
     Load balancers end connections and calls that are silent for some time, often a minute, and calls that wait for work
     are. With a back-off that grows each time, an idle client would be away for a large part of its time.
     """
-    return isinstance(exc, UnreachableError) and exc.was_connected and lasted_s >= _CUT_AFTER_S
+    return isinstance(exc, UnreachableError) and exc.was_cut(lasted_s)
 
 
 def draw_s(window: model_pb2.RetryWindow, rng: random.Random) -> float:

@@ -33,6 +33,8 @@ from fedplat.wire.v1 import model_pb2
 
 _NO_CONNECTION = ("failed to connect", "resolution failed", "lookup failed")
 """Parts of gRPC's texts for a connection that cannot be opened."""
+_CUT_AFTER_S = 1.0
+"""How long a call has waited at least if it counts as one that a load balancer has ended."""
 
 
 class ClientError(FedplatError):
@@ -113,11 +115,10 @@ class CertificateExpiredError(ServerUnavailableError):
 class UnreachableError(ServerUnavailableError):
     """The server did not answer: there is no connection to it, or the connection broke."""
 
-    @property
-    def was_connected(self) -> bool:
-        """True if there was a connection, which broke; False if none could be opened."""
+    def was_cut(self, lasted_s: float) -> bool:
+        """Return whether the connection of a call that has lasted some time was there, and broke while it waited."""
         text = str(self).casefold()
-        return not any(part in text for part in _NO_CONNECTION)
+        return lasted_s >= _CUT_AFTER_S and not any(part in text for part in _NO_CONNECTION)
 
 
 class IdentityError(CallError):

@@ -18,7 +18,7 @@ from fedplat_client._auth.mtls import CertificateAccess
 from fedplat_client._state.data_dir import DataDirectory, Identity
 from fedplat_client._state.keys import SigningKey, make_signing_request, new_signing_key, new_tls_key
 from fedplat_client.cancellation import StopSignal
-from fedplat_client.errors import ServerUnavailableError
+from fedplat_client.errors import ServerUnavailableError, UnreachableError
 from fedplat_client.transport import connect
 
 
@@ -81,6 +81,34 @@ def test_a_certificate_is_renewed_while_it_is_still_valid(tmp_path: Path, monkey
             now[0] = 150.0
             with pytest.raises(ServerUnavailableError):
                 access.authenticate("/method", b"", StopSignal())
+
+
+@pytest.mark.parametrize(("lasts_s", "num_requests"), [(50.0, 1), (0.1, 2)])
+def test_a_wait_that_a_load_balancer_ends_costs_no_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lasts_s: float, num_requests: int
+) -> None:
+    """A connection that breaks at once may be due to the certificate."""
+    now, requests = [0.0], list[float]()
+
+    def request(*_: object) -> tuple[bytes, fleet_pb2.RenewCertificateResponse]:
+        requests.append(now[0])
+        return new_tls_key(), fleet_pb2.RenewCertificateResponse(certificate="", port=1, valid_s=900.0)
+
+    def open_channel(address: str, **_: object) -> grpc.Channel:
+        return grpc.insecure_channel(address)  # the certificate is not one
+
+    monkeypatch.setattr(mtls, "request_certificate", request)
+    monkeypatch.setattr(transport, "connect", open_channel)
+    identity = Identity("key", "127.0.0.1:1", "demo", tls=True)
+    with connect("127.0.0.1:1") as channel:
+        signed = SignedAccess(channel, SigningKey(new_signing_key()), 1.0)
+        directory = DataDirectory(tmp_path, "127.0.0.1:1", "demo")
+        with CertificateAccess(signed, directory, identity, 1.0, lambda: now[0]) as access:
+            used = access.authenticate("/method", b"", StopSignal())
+            now[0] += lasts_s
+            assert not access.may_try_again(used, UnreachableError("UNAVAILABLE", "Socket closed"))
+            access.authenticate("/method", b"", StopSignal())
+    assert len(requests) == num_requests
 
 
 def test_without_tls_a_certificate_is_of_no_use(

@@ -22,11 +22,12 @@ _OPEN = Method("OpenSession", fleet_pb2.OpenSessionResponse)
 
 @dataclass(frozen=True)
 class CallCredentials:
-    """The credentials of one call: a channel, metadata, and the session that they belong to."""
+    """The credentials of one call: a channel, metadata, the session that they belong to, and when the call began."""
 
     channel: grpc.Channel
     metadata: Metadata
     session_id: str = ""
+    began_at: float = 0.0
 
 
 class Access(Protocol):

@@ -104,14 +104,16 @@ class CertificateAccess:
             now = self._clock()
             if self._current is None or now >= self._current.renew_at:
                 self._current = self._renew(now, signal)
-            return CallCredentials(self._current.channel, ())
+            return CallCredentials(self._current.channel, (), began_at=now)
 
     def may_try_again(self, used: CallCredentials, exc: CallError) -> bool:
         """Return whether a failed call may be repeated at once, with another certificate.
 
         An unreachable server may be due to the certificate, since TLS then closes the connection without an error. So
-        the next call presents another certificate in this case too.
+        the next call presents another certificate in this case too, unless the call had waited at the server.
         """
+        if isinstance(exc, UnreachableError) and exc.was_cut(self._clock() - used.began_at):
+            return False
         if isinstance(exc, CertificateExpiredError | FencedError | UnreachableError | UnknownClientError):
             with self._changing:
                 if self._current is not None and self._current.channel is used.channel:
