@@ -167,6 +167,11 @@ def _open_engine(
         algorithm = options.algorithm
         for key, hint in options.find_unknown(file.job.config).items():
             on_progress(f"config.{key} is ignored: local training has no such key{hint}")
+        if learner.has_unknown_answers and file.simulation.target_metric == "accuracy":
+            on_progress(
+                "there is no accuracy, since only you know what your loss makes of outputs; set [simulation.model] "
+                'accuracy, or Learner(accuracy=...), or target_metric = "loss"'
+            )
         if learner.personal:  # without a client's personal layers a model cannot be scored
             data = dataclasses.replace(data, test_inputs=data.test_inputs[:0], test_targets=data.test_targets[:0])
         task = ClientTraining(data, learner, options, file.simulation.seed)
