@@ -183,7 +183,8 @@ def _check_references(file: SimulationFile) -> None:
     if file.job.model.initial == OF_LEARNER:
         raise JobFileError("model: missing; expected make_job(model, ...) or simulate(..., learner=Learner(model=...))")
     options = file.simulation.model
-    named = (file.job.model.initial, getattr(options, "module", ""), getattr(options, "loss", ""))
+    keys = ("module", "loss", "accuracy")
+    named = (file.job.model.initial, *(getattr(options, key, "") for key in keys))
     if isinstance(file.simulation.engine, RayOptions) and any(each.startswith("__main__:") for each in named):
         raise JobFileError(
             'simulation.engine = "ray": its workers cannot import a model from a notebook or script; define it in a '
