@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from fedplat.aggregate.algebra import Contribution, DeviceAccumulator, Partial, Rule, State
 from fedplat.aggregate.state import StoredColumns, columns, columns_of, concatenate_columns
-from fedplat.aggregate.statistics import read_statistics
 from fedplat.errors import ModelError, PluginError
 from fedplat.model import (
     DTYPES,
@@ -264,7 +263,8 @@ class Accumulator:
 
     def _apply_rule(self, state: Iterable[State], base: FlatModel) -> Iterator[tuple[Vector, State]]:
         rule, size = self._rule, len(self._shard.columns)
-        partial = dataclasses.replace(self.reduce_updates(state, base)._partial, statistics=read_statistics(base))
+        statistics = tuple(each.columns for each in self._schema.statistics)
+        partial = dataclasses.replace(self.reduce_updates(state, base)._partial, statistics=statistics)
         if not rule.blockwise:
             assert size == self._schema.num_floating, "merge the shards of a rule that is not blockwise first"
             with np.errstate(all="ignore"):

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Protocol
 
 import msgspec
 
@@ -83,13 +83,6 @@ class DeviceAccumulator(Protocol):
         ...
 
 
-class Statistics(NamedTuple):
-    """Entries that are averaged: their first column, and the lowest step of each (of a mean -inf)."""
-
-    first: int
-    lowest: Vector
-
-
 @dataclasses.dataclass(frozen=True)
 class Partial:
     """The weighted sum of the updates folded so far, shape [size], with their total weight and number.
@@ -98,7 +91,7 @@ class Partial:
     the previous attempt returned from `remember`, available while updates are folded. `kept` are the updates of a rule
     that gathers; `memory` and `base` are for one that keeps a memory. If the total is a slice of the model's vector,
     `first` is the index of its first entry; updates and state are then slices too, and `reduce_shards` computes sums
-    over all entries, such as a norm. `statistics` are the entries that are averaged under every rule, for `apply`. If
+    over all entries, such as a norm. `statistics` are the columns that are averaged under every rule, for `apply`. If
     `device` is set, it holds the sum, which is copied to `total` before `apply`.
     """
 
@@ -113,7 +106,7 @@ class Partial:
     device: DeviceAccumulator | None = None
     memory: bytes = b""
     base: FlatModel | None = None
-    statistics: tuple[Statistics, ...] = ()
+    statistics: tuple[range, ...] = ()
 
     def plus(self, **terms: float) -> Partial:
         """Return a copy with terms added to its sums of these names."""

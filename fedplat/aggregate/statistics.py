@@ -12,22 +12,8 @@ import dataclasses
 
 import numpy as np
 
-from fedplat.aggregate.algebra import MEAN_WEIGHT, Partial, Rule, State, Statistics
-from fedplat.model import WINDOW, FlatModel, Schema, Vector
-from fedplat.model.values import FloatingBlocks
-
-
-def read_statistics(base: FlatModel) -> tuple[Statistics, ...]:
-    """Return the running statistics of a base version; a step may not make a variance negative."""
-    found: list[Statistics] = []
-    for tensor in base.schema.statistics:
-        columns = tensor.columns
-        if tensor.is_spread:
-            values = FloatingBlocks(base.schema, lambda: base.reader(8 * WINDOW), columns)
-            found.append(Statistics(columns.start, -np.concatenate([block.copy() for block in values])))
-        else:
-            found.append(Statistics(columns.start, np.full(len(columns), -np.inf, np.float32)))
-    return tuple(found)
+from fedplat.aggregate.algebra import MEAN_WEIGHT, Partial, Rule, State
+from fedplat.model import Schema, Vector
 
 
 def average_statistics(inner: Rule) -> Rule:
@@ -38,19 +24,17 @@ def average_statistics(inner: Rule) -> Rule:
 
     def apply(state: State, partial: Partial) -> tuple[Vector, State]:
         step, after = inner.apply(state, partial)
-        end = partial.first + partial.total.size
+        size = partial.total.size
         own = [
-            each for each in partial.statistics if each.first < end and each.first + len(each.lowest) > partial.first
+            range(max(each.start - partial.first, 0), min(each.stop - partial.first, size))
+            for each in partial.statistics
         ]
-        if not own:
+        if inner.unit_weights or not any(own):
             return step, after
         step = step.copy()  # it may be part of the state, such as a momentum
         weight = np.float32(partial.sums.get(MEAN_WEIGHT, partial.weight))
-        for each in own:
-            start, stop = max(each.first, partial.first), min(each.first + len(each.lowest), end)
-            part = slice(start - partial.first, stop - partial.first)
-            moved = step[part] if inner.unit_weights else partial.total[part] / weight
-            np.maximum(moved, each.lowest[start - each.first : stop - each.first], out=step[part])
+        for part in filter(None, own):
+            step[part.start : part.stop] = partial.total[part.start : part.stop] / weight
         return step, after
 
     return dataclasses.replace(inner, apply=apply)

@@ -169,6 +169,11 @@ def _open_engine(
         algorithm = options.algorithm
         for key, hint in options.find_unknown(file.job.config).items():
             on_progress(f"config.{key} is ignored: local training has no such key{hint}")
+        if learner.has_unknown_answers and file.simulation.target_metric == "accuracy":
+            on_progress(
+                "there is no accuracy, since only you know what your loss makes of outputs; set [simulation.model] "
+                'accuracy, or Learner(accuracy=...), or target_metric = "loss"'
+            )
         if learner.personal:  # without a client's personal layers a model cannot be scored
             data = dataclasses.replace(data, test_inputs=data.test_inputs[:0], test_targets=data.test_targets[:0])
         task = ClientTraining(data, learner, options, file.simulation.seed)
@@ -180,7 +185,8 @@ def _check_references(file: SimulationFile) -> None:
     if file.job.model.initial == OF_LEARNER:
         raise JobFileError("model: missing; expected make_job(model, ...) or simulate(..., learner=Learner(model=...))")
     options = file.simulation.model
-    named = (file.job.model.initial, getattr(options, "module", ""), getattr(options, "loss", ""))
+    keys = ("module", "loss", "accuracy")
+    named = (file.job.model.initial, *(getattr(options, key, "") for key in keys))
     if isinstance(file.simulation.engine, RayOptions) and any(each.startswith("__main__:") for each in named):
         raise JobFileError(
             'simulation.engine = "ray": its workers cannot import a model from a notebook or script; define it in a '

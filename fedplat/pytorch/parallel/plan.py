@@ -46,7 +46,7 @@ class ParallelPlan:
     blocks: tuple[str, ...] = ()
     """The modules that are sharded and recomputed as a unit; by default those in `stages` that have wildcards.
 
-    If there are none either, they are the members of each outermost `ModuleList` and `Sequential`.
+    Of a plan without both, they are the members of each outermost `ModuleList` and `Sequential`.
     """
 
 

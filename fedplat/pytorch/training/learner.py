@@ -66,6 +66,11 @@ class Learner:
         """The loss, which refuses outputs that PyTorch would misunderstand."""
         return guard(self.loss)
 
+    @property
+    def has_unknown_answers(self) -> bool:
+        """True if the loss is the author's own, who has not stated which answers are correct."""
+        return self.accuracy == "auto" and self.batch_loss is self.loss
+
     @functools.cached_property
     def count_answers(self) -> CountAnswers | None:
         """Counts correct answers of a batch; None without an accuracy."""

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from fedplat.aggregate import Accumulator, Contribution
+from fedplat.codecs import Quantize
+from fedplat.codecs.container import Format
 from fedplat.errors import JobFileError
 from fedplat.job import build_rule, parse_job
-from fedplat.model import Parameters
+from fedplat.model import Parameters, apply_step
 from fedplat.simulation import simulate
 
 NAMES = ("weight", "norm.running_mean", "norm.running_var")
@@ -131,3 +133,22 @@ def test_a_private_simulation_refuses_them(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(text)
     with pytest.raises(JobFileError, match=r"model.initial = 'net:net': .*running statistics \('0.running_mean'\)"):
         simulate(tmp_path / "job.toml", progress=False)
+
+
+def test_a_step_that_the_downlink_has_rounded_makes_no_variance_negative() -> None:
+    base = model(1.0, 0.0, 0.001)
+    arrays = {name: values - np.float32(0.0009) for name, values in base.items()}
+    trained = Parameters.from_arrays({**arrays, "weight": np.array([1.01, 0.99, 1.0], np.float32)})
+    text = job("fedavg", '[compression]\ndownlink = { codec = "quantize", bits = 4 }\n').replace("3.0", "1.0")
+    payloads: list[bytes] = []
+    rule = build_rule(parse_job(text), keep_step=payloads.append)
+    accumulator = Accumulator(base.schema, rule)
+    accumulator.fold(trained.minus(base), Contribution(1.0))
+    found, _ = accumulator.finish(base, rule.init(base.schema.num_floating))
+    decoded = list(Format(Quantize(bits=4), base.schema).codec.decode(payloads[-1], 9))
+    step = np.concatenate([block.copy() for block in decoded])
+    assert (base.to_vector() + step).min() < 0.0
+    steps = iter([step])
+    client = np.concatenate([part.values for part in apply_step(base, steps, lambda read, run: iter(()))])
+    np.testing.assert_array_equal(found.to_vector(), client)  # a client that rebuilds it has the same bits
+    assert (found["norm.running_var"] >= 0).all()

@@ -20,7 +20,9 @@ from fedplat.metrics import F1
 from fedplat.pytorch.training import Learner
 from fedplat.simulation import SimulationOptions, make_job, simulate
 from fedplat.simulation.data import Federation
+from fedplat.simulation.scenario.file import of_records
 from fedplat.simulation.scenario.learners import ModelOptions
+from fedplat.simulation.setup import prepare
 from fedplat_client import Task
 from fedplat_client.trainers.torch import TorchTrainer
 
@@ -176,6 +178,20 @@ def test_metrics_of_classes_refuse_one_logit() -> None:
     assert torch.as_tensor(measured["real"]).tolist() == [1, 1, 0]
     padding = {name: np.zeros(3) for name in ("hits", "found", "real")}
     assert F1().compute(padding) == {}
+
+
+def test_a_simulation_says_that_there_is_no_accuracy() -> None:
+    data = Federation(INPUTS, LABELS, [np.arange(40)], INPUTS[40:], LABELS[40:])
+    job = make_job(None, rounds=1, selection=Selection(goal=1, over_selection=1.0), config=CONFIG)
+    for learner, words in (
+        (Learner(model=one_logit, loss=binary), ["there is no accuracy"]),
+        (Learner(model=one_logit, loss=binary, accuracy="none"), []),
+        (Learner(model=one_logit, loss=nn.MSELoss()), []),
+    ):
+        told: list[str] = []
+        with prepare(of_records(job, SimulationOptions()), data, learner, told.append):
+            pass
+        assert [each.partition(",")[0] for each in told] == words
 
 
 def test_the_accuracy_of_a_simulation_file(tmp_path: Path) -> None:
