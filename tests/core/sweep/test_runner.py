@@ -245,7 +245,7 @@ def test_a_lost_worker_ends_the_sweep_in_words_and_it_continues(tmp_path: Path) 
         "    if pathlib.Path(__file__).with_name('killer').exists():\n        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return cross_entropy(outputs, targets)\n"
     )
-    grid = 'metric = "loss"\n' + GRID.replace("[1, 3]", "[1]")  # an own loss does not tell whether targets are classes
+    grid = 'metric = "loss"\n' + GRID.replace("[1, 3]", "[1]")  # with an own loss nothing is known of classes
     write_sweep(tmp_path, grid, BASE + '\n[simulation.model]\nloss = "own:loss"\n')
     (tmp_path / "killer").touch()
     with pytest.raises(EngineError, match=r"was ended by SIGKILL while it computed the run 0.*the same command"):
