@@ -151,7 +151,10 @@ class Driver:
             self._failing_since = self.now
         if self.job.failures < MAX_FAILURES or self.now - self._failing_since < self._patience_s:
             return ""
-        return f"no progress after {self.job.failures} failed attempts in a row; the last one: {self.job.reason}"
+        last = self.job.attempt
+        assert last is not None
+        place = f"round {last.key.round} attempt {last.key.number}"
+        return f"no progress after {self.job.failures} failed attempts in a row; the last one: {place}: {last.reason}"
 
     def _step(self) -> None:
         """Process everything due now: first check-ins and departures, then clients at work, then the deadline."""
