@@ -149,7 +149,8 @@ class Retry(Struct, frozen=True, forbid_unknown_fields=True):
     pause_after: Annotated[int, Meta(ge=0, le=1_000_000)] = 10
     """Without `max_attempts`, the job is paused after this many attempts in a row that failed because clients' training
     failed or was refused, their updates were rejected, or the updates could not be aggregated, since another try would
-    fail alike; 0: never. Attempts that fail because clients are away do not count."""
+    fail alike; 0: never. Attempts that fail because clients are away do not count, and failures of fewer than 20
+    clients do not pause a job whose other clients could do its work."""
 
 
 class Updates(Struct, frozen=True, forbid_unknown_fields=True):

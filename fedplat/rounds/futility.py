@@ -27,6 +27,8 @@ LASTING = frozenset(
     }
 )
 """Reasons that no later attempt changes by itself. A lost connection passes, which may be why a deadline was missed."""
+MAX_CULPRITS = 20
+"""Different clients whose failures pause a job although others could do its work: the cause is hardly theirs."""
 MAX_BYTES = 300
 """Length of a client's text within the reason of an attempt."""
 _ENDED_BADLY = frozenset({AssignmentState.LATE, AssignmentState.FAILED, AssignmentState.REJECTED})
@@ -70,12 +72,14 @@ def count(job: JobState, attempt: Attempt, *, is_lasting: bool = False) -> Futil
 def gives_up(job: JobState) -> bool:
     """Return whether the job must be paused, because its last attempts failed and the next would fail alike.
 
-    A single client does not stop a job that can do without it.
+    Few clients do not stop a job that can do without them, but `MAX_CULPRITS` do, however large its fleet is.
     """
     retry, attempt = job.spec.retry, job.attempt
     if retry.max_attempts or not 0 < retry.pause_after <= job.futile.number or attempt is None:
         return False
-    return len(job.futile.clients) != 1 or job.futile.num_eligible - 1 < max(attempt.minimum, 1)
+    num_culprits = len(job.futile.clients)
+    num_others = job.futile.num_eligible - num_culprits
+    return not num_culprits or num_culprits >= MAX_CULPRITS or num_others < max(attempt.minimum, 1)
 
 
 def describe_pause(job: JobState, what: str, text: str) -> str:

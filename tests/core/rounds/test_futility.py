@@ -86,11 +86,13 @@ def test_failures_that_pass_by_themselves_do_not_pause_a_job() -> None:
     [
         ({"c0"}, 2, False),  # the job needs one, and c1 may be that one
         ({"c0"}, 1, True),
-        ({"c0", "c1"}, 9, True),
+        ({"c0", "c1"}, 2, True),
+        ({"c0", "c1"}, 9, False),  # two who work together
+        ({f"c{number}" for number in range(20)}, 1000, True),
         (set[str](), 9, True),  # the aggregation failed
     ],
 )
-def test_one_client_alone_does_not_stop_a_job_that_can_do_without_it(
+def test_few_clients_do_not_stop_a_job_that_can_do_without_them(
     clients: set[str], num_eligible: int, gives_up: bool
 ) -> None:
     job = start(pause_after=3).job
