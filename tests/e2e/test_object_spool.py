@@ -281,6 +281,6 @@ def test_a_wrong_key_ends_the_start_with_a_clear_error(tmp_path: Path, s3: Seawe
     ended = subprocess.run(line, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
     assert ended.returncode == 1
     said = ended.stderr.strip().splitlines()[-1]
-    assert said.startswith("fedplat-server: writing s3://")
+    assert said.startswith("fedplat-server: reading s3://")
     assert "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in said
     assert "Traceback" not in ended.stderr

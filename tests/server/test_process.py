@@ -195,7 +195,7 @@ def test_a_log_that_is_not_read_stops_no_round(folder: Path) -> None:
     with started(folder, "--log-level", "DEBUG") as server, channel(server.until_ready()) as made:
         caller = Caller(made)
         filler = "x" * 900
-        job = caller.start_job(job_file(goal=1, rounds=3))
+        job = caller.start_job(job_file(goal=1, rounds=3, more="[retry]\nbase_s = 0.01\nmax_s = 0.01\npause_after = 0"))
         for _ in range(100):  # much more than a pipe holds
             token = caller.check_in().result().assignment.token
             failure = fleet_pb2.FailRequest(token=token, reason=model_pb2.REASON_TRAINER_ERROR, text=filler)

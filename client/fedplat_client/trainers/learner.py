@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -50,13 +51,18 @@ class LearnerTrainer:
         return EvaluateResult(num_examples=len(data[1]), metrics=metrics)
 
 
-def train(learner: ArrayLearner, task: Task, data: Any, seed: Seed, **options: object) -> Mapping[str, float]:
-    """Train a learner for a task, and return the metrics. Raises `JobFileError` and `Cancelled`."""
+def train(
+    learner: ArrayLearner, task: Task, data: Any, seed: Seed, *, seeds_itself: bool = False, **options: object
+) -> Mapping[str, float]:
+    """Train a learner for a task, and return the metrics. Raises `JobFileError` and `Cancelled`.
+
+    A learner that `seeds_itself` seeds the generators of the process, and lets no other thread use them meanwhile.
+    """
     check_config(learner, task.config)
     task.progress(0.0)
     config = config_of_round(task.config, task.round)
     number = _seed_of(task, seed)
-    with use_seeds(number):
+    with contextlib.nullcontext() if seeds_itself else use_seeds(number):
         metrics = learner.train(task.parameters, data, config, number, **options)
     task.progress(1.0)
     return metrics

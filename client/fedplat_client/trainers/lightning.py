@@ -50,7 +50,7 @@ class LightningTrainer:
         """Train for `config["epochs"]` epochs."""
         data = self._data(task)
         count = count_examples(data)
-        metrics = train(self._learner, task, data, self.seed, after_step=task.progress)
+        metrics = train(self._learner, task, data, self.seed, seeds_itself=True, after_step=task.progress)
         return TrainResult(parameters=task.parameters, num_examples=count, metrics=metrics)
 
     def evaluate(self, task: Task) -> EvaluateResult:

@@ -162,8 +162,9 @@ def test_memory_does_not_grow_with_the_updates(dtype: Any):
         held_after, peak_after = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert held_after - held < 10_000
-    assert peak_after - peak < 10_000
+    # An update has 2 MB or more; threads that other tests have left allocate a little, too.
+    assert held_after - held < 100_000
+    assert peak_after - peak < 100_000
     assert accumulator.num_updates == 50
 
 
