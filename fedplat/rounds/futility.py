@@ -64,7 +64,8 @@ def count(job: JobState, attempt: Attempt, *, is_lasting: bool = False) -> Futil
     """Return the futile attempts of a job after one more has failed, because of its clients or a cause that lasts."""
     if not (is_lasting or _is_lasting(attempt)):
         return job.futile
-    clients = {each.client_id for each in attempt.assignments.values() if each.reason in LASTING}
+    failed = {each.client_id for each in attempt.assignments.values() if each.reason in LASTING}
+    clients = set[str]() if is_lasting else failed  # not these were the cause
     number, others, num_eligible = job.futile
     return FutileAttempts(number + 1, others | clients, max(num_eligible, attempt.num_eligible))
 
