@@ -56,7 +56,7 @@ class SqlTraces(TraceStore):
         self, after_sequence: int, *, since_unix_s: float = 0.0, limit: int = 10, max_assignments: int = 100
     ) -> list[EndedAttempt]:
         ends = (
-            select(*[_H[name] for name in ("sequence", "job_id", "round", "attempt", "kind", "reason")])
+            select(*[_H[name] for name in ("sequence", "job_id", "round", "attempt", "kind")])
             .where(_H.sequence > after_sequence, _ENDS_ATTEMPT, _H.unix_s >= since_unix_s)
             .order_by(_H.sequence)
             .limit(limit)
@@ -81,7 +81,6 @@ def _read_attempt(connection: Connection, end: Row, max_assignments: int) -> End
         sequence=end.sequence,
         key=key,
         kind=AttemptKind(end.kind or AttemptKind.TRAIN),  # rows of the first release have no kind
-        reason=end.reason,
         phases=_read_phases(connection, window, key),
         assignments=_read_assignments(connection, window, max_assignments),
         counts=_count_assignments(connection, key),

@@ -43,7 +43,6 @@ class EndedAttempt:
     sequence: int
     key: AttemptKey
     kind: AttemptKind
-    reason: str
     phases: tuple[PhaseStart, ...]
     assignments: tuple[EndedAssignment, ...]
     counts: Mapping[AssignmentState, int]
