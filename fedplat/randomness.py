@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,33 +18,60 @@ import numpy as np
 _numpy: Any = np.random  # its stubs lack the functions below
 _free: list[np.random.MT19937] = []
 """Bit generators for the next blocks: a new one takes longer than its seeding."""
+_blocks: list[_States] = []
+"""What the open blocks restore, in the order in which they began. Blocks of several threads need not end in reverse."""
+_lock = threading.Lock()
+
+
+@dataclass(slots=True, eq=False)
+class _States:
+    """The generators as they were before a block."""
+
+    numpy: np.random.MT19937
+    python: tuple[Any, ...]
+    torch: Any
+
+    def restore(self) -> None:
+        _numpy.set_bit_generator(self.numpy)
+        random.setstate(self.python)
+        if self.torch is not None:
+            sys.modules["torch"].default_generator.set_state(self.torch)
 
 
 @contextmanager
 def use_seeds(seed: int) -> Generator[int]:
     """Seed the generators of the process within the block; restore their states at the end. Yields the number used.
 
-    PyTorch's is that of the CPU, if the process has imported PyTorch.
+    PyTorch's is that of the CPU, if the process has imported PyTorch. Threads share the generators: of blocks that
+    overlap, the numbers are mixed, and the last one to end restores the states from before the first.
     """
     number = int(np.random.SeedSequence([seed, 1]).generate_state(1)[0])
-    numpy_before, python_before = _numpy.get_bit_generator(), random.getstate()
     torch = sys.modules.get("torch")
-    torch_generator = None if torch is None else torch.default_generator
-    torch_before = None if torch_generator is None else torch_generator.get_state()
-    ours = _free.pop() if _free else np.random.MT19937(0)
-    _numpy.set_bit_generator(ours)  # in place of the other one, whose state need not be copied
-    np.random.seed(number)
-    random.seed(number)
-    if torch_generator is not None:
-        torch_generator.manual_seed(number)  # torch.manual_seed takes a millisecond, to record a stack trace
+    with _lock:
+        before = _States(
+            numpy=_numpy.get_bit_generator(),
+            python=random.getstate(),
+            torch=None if torch is None else torch.default_generator.get_state(),
+        )
+        _blocks.append(before)
+        ours = _free.pop() if _free else np.random.MT19937(0)
+        _numpy.set_bit_generator(ours)  # in place of the other one, whose state need not be copied
+        np.random.seed(number)
+        random.seed(number)
+        if torch is not None:
+            torch.default_generator.manual_seed(number)  # torch.manual_seed takes a millisecond: it records a stack
     try:
         yield number
     finally:
-        _numpy.set_bit_generator(numpy_before)
-        random.setstate(python_before)
-        if torch_generator is not None:
-            torch_generator.set_state(torch_before)
-        _free.append(ours)
+        with _lock:
+            place = _blocks.index(before)
+            if place == len(_blocks) - 1:
+                before.restore()
+            else:  # a block of another thread began later: it restores what this one would have
+                following = _blocks[place + 1]
+                following.numpy, following.python, following.torch = before.numpy, before.python, before.torch
+            del _blocks[place]
+            _free.append(ours)
 
 
 def read_states() -> object:

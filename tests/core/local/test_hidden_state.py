@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from fedplat.learner import Config, Data
 from fedplat.model import Parameters
 from fedplat.pytorch.training import Learner, LocalOptions, LocalTraining, TensorExamples, Trainee, train
 from fedplat.pytorch.vectorized.trainer import FlatTrainer
-from fedplat.randomness import use_seeds
+from fedplat.randomness import read_states, use_seeds
 from fedplat.simulation import SimulationOptions, make_job, simulate
 from fedplat.simulation.data import Federation
 from fedplat_client import Task
@@ -236,3 +237,25 @@ def test_blocks_may_be_nested() -> None:
         with use_seeds(2):
             assert draw() != second
         assert draw() == second
+
+
+def test_blocks_of_threads_that_overlap_leave_the_states_from_before() -> None:
+    def draw() -> tuple[float, float, float]:
+        return np.random.random(), random.random(), torch.rand(()).item()
+
+    def states() -> object:
+        return read_states(), torch.get_rng_state().tolist()
+
+    before = states()
+    for order in permutations(range(3)):  # blocks that begin as 0, 1, 2 end in each order
+        blocks = [use_seeds(seed) for seed in range(3)]
+        for block in blocks:
+            block.__enter__()
+        draw()
+        for place in order[:-1]:
+            blocks[place].__exit__(None, None, None)
+            draw()
+        blocks[order[-1]].__exit__(None, None, None)
+        with use_seeds(5):  # it must not be given a generator that is in use
+            draw()
+        assert states() == before

@@ -35,8 +35,8 @@ async def test_ended_attempts_are_those_of_the_history(store: Store) -> None:
     found = await store.traces.list_ended_attempts(0, limit=100)
     ends = [each for each in rows if each.row.entity == "attempt" and each.row.to_state in ENDED]
     assert len(ends) >= 5
-    assert [(one.sequence, one.key.round, one.key.number, one.reason) for one in found] == [
-        (each.sequence, each.row.round, each.row.attempt, each.row.reason) for each in ends
+    assert [(one.sequence, one.key.round, one.key.number) for one in found] == [
+        (each.sequence, each.row.round, each.row.attempt) for each in ends
     ]
     assert {one.kind for one in found} == {AttemptKind.TRAIN, AttemptKind.EVALUATE}
     for one in found:
