@@ -257,6 +257,7 @@ async def test_streams_of_one_client_are_counted(folder: Path) -> None:
         await daemons.until(free, "streams to be free again")
 
 
+@pytest.mark.calm("a call that is repeated would have to continue where it stopped")
 @pytest.mark.fault("F14", "F17")
 async def test_an_update_that_is_sent_again_and_again_ends_the_assignment(folder: Path) -> None:
     async with daemons.running(folder, limits=Limits(max_upload_factor=0.002)) as site:
