@@ -17,6 +17,9 @@ FILES = {
     "fedplat/rules/median.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import fedplat.cli\n",
     "fedplat/cli.py": "def run():\n    from fedplat import rules\n    return rules\n",
     "fedplat/pages/app.py": "import os\n",
+    "fedplat/tools/__init__.py": "def main():\n    from fedplat.tools import many\n",
+    "fedplat/tools/many.py": "",
+    "fedplat/tools/one.py": "",
     "fedplat/pages/static/page.css": "",
     "tests/conftest.py": "",
     "tests/core/conftest.py": "from support import boards\n",
@@ -24,6 +27,8 @@ FILES = {
     "tests/core/test_median.py": 'TARGET = "fedplat.rules.median:median"\n',
     "tests/client/test_cli.py": "from fedplat import cli\n",
     "tests/client/test_pages.py": "from fedplat.pages import app\n",
+    "tests/core/test_tools.py": "from fedplat.tools import main\n",
+    "tests/core/test_one.py": "from fedplat.tools import one\n",
     "tests/e2e/test_programs.py": "import subprocess\n",
     "tests/support/boards.py": "",
     "tests/support/inputs.toml": '"tests/e2e/" = ["programs", "docs/"]\n"tests/client/test_cli.py" = ["README.md"]\n',
@@ -32,6 +37,7 @@ FILES = {
 }
 CORE, CLIENT = ("tests/core/test_mean.py", "tests/core/test_median.py"), "tests/client/test_cli.py"
 PAGES, PROGRAMS = "tests/client/test_pages.py", "tests/e2e/test_programs.py"
+TOOLS, ONE = "tests/core/test_tools.py", "tests/core/test_one.py"
 
 
 @pytest.fixture
@@ -51,8 +57,11 @@ def checkout(tmp_path: Path) -> Path:
         ("fedplat/cli.py", {CLIENT, PROGRAMS}),  # a type checker's import is not one
         ("fedplat/pages/static/page.css", {PAGES, PROGRAMS}),
         ("fedplat/pages/removed.py", {PAGES, PROGRAMS}),
-        ("tests/support/boards.py", {*CORE}),
-        ("tests/core/conftest.py", {*CORE}),
+        ("fedplat/tools/__init__.py", {TOOLS, ONE, PROGRAMS}),
+        ("fedplat/tools/one.py", {ONE, PROGRAMS}),
+        ("fedplat/tools/many.py", {TOOLS, PROGRAMS}),  # importing the other one runs no function of the package
+        ("tests/support/boards.py", {*CORE, TOOLS, ONE}),
+        ("tests/core/conftest.py", {*CORE, TOOLS, ONE}),
         ("tests/core/test_mean.py", {CORE[0]}),
         ("docs/index.md", {PROGRAMS}),
         ("README.md", {CLIENT}),
@@ -113,6 +122,12 @@ def graph() -> Graph:
         ("fedplat/rounds/sync.py", "tests/core/rounds/test_machine.py"),
         ("fedplat/dashboard/static/dashboard.css", "tests/core/dashboard/test_pages.py"),
         ("tests/support/daemons.py", "tests/server/test_round.py"),
+        ("fedplat/cli/jobs.py", "tests/e2e/test_operator.py"),
+        ("fedplat/cli/sweep.py", "tests/core/cli/test_completion.py"),
+        ("fedplat/admin/client.py", "tests/e2e/test_killed.py"),
+        ("server/fedplat_server/rpc/report_intake.py", "tests/e2e/test_killed.py"),
+        ("client/fedplat_client/cli.py", "tests/e2e/test_silos.py"),
+        ("fedplat/dashboard/app.py", "tests/e2e/test_dev.py"),
     ],
 )
 def test_a_change_of_this_checkout_reaches_its_tests(graph: Graph, changed: str, test: str) -> None:
@@ -124,4 +139,4 @@ def test_a_change_of_this_checkout_reaches_its_tests(graph: Graph, changed: str,
 def test_a_leaf_reaches_few_tests(graph: Graph) -> None:
     selected = graph.reach(["fedplat/sweep/schedule.py"])
     assert selected is not None
-    assert len(selected) < len(graph.tests) / 3
+    assert len(selected) < len(graph.tests) / 6

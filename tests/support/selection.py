@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +26,17 @@ SHARED = (
 )
 """A change of these runs everything."""
 PRODUCT = ("fedplat/", "server/fedplat_server/", "client/fedplat_client/")
+COMMAND_TREE = "fedplat/cli/app.py"
+"""It imports every command; what a test of it reaches are the commands that `inputs.toml` lists for the test."""
+PROGRAMS = {
+    "programs": PRODUCT,
+    "daemon": (*(f"server/fedplat_server/cli/{name}.py" for name in ("init", "serving", "workers")), PRODUCT[2]),
+    "operator": (
+        *(f"fedplat/cli/{name}.py" for name in ("clients", "enrollments", "events", "jobs", "models", "operators")),
+        *(f"fedplat/cli/{name}.py" for name in ("privacy", "round_description", "session", "webhooks")),
+    ),
+}
+"""What `inputs.toml` calls by a name: the whole product; a daemon, its pool and clients; an operator's commands."""
 FOLDERS = ("fedplat", "server", "client", "tests", "benchmarks", "examples", "docs/site")
 """The folders with Python."""
 PATH = ("", "server", "client", "tests", "benchmarks", "benchmarks/papers", "docs/site", "examples/large")
@@ -65,6 +76,7 @@ class Graph:
     def _starts(self, path: str) -> Iterator[str]:
         """Yield the files from which a change of this one spreads."""
         yield from self._users(path)
+        yield from self._users(_run(path))
         if path in self.tests or path in self.dependants:
             yield path
         elif path.startswith((*PRODUCT, "tests/")):  # data, templates, and what was deleted
@@ -82,11 +94,7 @@ class Graph:
 def read_graph(root: Path = ROOT) -> Graph:
     """Return the graph of a checkout."""
     files = [path.relative_to(root).as_posix() for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
-    modules = {name: file for file in files for name in _names(file)}
-    dependants: defaultdict[str, set[str]] = defaultdict(set)
-    for file in files:
-        for used in _uses(file, (root / file).read_text(), modules):
-            dependants[used].add(file)
+    dependants = _read_imports(root, files)
     tests = frozenset(file for file in files if file.startswith("tests/") and Path(file).name.startswith("test_"))
     for test in tests:
         for folder in Path(test).parents:
@@ -96,9 +104,24 @@ def read_graph(root: Path = ROOT) -> Graph:
     for name, prefixes in listed.items():
         modules_of_name = [file for file in files if file == name or (name.endswith("/") and file.startswith(name))]
         for prefix in prefixes:
-            for each in PRODUCT if prefix == "programs" else (prefix,):
+            for each in PROGRAMS.get(prefix, (prefix,)):
                 readers[each].update(modules_of_name)
     return Graph(_freeze(dependants), tests, _freeze(readers))
+
+
+def _read_imports(root: Path, files: Sequence[str]) -> defaultdict[str, set[str]]:
+    """Return the files that import a file."""
+    modules = {name: file for file in files for name in _names(file)}
+    dependants: defaultdict[str, set[str]] = defaultdict(set)
+    for file in files:
+        tree = ast.parse((root / file).read_text())
+        for used in _uses(file, tree, modules):
+            if file != COMMAND_TREE or not used.startswith("fedplat/cli/"):
+                dependants[used].add(file)
+        if file.endswith("/__init__.py"):
+            for used in _uses(file, tree, modules, functions=False):
+                dependants[used].add(_run(file))
+    return dependants
 
 
 def _freeze(sets: Mapping[str, set[str]]) -> dict[str, frozenset[str]]:
@@ -113,26 +136,32 @@ def _names(file: str) -> Iterator[str]:
             yield name.replace("/", ".")
 
 
-def _uses(file: str, text: str, modules: Mapping[str, str]) -> Iterator[str]:
+def _run(file: str) -> str:
+    """Return the name, in the graph, of what runs when a module of this package is imported: not its functions."""
+    return f"{file} when imported"
+
+
+def _uses(file: str, tree: ast.AST, modules: Mapping[str, str], functions: bool = True) -> Iterator[str]:
     """Yield the files that a module imports, or names in a text such as "package.module:function"."""
     is_product = file.startswith(PRODUCT)
-    for name in _find_names(ast.parse(text), file):
+    for name in _find_names(tree, file, functions):
         parts = name.split(".")
         if is_product and not parts[0].startswith("fedplat"):
             continue  # a package of others, with the name of a program here
-        for length in range(1, len(parts) + 1):  # importing a.b.c runs a and a.b, too
-            used = modules.get(".".join(parts[:length]))
-            if used is not None and used != file:
-                yield used
+        found = [modules[each] for each in (".".join(parts[: n + 1]) for n in range(len(parts))) if each in modules]
+        yield from map(_run, found[:-1])  # importing a.b.c runs a and a.b, too
+        yield from (each for each in found[-1:] if each != file)
 
 
-def _find_names(tree: ast.AST, file: str) -> Iterator[str]:
+def _find_names(tree: ast.AST, file: str, functions: bool) -> Iterator[str]:
     to_do = [tree]
     while to_do:
         node = to_do.pop()
         match node:
             case ast.If(test=ast.Name(id="TYPE_CHECKING")):
                 to_do += node.orelse
+                continue
+            case ast.FunctionDef() | ast.AsyncFunctionDef() if not functions:
                 continue
             case ast.Import(names=names):
                 yield from (alias.name for alias in names)
