@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedplat import texts
-from fedplat.simulation.report.plots import MAIN, QUIET, save
+from fedplat.simulation.report.plots import MAIN, QUIET, STYLES, save
 from fedplat.sweep import plan
 from fedplat.sweep.file import SweepFile
 from fedplat.sweep.table import SweepRow
@@ -46,13 +47,22 @@ def draw_curves(figure: Figure, file: SweepFile, rows: Sequence[SweepRow]) -> No
     axis: Axes = figure.subplots()
     for row in reversed(rows[NUM_COLORED:]):
         axis.plot(row.curve.rounds, _floats(row.curve.mean), color=QUIET, alpha=0.4, linewidth=0.8)
-    for row, color in reversed(list(zip(rows, COLORS, strict=False))):
+    for row, color, style in reversed(list(zip(rows, COLORS, itertools.cycle(STYLES), strict=False))):
         label = plan.describe(row.values, names)
         label = label if len(label) <= _MAX_LABEL else f"{label[: _MAX_LABEL - 1]}…"
         label += f" (stopped after {row.stopped_after})" if row.stopped_after else ""
         marker = "o" if len(row.curve.rounds) <= 40 else None
         mean = _floats(row.curve.mean)
-        axis.plot(row.curve.rounds, mean, color=color, linewidth=1.6, marker=marker, markersize=3, label=label)
+        axis.plot(
+            row.curve.rounds,
+            mean,
+            color=color,
+            linestyle=style,
+            linewidth=1.6,
+            marker=marker,
+            markersize=3,
+            label=label,
+        )
         axis.fill_between(
             row.curve.rounds, _floats(row.curve.low), _floats(row.curve.high), color=color, alpha=0.1, linewidth=0
         )
