@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from fedplat import texts
 from fedplat.errors import MissingExtraError
+from fedplat.extras import install_command
 from fedplat.simulation.data import Federation
 from fedplat.simulation.recording.result import Group, Result
 from fedplat.simulation.report.data import label_table
@@ -76,7 +77,7 @@ def new_figure() -> Figure:
         return ShownFigure(layout="constrained")
     except ModuleNotFoundError as exc:
         raise MissingExtraError(
-            "plots need matplotlib; install it with: pip install 'fedplat[plots]', or use --no-plots"
+            f"plots need matplotlib; install it with: {install_command('plots')}, or use --no-plots"
         ) from exc
 
 
