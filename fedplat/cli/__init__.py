@@ -23,6 +23,8 @@ def main() -> None:
         missing = (exc.name or "").partition(".")[0]
         if missing not in ("typer", "rich"):
             raise
-        sys.stderr.write(f"error: the command fedplat needs {missing}; install it with: pip install 'fedplat[cli]'\n")
+        from fedplat.extras import install_command
+
+        sys.stderr.write(f"error: the command fedplat needs {missing}; install it with: {install_command('cli')}\n")
         sys.exit(2)
     app(prog_name="fedplat")

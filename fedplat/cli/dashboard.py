@@ -12,6 +12,7 @@ import typer
 from fedplat.cli.output import Output
 from fedplat.cli.session import ServerOption, Settings, reporting
 from fedplat.errors import MissingExtraError, ProfileError
+from fedplat.extras import install_command
 
 if TYPE_CHECKING:
     from fedplat.dashboard.source import PageSource
@@ -43,7 +44,7 @@ def dashboard(
             if (exc.name or "").partition(".")[0] not in ("starlette", "jinja2", "uvicorn"):
                 raise
             raise MissingExtraError(
-                f"the dashboard needs {exc.name}; install it with: pip install 'fedplat[dashboard]'"
+                f"the dashboard needs {exc.name}; install it with: {install_command('dashboard')}"
             ) from exc
         options = local.LocalDashboardOptions(
             listen,

@@ -20,10 +20,10 @@ from fedplat.texts import NAME_PATTERN
 from fedplat.toml import suggest
 
 TEMPLATES: Mapping[str, tuple[str, str]] = {
-    "numpy": ("[cli]", ""),
-    "torch": ("[cli,torch]", "[torch]"),
-    "sklearn": ("[cli,sklearn]", "[sklearn]"),
-    "lightning": ("[cli,lightning]", "[lightning]"),
+    "numpy": ("[cli,plots,dashboard]", ""),
+    "torch": ("[cli,plots,dashboard,torch]", "[torch]"),
+    "sklearn": ("[cli,plots,dashboard,sklearn]", "[sklearn]"),
+    "lightning": ("[cli,plots,dashboard,lightning]", "[lightning]"),
 }
 """The extras of fedplat and of fedplat-client that each template needs. Its files are in `templates/`."""
 _COMMON = "common"

@@ -135,7 +135,7 @@ class Dashboard:
         except FedplatError as exc:
             return self._login_page(next_path, f"{str(exc)[:1].upper()}{str(exc)[1:]}.", status=503)
         self.sessions.close(request.cookies.get(COOKIE, ""))
-        response = RedirectResponse(_own_path(next_path) or "/", 303)
+        response = RedirectResponse(_own_path(next_path) or source.home, 303)
         session_id = self.sessions.open(source)
         response.set_cookie(
             COOKIE, session_id, max_age=int(LONGEST_S), secure=True, httponly=True, samesite="strict", path="/"

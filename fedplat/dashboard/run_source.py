@@ -54,6 +54,7 @@ class RunFolderSource:
     """The one job of a run folder. Raises `DataError` if the folder has no run."""
 
     is_simulation = True
+    home = f"/jobs/{JOB_ID}"  # the overview of one job has nothing that its page lacks
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -28,6 +28,7 @@ class AdminSource:
     """The pages of the server of a profile."""
 
     is_simulation = False
+    home = "/"
 
     def __init__(self, profile: Profile, timeout_s: float = TIMEOUT_S) -> None:
         self._client = AdminClient(profile, timeout_s=timeout_s)

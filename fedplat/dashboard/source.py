@@ -40,6 +40,11 @@ class PageSource(Protocol):
         """True if moments are virtual seconds since the start of the run, and nothing can be changed."""
         ...
 
+    @property
+    def home(self) -> str:
+        """The path of the first page after signing in."""
+        ...
+
     def status(self) -> admin_pb2.GetStatusResponse:
         """Return the status of the server, with the name and the role of the operator."""
         ...

@@ -13,6 +13,7 @@ import msgspec
 
 from fedplat import bounded_toml, user_code
 from fedplat.errors import FlowerError, MissingExtraError, UserCodeError
+from fedplat.extras import install_command
 from fedplat.loaded_plugins import FLOWER_APPS, PluginVersion
 from fedplat.toml import format_value, suggest
 
@@ -144,12 +145,12 @@ def check_version() -> None:
     try:
         version = importlib.metadata.version("flwr")
     except importlib.metadata.PackageNotFoundError as exc:
-        raise MissingExtraError("Flower apps need flwr: pip install 'fedplat[flower]'") from exc
+        raise MissingExtraError(f"Flower apps need flwr: {install_command('flower')}") from exc
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
     if not OLDEST <= numbers < BEFORE:
         raise FlowerError(
             f"flwr {version} is installed; expected at least {'.'.join(map(str, OLDEST))} and below "
-            f"{'.'.join(map(str, BEFORE))}: pip install 'fedplat[flower]'"
+            f"{'.'.join(map(str, BEFORE))}: {install_command('flower')}"
         )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.errors import DataError, MissingExtraError
+from fedplat.extras import install_command
 from fedplat.packed.files import open_regular
 from fedplat.packed.index import ColumnType, PackedIndex, ShardFile
 
@@ -27,7 +28,7 @@ def import_pyarrow() -> Any:
     try:
         import pyarrow
     except ModuleNotFoundError as exc:
-        raise MissingExtraError("packed data needs pyarrow; install it with: pip install 'fedplat[tables]'") from exc
+        raise MissingExtraError(f"packed data needs pyarrow; install it with: {install_command('tables')}") from exc
     return pyarrow
 
 

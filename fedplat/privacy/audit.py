@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.errors import MissingExtraError
+from fedplat.extras import install_command
 
 SHARES = (1.0, 0.3, 0.1)
 """Parts of the canaries that are guessed, one after the other: those with the highest and the lowest scores."""
@@ -44,7 +45,7 @@ def p_value(found: Guesses, epsilon: float, delta: float) -> float:
     try:
         from scipy.stats import binom
     except ModuleNotFoundError as exc:
-        raise MissingExtraError("an audit needs SciPy; install it with: pip install 'fedplat[privacy]'") from exc
+        raise MissingExtraError(f"an audit needs SciPy; install it with: {install_command('privacy')}") from exc
     # Randomized response with this epsilon, the worst case, guesses right with this probability.
     right = 1.0 / (1.0 + math.exp(-epsilon))
     beyond = float(binom.sf(found.right - 1, found.guesses, right))

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.errors import MissingExtraError
+from fedplat.extras import install_command
 from fedplat.privacy import skellam
 from fedplat.privacy.releases import Mechanism
 
@@ -77,7 +78,7 @@ def _library() -> Any:
         return cast(Any, importlib.import_module("dp_accounting"))
     except ModuleNotFoundError as exc:
         raise MissingExtraError(
-            "the accounting of privacy needs dp-accounting; install it with: pip install 'fedplat[privacy]'"
+            f"the accounting of privacy needs dp-accounting; install it with: {install_command('privacy')}"
         ) from exc
 
 

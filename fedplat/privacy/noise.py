@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.errors import MissingExtraError
+from fedplat.extras import install_command
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers import CipherContext
@@ -81,5 +82,5 @@ def _encryptor(key: bytes, first: int) -> CipherContext:
     try:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
     except ImportError as exc:
-        raise MissingExtraError("private jobs need the extra `privacy`: pip install 'fedplat[privacy]'") from exc
+        raise MissingExtraError(f"private jobs need the extra `privacy`: {install_command('privacy')}") from exc
     return Cipher(algorithms.AES(key), modes.CTR(first.to_bytes(16, "big"))).encryptor()

@@ -12,14 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.errors import MissingExtraError, ModelError
+from fedplat.extras import install_command
 from fedplat.model import Carry, Parameters, read_array
 
 try:
     import torch
 except ImportError as exc:
-    raise MissingExtraError(
-        "PyTorch is not installed; install it with: pip install torch (or the extra: fedplat[torch])"
-    ) from exc
+    raise MissingExtraError(f"PyTorch is not installed; install it with: {install_command('torch')}") from exc
 
 
 def to_torch(parameters: Parameters) -> dict[str, torch.Tensor]:

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from fedplat import user_code
 from fedplat.errors import DataError, JobFileError, MissingExtraError
+from fedplat.extras import install_command
 from fedplat.learner import Config, Data, check_data
 from fedplat.model import Parameters
 from fedplat.pytorch import convert
@@ -37,7 +38,7 @@ try:
 
 except ImportError as exc:
     raise MissingExtraError(
-        "PyTorch Lightning is not installed; install it with: pip install lightning (or the extra: fedplat[lightning])"
+        f"PyTorch Lightning is not installed; install it with: {install_command('lightning')}"
     ) from exc
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset

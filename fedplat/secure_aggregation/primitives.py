@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 
 from fedplat.errors import MissingExtraError, SecureAggregationError
+from fedplat.extras import install_command
 from fedplat.secure_aggregation.messages import KEY_BYTES
 
 try:
@@ -22,7 +23,7 @@ try:
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 except ImportError as exc:
     raise MissingExtraError(
-        "secure aggregation needs the extra `privacy`: pip install 'fedplat[privacy]'; "
+        f"secure aggregation needs the extra `privacy`: {install_command('privacy')}; "
         "fedplat-client and fedplat-server include it"
     ) from exc
 

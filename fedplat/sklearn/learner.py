@@ -14,6 +14,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from fedplat.errors import DataError, JobFileError, MissingExtraError, ModelError
+from fedplat.extras import install_command
 from fedplat.learner import Config, Data, check_data
 from fedplat.model import Parameters
 from fedplat.sklearn.incremental import LinearFit, PerceptronFit
@@ -232,7 +233,7 @@ def _import(reference: str) -> type[Any]:
         from sklearn import linear_model, naive_bayes, neural_network
     except ImportError as exc:
         raise MissingExtraError(
-            "scikit-learn is not installed; install it with: pip install scikit-learn (or the extra: fedplat[sklearn])"
+            f"scikit-learn is not installed; install it with: {install_command('sklearn')}"
         ) from exc
     modules = {
         "sklearn.linear_model": linear_model,

@@ -11,6 +11,7 @@ from typing import Any
 
 from fedplat import bounded_toml
 from fedplat.errors import JobFileError, MissingExtraError
+from fedplat.extras import install_command
 from fedplat.local_options import LocalOptions
 from fedplat.metrics import is_smaller_better
 from fedplat.plugins import name_of
@@ -115,7 +116,7 @@ class SweepFile:
         # Other learners than PyTorch modules check `[config]` themselves.
         trained = [pair for pair in zip(configurations, read, strict=True) if _trains_with_pytorch(pair[1])]
         if trained and importlib.util.find_spec("torch") is None:
-            raise MissingExtraError("training needs PyTorch; install it with: pip install 'fedplat[torch]'")
+            raise MissingExtraError(f"training needs PyTorch; install it with: {install_command('torch')}")
         for configuration, file in trained:
             self._check_training(configuration, file)
         return read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedplat import texts
-from fedplat.simulation.report.plots import MAIN, QUIET, save
+from fedplat.simulation.report.plots import MAIN, MIN_BAND_SEEDS, QUIET, STYLES, save
 from fedplat.sweep import plan
 from fedplat.sweep.file import SweepFile
 from fedplat.sweep.table import SweepRow
@@ -37,26 +38,35 @@ def draw(file: SweepFile, rows: Sequence[SweepRow], folder: Path) -> list[Path]:
 
 
 def draw_curves(figure: Figure, file: SweepFile, rows: Sequence[SweepRow]) -> None:
-    """Plot the mean of the metric over seeds by round, with its interval, for each configuration."""
+    """Plot the mean of the metric over seeds by round for each configuration; from five seeds on, with its interval."""
     from matplotlib.ticker import MaxNLocator
 
-    names, objective = file.names, file.objective
+    names, objective, has_bands = file.names, file.objective, len(file.seeds) >= MIN_BAND_SEEDS
     rows = [row for row in rows if row.curve.rounds]
     figure.set_size_inches(10, 5)
     axis: Axes = figure.subplots()
     for row in reversed(rows[NUM_COLORED:]):
         axis.plot(row.curve.rounds, _floats(row.curve.mean), color=QUIET, alpha=0.4, linewidth=0.8)
-    for row, color in reversed(list(zip(rows, COLORS, strict=False))):
+    for row, color, style in reversed(list(zip(rows, COLORS, itertools.cycle(STYLES), strict=False))):
         label = plan.describe(row.values, names)
         label = label if len(label) <= _MAX_LABEL else f"{label[: _MAX_LABEL - 1]}…"
         label += f" (stopped after {row.stopped_after})" if row.stopped_after else ""
         marker = "o" if len(row.curve.rounds) <= 40 else None
         mean = _floats(row.curve.mean)
-        axis.plot(row.curve.rounds, mean, color=color, linewidth=1.6, marker=marker, markersize=3, label=label)
-        axis.fill_between(
-            row.curve.rounds, _floats(row.curve.low), _floats(row.curve.high), color=color, alpha=0.1, linewidth=0
+        axis.plot(
+            row.curve.rounds,
+            mean,
+            color=color,
+            linestyle=style,
+            linewidth=1.6,
+            marker=marker,
+            markersize=3,
+            label=label,
         )
-    # Intervals of few seeds may be far wider than the differences between configurations.
+        if has_bands:
+            low, high = _floats(row.curve.low), _floats(row.curve.high)
+            axis.fill_between(row.curve.rounds, low, high, color=color, alpha=0.1, linewidth=0)
+    # Intervals may be far wider than the differences between configurations.
     means = np.concatenate([_floats(row.curve.mean) for row in rows])
     if (finite := means[np.isfinite(means)]).size:
         margin = 0.08 * float(np.ptp(finite)) or 0.01
@@ -68,7 +78,7 @@ def draw_curves(figure: Figure, file: SweepFile, rows: Sequence[SweepRow]) -> No
     axis.grid(alpha=0.3)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     handles, labels = axis.get_legend_handles_labels()
-    title = f"mean of {_seeds(file)}" + (", 95 % interval" if len(file.seeds) > 1 else "")
+    title = f"mean of {_seeds(file)}" + (", 95 % interval" if has_bands else "")
     title += f", the best {NUM_COLORED} of {len(rows)}" if len(rows) > NUM_COLORED else ""
     figure.legend(
         handles[::-1],

@@ -12,6 +12,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from fedplat.errors import MissingExtraError
+from fedplat.extras import install_command
 from fedplat.sweep.options import Choices, FloatRange, IntegerRange, LogRange, Range, SearchOptions
 from fedplat.sweep.outcome import Objective
 from fedplat.sweep.plan import Configuration
@@ -106,7 +107,7 @@ def _import_optuna() -> Any:
         import optuna
     except ModuleNotFoundError as exc:
         raise MissingExtraError(
-            "a search needs Optuna; install it with: pip install 'fedplat[sweep]', or use a grid"
+            f"a search needs Optuna; install it with: {install_command('sweep')}, or use a grid"
         ) from exc
     return optuna
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fedplat.errors import MissingExtraError
+from fedplat.extras import install_command
 from fedplat.testing.codecs import check_codec
 from fedplat.testing.errors import ConformanceError
 from fedplat.testing.fleets import check_availability, check_distribution
@@ -37,7 +38,7 @@ def check_algorithm(options: LocalAlgorithmOptions) -> None:
         import torch
     except ModuleNotFoundError as exc:
         raise MissingExtraError(
-            "checks of local algorithms need PyTorch; install it with: pip install 'fedplat[torch]'"
+            f"checks of local algorithms need PyTorch; install it with: {install_command('torch')}"
         ) from exc
     del torch
     from fedplat.testing import algorithms

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 from fedplat.errors import MissingExtraError, TrackerError
+from fedplat.extras import install_command
 from fedplat.trackers.tracker import RoundMetrics, RunStatus, TrackedRun, Tracker
 
 TAG = "fedplat.run"
@@ -53,7 +54,7 @@ class MlflowTracker(Tracker):
             from mlflow.tracking import MlflowClient
         except ModuleNotFoundError as exc:
             raise MissingExtraError(
-                "runs in MLflow need the package mlflow-skinny; install it with: pip install 'fedplat[mlflow]'"
+                f"runs in MLflow need the package mlflow-skinny; install it with: {install_command('mlflow')}"
             ) from exc
         self._place = f"MLflow at {hide_password(uri)}"
         self._run, self._run_id = run, ""

@@ -9,6 +9,7 @@ from typing import Any
 from typing_extensions import override
 
 from fedplat.errors import MissingExtraError, TrackerError
+from fedplat.extras import install_command
 from fedplat.trackers.tracker import RoundMetrics, RunStatus, Tracker
 
 _SUFFIX = ".fedplat"
@@ -26,7 +27,7 @@ class TensorBoardTracker(Tracker):
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ModuleNotFoundError as exc:
             raise MissingExtraError(
-                "event files need the package tensorboard; install it with: pip install 'fedplat[tensorboard]'"
+                f"event files need the package tensorboard; install it with: {install_command('tensorboard')}"
             ) from exc
         try:
             folder.mkdir(parents=True, exist_ok=True)

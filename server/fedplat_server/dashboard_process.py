@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from fedplat.admin import Profile
+from fedplat.extras import install_command
 from fedplat_server import logs
 from fedplat_server.auth import pki_folder
 from fedplat_server.child_environment import child_environment
@@ -49,9 +50,7 @@ def missing_packages() -> list[str]:
 def check_installed() -> None:
     """Raise `ConfigError` if the packages of the dashboard are not installed."""
     if missing := missing_packages():
-        raise ConfigError(
-            f"--dashboard needs {', '.join(missing)}; install them with: pip install 'fedplat-server[dashboard]'"
-        )
+        raise ConfigError(f"--dashboard needs {', '.join(missing)}; install them with: {install_command('dashboard')}")
 
 
 def make_options(config: ServerConfig, port: int) -> DashboardOptions:

@@ -56,8 +56,8 @@ def prove(python: Path, fleet: FakeFleet, model: model_pb2.ModelRef, folder: Pat
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     probe = [str(python), "-I", "-c", PROBE]
     output = subprocess.run(probe, cwd=folder, env=environment, check=True, capture_output=True, text=True).stdout
-    for extra in ("torch", "sklearn", "lightning"):
-        assert f"pip install 'fedplat-client[{extra}]'" in output
+    for package in ("torch", "scikit-learn", "lightning"):
+        assert f"'{package}>=" in output
     (folder / "edge.py").write_text(TRAINER)
     fleet.assign(model)
     arguments = ["run", "--ticket", fleet.ticket.to_text(), "--data-dir", "data"]

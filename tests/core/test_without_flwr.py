@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fedplat.extras import install_command
+
 ROOT = Path(__file__).resolve().parents[2]
 APP = "examples/flower/digits"
 SITE = """
@@ -32,16 +34,16 @@ importlib.machinery.PathFinder.find_spec = find_other_spec
 importlib.metadata.Distribution.from_name = find_other_distribution
 """
 """Python imports `sitecustomize` when it starts."""
+INSTALL = install_command("flower")
 COMMANDS = {
-    "fedplat.cli": (["flower", "run", APP], "error: Flower apps need flwr: pip install 'fedplat[flower]'"),
+    "fedplat.cli": (["flower", "run", APP], f"error: Flower apps need flwr: {INSTALL}"),
     "fedplat_client": (
         ["flower", APP, "--server", "localhost:1"],
-        "Error: FlowerTrainer needs flwr, which is not installed; install it with: "
-        "pip install 'fedplat-client[flower]'",
+        f"Error: FlowerTrainer needs flwr, which is not installed; install it with: {INSTALL}",
     ),
     "fedplat_server": (
         ["run", "--insecure", "--flower-app", f"digits={APP}"],
-        f"fedplat-server: --flower-app digits={APP}: Flower apps need flwr: pip install 'fedplat[flower]'",
+        f"fedplat-server: --flower-app digits={APP}: Flower apps need flwr: {INSTALL}",
     ),
 }
 

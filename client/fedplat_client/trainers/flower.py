@@ -11,6 +11,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from fedplat.errors import FlowerError, MissingExtraError
+from fedplat.extras import install_command
 from fedplat.flower.app import Config, FlowerApp
 from fedplat.model import FLOATING, Parameters
 from fedplat.model.schema import MESSAGE_KEY
@@ -23,7 +24,7 @@ try:
     from fedplat.flower.records import PackedMessage
 except ImportError as exc:
     raise MissingExtraError(
-        "FlowerTrainer needs flwr, which is not installed; install it with: pip install 'fedplat-client[flower]'"
+        f"FlowerTrainer needs flwr, which is not installed; install it with: {install_command('flower')}"
     ) from exc
 
 STATE = "flower-context"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from fedplat.errors import MissingExtraError
+from fedplat.extras import install_command
 from fedplat_client.task import EvaluateResult, Task, TrainResult
 from fedplat_client.trainers.learner import Seed, train
 
@@ -15,7 +16,7 @@ try:
 except MissingExtraError as exc:
     raise MissingExtraError(
         "LightningTrainer needs PyTorch Lightning, which is not installed; install it with: "
-        "pip install 'fedplat-client[lightning]'"
+        + install_command("lightning")
     ) from exc
 from lightning.pytorch import LightningModule
 

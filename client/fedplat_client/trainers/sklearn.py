@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedplat.errors import MissingExtraError
+from fedplat.extras import install_command
 from fedplat.learner import check_data
 from fedplat.sklearn import SklearnLearner
 from fedplat_client.task import EvaluateResult, Task, TrainResult
@@ -17,8 +18,7 @@ try:
     import sklearn
 except ImportError as exc:
     raise MissingExtraError(
-        "SklearnTrainer needs scikit-learn, which is not installed; install it with: "
-        "pip install 'fedplat-client[sklearn]'"
+        f"SklearnTrainer needs scikit-learn, which is not installed; install it with: {install_command('sklearn')}"
     ) from exc
 del sklearn
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from fedplat.errors import MissingExtraError
+from fedplat.extras import install_command
 from fedplat.metrics import Metric
 from fedplat.parallel import Parallel
 from fedplat_client._state.privacy_ledger import PrivacyLimit
@@ -20,7 +21,7 @@ try:
     import torch
 except ImportError as exc:
     raise MissingExtraError(
-        "TorchTrainer needs PyTorch, which is not installed; install it with: pip install 'fedplat-client[torch]'"
+        f"TorchTrainer needs PyTorch, which is not installed; install it with: {install_command('torch')}"
     ) from exc
 from torch import nn
 from torch.utils.data import Dataset

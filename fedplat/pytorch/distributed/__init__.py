@@ -10,6 +10,7 @@ vectors on one host, `p2p.py` sends them.
 from __future__ import annotations
 
 from fedplat.errors import MissingExtraError
+from fedplat.extras import install_command
 
 try:
     from fedplat.pytorch.distributed.exchange import Transport, make_vectors
@@ -21,7 +22,7 @@ try:
 except ImportError as exc:
     raise MissingExtraError(
         "the server's own accelerators need PyTorch, which is not installed; install it with: "
-        "pip install 'fedplat-server[pool]' (or 'fedplat[torch]')"
+        + install_command("torch")
     ) from exc
 
 __all__ = [

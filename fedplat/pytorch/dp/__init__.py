@@ -8,6 +8,7 @@ observer of enough of its numbers can predict, and whose seed has 32 bits on a C
 from __future__ import annotations
 
 from fedplat.errors import MissingExtraError
+from fedplat.extras import install_command
 
 try:
     from fedplat.pytorch.dp.accounting import RecordedLedger, epsilon
@@ -17,7 +18,7 @@ try:
 except ImportError as exc:
     raise MissingExtraError(
         "example-level privacy (config.dp) needs Opacus, which is not installed; install it with: "
-        "pip install 'fedplat[opacus]', on a client: pip install 'fedplat-client[opacus]'"
+        + install_command("opacus")
     ) from exc
 
 __all__ = ["Clipper", "Clipping", "RecordedLedger", "StepNoise", "check", "clipping", "epsilon", "make_noise"]

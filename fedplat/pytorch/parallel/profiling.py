@@ -28,6 +28,7 @@ from typing_extensions import override
 from fedplat import step_profile
 from fedplat.decoding import prepare_type
 from fedplat.errors import MissingExtraError
+from fedplat.extras import install_command
 from fedplat.pytorch.training import Examples
 from fedplat.pytorch.training.examples import Batch
 from fedplat.pytorch.training.schedule import Indices
@@ -252,7 +253,7 @@ def save_timeline(path: Path, timelines: Sequence[RankTimeline], title: str = ""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError as exc:
-        raise MissingExtraError("pictures need matplotlib; install it with: pip install 'fedplat[plots]'") from exc
+        raise MissingExtraError(f"pictures need matplotlib; install it with: {install_command('plots')}") from exc
     figure = Figure(layout="constrained")
     FigureCanvasAgg(figure)
     draw_timeline(figure, timelines, title)

@@ -16,7 +16,7 @@ from fedplat.simulation.recording.folder import finite
 from fedplat.simulation.recording.result import Result
 from fedplat.simulation.report import page, plots
 from fedplat.simulation.report.frames import to_frame
-from fedplat.simulation.report.statistics import CONFIDENCE, MeanInterval, MeanSeries, mean_interval
+from fedplat.simulation.report.statistics import CONFIDENCE, Floats, MeanInterval, MeanSeries, mean_interval
 from fedplat.simulation.report.summary import Series, series, summarize
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ _AFTER_START = 0.0, math.inf
 class ComparedRuns:
     """The runs of one configuration: `last`, `best` and `curve` are means over the seeds.
 
+    `by_seed` has the metric of each seed in the rounds of `curve`.
     `num_reached` is the number of seeds whose run reached the target; `rounds_to_target` and `seconds_to_target` are
     means over these runs, None without such a run.
     """
@@ -41,6 +42,7 @@ class ComparedRuns:
     last: MeanInterval
     best: MeanInterval
     curve: MeanSeries
+    by_seed: tuple[Floats, ...] = ()
     num_reached: int = 0
     rounds_to_target: MeanInterval | None = None
     seconds_to_target: MeanInterval | None = None
@@ -87,15 +89,17 @@ class Comparison:
         return to_frame(rows)
 
     def plot(self) -> Figure:
-        """Return a plot of the means with their intervals. Raises `MissingExtraError` without matplotlib."""
+        """Return a plot of the means, with their intervals or, of few seeds, with the line of each.
+
+        Raises `MissingExtraError` without matplotlib.
+        """
         figure = plots.new_figure()
         self._draw(figure)
         return figure
 
     def _draw(self, figure: Figure) -> None:
-        lines = {each.name: each.curve for each in self.configurations}
-        title = f"mean over seeds, with its {100 * self.confidence:g} % confidence interval"
-        plots.draw_means(figure, lines, self.metric, self.target, title)
+        lines = {each.name: plots.MeanLine(each.curve, each.by_seed) for each in self.configurations}
+        plots.draw_means(figure, lines, self.metric, self.target, self.confidence)
 
     def __repr__(self) -> str:
         header, *rows = [self._header(), *self._rows()]
@@ -161,6 +165,7 @@ def _compare(name: str, results: Sequence[Result], metric: str, target: float, c
         last=mean_interval((each.last.value for each in summaries if each.last is not None), confidence, bounds),
         best=mean_interval((each.best.value for each in summaries if each.best is not None), confidence, bounds),
         curve=_mean_series(lines, confidence, bounds),
+        by_seed=tuple(_common_rounds(lines, "values")),
         num_reached=len(rounds),
         rounds_to_target=mean_interval(rounds, confidence, _AFTER_START) if rounds else None,
         seconds_to_target=mean_interval(seconds, confidence, _AFTER_START) if seconds else None,
@@ -168,19 +173,23 @@ def _compare(name: str, results: Sequence[Result], metric: str, target: float, c
 
 
 def _mean_series(lines: Sequence[Series], confidence: float, bounds: tuple[float, float]) -> MeanSeries:
-    common = sorted(set.intersection(*(set(line.rounds.tolist()) for line in lines)))
-    chosen = [np.isin(line.rounds, common) for line in lines]
-    at_s = np.array([line.at_s[is_common] for line, is_common in zip(lines, chosen, strict=True)])
-    values = np.array([line.values[is_common] for line, is_common in zip(lines, chosen, strict=True)])
+    (rounds, *_), at_s, values = (_common_rounds(lines, name) for name in ("rounds", "at_s", "values"))
     intervals = [mean_interval(column, confidence, bounds) for column in values.T.tolist()]
     low, mean, high = (
         np.array([np.nan if end is None else end for end in ends], np.float64)
         for ends in zip(*((each.low, each.mean, each.high) for each in intervals), strict=True)
     )
-    return MeanSeries(rounds=np.array(common), at_s=at_s.mean(axis=0), mean=mean, low=low, high=high)
+    return MeanSeries(rounds=rounds, at_s=at_s.mean(axis=0), mean=mean, low=low, high=high)
+
+
+def _common_rounds(lines: Sequence[Series], name: str) -> Floats:
+    """Return numbers of the rounds that all runs have evaluated, [runs, rounds]."""
+    common = sorted(set.intersection(*(set(line.rounds.tolist()) for line in lines)))
+    return np.array([getattr(line, name)[np.isin(line.rounds, common)] for line in lines])
 
 
 def _to_dict(each: ComparedRuns) -> dict[str, Any]:
     numbers = {field.name: getattr(each, field.name) for field in dataclasses.fields(each)}
     curve = {key: values.tolist() for key, values in msgspec.structs.asdict(each.curve).items()}
-    return msgspec.to_builtins(numbers | {"curve": None}) | {"curve": curve}
+    by_seed = [values.tolist() for values in each.by_seed]
+    return msgspec.to_builtins(numbers | {"curve": None, "by_seed": by_seed}) | {"curve": curve}

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fedplat.errors import MissingExtraError
+from fedplat.extras import install_command
 from fedplat.simulation.recording.result import AttemptResult, Result
 
 if TYPE_CHECKING:
@@ -57,5 +58,5 @@ def to_frame(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
     try:
         import pandas
     except ModuleNotFoundError as exc:
-        raise MissingExtraError("data frames need pandas; install it with: pip install 'fedplat[notebook]'") from exc
+        raise MissingExtraError(f"data frames need pandas; install it with: {install_command('notebook')}") from exc
     return pandas.DataFrame.from_records([dict(row) for row in rows])

@@ -5,15 +5,17 @@ Each function draws one figure. Nothing is shown on a screen, and pyplot's globa
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from fedplat import texts
 from fedplat.errors import MissingExtraError
+from fedplat.extras import install_command
 from fedplat.simulation.data import Federation
 from fedplat.simulation.recording.result import Group, Result
 from fedplat.simulation.report.data import label_table
@@ -29,9 +31,13 @@ COLORS = (MAIN, SECOND, BAD, "#3f8f5b", "#7b5ea7", "#8a6d3b", "#4aa5a8", QUIET)
 """The colors of lines in the order of their configurations."""
 STYLES = ("-", "--", "-.", ":", (0, (5, 1)))
 """The styles of lines, so that lines on each other are told apart."""
+MIN_BAND_SEEDS = 5
+"""The fewest seeds whose interval is drawn as a band; of fewer, each seed is a thin line."""
 MAX_ROWS = 200
 """The most clients in the plot of labels; of a larger fleet, this many evenly spaced clients are shown."""
 _MAX_GROUPS = 24
+_SAME_SHAPE = 0.05
+"""If time is a straight line of rounds but for this part of its range, a plot over time would show nothing more."""
 _PHASES = ("ADVERTISING", "SHARING", "COLLECTING", "CONFIRMING", "UNMASKING")
 
 
@@ -71,7 +77,7 @@ def new_figure() -> Figure:
         return ShownFigure(layout="constrained")
     except ModuleNotFoundError as exc:
         raise MissingExtraError(
-            "plots need matplotlib; install it with: pip install 'fedplat[plots]', or use --no-plots"
+            f"plots need matplotlib; install it with: {install_command('plots')}, or use --no-plots"
         ) from exc
 
 
@@ -89,60 +95,112 @@ def draw_accuracy(figure: Figure, result: Result, summary: Summary) -> None:
     named = {"central test data": series(result.attempts, summary.metric)}
     named["clients' held-out data"] = collect_federated(result.attempts, summary.metric)
     lines = {name: line for name, line in named.items() if len(line.values)}
-    seconds, unit = _time_unit(max(float(line.at_s.max()) for line in lines.values()))
-    figure.set_size_inches(10, 4)
-    axes: Sequence[Axes] = figure.subplots(1, 2, sharey=True)
-    for (name, line), color in zip(lines.items(), (MAIN, SECOND), strict=False):
+    panels = _panels(figure, [(line.rounds, line.at_s) for line in lines.values()], "virtual")
+    for (name, line), color, style in zip(lines.items(), (MAIN, SECOND), STYLES, strict=False):
         marker = "o" if len(line.values) <= 40 else None
-        for axis, steps in ((axes[0], line.rounds), (axes[1], line.at_s / seconds)):
-            axis.plot(steps, line.values, color=color, marker=marker, markersize=3, linewidth=1.5, label=name)
-    for axis, label in ((axes[0], "round"), (axes[1], f"virtual {unit}")):
-        if summary.target:
-            axis.axhline(summary.target, linestyle="--", linewidth=1, color=QUIET)
-        axis.set_xlabel(label)
-        axis.grid(alpha=0.3)
+        for axis, steps in _steps(panels, line.rounds, line.at_s):
+            axis.plot(steps, line.values, style, color=color, marker=marker, markersize=3, linewidth=1.5, label=name)
     if len(lines) > 1:
-        _legend_above(axes[1], len(lines))
-    _whole_numbers(axes[0])
-    axes[0].set_ylabel(f"{summary.metric} on held-out data")
-    if summary.target:
-        label = f"target {summary.target:g}"
-        axes[0].annotate(
-            label,
-            (0, summary.target),
-            (4, 3),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            color=QUIET,
-            fontsize="small",
-        )
+        _legend_above(panels[-1].axis, len(lines))
+    _label_metric(panels, summary.metric, summary.target)
     if summary.best is not None:
         figure.suptitle(f"{result.job}: best {summary.metric} {summary.best.value:.4g} in round {summary.best.round}")
 
 
-def draw_means(figure: Figure, lines: Mapping[str, MeanSeries], metric: str, target: float, title: str) -> None:
-    """Plot means with their intervals, by name, over rounds and over virtual time; `title` is a note in the corner."""
-    seconds, unit = _time_unit(max(float(line.at_s.max(initial=0.0)) for line in lines.values()))
-    figure.set_size_inches(10, 4)
-    axes: Sequence[Axes] = figure.subplots(1, 2, sharey=True)
-    for number, (name, line) in enumerate(lines.items()):
+class MeanLine(NamedTuple):
+    """The mean of a metric over seeds, and the metric of each seed in the same rounds."""
+
+    mean: MeanSeries
+    seeds: Sequence[npt.NDArray[np.float64]]
+
+
+def draw_means(figure: Figure, lines: Mapping[str, MeanLine], metric: str, target: float, confidence: float) -> None:
+    """Plot means by name, with their intervals or, of few seeds, with the lines of the seeds."""
+    panels = _panels(figure, [(line.mean.rounds, line.mean.at_s) for line in lines.values()], "mean virtual")
+    has_bands = all(len(line.seeds) >= MIN_BAND_SEEDS for line in lines.values())
+    for number, (name, (mean, seeds)) in enumerate(lines.items()):
         color, style = COLORS[number % len(COLORS)], STYLES[number % len(STYLES)]
         # A label that begins with "_" would be left out of the legend, and text between "$" would be a formula.
         label = texts.shorten(name).lstrip("_").replace("$", r"\$")
-        for axis, steps in ((axes[0], line.rounds), (axes[1], line.at_s / seconds)):
-            axis.plot(steps, line.mean, color=color, linestyle=style, linewidth=1.5, label=label)
-            axis.fill_between(steps, line.low, line.high, color=color, alpha=0.2, linewidth=0)
-    for axis, label in ((axes[0], "round"), (axes[1], f"mean virtual {unit}")):
-        if target:
-            axis.axhline(target, linestyle="--", linewidth=1, color=QUIET)
+        for axis, steps in _steps(panels, mean.rounds, mean.at_s):
+            axis.plot(steps, mean.mean, color=color, linestyle=style, linewidth=1.8, label=label)
+            if has_bands:
+                axis.fill_between(steps, mean.low, mean.high, color=color, alpha=0.2, linewidth=0)
+                continue
+            for values in seeds if len(seeds) > 1 else ():
+                axis.plot(steps, values, color=color, linewidth=0.7, alpha=0.4)
+    _label_metric(panels, metric, target)
+    handles, labels = panels[0].axis.get_legend_handles_labels()
+    columns = min(4, len(lines))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize="small")
+    figure.suptitle(f"{metric}: {_describe_means(lines, has_bands, confidence)}")
+
+
+def _describe_means(lines: Mapping[str, MeanLine], has_bands: bool, confidence: float) -> str:
+    counts = [len(line.seeds) for line in lines.values()]
+    if max(counts) == 1:
+        return "one seed each"
+    seeds = f"{min(counts)} seeds" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)} seeds"
+    interval = f"with {100 * confidence:g} % confidence intervals of the mean"
+    return f"means of {seeds}, {interval if has_bands else 'thin lines are the seeds'}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Panel:
+    """One of the axes of a figure: over rounds, or over virtual time in units of `seconds`."""
+
+    axis: Axes
+    seconds: float = 0.0
+
+
+_Points = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
+
+
+def _panels(figure: Figure, lines: Sequence[_Points], time: str) -> list[_Panel]:
+    """Make the axes for lines over (rounds, seconds): one, or two if those over time show other pictures."""
+    rounds, at_s = (np.concatenate(each).astype(np.float64) for each in zip(*lines, strict=True))
+    has_time = bool(_is_bent(rounds, at_s))
+    figure.set_size_inches(10 if has_time else 7, 4)
+    axes: Sequence[Axes] = figure.subplots(1, 1 + has_time, sharey=True, squeeze=False)[0]
+    seconds, unit = _time_unit(float(at_s.max(initial=0.0)))
+    for axis, label in zip(axes, ("round", f"{time} {unit}"), strict=False):
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
     _whole_numbers(axes[0])
-    axes[0].set_ylabel(f"{metric} on held-out data")
-    handles, labels = axes[0].get_legend_handles_labels()
-    columns = min(4, len(lines))
-    figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False, fontsize="small")
-    figure.text(0.995, 0.995, title, ha="right", va="top", fontsize="x-small", color=QUIET)
+    return [_Panel(axes[0]), *(_Panel(axis, seconds) for axis in axes[1:])]
+
+
+def _is_bent(rounds: npt.NDArray[np.float64], at_s: npt.NDArray[np.float64]) -> bool:
+    """Return whether the virtual time of any point is not on the straight line through the others."""
+    if np.ptp(rounds) == 0.0:
+        return False
+    centered = rounds - rounds.mean()
+    slope = float(centered @ at_s / (centered @ centered))
+    return float(np.abs(at_s - at_s.mean() - slope * centered).max()) > _SAME_SHAPE * float(np.ptp(at_s))
+
+
+def _steps(
+    panels: Sequence[_Panel], rounds: npt.NDArray[np.float64], at_s: npt.NDArray[np.float64]
+) -> list[tuple[Axes, npt.NDArray[np.float64]]]:
+    return [(panel.axis, at_s / panel.seconds if panel.seconds else rounds) for panel in panels]
+
+
+def _label_metric(panels: Sequence[_Panel], metric: str, target: float) -> None:
+    first = panels[0].axis
+    first.set_ylabel(f"{metric} on held-out data")
+    if not target:
+        return
+    for panel in panels:
+        panel.axis.axhline(target, linestyle="--", linewidth=1, color=QUIET)
+    first.annotate(
+        f"target {target:g}",
+        (0, target),
+        (4, 3),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        color=QUIET,
+        fontsize="small",
+    )
 
 
 def draw_time(figure: Figure, result: Result) -> None:
@@ -159,7 +217,7 @@ def draw_time(figure: Figure, result: Result) -> None:
     )
     top.plot(numbers, durations / seconds, color=MAIN, linewidth=1.2, label="since the previous round")
     if not np.allclose(durations, collecting, rtol=0.01):  # else one line would hide the other
-        top.plot(numbers, collecting / seconds, color=SECOND, linewidth=1.2, label="from the first assignment on")
+        top.plot(numbers, collecting / seconds, "--", color=SECOND, linewidth=1.2, label="from the first assignment on")
     top.set_ylabel(f"virtual {unit}")
     top.set_ylim(bottom=0.0)
     figure.suptitle(f"{result.job}: {_duration(result.totals.duration_s)} for {result.totals.rounds} rounds")

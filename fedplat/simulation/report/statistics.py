@@ -53,6 +53,9 @@ class MeanInterval(Struct, frozen=True, kw_only=True):
         if not self.half_width > 1e-9 * abs(self.mean):  # NaN, or a rounding error
             return f"{self.mean:.4g} ± {0.0 if self.half_width >= 0.0 else self.half_width:g}"
         decimals = max(0, 1 - math.floor(math.log10(self.half_width)))  # two digits of the half width
+        low, high = self.mean - self.half_width, self.mean + self.half_width
+        if low < self.bounds[0] or high > self.bounds[1]:
+            return f"{self.mean:.{decimals}f} ({self.low:.{decimals}f} to {self.high:.{decimals}f})"
         return f"{self.mean:.{decimals}f} ± {self.half_width:.{decimals}f}"
 
 
@@ -76,8 +79,7 @@ def mean_interval(
     """Return the mean of independent numbers, such as the accuracies with several seeds, and its confidence interval.
 
     The interval is that of Student's t distribution, within the `bounds` of possible values; it is NaN if a number is
-    not finite. Raises `ValueError` without
-    a number, and for a confidence that is not between 0 and 1.
+    not finite. Raises `ValueError` without a number, and for a confidence that is not between 0 and 1.
     """
     values = [float(value) for value in values]
     if not values:

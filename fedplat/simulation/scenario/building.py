@@ -8,6 +8,7 @@ import msgspec
 
 from fedplat import initial, user_code
 from fedplat.errors import JobFileError, MissingExtraError
+from fedplat.extras import install_command
 from fedplat.learner import ArrayLearner
 from fedplat.model import Parameters
 from fedplat.randomness import use_seeds
@@ -59,7 +60,7 @@ def check_torch() -> None:
         import torch
     except ModuleNotFoundError as exc:
         raise MissingExtraError(
-            "training needs PyTorch; install it with: pip install 'fedplat[torch]', or use --no-training"
+            f"training needs PyTorch; install it with: {install_command('torch')}, or use --no-training"
         ) from exc
     del torch
 

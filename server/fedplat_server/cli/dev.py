@@ -20,6 +20,7 @@ from fedplat import durable
 from fedplat.admin import profile
 from fedplat.auth import Ticket, is_address
 from fedplat.errors import ProfileError, TicketError
+from fedplat.extras import install_command
 from fedplat_server import dashboard_process
 from fedplat_server.auth.client_directory import ClientDirectory
 from fedplat_server.auth.enrollment import Enrollments, Trust
@@ -206,7 +207,7 @@ def _read_ticket(path: Path) -> Ticket | None:
 def _dashboard(address: str, server: str, admin_path: Path) -> Generator[None]:
     """Serve the pages while the block runs: `fedplat dashboard` as a process, which prints the address to open."""
     if missing := dashboard_process.missing_packages():
-        print(f"  no dashboard    it needs {', '.join(missing)}: pip install 'fedplat-server[dashboard]'", flush=True)
+        print(f"  no dashboard    it needs {', '.join(missing)}: {install_command('dashboard')}", flush=True)
         yield
         return
     # It shares this terminal: Enter prints a new address, and Ctrl-C ends both. The pipe ends it in any other case.

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from fedplat.extras import install_command
 from fedplat_server.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def open_tracing(url: str, environment: Mapping[str, str] = os.environ) -> Traci
         from fedplat_server.tracing.provider import Tracing
     except ModuleNotFoundError as exc:
         raise ConfigError(
-            f"--traces needs the Python package {exc.name}; install it with pip install 'fedplat-server[otel]', or "
+            f"--traces needs the Python package {exc.name}; install it with {install_command('otel')}, or "
             f"leave out --traces (and unset {' and '.join(VARIABLES)})"
         ) from exc
     try:

@@ -21,6 +21,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.util import immutabledict
 
+from fedplat.extras import install_command
 from fedplat_server.errors import ConfigError, ConflictError, StoreError, StoreFullError, StoreUnavailableError
 from fedplat_server.instruments.full_writes import note_full
 
@@ -74,7 +75,7 @@ def async_url(database: str) -> URL:
         raise ConfigError(f"database {shown} names no file; {_EXPECTED}")
     if driver == "postgresql+asyncpg":
         if importlib.util.find_spec("asyncpg") is None:
-            raise ConfigError("PostgreSQL needs a driver: pip install 'fedplat-server[postgres]'")
+            raise ConfigError(f"PostgreSQL needs a driver: {install_command('postgres', 'fedplat-server')}")
         if sslmode := url.query.get("sslmode"):  # the name in libpq
             url = url.difference_update_query(["sslmode"]).update_query_dict({"ssl": sslmode})
     return url.set(drivername=driver)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from fedplat import durable
+from fedplat.extras import install_command
 from fedplat_server.errors import BlobError, BlobFullError, BlobMissingError, BlobUnavailableError, ConfigError
 from fedplat_server.instruments.full_writes import note_full
 from fedplat_server.storage import files
@@ -93,7 +94,8 @@ class ObjectStore:
             from obstore.exceptions import BaseError
         except ModuleNotFoundError as exc:
             raise ConfigError(
-                f"{self.url} needs the Python package {exc.name}; install it with pip install 'fedplat-server[s3]'"
+                f"{self.url} needs the Python package {exc.name}; install it with "
+                f"{install_command('s3', 'fedplat-server')}"
             ) from exc
         self._errors = (BaseError, ValueError, OSError)
         endpoint = next((environment[name] for name in _ENDPOINTS if environment.get(name)), "")

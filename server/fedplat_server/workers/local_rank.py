@@ -17,6 +17,7 @@ from typing import Literal
 import msgspec
 
 from fedplat.errors import MissingExtraError
+from fedplat.extras import install_command
 from fedplat_server import logs
 from fedplat_server.errors import PoolBrokenError, PoolUnavailableError, PoolWorkError
 from fedplat_server.workers import protocol
@@ -114,7 +115,7 @@ def make_environment(daemon: Mapping[str, str]) -> dict[str, str]:
 async def _create_process(socket: Path, backend: str) -> Process:
     if importlib.util.find_spec("torch") is None:
         raise MissingExtraError(
-            "training on the server's own data needs PyTorch; install it with: pip install 'fedplat-server[pool]'"
+            f"training on the server's own data needs PyTorch; install it with: {install_command('torch')}"
         )
     command = (sys.executable, "-P", "-m", "fedplat_server.workers.rank", str(socket), backend, "INFO")
     # Its own process group, so that Ctrl-C only reaches the daemon.

@@ -13,6 +13,7 @@ import pytest
 from click.testing import Result
 
 from fedplat.cli.app import app
+from fedplat.extras import install_command
 from fedplat.packed import PackedReader
 from support.cli.runner import CliRunner
 from support.packed import examples
@@ -186,5 +187,5 @@ def test_an_interrupted_packing_leaves_nothing(tmp_path: Path) -> None:
 def test_pyarrow_is_missing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     error = run("pack", f"{source}:dataset", "--out", tmp_path / "data", status=1).stderr
-    assert error == "error: packed data needs pyarrow; install it with: pip install 'fedplat[tables]'\n"
-    assert "fedplat[tables]" in run("check", tmp_path, status=1).stderr
+    assert error == f"error: packed data needs pyarrow; install it with: {install_command('tables')}\n"
+    assert install_command("tables") in run("check", tmp_path, status=1).stderr

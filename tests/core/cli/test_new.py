@@ -134,18 +134,16 @@ def test_the_default_template_is_simulated(here: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_template_runs_as_its_readme_says(template: str, here: Path) -> None:
-    """Its tests, and the two terminals: the only change is the port, which others may use."""
+    """Its tests, and the two terminals: only the server's port, dashboard and profile differ, which others may use."""
     new("tumors", "--template", template)
     folder = here / "tumors"
     local, daemon, operator = commands_of(folder / "README.md")
     tests, simulate = local.splitlines()
     assert "2 passed" in bash(tests, folder)
-    init, serve = daemon.splitlines()
-    port = processes.free_port()
-    bash(f"{init} --port {port}", folder)
-    program, *options = serve.split()
-    command = ["env", "-C", str(folder), str(processes.BIN / program), *options, "--listen", f"127.0.0.1:{port}"]
-    with processes.processes([command], here / "server.log"):
+    program, *options = daemon.split()
+    options += ["--listen", f"127.0.0.1:{processes.free_port()}", "--dashboard", "", "--profile", "profile.toml"]
+    with processes.processes([["env", "-C", str(folder), str(processes.BIN / program), *options]], here / "server.log"):
+        processes.until((folder / "server" / "tumors.ticket").exists, "the ticket")
         with AdminClient(profile.load(folder / "server" / "admin.toml")) as admin:
             admin.wait_until_ready(processes.PATIENCE_S)
         bash(f"trap 'kill $(jobs -p) || true' EXIT\n{operator}", folder)

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from fedplat.extras import install_command
 from support.cli.commands import FEDPLAT, environment, start
 from support.cli.fake_admin import FakeServer
 from support.cli.fake_state import State
@@ -69,4 +70,4 @@ def test_without_its_extra_the_command_names_it(missing: str):
     code = f"import sys; sys.modules[{missing!r}] = None; from fedplat.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == f"error: the command fedplat needs {missing}; install it with: pip install 'fedplat[cli]'\n"
+    assert done.stderr == f"error: the command fedplat needs {missing}; install it with: {install_command('cli')}\n"

@@ -67,6 +67,15 @@ def add_line(run: Path, text: str) -> None:
         file.write(text)
 
 
+async def test_the_first_page_is_that_of_the_job(run: Path, clock: FakeClock) -> None:
+    finish(run)
+    app = Dashboard(FakeLogin(RunFolderSource(run)), frozenset({"fed.example.org"}), clock).app
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=ORIGIN) as client:
+        visitor = Visitor(client)
+        assert (await visitor.sign_in()).headers["location"] == "/jobs/run"
+        assert (await visitor.sign_in(next_path="/jobs/run/rounds")).headers["location"] == "/jobs/run/rounds"
+
+
 @pytest.mark.parametrize(
     "path", ["/", "/jobs", "/jobs/run", "/jobs/run?axis=time", "/jobs/run/rounds", "/jobs/run/rounds/2"]
 )

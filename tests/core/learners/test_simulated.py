@@ -216,5 +216,5 @@ def test_scikit_learn_needs_no_pytorch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[:3] == ["COMPLETED 2"] * 3
-    assert lines[3].startswith("training needs PyTorch; install it with: pip install 'fedplat[torch]'")
+    assert lines[3].startswith("training needs PyTorch; install it with: pip install 'safetensors>=")
     assert lines[4].startswith("PyTorch is not installed; install it with")

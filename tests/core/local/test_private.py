@@ -217,5 +217,5 @@ def test_without_opacus_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.delattr("fedplat.pytorch.dp")
     monkeypatch.delattr("fedplat.pytorch.training.dp_sgd", raising=False)
     monkeypatch.setitem(sys.modules, "opacus", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'fedplat\[opacus\]', on a client: pip install"):
+    with pytest.raises(MissingExtraError, match=r"pip install .*'opacus>="):
         trained(work(**QUIET))

@@ -263,4 +263,4 @@ except MissingExtraError as exc:
     print(exc)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "pip install 'fedplat[privacy]'" in done.stdout
+    assert "'dp-accounting>=" in done.stdout

@@ -9,6 +9,7 @@ import math
 from html.parser import HTMLParser
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 from scipy import stats
@@ -89,8 +90,10 @@ def test_rounds_to_the_target_are_means_over_the_runs_that_reached_it(compared: 
     assert other.rounds_to_target is not None
     assert other.rounds_to_target.half_width is None
     table = str(compared).splitlines()
-    assert table[0] == "configuration  seeds  last accuracy  best accuracy  rounds to 0.65      virtual time"
-    assert table[1] == "one            3      0.80 ± 0.25    0.80 ± 0.25    2.5 ± 0             25.0 s"
+    assert (
+        table[0] == "configuration  seeds  last accuracy        best accuracy        rounds to 0.65      virtual time"
+    )
+    assert table[1] == "one            3      0.80 (0.55 to 1.00)  0.80 (0.55 to 1.00)  2.5 ± 0             25.0 s"
     assert "1.9 (1 of 3 seeds)" in table[2]
     never = compare_results({"one": [make([0.1], 0)]}, "accuracy", target=0.9)
     assert "not reached" in str(never)
@@ -181,16 +184,32 @@ def test_without_pandas_the_package_is_named(monkeypatch: pytest.MonkeyPatch, co
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", find)
-    with pytest.raises(MissingExtraError, match=r"data frames need pandas; .* pip install 'fedplat\[notebook\]'"):
+    with pytest.raises(MissingExtraError, match=r"data frames need pandas; .* pip install .*'pandas>="):
         compared.to_pandas()
 
 
-def test_a_plot_of_means_has_a_line_and_a_band_for_each_configuration(compared: Comparison) -> None:
-    figure = compared.plot()
-    assert [len(axes.collections) for axes in figure.axes] == [2, 2]
-    assert [line.get_label() for line in figure.axes[0].lines[:2]] == ["one", "other"]
+@pytest.mark.parametrize(("num_seeds", "num_bands", "num_lines"), [(1, 0, 2), (3, 0, 2 + 6), (5, 2, 2)])
+def test_a_plot_of_means_shows_few_seeds_as_lines_and_more_as_bands(
+    num_seeds: int, num_bands: int, num_lines: int
+) -> None:
+    rows = {name: [make([0.1, 0.5, 0.6 + seed / 100], seed) for seed in range(num_seeds)] for name in VALUES}
+    figure = compare_results(rows, "accuracy").plot()
+    (axes,) = figure.axes  # rounds take equally long, so that a plot over time would be the same picture
+    assert (len(axes.collections), len(axes.lines)) == (num_bands, num_lines)
+    labeled = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+    assert [line.get_label() for line in labeled] == ["one", "other"]
+    assert len({line.get_linestyle() for line in labeled}) == 2  # equal curves are both visible
+    assert figure.get_suptitle().startswith("accuracy: ")
     shown: Any = figure
     assert shown._repr_png_().startswith(b"\x89PNG")
+
+
+def test_a_plot_over_time_is_drawn_if_it_shows_something_else() -> None:
+    slow = make([0.1, 0.5, 0.8], 0)
+    late = tuple(msgspec.structs.replace(each, ended_at=2 * each.ended_at) for each in slow.attempts)
+    slow = dataclasses.replace(slow, attempts=late)
+    figure = compare_results({"fast": [make([0.1, 0.5, 0.8], 0)], "slow": [slow]}, "accuracy").plot()
+    assert [axes.get_xlabel() for axes in figure.axes] == ["round", "mean virtual seconds"]
 
 
 @pytest.fixture(scope="module")

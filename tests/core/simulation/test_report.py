@@ -50,7 +50,7 @@ def test_what_was_not_measured_is_not_drawn(tmp_path: Path) -> None:
 def test_pictures_need_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     made = result(attempt(1, {}))
-    with pytest.raises(MissingExtraError, match=r"pip install 'fedplat\[plots\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'matplotlib>="):
         plots.draw(made, summarize(made), tmp_path)
 
 

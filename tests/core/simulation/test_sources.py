@@ -238,7 +238,7 @@ def test_hugging_face_from_the_disk(folder: Path) -> None:
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, source, words in (
-        ("datasets", sources.HuggingFace("x"), r"pip install 'fedplat\[datasets\]'"),
+        ("datasets", sources.HuggingFace("x"), r"pip install 'datasets>="),
         ("sklearn.datasets", sources.Digits(), "pip install scikit-learn"),
     ):
         monkeypatch.setitem(sys.modules, module, None)

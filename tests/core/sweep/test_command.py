@@ -20,7 +20,9 @@ from fedplat import sweep
 from fedplat.cli.app import app
 from fedplat.cli.output import Output
 from fedplat.cli.sweep_progress import SweepBoard, picture
+from fedplat.simulation.report.plots import new_figure
 from fedplat.sweep import StepProgress
+from fedplat.sweep.plots import draw_curves
 from fedplat.sweep.schedule import RunStep
 from support.cli.commands import environment
 from support.cli.fake_admin import FakeServer
@@ -150,6 +152,19 @@ def test_plots_are_drawn_for_a_grid_of_two_keys(here: Path, pool: FakePool) -> N
     assert run("--plots").exit_code == 0
     assert {path.name for path in (here / "out").glob("*.png")} == {"curves.png", "heatmap.png"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (here / "out").glob("*.png"))
+
+
+@pytest.mark.parametrize(("num_seeds", "num_bands", "title"), [(3, 0, ""), (5, 4, ", 95 % interval")])
+def test_curves_have_bands_only_if_there_are_seeds_enough(
+    here: Path, pool: FakePool, num_seeds: int, num_bands: int, title: str
+) -> None:
+    text = GRID.replace("seeds = [0, 1]", f"seeds = {list(range(num_seeds))}")
+    found = sweep.run(write_sweep(here, text), here / "out")
+    figure = new_figure()
+    draw_curves(figure, found.file, found.rows)
+    assert [len(axes.collections) for axes in figure.axes] == [num_bands]
+    assert figure.legends[0].get_title().get_text() == f"mean of {num_seeds} seeds{title}"
+    assert len({line.get_linestyle() for line in figure.axes[0].lines}) > 1
 
 
 def test_the_best_file_is_a_job_file(here: Path, pool: FakePool, state: State, server: FakeServer) -> None:

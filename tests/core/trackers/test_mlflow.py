@@ -108,7 +108,7 @@ def test_an_address_that_cannot_be_is_refused_at_once() -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow.tracking", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'fedplat\[mlflow\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'mlflow-skinny>="):
         MlflowTracker("http://127.0.0.1:9", RUN)
 
 

@@ -280,5 +280,5 @@ def _finds_nothing(_: str) -> None:
 
 def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", _finds_nothing)
-    with pytest.raises(ConfigError, match=r"pip install 'fedplat-server\[postgres\]'"):
+    with pytest.raises(ConfigError, match=r"pip install .*'asyncpg>="):
         async_url("postgresql://h/d")

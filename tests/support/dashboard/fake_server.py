@@ -81,6 +81,7 @@ class FakeServer:
     """The source of the pages. `error` is raised by every call; `calls` are the names of those that were made."""
 
     is_simulation = False
+    home = "/"
     name = "fed.example.org:7443"
 
     def __init__(self, role: str = "admin") -> None:

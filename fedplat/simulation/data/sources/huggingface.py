@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from fedplat.errors import DataError, MissingExtraError
+from fedplat.extras import install_command
 from fedplat.simulation.data.federation import Dataset
 from fedplat.simulation.data.sources import arrow
 from fedplat.simulation.data.sources.arrow import ColumnNames, Names
@@ -87,7 +88,7 @@ class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
             from datasets.exceptions import DatasetsError
         except ModuleNotFoundError as exc:
             raise MissingExtraError(
-                "Hugging Face data needs the package datasets; install it with: pip install 'fedplat[datasets]'"
+                f"Hugging Face data needs the package datasets; install it with: {install_command('datasets')}"
             ) from exc
         where = self.name or str(place.folder / self.path)
         try:

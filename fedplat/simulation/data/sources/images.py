@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from fedplat.errors import DataError, MissingExtraError
+from fedplat.extras import install_command
 from fedplat.simulation.data.federation import Array, Dataset
 from fedplat.simulation.data.sources.conversion import Row, Scale, Split, as_inputs, make_dataset
 from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, is_hidden, number_owners
@@ -127,7 +128,7 @@ def _pixels(file: Any, name: str, channels: int, options: ImageOptions) -> tuple
         from PIL import Image, ImageOps
     except ModuleNotFoundError as exc:
         raise MissingExtraError(
-            "images need the package Pillow; install it with: pip install 'fedplat[images]'"
+            f"images need the package Pillow; install it with: {install_command('images')}"
         ) from exc
     try:
         with Image.open(file) as opened:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from fedplat.errors import DataError, MissingExtraError
+from fedplat.extras import install_command
 from fedplat.simulation.data.federation import Array, Dataset
 from fedplat.simulation.data.sources import arrow
 from fedplat.simulation.data.sources.arrow import ColumnNames, Names
@@ -155,7 +156,7 @@ def load(options: TableOptions, format_: TableFormat, place: SourcePaths) -> Dat
         import pyarrow as pa
     except ModuleNotFoundError as exc:
         raise MissingExtraError(
-            "Parquet and CSV files need the package pyarrow; install it with: pip install 'fedplat[tables]'"
+            f"Parquet and CSV files need the package pyarrow; install it with: {install_command('tables')}"
         ) from exc
     del pa
     files = _files(place.folder, options.path, format_.suffix)

@@ -15,6 +15,7 @@ from collections.abc import Generator
 from typing import Any
 
 from fedplat.errors import EngineError, MissingExtraError
+from fedplat.extras import install_command
 
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0"}
 """Settings against usage reports to Ray's developers, and against warnings that do not apply here."""
@@ -106,7 +107,7 @@ def _import_ray() -> Any:
             import ray  # pyright: ignore[reportMissingImports]
         except ModuleNotFoundError as exc:
             raise MissingExtraError(
-                'engine = "ray" needs Ray; install it with: pip install \'fedplat[ray]\', or use "processes"'
+                f'engine = "ray" needs Ray; install it with: {install_command("ray")}, or use "processes"'
             ) from exc
     return ray
 

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fedplat.extras import install_command
 from fedplat_server.cli.bench import sizes
 from fedplat_server.errors import ConfigError
 
@@ -116,7 +117,7 @@ def _check_plot(plot: Path | None) -> None:
     if not plot.resolve().parent.is_dir():
         raise ConfigError(f"--plot {plot}: there is no folder {plot.resolve().parent}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib; install it with: pip install 'fedplat[plots]'")
+        raise ConfigError(f"--plot needs matplotlib; install it with: {install_command('plots')}")
 
 
 def _default_max(fits: int) -> int:
