@@ -362,11 +362,13 @@ def _settle(state: GossipState) -> Step:
     if state.round < rules.rounds + rules.options.settle_rounds:
         return _begin_round(state, state.round + 1)
     apart = f"{relative:.3g} of their norm" if math.isfinite(relative) else "an unknown distance"
+    lost, remedies = len(state.edges) - state.confirmed, "more settle_rounds or a topology with more edges"
+    if lost:
+        remedies = f"messages that arrive ({lost} of {len(state.edges)} edges were lost in the last round), {remedies}"
     return _fail(
         state,
         f"the silos do not agree after {rules.options.settle_rounds} rounds without training: their models are {apart} "
-        f"apart, and tolerance is {rules.options.tolerance:g}; expected more settle_rounds, a topology with more "
-        "edges, or fewer lost messages",
+        f"apart, and tolerance is {rules.options.tolerance:g}; expected {remedies}",
     )
 
 

@@ -13,6 +13,7 @@ ServerError
 │   │   └── LastAdminError        the last admin may not be removed
 │   ├── WebhookError              there are too many webhooks, or there is no such webhook
 │   ├── LeadershipLostError       another daemon leads the jobs, or may lead them
+│   ├── BudgetUnknownError        what is spent of a privacy budget cannot be computed; the message names the job
 │   ├── ParticipationError        the assignment would exceed a client's participations in a private job
 │   ├── PopulationChangedError    the jobs or the budget of a population changed since they were read
 │   ├── StaleRevisionError        the job changed since it was read
@@ -94,6 +95,10 @@ class WebhookError(StoreError):
 
 class LeadershipLostError(StoreError):
     """Another daemon leads the jobs of this database, or may lead them: writes of this daemon are rejected."""
+
+
+class BudgetUnknownError(StoreError):
+    """What is spent of a privacy budget cannot be computed, because a job's file is unreadable."""
 
 
 class ParticipationError(StoreError):

@@ -26,6 +26,7 @@ from fedplat_server.coordination.alerts import (
 from support import daemons
 from support.daemons import Site, initial_model, until, update_of
 from support.jobs import job_file
+from support.silo_clients import gossip_job
 
 pytestmark = pytest.mark.calm
 GIB = 2**30
@@ -300,6 +301,21 @@ async def test_a_job_whose_clients_all_vanish(site: Site, monkeypatch: pytest.Mo
         since[:1],
     )
     assert "too_few_clients" not in names(await site.status())
+
+
+async def test_silos_that_lack_the_option_to_exchange_models(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their owners have not allowed it, which neither `where` nor their trainers show."""
+    monkeypatch.setattr(alerts, "AWAY_S", 0.0)
+    await site.operator.start(gossip_job(goal=2, rounds=1))
+
+    async def has_alert() -> bool:
+        return names(await site.status()) == ["too_few_clients"]
+
+    await until(has_alert, "an alert of a job without silos")
+    remedy = (await site.status()).alerts[0].remedy
+    assert remedy.startswith("Start clients of population demo with --exchange-models, or check")
+    (found,) = alerts.evaluate(ServerFacts(), [of(waiting_s=60.0, num_available=0, option="--exchange-models")])
+    assert found.remedy.startswith("Start more clients with --exchange-models, which this job needs, or compare")
 
 
 async def test_changes_of_alerts_are_events_over_a_restart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,8 +136,9 @@ async def test_the_budget_of_its_population_is_not_spent_while_its_plan_is_unkno
         assert "private" in [
             each.name for each in (await site.operator.jobs.ListJobs(admin_pb2.ListJobsRequest())).jobs
         ]
-        with pytest.raises(aio.AioRpcError):
-            await site.operator.create(text)
+        refusal = await command(site.operator.create(text))
+        assert f"this server cannot read the job file of {job} (from_the_future" in refusal
+        assert refusal.endswith("If it is newer, update the server; if it is older, cancel the job")
         jobs = (await site.operator.jobs.ListJobs(admin_pb2.ListJobsRequest())).jobs
         assert len(jobs) == 1
         free = job_file("elsewhere").replace('population = "demo"', 'population = "other"')

@@ -233,6 +233,7 @@ class AlertMonitor:
             spent=self._spent.get(job.job_id),
             exhausted=privacy_rules.describe_spent_budget(job) if job.round < spec.rounds else "",
             failed_s=self._unix_s() - self._failed_unix_s[job.job_id] if has_failed else None,
+            option="--exchange-models" if spec.gossip is not None else "",
         )
 
     # --- privacy budgets -------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ class JobFacts:
     `needed` is the goal of its rounds. No client has worked for it for `waiting_s`; it has committed no round for
     `idle_s`, and `longest_s` is the longest time that a round may take. `rounds` are the last committed ones, and
     `failures` the attempts abandoned in a row. `problem` is that of its plugins, `exhausted` why its privacy budget
-    allows no further round, and `failed_s` the time since it failed.
+    allows no further round, and `failed_s` the time since it failed. `option` is one that its clients need.
     """
 
     job_id: str
@@ -104,6 +104,7 @@ class JobFacts:
     spent: Spent | None = None
     exhausted: str = ""
     failed_s: float | None = None
+    option: str = ""
 
 
 class WebhookFacts(NamedTuple):
@@ -189,9 +190,10 @@ def _check_too_few_clients(job: JobFacts) -> Alert | None:
         f"{job.num_connected} connected clients of population {job.population} may work for it"
     )
     text += f": {_short(job.reason)}." if job.reason else "."
+    option = f" with {job.option}, which this job needs" if job.option else ""
     remedy = (
-        "Start more clients, or compare the job's [selection] (where, goal, min_separation) and its trainer with the "
-        f"clients (fedplat client list --output wide --population {job.population})."
+        f"Start more clients{option}, or compare the job's [selection] (where, goal, min_separation) and its trainer "
+        f"with the clients (fedplat client list --output wide --population {job.population})."
     )
     return _of_job(job, "too_few_clients", Severity.WARNING, text, remedy)
 
@@ -405,7 +407,9 @@ def _no_client(job: JobFacts) -> str:
 
 
 def _start_clients(job: JobFacts) -> str:
-    return f"Start clients of population {job.population}, or check their logs and the network between them and here."
+    option = f" with {job.option}" if job.option else ""
+    clients = f"clients of population {job.population}{option}"
+    return f"Start {clients}, or check their logs and the network between them and here."
 
 
 def _short(reason: str) -> str:

@@ -19,7 +19,7 @@ from fedplat_server.database.sql_audit import append_entries
 from fedplat_server.database.sql_events import append_events
 from fedplat_server.database.tables import attempts, jobs, ledger, populations
 from fedplat_server.database.transactions import Clock, Database
-from fedplat_server.errors import PopulationChangedError, StoreError
+from fedplat_server.errors import BudgetUnknownError, PopulationChangedError
 from fedplat_server.records.audit import AuditEntry
 from fedplat_server.records.events import EventEntry, EventType
 
@@ -105,9 +105,10 @@ class SqlLedger(LedgerStore):
         if not is_unreadable(spec):
             return Account(row.job_id, status, plan_charge(spec), released)
         if budget is not None and (status not in ENDED_JOBS or rows.adds_own_noise(row)):
-            raise StoreError(
-                f"the privacy budget of population {row.population} cannot be computed, because a newer version of "
-                f"fedplat made job {row.job_id} ({problem}): update the server"
+            raise BudgetUnknownError(
+                f"what is spent in population {row.population} cannot be computed, because this server cannot read the "
+                f"job file of {row.job_id} ({problem}); another version of fedplat made the job. If it is newer, "
+                "update the server; if it is older, cancel the job"
             )
         return Account(row.job_id, status, None, released)
 

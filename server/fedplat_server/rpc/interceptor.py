@@ -26,6 +26,7 @@ from fedplat_server import logs
 from fedplat_server.errors import (
     BlobFullError,
     BlobUnavailableError,
+    BudgetUnknownError,
     Code,
     LeadershipLostError,
     RefusedError,
@@ -258,6 +259,8 @@ async def _translate_errors(context: Context, method: str) -> AsyncGenerator[Non
         await _abort(context, RefusedError(Code.STORAGE_FULL))
     except LeadershipLostError:
         await _abort(context, RefusedError(Code.NO_LEADER))
+    except BudgetUnknownError as exc:
+        await _abort(context, RefusedError(Code.OVER_BUDGET, str(exc)))
     except (StoreUnavailableError, BlobUnavailableError):
         await _abort(context, RefusedError(Code.STORE_UNAVAILABLE))
     except aio.AbortError:

@@ -167,6 +167,9 @@ def test_silos_that_do_not_agree_export_nothing() -> None:
     result = simulate(", tolerance = 1e-6, settle_rounds = 3", rounds=3)
     assert (result.status, len(result.attempts), result.model) == ("FAILED", 6, None)
     assert "the silos do not agree after 3 rounds without training" in result.reason
+    assert "lost" not in result.reason
+    result = simulate(", tolerance = 1e-6, settle_rounds = 3", rounds=3, links=LinkOptions(loss=1.0))
+    assert f"expected messages that arrive ({SILOS} of {SILOS} edges were lost in the last round)" in result.reason
 
 
 def test_a_ring_is_federated_averaging() -> None:
