@@ -78,9 +78,19 @@ class Learner:
         return choose_count(self.accuracy, self.loss)
 
     def make(self, device: torch.device | str = "cpu", seed: int = 0) -> nn.Module:
-        """Create the module with initial values from a seed. PyTorch's global random state is restored afterwards."""
+        """Create the module with initial values from a seed. PyTorch's global random state is restored afterwards.
+
+        Raises `ModelError` for a lazy module, which has no values before its first batch.
+        """
         with use_seed(torch.device("cpu"), seed):
-            return self.model().to(device)
+            module = self.model()
+        for name, parameter in module.named_parameters():
+            if nn.parameter.is_lazy(parameter):
+                raise ModelError(
+                    f"the parameter {name!r} has no shape yet; expected the function of the model to call a lazy "
+                    "module once, with a batch of zeros"
+                )
+        return module.to(device)
 
     def initial(self, seed: int = 0) -> Parameters:
         """Return the initial model of a job: the values of a new module, without personal tensors.
