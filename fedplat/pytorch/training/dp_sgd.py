@@ -20,10 +20,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fedplat.errors import ModelError
 from fedplat.local_options import LocalOptions
 from fedplat.privacy.steps import StepCharge
 from fedplat.pytorch import dp
 from fedplat.pytorch.training.learner import Trainee
+from fedplat.pytorch.training.meaning import weighs_classes
 from fedplat.pytorch.training.schedule import Indices, StepSchedule
 from fedplat.pytorch.training.stepper import Stepper
 from fedplat.pytorch.training.work import LocalTraining
@@ -65,6 +67,12 @@ def run(trainee: Trainee, stepper: Stepper, work: LocalTraining) -> tuple[Mappin
     Charges the ledger before the first step. Raises `PrivacyLimitError` and `ModelError` before any step is made.
     """
     dp.check(trainee.module)
+    if weighs_classes(trainee.learner.loss):
+        raise ModelError(
+            "the loss has weights of classes, which cancel in the loss of a single example, as example-level privacy "
+            "needs it; expected a loss of your own that multiplies: (weight[targets] * cross_entropy(outputs, targets, "
+            'reduction="none")).mean()'
+        )
     plan = PoissonPlan(
         plan=StepSchedule(
             num_examples=len(work.examples), options=work.options, seed=work.seed, fraction=work.fraction

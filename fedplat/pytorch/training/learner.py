@@ -22,7 +22,7 @@ from fedplat.plugins import adopt
 from fedplat.pytorch import convert as backend
 from fedplat.pytorch.training.examples import Examples
 from fedplat.pytorch.training.hidden_state import HiddenState
-from fedplat.pytorch.training.meaning import Accuracy, CountAnswers, Loss, choose_count, guard
+from fedplat.pytorch.training.meaning import Accuracy, CountAnswers, Loss, OwnLoss, check_reduction, choose_count, guard
 from fedplat.pytorch.training.metrics import Scores, Sums
 from fedplat.pytorch.training.schedule import Indices, iterate_batches
 from fedplat.randomness import use_seeds
@@ -60,6 +60,7 @@ class Learner:
         for metric in self.metrics:
             adopt(metric, Metric)
         choose_count(self.accuracy, self.loss)
+        check_reduction(self.loss)
 
     @functools.cached_property
     def batch_loss(self) -> Loss:
@@ -69,7 +70,7 @@ class Learner:
     @property
     def has_unknown_answers(self) -> bool:
         """True if the loss is the author's own, who has not stated which answers are correct."""
-        return self.accuracy == "auto" and self.batch_loss is self.loss
+        return self.accuracy == "auto" and isinstance(self.batch_loss, OwnLoss)
 
     @functools.cached_property
     def count_answers(self) -> CountAnswers | None:
@@ -77,9 +78,19 @@ class Learner:
         return choose_count(self.accuracy, self.loss)
 
     def make(self, device: torch.device | str = "cpu", seed: int = 0) -> nn.Module:
-        """Create the module with initial values from a seed. PyTorch's global random state is restored afterwards."""
+        """Create the module with initial values from a seed. PyTorch's global random state is restored afterwards.
+
+        Raises `ModelError` for a lazy module, which has no values before its first batch.
+        """
         with use_seed(torch.device("cpu"), seed):
-            return self.model().to(device)
+            module = self.model()
+        for name, parameter in module.named_parameters():
+            if nn.parameter.is_lazy(parameter):
+                raise ModelError(
+                    f"the parameter {name!r} has no shape yet; expected the function of the model to call a lazy "
+                    "module once, with a batch of zeros"
+                )
+        return module.to(device)
 
     def initial(self, seed: int = 0) -> Parameters:
         """Return the initial model of a job: the values of a new module, without personal tensors.

@@ -14,6 +14,8 @@ from typing import Any, Literal, TypeAlias, cast
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from fedplat.errors import ModelError
 
@@ -31,8 +33,26 @@ _PAIRED_LOSSES: tuple[Any, ...] = (
     functional.huber_loss,
     functional.binary_cross_entropy,
     functional.binary_cross_entropy_with_logits,
+    functional.poisson_nll_loss,
+    functional.soft_margin_loss,
+    functional.hinge_embedding_loss,
+    functional.kl_div,
+    functional.multilabel_soft_margin_loss,
 )
-_PAIRED_LOSS_MODULES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
+_PAIRED_LOSS_MODULES = (
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.BCELoss,
+    nn.BCEWithLogitsLoss,
+    nn.PoissonNLLLoss,
+    nn.SoftMarginLoss,
+    nn.HingeEmbeddingLoss,
+    nn.KLDivLoss,
+    nn.MultiLabelSoftMarginLoss,
+)
+_DIFFERENCES = frozenset({"sub", "subtract", "rsub", "__sub__", "__rsub__"})
 _IGNORED = -100
 """The target that PyTorch's losses ignore, unless another is given."""
 
@@ -55,9 +75,66 @@ class GuardedLoss:
                 f"the module returned a {type(outputs).__name__}, and {_name(self.loss)} takes a tensor; expected a "
                 "loss of your own, such as loss=lambda outputs, targets: cross_entropy(outputs.logits, targets)"
             )
-        if self.is_paired and outputs.shape != targets.shape:
+        if self.is_paired:
             targets = _pair(outputs, targets, self.loss)
-        return self.loss(outputs, targets)
+        try:
+            return self.loss(outputs, targets)
+        except (IndexError, RuntimeError, AssertionError) as exc:
+            if not self.is_paired and (reason := _explain_classes(outputs, targets)):
+                raise ModelError(f"{_name(self.loss)}: {reason}") from exc
+            raise
+
+
+class OwnLoss:
+    """A loss of the author's own; its first batches are searched for a mistake that no exception shows."""
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss, self._is_checked = loss, False
+
+    def __call__(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a batch. Raises `ModelError` unless it is one number that depends on the outputs."""
+        if self._is_checked:
+            loss = self._loss(outputs, targets)
+        else:
+            with _RefuseBroadcasts(outputs):
+                loss = self._loss(outputs, targets)
+            self._is_checked = len(targets) > 1
+        found = cast(object, loss)
+        if not isinstance(found, torch.Tensor) or found.numel() != 1:
+            kind = f"a tensor {list(found.shape)}" if isinstance(found, torch.Tensor) else f"a {type(found).__name__}"
+            raise ModelError(f"the loss returned {kind}; expected a tensor of one number, the mean of the batch")
+        if isinstance(outputs, torch.Tensor) and outputs.requires_grad and not found.requires_grad:
+            raise ModelError(
+                "the loss has no gradient; expected one that is computed from the outputs, without detach(), item(), "
+                "argmax() or NumPy"
+            )
+        return found
+
+
+class _RefuseBroadcasts(TorchFunctionMode):
+    """Refuses to compare outputs [n, 1] with targets [n]: PyTorch would compare each with each.
+
+    That is only looked for in PyTorch's losses and in differences of the outputs: elsewhere it may be meant.
+    """
+
+    def __init__(self, outputs: object) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named: dict[str, Any] = kwargs or {}
+        pair = (*args, *(named[name] for name in ("input", "target", "other") if name in named))[:2]
+        is_loss = func in _PAIRED_LOSSES
+        is_difference = getattr(func, "__name__", "") in _DIFFERENCES and any(each is self._outputs for each in pair)
+        if (is_loss or is_difference) and len(pair) == 2 and all(isinstance(each, torch.Tensor) for each in pair):
+            one, other = pair[0].shape, pair[1].shape
+            if len(one) != len(other) and one.numel() == other.numel() != torch.broadcast_shapes(one, other).numel():
+                raise ModelError(
+                    f"the loss compares outputs {list(one)} with targets {list(other)}, each with each; expected equal "
+                    "shapes, such as outputs.squeeze(1)"
+                )
+        return func(*args, **named)
 
 
 @dataclass(frozen=True)
@@ -104,13 +181,27 @@ CountAnswers: TypeAlias = CountClasses | CountCorrect
 
 
 def guard(loss: Loss) -> Loss:
-    """Return a loss that refuses what PyTorch would misunderstand; an own loss is returned as it is."""
+    """Return a loss that refuses what PyTorch would misunderstand."""
     function = _plain(loss)
     if function in _CLASS_LOSSES or type(loss) in _CLASS_LOSS_MODULES:
         return GuardedLoss(loss, is_paired=False)
     if function in _PAIRED_LOSSES or type(loss) in _PAIRED_LOSS_MODULES:
         return GuardedLoss(loss, is_paired=True)
-    return loss
+    return OwnLoss(loss)
+
+
+def check_reduction(loss: Loss) -> None:
+    """Raise `ValueError` for one of PyTorch's losses that is not a mean over the batch: it would be reported as one."""
+    if type(loss).__module__ == nn.CrossEntropyLoss.__module__:
+        reduction = getattr(loss, "reduction", "mean")
+    elif isinstance(loss, functools.partial) and getattr(loss.func, "__module__", "") == functional.__name__:
+        reduction = loss.keywords.get("reduction", "mean")
+    else:
+        return
+    if reduction not in ("mean", "batchmean"):
+        raise ValueError(
+            f'loss: {_name(loss)} has reduction = {reduction!r}; expected "mean", since batches have different sizes'
+        )
 
 
 def choose_count(accuracy: Accuracy, loss: Loss) -> CountAnswers | None:
@@ -123,6 +214,14 @@ def choose_count(accuracy: Accuracy, loss: Loss) -> CountAnswers | None:
     if accuracy == "none" or (accuracy == "auto" and ignored is None):
         return None
     return CountClasses(_IGNORED if ignored is None else ignored)
+
+
+def weighs_classes(loss: Loss) -> bool:
+    """Return whether a loss of classes is the weighted mean of a batch: that of one example does not depend on them."""
+    if type(loss) in _CLASS_LOSS_MODULES:
+        return cast(Any, loss).weight is not None
+    is_partial = isinstance(loss, functools.partial) and _plain(loss) in _CLASS_LOSSES
+    return is_partial and cast(Any, loss).keywords.get("weight") is not None
 
 
 def _plain(loss: Loss) -> Loss:
@@ -145,13 +244,30 @@ def detach(outputs: Any) -> Any:
 
 
 def _pair(outputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> torch.Tensor:
-    """Return the targets in the shape of the outputs, which has dimensions of length 1 more or less."""
+    """Return the targets as numbers in the shape of the outputs, which has dimensions of length 1 more or less."""
+    if not targets.is_floating_point():
+        targets = targets.to(outputs.dtype)
+    if outputs.shape == targets.shape:
+        return targets
     if outputs.squeeze().shape != targets.squeeze().shape:
         raise ModelError(
             f"the module returned outputs {list(outputs.shape)} for targets {list(targets.shape)}, and {_name(loss)} "
             "compares each output with one target; expected equal shapes"
         )
     return targets.reshape(outputs.shape)
+
+
+def _explain_classes(outputs: torch.Tensor, targets: torch.Tensor) -> str:
+    """Return why a loss of classes cannot take these outputs and targets, or ""."""
+    found, classes = f"targets {targets.dtype} {list(targets.shape)}", outputs.shape[1] if outputs.ndim > 1 else 0
+    expected = [*outputs.shape[:1], *outputs.shape[2:]]
+    if targets.is_floating_point() or list(targets.shape) != expected:
+        return f"outputs are {list(outputs.shape)}, {found}; expected whole numbers {expected}, the classes"
+    try:
+        low, high = int(targets.min()), int(targets.max())
+    except RuntimeError:  # in `vmap`, where no value can be read
+        return ""
+    return f"the targets are {low} to {high}; expected the classes 0 to {classes - 1}, one for each output"
 
 
 def _name(loss: Loss) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fedplat.aggregate.local import Arrays, Correction, LossFunction
+from fedplat.errors import ModelError
 from fedplat.local_options import LocalOptions
 from fedplat.model import Parameters
 from fedplat.pytorch.training import kept_optimizer
@@ -69,6 +70,8 @@ class Stepper:
         make_optimizer: MakeOptimizer | None = None,
         clip: ClipGradients = nn.utils.clip_grad_norm_,
     ) -> None:
+        if not parameters:
+            raise ModelError("the module has no parameters that are trained; expected one with requires_grad = True")
         device = next(iter(parameters.values())).device
         self._parameters, self._max_norm = parameters, options.max_grad_norm
         self._algorithm, self._clip = algorithm, clip

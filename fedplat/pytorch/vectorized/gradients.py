@@ -139,7 +139,10 @@ def trace_graph(computation: Computation, tensors: Tensors) -> fx.GraphModule | 
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     graph_module.recompile()
-    return graph_module if _agree(graph_module.forward, computation, tensors) else None
+    try:
+        return graph_module if _agree(graph_module.forward, computation, tensors) else None
+    except RuntimeError:  # an operation that cannot be called as it was recorded, such as that of an LSTM
+        return None
 
 
 def draws(recording: fx.GraphModule) -> bool:

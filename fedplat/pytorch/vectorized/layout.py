@@ -73,7 +73,7 @@ class ParameterLayout:
         """
         num_names = len(self.names) if vector.shape[-1] == self.size else len(self.shared_names)
         parts = vector.split(self.sizes[:num_names], dim=-1)
-        return [part.view(*part.shape[:-1], *shape) for part, shape in zip(parts, self.shapes, strict=False)]
+        return [part.view((*part.shape[:-1], *shape)) for part, shape in zip(parts, self.shapes, strict=False)]
 
     def as_dict(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the result of `views` by parameter name."""

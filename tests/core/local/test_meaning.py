@@ -134,6 +134,96 @@ def test_one_output_and_one_target_are_compared_with_each_other(loss: Callable[.
         learner.batch_loss(outputs, targets[:3])
 
 
+@pytest.mark.parametrize(
+    "loss", [nn.PoissonNLLLoss(), nn.SoftMarginLoss(), functional.hinge_embedding_loss, nn.HingeEmbeddingLoss()]
+)
+def test_each_output_of_one_column_has_its_own_target(loss: Callable[..., torch.Tensor]) -> None:
+    outputs, targets = torch.linspace(-1.0, 2.0, 4)[:, None], torch.tensor([1.0, -1.0, 1.0, -1.0])
+    expected = loss(outputs, targets[:, None])
+    assert torch.equal(Learner(model=one_logit, loss=loss).batch_loss(outputs, targets), expected)
+
+
+def test_whole_numbers_are_targets_of_losses_of_numbers() -> None:
+    outputs, targets = torch.zeros(4, 1), torch.tensor([0, 1, 1, 0])
+    found = Learner(model=one_logit, loss=nn.BCEWithLogitsLoss()).batch_loss(outputs, targets)
+    assert found.item() == pytest.approx(np.log(2.0))
+
+
+def by_function(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.mse_loss(outputs, targets)
+
+
+def by_difference(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return ((outputs - targets) ** 2).mean()
+
+
+def by_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (targets.float() - outputs).abs().mean()
+
+
+@pytest.mark.parametrize("loss", [by_function, by_difference, by_error])
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_a_loss_of_the_owner_does_not_compare_each_with_each(loss: Callable[..., torch.Tensor]) -> None:
+    outputs, targets = torch.arange(4.0)[:, None].requires_grad_(), torch.arange(4.0)
+    with pytest.raises(ModelError, match=r"\[4.*\] with targets \[4.*\], each with each"):
+        Learner(model=one_logit, loss=loss).batch_loss(outputs, targets)
+    learner = Learner(model=one_logit, loss=loss)
+    assert learner.batch_loss(outputs, targets[:, None]).item() == 0.0
+    assert learner.batch_loss(outputs[:, 0], targets).item() == 0.0
+
+
+def test_distances_of_pairs_may_compare_each_with_each() -> None:
+    def pairs(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        apart = targets[:, None] != targets[None]
+        return (apart * (outputs - outputs.T)).mean() + functional.mse_loss(outputs, outputs.detach())
+
+    assert Learner(model=one_logit, loss=pairs).batch_loss(torch.ones(4, 1), torch.arange(4)).item() == 0.0
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(reduction="sum"),
+        nn.MSELoss(reduction="none"),
+        functools.partial(functional.cross_entropy, reduction="sum"),
+    ],
+)
+def test_a_sum_is_not_reported_as_a_mean(loss: Callable[..., torch.Tensor]) -> None:
+    with pytest.raises(ValueError, match=r"has reduction = '(sum|none)'; expected \"mean\""):
+        Learner(model=one_logit, loss=loss)
+
+
+def test_a_loss_is_one_number_that_depends_on_the_outputs() -> None:
+    outputs, targets = torch.ones(4, 1, requires_grad=True), torch.zeros(4)
+    results: list[tuple[Any, str]] = [
+        (outputs[:, 0], r"a tensor \[4\]"),
+        (1.0, "a float"),
+        ((outputs.mean(), 1), "a tuple"),
+        (outputs.detach().mean(), "no gradient"),
+    ]
+    for result, words in results:
+
+        def loss(outputs: torch.Tensor, targets: torch.Tensor, result: Any = result) -> Any:
+            return result
+
+        with pytest.raises(ModelError, match=words):
+            Learner(model=one_logit, loss=loss).batch_loss(outputs, targets)
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        (torch.tensor([1, 2]), "targets are 1 to 2; expected the classes 0 to 1"),
+        (torch.tensor([0, -1]), "targets are -1 to 0"),
+        (torch.tensor([[0], [1]]), r"targets torch.int64 \[2, 1\]; expected whole numbers \[2\]"),
+        (torch.tensor([0.0, 1.0]), r"targets torch.float32 \[2\]; expected whole numbers \[2\]"),
+    ],
+)
+def test_targets_that_are_no_classes_are_named(targets: torch.Tensor, words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        Learner(model=one_logit).batch_loss(torch.zeros(2, 2), targets)
+
+
 def test_dicts_as_inputs_and_outputs() -> None:
     rows = [({"x": row}, label) for row, label in zip(torch.from_numpy(INPUTS), LABELS.tolist(), strict=True)]
 

@@ -120,3 +120,47 @@ def test_sparse_gradients_are_those_of_a_dense_embedding(more: dict[str, Any]) -
             found.append(flat.train(flat.base(base), work)[0])
     for each in found:
         np.testing.assert_allclose(each.to_vector(), found[0].to_vector(), atol=1e-6)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale, self.nothing = (
+            nn.Linear(4, 2),
+            nn.Parameter(torch.ones(())),
+            nn.Parameter(torch.ones(0)),
+        )
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs) * self.scale + self.nothing.sum()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.layer = nn.LSTM(1, 3, batch_first=True), nn.Linear(3, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.cell(inputs[..., None])[0][:, -1])
+
+
+@pytest.mark.parametrize("module", [Scaled, Recurrent])
+def test_an_engine_trains_what_a_client_trains(module: type[nn.Module]) -> None:
+    options = LocalOptions.from_config(CONFIG | {"batch_size": 1})  # enough batches for a recording
+    work, learner = (
+        LocalTraining(examples=TensorExamples(INPUTS, LABELS), options=options, seed=1),
+        Learner(model=module),
+    )
+    base = learner.initial()
+    trained, flat = base.copy(), FlatTrainer(Trainee(learner), options)
+    train(Trainee(learner), trained, work)
+    update = flat.train(flat.base(base), work)[0]
+    np.testing.assert_allclose(update.to_vector(), trained.minus(base).to_vector(), atol=1e-6)
+
+
+def test_modules_without_weights_to_train_are_named() -> None:
+    frozen = TorchTrainer(model=lambda: linear().requires_grad_(False), data=(INPUTS, LABELS), device="cpu")
+    with pytest.raises(ModelError, match="no parameters that are trained; expected one with requires_grad"):
+        frozen(task(linear))
+    with pytest.raises(ModelError, match=r"the parameter '0.weight' has no shape yet; .* call a lazy module once"):
+        Learner(model=lambda: nn.Sequential(nn.LazyLinear(2))).initial()

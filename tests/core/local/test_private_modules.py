@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -201,3 +202,16 @@ def test_the_module_is_as_it_was_afterwards(kind: str) -> None:
     train(trainee, parameters, work())
     close(dict(parameters), before, atol=0)
     assert {"grad_sample", "summed_grad", "activations"}.isdisjoint(vars(trainee.module) | vars(trainee.module.weight))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 9.0])),
+        functools.partial(nn.functional.cross_entropy, weight=torch.tensor([1.0, 9.0])),
+    ],
+)
+def test_weights_of_classes_that_would_cancel_are_refused(loss: Loss) -> None:
+    learner = Learner(model=LEARNER.model, loss=loss)
+    with pytest.raises(ModelError, match="weights of classes, which cancel in the loss of a single example"):
+        trained(work(**quiet()), learner)

@@ -74,7 +74,7 @@ def test_targets_of_numbers(tmp_path: Path) -> None:
     several = federation(table_source("csv", inputs="age", targets=["a*", "bmi"], dtype="int64"), IID, folder=tmp_path)
     np.testing.assert_array_equal(several.targets, [[1, 0.5], [2, 1.5], [3, 2.5], [4, 3.5]])
     assert several.inputs.dtype == np.int64
-    with pytest.raises(DataError, match=r"people.csv, row 1: 0.5 is not a whole number; use another dtype"):
+    with pytest.raises(DataError, match=r"people.csv, row 1: 0.5 is not a whole number of 64 bits; use another dtype"):
         federation(table_source("csv", inputs="bmi", dtype="int64"), IID, folder=tmp_path)
 
 

@@ -82,3 +82,46 @@ def test_types_of_parquet_files_that_do_not_fit(tmp_path: Path) -> None:
     write_parquet(tmp_path / "b.parquet", ("x", "y", "who"), [(1, "1b", 7)])
     with pytest.raises(DataError, match=r"a.parquet has int64 in column 'y', and .*b.parquet texts; expected one type"):
         federation(source, ALL, folder=tmp_path)
+
+
+def test_files_of_one_name_in_different_folders_are_different_clients(tmp_path: Path) -> None:
+    for hospital in ("north", "south"):
+        (tmp_path / hospital).mkdir()
+        (tmp_path / hospital / "data.CSV").write_text("x,y\n1,0\n2,1\n")
+    (tmp_path / "@eaDir").mkdir()
+    (tmp_path / "@eaDir/data.CSV").write_text("x,y\n9,9\n")
+    source = sources.Csv(path="*/data.CSV", inputs="x", targets="y", test_fraction=0.0)
+    found = federation(source, partitioners.Column(column="file"), folder=tmp_path)
+    assert found.names == ("north/data", "south/data")
+    one = sources.Csv(path="north", inputs="x", targets="y", test_fraction=0.0)
+    assert len(federation(one, ALL, folder=tmp_path).inputs) == 2
+
+
+@pytest.mark.parametrize("source", ["csv", "parquet"])
+def test_whole_inputs_are_exact(source: str, tmp_path: Path) -> None:
+    tokens = [2**24 + 1, 2**53 + 1]
+    if source == "csv":
+        (tmp_path / "a.csv").write_text("x,z,y\n" + "".join(f"{each},1,0\n" for each in tokens))
+        kind: type[sources.Csv | sources.Parquet] = sources.Csv
+    else:
+        write_parquet(tmp_path / "a.parquet", ["x", "z", "y"], [[each, 1.0, 0] for each in tokens])
+        kind = sources.Parquet
+    found = federation(
+        kind(path=f"a.{source}", inputs=["x", "z"], targets="y", dtype="int64", test_fraction=0.0), ALL, folder=tmp_path
+    )
+    assert found.inputs.tolist() == [[tokens[0], 1], [tokens[1], 1]]
+
+
+@pytest.mark.parametrize("number", [str(10**19), str(10**20), "1.5"])
+def test_what_is_no_whole_number_of_64_bits_is_refused(number: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"x,y\n1,0\n{number},0\n")
+    source = sources.Csv(path="a.csv", inputs="x", targets="y", dtype="int64", test_fraction=0.0)
+    with pytest.raises(DataError, match=r"a.csv, row 2: .* is not a whole number of 64 bits"):
+        federation(source, ALL, folder=tmp_path)
+
+
+def test_a_target_like_na_is_named_in_the_error(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x,y\n1,SA\n2,NA\n")
+    source = sources.Csv(path="a.csv", inputs="x", targets="y", test_fraction=0.0)
+    with pytest.raises(DataError, match=r"row 2: 'NA' in column 'y' stands for a missing value; .* classes = \["):
+        federation(source, ALL, folder=tmp_path)

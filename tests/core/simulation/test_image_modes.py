@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,68 @@ def test_hugging_face_images_of_sixteen_bits(tmp_path: Path) -> None:
     source = sources.HuggingFace("saved", scale="unit", test_fraction=0.0)
     found = federation(source, ALL, folder=tmp_path).inputs
     np.testing.assert_allclose(found[1, 0], ramp / 65535.0, rtol=1e-6)
+
+
+def save(path: Path, pixels: np.ndarray, **options: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path, **options)
+
+
+def load_all(folder: Path, **options: Any) -> np.ndarray:
+    return federation(sources.Images("images", test_fraction=0.0, **options), ALL, folder=folder).inputs
+
+
+@pytest.mark.parametrize("suffix", ["gif", "tif", "png", "webp"])
+def test_an_image_of_several_frames_is_refused(suffix: str, tmp_path: Path) -> None:
+    pixels = np.arange(20, dtype=np.uint8).reshape(4, 5)
+    more = Image.fromarray(pixels + np.uint8(9))
+    save(tmp_path / f"images/cat/x.{suffix}", pixels, save_all=True, append_images=[more])
+    with pytest.raises(DataError, match=rf"x.{suffix} has 2 frames"):
+        load_all(tmp_path)
+
+
+def test_images_that_would_be_left_out_are_refused(tmp_path: Path) -> None:
+    pixels = np.arange(20, dtype=np.uint8).reshape(4, 5)
+    save(tmp_path / "images/dog/x.png", pixels)
+    save(tmp_path / "images/dog/.thumbnails/x.png", pixels)
+    (tmp_path / "images/readme.png").touch()
+    assert len(load_all(tmp_path)) == 1
+    other = tmp_path / "images/cat/x.heic"
+    other.parent.mkdir()
+    other.touch()
+    with pytest.raises(DataError, match=r"cat has no images, but x.heic"):
+        load_all(tmp_path)
+    other.unlink()
+    save(tmp_path / "images/dog/more/y.png", pixels)
+    with pytest.raises(DataError, match=r"more/y.png is an image in a deeper folder; expected CLASS/FILE"):
+        load_all(tmp_path)
+
+
+def write_tiff(path: Path, pixels: np.ndarray, sample_format: int) -> None:
+    """Write a plain TIFF of a type that Pillow does not write: an image of one row, of the format of tag 339."""
+    width, bits, count = pixels.shape[0], pixels.itemsize * 8, pixels.shape[1]
+    content, extra = pixels.tobytes(), struct.pack(f"<{count}H", *[bits] * count)
+    tags = [(256, 1, width), (257, 1, 1), (259, 1, 1), (262, 1, 2 if count == 3 else 1), (273, 1, 8)]
+    tags += [(258, count, bits if count == 1 else 8 + len(content)), (277, 1, count), (279, 1, len(content))]
+    tags += [(339, 1, sample_format)]
+    entries = b"".join(struct.pack("<HHII", tag, 3, number, value) for tag, number, value in sorted(tags))
+    start = 8 + len(content) + len(extra)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(
+        b"II*\0" + struct.pack("<I", start) + content + extra + struct.pack("<H", len(tags)) + entries + b"\0\0\0\0"
+    )
+
+
+def test_tiffs_of_other_types_are_right_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "images/cat/x.tif"
+    write_tiff(path, np.array([[1], [2**31], [2**32 - 2**10]], np.uint32), 1)
+    assert load_all(tmp_path, scale="none").ravel().tolist() == [1, 2**31, 2**32 - 2**10]
+    write_tiff(path, np.array([[-5], [2**20], [7]], np.int32), 2)
+    assert load_all(tmp_path, scale="none").ravel().tolist() == [-5, 2**20, 7]
+    write_tiff(path, np.array([[-5], [3], [7]], np.int8), 2)
+    with pytest.raises(DataError, match=r"x.tif has negative pixels of 8 bits"):
+        load_all(tmp_path)
+    write_tiff(path, np.full((3, 3), 65535, np.uint16), 1)
+    assert load_all(tmp_path).ravel().tolist() == [1.0] * 9
+    with pytest.raises(DataError, match=r"several channels of 16 bits, of which 8 are read"):
+        load_all(tmp_path, scale="none")

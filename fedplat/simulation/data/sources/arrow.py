@@ -11,7 +11,7 @@ import numpy as np
 
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Array
-from fedplat.simulation.data.sources.conversion import FILL_IN, Row, Split
+from fedplat.simulation.data.sources.conversion import FILL_IN, Row, Split, as_inputs
 
 Names = str | list[str]
 """One column, or several; a name may have the wildcards *, ? and [...]."""
@@ -73,10 +73,13 @@ def listing(names: Sequence[str]) -> str:
     return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
 
 
-def split_of(table: Any, columns: ColumnNames, row: Row, written: Any | None = None) -> Split:
+def split_of(
+    table: Any, columns: ColumnNames, row: Row, written: Any | None = None, *, are_whole: bool = False
+) -> Split:
     """Return inputs, targets and other columns of a table.
 
-    A single column of lists has its own shape; columns of numbers are stacked to float32 [n, columns]. Several targets
+    A single column of lists has its own shape; columns of numbers are stacked to float32 [n, columns], or int64 if they
+    `are_whole`, since float32 has no room for an id or a token above 16,777,216. Several targets
     are float32 [n, targets]; a single one is [n], of the type in the table. Other columns are those of `written`, a
     table of texts, if it has them.
     """
@@ -84,7 +87,7 @@ def split_of(table: Any, columns: ColumnNames, row: Row, written: Any | None = N
     if len(names) == 1 and _is_list(table.column(names[0]).type):
         inputs = numbers(table.column(names[0]), row, names[0])
     else:
-        inputs = _stack(table, names, row)
+        inputs = (_stack_whole if are_whole else _stack)(table, names, row)
     if isinstance(columns.targets, str):
         targets = values(table.column(columns.targets), row, columns.targets)
     else:
@@ -143,6 +146,17 @@ def values(column: Any, row: Row, name: str) -> Array:
         coded = coded.combine_chunks()
     texts = np.array(coded.dictionary.to_pylist() or [""])
     return texts[coded.indices.to_numpy()]
+
+
+def _stack_whole(table: Any, names: Sequence[str], row: Row) -> Array:
+    """Return columns of whole numbers as int64, each exact. Raises `DataError` for other numbers."""
+    parts: list[Array] = []
+    for name in names:
+        found = numbers(table.column(name), row, name)
+        if found.dtype.kind == "f":
+            _require_finite(found, row, name)
+        parts.append(as_inputs(found, dtype="int64", row=row))
+    return np.stack(parts, axis=1)
 
 
 def _stack(table: Any, names: Sequence[str], row: Row) -> Array:

@@ -88,12 +88,15 @@ def as_column(targets: Array) -> Array:
 def as_inputs(values: Array, scale: Scale = "none", dtype: InputType = "auto", row: Row = str) -> Array:
     """Return inputs of a type, divided by 255 with the scale "unit". The type "auto" converts float64 to float32.
 
-    Raises `DataError` if the type "int64" would lose fractions.
+    Raises `DataError` if the type "int64" would lose fractions, or has no room for a number.
     """
     if dtype == "int64":
-        whole = values.astype(np.int64, copy=False)
-        if values.dtype.kind == "f" and len(wrong := np.argwhere(whole != values)):
-            raise DataError(f"{row(wrong[0][0])}: {values[tuple(wrong[0])]} is not a whole number; use another dtype")
+        with np.errstate(invalid="ignore"):  # what is too large is refused
+            whole = values.astype(np.int64, copy=False)
+        if values.dtype.kind in "fu" and len(wrong := np.argwhere((whole != values) | ((whole < 0) & (values > 0)))):
+            raise DataError(
+                f"{row(wrong[0][0])}: {values[tuple(wrong[0])]} is not a whole number of 64 bits; use another dtype"
+            )
         return whole
     if scale == "none" and dtype == "auto" and values.dtype.kind != "f":
         return values

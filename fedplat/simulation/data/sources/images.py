@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -15,11 +15,14 @@ from fedplat.simulation.data.federation import Array, Dataset
 from fedplat.simulation.data.sources.conversion import Row, Scale, Split, as_inputs, make_dataset
 from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, is_hidden, number_owners
 
-SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+SUFFIXES = frozenset(
+    {".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+)
 _GRAY = frozenset({"1", "L", "LA", "La", "I", "F"})
 """Pillow's modes of gray images, besides those of 16 bits ("I;16" and others)."""
 _EIGHT_BITS, _SIXTEEN_BITS, _FLOATS = 255.0, 65535.0, 1.0
 """The largest value of a pixel."""
+_SIGNED = 2
 _BACKGROUNDS = {"white": 255, "black": 0}
 Channels = Literal[0, 1, 3]
 Background = Literal["", "white", "black"]
@@ -53,16 +56,32 @@ class Images(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
         return make_dataset(train, test, (), place, self.test_fraction)
 
     def _split(self, folder: Path) -> Split:
-        files = sorted(folder.glob("*/*/*" if self.owners else "*/*"))
-        files = [file for file in files if not any(map(is_hidden, file.relative_to(folder).parts))]
-        files = [file for file in files if file.suffix.lower() in SUFFIXES and file.is_file()]
+        found = sorted(folder.glob("*/*/*" if self.owners else "*/*"))
+        found = [file for file in found if not any(map(is_hidden, file.relative_to(folder).parts))]
+        files = [file for file in found if file.suffix.lower() in SUFFIXES and file.is_file()]
+        form = "OWNER/CLASS/FILE" if self.owners else "CLASS/FILE"
         if not files:
-            form = "OWNER/CLASS/FILE" if self.owners else "CLASS/FILE"
             raise DataError(f"{folder} has no images; expected {form} with a suffix such as .png or .jpg")
+        _refuse_others(found, files, form)
         pixels = decode(files, len(files), lambda index: str(files[index]), self)
         targets = np.array([file.parent.name for file in files])
         owners = number_owners(np.array([file.parent.parent.name for file in files])) if self.owners else None
         return Split(pixels, targets, lambda index: str(files[index]), owners=owners)
+
+
+def _refuse_others(found: Sequence[Path], files: Sequence[Path], form: str) -> None:
+    """Raise `DataError` for images in deeper folders, and for folders without images: a class would be missing."""
+    for folder in (each for each in found if each.is_dir()):
+        below = (file for file in folder.rglob("*") if not any(map(is_hidden, file.relative_to(folder).parts)))
+        if deeper := next((file for file in below if file.suffix.lower() in SUFFIXES), None):
+            raise DataError(f"{deeper} is an image in a deeper folder; expected {form}")
+    without = {file.parent for file in found} - {file.parent for file in files}
+    if without:
+        other = next(file for file in found if file.parent == min(without))
+        raise DataError(
+            f"{other.parent} has no images, but {other.name}; expected images with a suffix such as .png or .jpg, or "
+            "no such folder"
+        )
 
 
 class ImageOptions(Protocol):
@@ -132,12 +151,13 @@ def _pixels(file: Any, name: str, channels: int, options: ImageOptions) -> tuple
         ) from exc
     try:
         with Image.open(file) as opened:
-            format_ = opened.format
+            _refuse_parts(opened, name, options.scale)
+            is_signed, format_ = _is_signed(opened), opened.format
             image = ImageOps.exif_transpose(opened)
             if not channels:
                 channels = 1 if image.mode in _GRAY or image.mode.startswith("I;16") else 3
             if image.mode[0] in "IF":
-                converted, peak = _as_floats(image, format_, name, options.scale)
+                converted, peak = _as_floats(image, format_, name, options.scale, is_signed)
             else:
                 image = _without_alpha(image, name, options.background)
                 converted, peak = image.convert("L" if channels == 1 else "RGB"), _EIGHT_BITS
@@ -151,14 +171,37 @@ def _pixels(file: Any, name: str, channels: int, options: ImageOptions) -> tuple
     return np.broadcast_to(pixels, (*pixels.shape[:2], channels)), peak
 
 
-def _as_floats(image: Any, format_: str | None, name: str, scale: Scale) -> tuple[Any, float]:
+def _refuse_parts(opened: Any, name: str, scale: Scale) -> None:
+    """Raise `DataError` for an image of which Pillow would only return a part."""
+    if getattr(opened, "n_frames", 1) > 1 and opened.format != "MPO":  # the photo of a phone, and its preview
+        raise DataError(f"{name} has {opened.n_frames} frames; expected an image in each file: write each to its own")
+    arguments: Any = opened.tile[0][3] if opened.tile else ()
+    is_wide = ";16" in str(arguments) or (opened.format == "PPM" and arguments[-1] > _EIGHT_BITS)
+    if is_wide and opened.mode[0] not in "IF" and scale == "none":
+        raise DataError(
+            f"{name} has several channels of 16 bits, of which 8 are read, so its pixels would have another scale; "
+            'expected scale = "unit"'
+        )
+    if _is_signed(opened) and opened.mode[0] not in "IF":
+        raise DataError(f"{name} has negative pixels of 8 bits; expected pixels of 0 to 255: convert it")
+
+
+def _is_signed(opened: Any) -> bool:
+    """Return whether the pixels of a TIFF are signed: SampleFormat, tag 339."""
+    return opened.format == "TIFF" and _SIGNED in opened.tag_v2.get(339, ())
+
+
+def _as_floats(image: Any, format_: str | None, name: str, scale: Scale, is_signed: bool) -> tuple[Any, float]:
     """Return an image of one channel with more than eight bits as one of floats, and the largest value of its format.
 
     Pillow's own conversion to eight bits cuts off all values above 255.
     """
     from PIL import Image
 
-    values = np.asarray(image).astype(np.float32)
+    values = np.asarray(image)
+    if image.mode == "I" and format_ == "TIFF" and not is_signed:  # Pillow has no mode of 32 bits without a sign
+        values = values.astype(np.int32).view(np.uint32)
+    values = values.astype(np.float32)
     if image.mode == "F":
         peak, low, high = _FLOATS, 0.0, 1.0
     elif image.mode.startswith("I;16") or format_ in ("PNG", "PPM"):

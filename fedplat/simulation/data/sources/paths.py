@@ -59,6 +59,16 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".") or name in _HIDDEN
 
 
+def name_files(files: Sequence[Path]) -> dict[Path, str]:
+    """Return names that differ: those of the files without suffix, else their paths below the folder of all."""
+    folder = Path(os.path.commonpath([file.parent for file in files]))
+    below = [file.relative_to(folder) for file in files]
+    for names in ([file.stem for file in files], [file.with_suffix("").as_posix() for file in below]):
+        if len(set(names)) == len(files):
+            return dict(zip(files, names, strict=True))
+    return dict(zip(files, (file.as_posix() for file in below), strict=True))
+
+
 def read_arrays(path: Path, names: Sequence[str]) -> dict[str, Array]:
     """Read the named arrays of an `.npz` file, without unpickling. Raises `DataError` if one cannot be read."""
     try:

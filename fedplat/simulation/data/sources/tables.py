@@ -18,7 +18,9 @@ from fedplat.simulation.data.federation import Array, Dataset
 from fedplat.simulation.data.sources import arrow
 from fedplat.simulation.data.sources.arrow import ColumnNames, Names
 from fedplat.simulation.data.sources.conversion import (
+    FILL_IN,
     InputType,
+    Row,
     Scale,
     Split,
     as_column,
@@ -27,10 +29,10 @@ from fedplat.simulation.data.sources.conversion import (
     rows_of,
     rows_of_files,
 )
-from fedplat.simulation.data.sources.paths import Fraction, SourcePaths
+from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, is_hidden, name_files
 
 FILE = "file"
-"""The column with the name of the file that has the example, without its suffix, unless the table has such a column."""
+"""The column with the name of the file that has the example, unless the table has such a column: see `name_files`."""
 
 
 class TableOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,11 +164,12 @@ def load(options: TableOptions, format_: TableFormat, place: SourcePaths) -> Dat
     files = _files(place.folder, options.path, format_.suffix)
     columns = _choose(ColumnNames(options.inputs, options.targets, place.columns), format_, files[0])
     columns = dataclasses.replace(columns, others=place.columns)
-    parts, tests = [_read(format_, file, columns, options.classes) for file in files], list[_Part]()
+    names, tests = name_files(files), list[_Part]()
+    parts = [_read(format_, file, columns, options, names[file]) for file in files]
     if options.test_path:
         files = _files(place.folder, options.test_path, format_.suffix)
         without = dataclasses.replace(columns, others=())
-        tests = [_read(format_, file, without, options.classes) for file in files]
+        tests = [_read(format_, file, without, options) for file in files]
     _unify_targets([*parts, *tests], columns.targets)
     train, test = _merge(options, parts), _merge(options, tests) if tests else None
     return make_dataset(train, test, options.classes, place, options.test_fraction)
@@ -186,10 +189,13 @@ def _files(folder: Path, path: str, suffix: str) -> list[Path]:
     place = folder / path
     if place.is_file():
         return [place]
-    pattern = str(place / f"*{suffix}") if place.is_dir() else str(place)
-    found = sorted(Path(name) for name in glob.glob(pattern) if Path(name).is_file())
+    pattern = str(place / "*") if place.is_dir() else str(place)
+    found = sorted(file for file in map(Path, glob.glob(pattern)) if file.is_file())
+    found = [file for file in found if not any(part not in place.parts and is_hidden(part) for part in file.parts)]
+    if place.is_dir():
+        found = [file for file in found if file.suffix.lower() == suffix]
     if not found:
-        raise DataError(f"there is no file {pattern}; expected a file, a folder of {suffix} files, or wildcards")
+        raise DataError(f"there is no file in {place}; expected a file, a folder of {suffix} files, or wildcards")
     return found
 
 
@@ -207,8 +213,8 @@ def _choose(columns: ColumnNames, format_: TableFormat, file: Path) -> ColumnNam
     return arrow.choose(dataclasses.replace(columns, others=others), names, file)
 
 
-def _read(format_: TableFormat, file: Path, columns: ColumnNames, classes: Sequence[str]) -> _Part:
-    """Read the columns of a file that are needed. Texts that are all among the `classes` need no other type."""
+def _read(format_: TableFormat, file: Path, columns: ColumnNames, options: TableOptions, file_name: str = "") -> _Part:
+    """Read the columns of a file that are needed. Texts that are all among the classes need no other type."""
     import pyarrow as pa
 
     names = _choose(columns, format_, file).names
@@ -223,13 +229,25 @@ def _read(format_: TableFormat, file: Path, columns: ColumnNames, classes: Seque
         raise DataError(f"{file} has no rows; expected at least one example")
     row, texts = rows_of(file), None
     if FILE in columns.others and FILE not in table.column_names:
-        table = table.append_column(FILE, pa.DictionaryArray.from_arrays(np.zeros(len(table), np.int8), [file.stem]))
+        table = table.append_column(FILE, pa.DictionaryArray.from_arrays(np.zeros(len(table), np.int8), [file_name]))
     if written is not None and target:
         texts = written.column(target[0])
-        if classes and set(texts.unique().to_pylist()) <= set(classes):
+        if options.classes and set(texts.unique().to_pylist()) <= set(options.classes):
             table = table.set_column(table.column_names.index(target[0]), target[0], texts)
-    split = arrow.split_of(table, columns, row, written)
+        _refuse_missing(table.column(target[0]), texts, row, target[0])
+    split = arrow.split_of(table, columns, row, written, are_whole=options.dtype == "int64")
     return _Part(file, split, None if texts is None or texts.null_count else arrow.values(texts, row, target[0]))
+
+
+def _refuse_missing(column: Any, texts: Any, row: Row, name: str) -> None:
+    """Raise `DataError` for a target such as NA, which stands for a missing value unless it is the name of a class."""
+    missing = np.flatnonzero(np.asarray(column.is_null()) & ~np.asarray(texts.is_null()))
+    if len(missing):
+        first = int(missing[0])
+        raise DataError(
+            f"{row(first)}: {texts[first].as_py()!r} in column {name!r} stands for a missing value; "
+            f"{FILL_IN}, or name it among all classes: classes = [...]"
+        )
 
 
 def _unify_targets(parts: Sequence[_Part], column: Names) -> None:
