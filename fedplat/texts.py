@@ -52,10 +52,15 @@ def repair(text: str) -> str:
 def describe(exc: BaseException) -> str:
     """Return the type and the text of an exception of someone's code, such as `KeyError: 'epochs'`, as valid UTF-8."""
     try:
-        text = repair(str(exc))
-    except Exception as broken:  # the class of the exception is someone's code, too
-        text = f"its text cannot be read, which raises {type(broken).__name__}"
-    return f"{type(exc).__name__}: {text}" if text else type(exc).__name__
+        text = str(exc)
+    except BaseException as broken:  # the class of the exception is someone's code, too
+        text = f"its text cannot be read, which raises {name_type(broken)}"
+    return repair(f"{name_type(exc)}: {text}" if text else name_type(exc))
+
+
+def name_type(value: object) -> str:
+    """Return the name of an object's class, also if its metaclass has another idea of names."""
+    return str(type.__dict__["__name__"].__get__(type(value)))
 
 
 def quote(text: str) -> str:

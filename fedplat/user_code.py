@@ -13,10 +13,14 @@ import importlib
 import importlib.util
 import operator
 import os
+import re
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from hashlib import sha256
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -28,6 +32,7 @@ from fedplat.errors import FedplatError, UserCodeError
 
 Reference = Annotated[str, Meta(pattern=r"^[^:\s][^:]*:[\w.]+$")]
 _EXPECTED = "expected module:name or /path/to/file.py:name"
+_FILE_MODULE = re.compile(r".+_[0-9a-f]{16}")
 
 
 def call(reference: str, folder: Path, arguments: Mapping[str, object] | None = None) -> object:
@@ -127,6 +132,14 @@ def importable(reference: str, folder: Path) -> Generator[None]:
         sys.modules.update(hidden)
 
 
+def is_interrupt(exc: BaseException) -> bool:
+    """Return whether an exception is Ctrl-C, rather than something that user code raises by itself."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return (
+        isinstance(exc, KeyboardInterrupt) and is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+
+
 @contextlib.contextmanager
 def wrap_errors(action: str) -> Generator[None]:
     """Turn any exception of user code into a `UserCodeError` that names the line."""
@@ -134,7 +147,9 @@ def wrap_errors(action: str) -> Generator[None]:
         yield
     except FedplatError:
         raise
-    except (Exception, SystemExit) as exc:  # user code may raise anything; the operator needs one line
+    except BaseException as exc:  # user code may raise anything; the operator needs one line
+        if is_interrupt(exc) or isinstance(exc, GeneratorExit):
+            raise
         frames = traceback.extract_tb(exc.__traceback__)
         # The mistake is neither in this file nor in Python's import machinery, and hardly in an installed library.
         frames = [each for each in frames if each.filename != __file__ and each.filename[:1] != "<"]
@@ -182,7 +197,29 @@ def _load_file(file: Path) -> ModuleType:
 
 def _module_name(file: Path) -> str:
     """Return a unique name: two files may have the same name, or the name of a module that is already imported."""
-    return f"{file.stem}_{sha256(os.fsencode(file)).hexdigest()[:16]}"
+    return f"{file.stem.replace('.', '_')}_{sha256(os.fsencode(file)).hexdigest()[:16]}"
+
+
+class _FileFinder:
+    """Finds the files that `load` has imported in another process, which gets their names with pickled functions.
+
+    The workers of `multiprocessing` that are not forked have the `sys.path` of their parent, on which `load` has left
+    the file's folder, and import the program of their parent, and so this module, before anything else.
+    """
+
+    @staticmethod
+    def find_spec(
+        name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if _FILE_MODULE.fullmatch(name):
+            for folder in map(Path, sys.path):
+                for file in folder.glob("*.py"):
+                    if _module_name(file) == name:
+                        return importlib.util.spec_from_file_location(name, file)
+        return None
+
+
+sys.meta_path.append(_FileFinder)
 
 
 def _is_within(module: ModuleType, folder: Path) -> bool:

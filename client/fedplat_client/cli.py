@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, TypeAlias, TypedDict, Unpack
+from typing import Any, TextIO, TypeAlias, TypedDict, Unpack
 
 import click
+from typing_extensions import override
 
 from fedplat import texts, user_code
 from fedplat.errors import FedplatError, MissingExtraError, PluginError, TicketError
@@ -54,6 +55,17 @@ def _printable(text: str) -> str:
     if len(text) > _MAX_LINE:
         text = f"{text[:_MAX_LINE]} ... ({len(text) - _MAX_LINE} more characters)"
     return texts.printable(text)
+
+
+class _LogHandler(logging.StreamHandler[TextIO]):
+    """Writes to the stderr that the process began with, and drops what it cannot write.
+
+    A trainer may have closed the stream, and logging's own handler would then raise an error while it reports one.
+    """
+
+    @override
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
 
 
 class _FieldFormatter(logging.Formatter):
@@ -493,6 +505,6 @@ def _load(option: str, spec: str) -> tuple[str, Callable[[Task], Any]]:
 
 
 def _set_up_logging(level: str) -> None:
-    handler = logging.StreamHandler()
+    handler = _LogHandler()
     handler.setFormatter(_FieldFormatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler])

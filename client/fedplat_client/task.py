@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
-from fedplat import claims
+from fedplat import claims, texts
 from fedplat.client_state import ClientState
 from fedplat.errors import ModelError
 from fedplat.model import Parameters, Schema
@@ -18,6 +18,7 @@ from fedplat_client.cancellation import Stop, StopSignal
 from fedplat_client.options import ClientOptions
 
 Scalar: TypeAlias = bool | int | float | str
+_MAX_SHOWN_BYTES = 200
 Arrays: TypeAlias = Mapping[str, Any]
 """Arrays, or tensors of PyTorch, by name."""
 _LATE = frozenset({model_pb2.REASON_TRAIN_TIMEOUT, model_pb2.REASON_UNREACHABLE})
@@ -247,4 +248,13 @@ def _to_float(label: str, value: object) -> float:
     try:
         return float(value)  # type: ignore[arg-type]  # also NumPy scalars and tensors of one element
     except (TypeError, ValueError, OverflowError, RuntimeError) as exc:  # RuntimeError: a tensor of several elements
-        raise ValueError(f"{label} is {value!r}; expected a number") from exc
+        raise ValueError(f"{label} is {_show(value)}; expected a number") from exc
+
+
+def _show(value: object) -> str:
+    if isinstance(value, int):
+        return texts.format_number(value)
+    try:
+        return texts.shorten(repr(value), _MAX_SHOWN_BYTES)
+    except Exception:  # the class is someone's code
+        return f"a {texts.name_type(value)}"

@@ -5,15 +5,20 @@ Only the command requires typer, rich and platformdirs; the module `submission` 
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
+
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 
 
 def main() -> None:
     """Run the command with the arguments of this process."""
     # gRPC's C library writes its own lines to stderr when a server goes away; our error message covers that.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison] -- the caller has closed it
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show must not be an error
@@ -27,4 +32,15 @@ def main() -> None:
 
         sys.stderr.write(f"error: the command fedplat needs {missing}; install it with: {install_command('cli')}\n")
         sys.exit(2)
-    app(prog_name="fedplat")
+    try:
+        try:
+            app(prog_name="fedplat")
+        finally:
+            sys.stdout.flush()
+    except OSError as exc:
+        if exc.errno not in _UNWRITABLE or exc.filename is not None:
+            raise
+        if exc.errno != errno.EPIPE:  # else the reader has seen enough
+            sys.stderr.write(f"error: the output cannot be written: {exc.strerror}\n")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
+        sys.exit(1)

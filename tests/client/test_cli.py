@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -16,7 +17,7 @@ import fedplat_client
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import client
 from fedplat_client._state.model_cache import ModelCache
-from fedplat_client.cli import _FieldFormatter, main  # pyright: ignore[reportPrivateUsage]
+from fedplat_client.cli import _FieldFormatter, _LogHandler, main  # pyright: ignore[reportPrivateUsage]
 from support.fake_fleet import FakeFleet
 
 TRAINERS = """
@@ -165,6 +166,13 @@ def test_what_a_server_says_cannot_write_to_the_terminal() -> None:
     long = _FieldFormatter("%(message)s").format(logging.makeLogRecord({"msg": "x" * 1_000_000}))
     assert len(long) < 5000
     assert long.endswith("more characters)")
+
+
+def test_a_trainer_that_closes_the_log_ends_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    handler = _LogHandler()
+    sys.stderr.close()
+    handler.handle(logging.makeLogRecord({"msg": "The task started."}))
 
 
 @pytest.mark.usefixtures("interruptible")

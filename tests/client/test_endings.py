@@ -139,6 +139,36 @@ class Silent(Exception):
         raise RuntimeError("and no text")
 
 
+class Interrupting(Exception):
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise ValueError("and no text")
+
+
+class Unusual(BaseException):
+    pass
+
+
+class _Names(type):
+    @property
+    def __name__(cls) -> str:  # type: ignore[override]
+        return "\udcfc"
+
+
+class Named(Exception, metaclass=_Names):
+    def __str__(self) -> str:
+        return "M"
+
+
+class Unreadable:
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise Unusual("there are no values")
+
+
 def gives(**fields: Any) -> Callable[[Task], Any]:
     given: dict[str, Any] = {"num_examples": 1, **fields}
     return lambda task: TrainResult(**given)
@@ -181,12 +211,25 @@ def keeps(name: str, value: Any) -> Callable[[Task], Any]:
         (gives(parameters={}, metrics=["loss"]), "metrics is a list; expected a mapping"),
         (gives(parameters={}, metrics={3: 1.0}), "3 is the name of a metric, and a int; expected text"),
         (gives(parameters={}, metrics={"M\udcfc": 1.0}), r"the metric 'M\udcfc' has 2 bytes; expected"),
-        (gives(parameters={}, metrics={"loss": 10**400}), "metric 'loss' is 10000"),
+        (
+            gives(parameters={}, metrics={"loss": 10**400}),
+            "metric 'loss' is (a number of 1329 bits); expected a number",
+        ),
+        (gives(parameters={}, num_examples=10**5000), "num_examples is (a number of 16610 bits); expected a number"),
+        (gives(parameters={}, metrics={"loss": "x" * 1000}), "xxx...; expected a number"),
+        (gives(parameters={}, num_examples=Unprintable()), "num_examples is a Unprintable; expected a number"),
         (raises(ValueError("M\udcfcller.png: no image")), r"ValueError: M\xfcller.png: no image"),
         (raises(ValueError("half \ud800 of a pair")), r"ValueError: half \ud800 of a pair"),
         (raises(Silent()), "Silent: its text cannot be read, which raises RuntimeError"),
         (raises(SystemExit(2)), "SystemExit: 2"),
         (raises(asyncio.CancelledError()), "CancelledError"),
+        (raises(Unusual("mine")), "Unusual: mine"),
+        (raises(KeyboardInterrupt()), "KeyboardInterrupt"),
+        (raises(GeneratorExit()), "GeneratorExit"),
+        (raises(BaseExceptionGroup("all", [KeyboardInterrupt(), ValueError()])), "all (2 sub-exceptions)"),
+        (raises(Interrupting()), "Interrupting: its text cannot be read, which raises KeyboardInterrupt"),
+        (raises(Named("\udcfc")), "Named: M"),
+        (gives_bias(Unreadable()), "does not fit the model: Unusual: there are no values"),
         (raises(Cancelled("MINE")), "Cancelled: MINE"),
         (keeps("a", 3), "the client state 'a' is a int; expected Parameters"),
     ],

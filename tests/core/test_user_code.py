@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from pathlib import Path
 
@@ -118,3 +119,13 @@ def test_an_error_in_a_library_names_the_line_that_called_it(tmp_path: Path) -> 
 def test_a_file_whose_name_is_not_utf_8_is_loaded() -> None:
     write("M\udcfcn.py", "def score(parameters): return 7\n")
     assert user_code.load_function("M\udcfcn.py:score")(None) == 7
+
+
+def test_another_process_finds_the_file_of_a_pickled_function() -> None:
+    for name in ("trainer.py", "my-trainer.v2.py"):
+        content = pickle.dumps(user_code.load_function(f"{write(name, 'def square(x): return x * x')}:square"))
+        for loaded in [each for each in sys.modules if each.startswith(("trainer_", "my-trainer"))]:
+            del sys.modules[loaded]  # a worker of multiprocessing that is not forked has none of them
+        assert pickle.loads(content)(3) == 9
+    with pytest.raises(ModuleNotFoundError):
+        __import__("trainer_0123456789abcdef")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -11,7 +10,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
-from fedplat import forks, texts
+from fedplat import forks, texts, user_code
 from fedplat.client_state import ClientState
 from fedplat.errors import FedplatError, PrivacyLimitError
 from fedplat.model import Parameters
@@ -24,8 +23,6 @@ from fedplat_client._work.failures import AssignmentFailedError
 from fedplat_client.errors import CallError
 from fedplat_client.task import Control, EvaluateFunction, EvaluateResult, Scalar, Task, TrainFunction, TrainResult
 
-_RAISED = (Exception, SystemExit, asyncio.CancelledError)
-"""What code of the client's owner may raise; Ctrl-C is no error of it."""
 _logger = logging.getLogger(__name__)
 Function = TypeVar("Function", TrainFunction, EvaluateFunction)
 Result = TypeVar("Result", TrainResult, EvaluateResult)
@@ -76,7 +73,8 @@ def guard(control: Control, problem: str = "") -> Generator[None]:
 
     It is for each block that runs code of the client's owner, or reads what that code returned, since its types and
     plugins may raise anything: no client ends because of them. If the task is stopped, that counts instead. Errors of
-    calls to the server pass, and so does Ctrl-C. A child that the code has forked, and that comes back here, ends.
+    calls to the server pass, and so does Ctrl-C, but not a KeyboardInterrupt that the code raises by itself. A child
+    that the code has forked, and that comes back here, ends.
     """
     owner = os.getpid()
     try:
@@ -84,7 +82,7 @@ def guard(control: Control, problem: str = "") -> Generator[None]:
         forks.end_child(owner)
     except BaseException as exc:
         forks.end_child(owner, exc)
-        if not isinstance(exc, _RAISED) or isinstance(exc, AssignmentFailedError | CallError):
+        if user_code.is_interrupt(exc) or isinstance(exc, AssignmentFailedError | CallError):
             raise
         control.signal.check()
         if not isinstance(exc, FedplatError):  # the message of a fedplat error needs no traceback

@@ -20,7 +20,7 @@ from msgspec import Struct
 from torch import distributed
 from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
-from fedplat import texts
+from fedplat import forks, texts, user_code
 from fedplat.client_state import ClientState
 from fedplat.decoding import prepare_type
 from fedplat.errors import FedplatError
@@ -159,7 +159,9 @@ class LaunchedGroup:
                 _logger.info("Rank 0 stopped the %s.", what, extra=fields)
             except FedplatError as exc:
                 _logger.warning("The %s with rank 0 failed: %s", what, exc, extra=fields)
-            except (Exception, SystemExit):  # the task's boundary: the trainer is code of the client's owner
+            except BaseException as exc:  # the task's boundary: the trainer is code of the client's owner
+                if user_code.is_interrupt(exc):
+                    raise
                 _logger.exception("The %s with rank 0 failed.", what, extra=fields)
 
     def release(self) -> None:
@@ -173,11 +175,14 @@ class LaunchedGroup:
         function: Callable[[Task], TrainResult | EvaluateResult],
         plugins: Plugins,
     ) -> None:
+        owner = os.getpid()
         with join_group(announcement.backend, announcement.timeout_s, self._group_store()) as self._ranks:
             try:
                 with _receive_task(announcement, self._ranks, plugins) as task:
                     function(task)
-            except (Exception, SystemExit) as exc:
+                forks.end_child(owner)
+            except BaseException as exc:
+                forks.end_child(owner, exc)
                 # Publish the error before leaving the group, since leaving fails the other ranks.
                 message = f"rank {self._ranks.rank}: {texts.describe(exc)}"
                 self._open_store().compare_set(self._failure_key, "", message)

@@ -61,7 +61,7 @@ class LoopEngine(Engine):
             raise
         except FedplatError as exc:  # the error names the client, as that of a worker does
             raise make_error(task, str(exc)) from exc
-        except Exception:  # of the owner's code: the error names the client and the line
+        except BaseException:  # of the owner's code: the error names the client and the line
             with user_code.wrap_errors(describe_task(task)):
                 raise
         finally:

@@ -8,7 +8,7 @@ import socket
 import sys
 from typing import NamedTuple
 
-from fedplat import texts
+from fedplat import texts, user_code
 from fedplat.model import Parameters, Schema
 from fedplat.simulation.engines import malloc, messages
 from fedplat.simulation.engines.interface import ClientTask
@@ -37,7 +37,9 @@ class EngineWorker:
         """Carry out a request and return the reply; never raises, because a failure is a reply too."""
         try:
             return self._score(request) if isinstance(request, ScoreRequest) else self._train(request)
-        except Exception as exc:  # the process boundary: the parent raises it
+        except BaseException as exc:  # the process boundary: the parent raises it
+            if user_code.is_interrupt(exc):
+                raise
             return Done(request.number, failure=texts.describe(exc)[: messages.MAX_FAILURE])
 
     def _train(self, request: TrainTask) -> Done:

@@ -71,3 +71,14 @@ def test_without_its_extra_the_command_names_it(missing: str):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == f"error: the command fedplat needs {missing}; install it with: {install_command('cli')}\n"
+
+
+def test_an_output_that_cannot_be_written_gives_one_line(state: State, server: FakeServer):
+    state.add_job()
+    for redirection, status, line in (
+        (">/dev/full", 1, "error: the output cannot be written: No space left on device\n"),
+        (">&-", 0, ""),
+    ):
+        command = ["sh", "-c", f'"$@" {redirection}', "sh", *FEDPLAT, "job", "list"]
+        done = subprocess.run(command, env=environment(server), capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (status, line)

@@ -63,7 +63,7 @@ class RayWorker:
                 self._loaded.add(task.version)
             contents = {} if note is None else messages.unpack_state(note)
             outcome = self._trainer.answer_on(self._examples(piece, span), task, contents)
-        except Exception as exc:  # the process boundary: the engine raises it
+        except BaseException as exc:  # the process boundary: the engine raises it
             return _make_failure(exc)
         after = None if outcome.contents is None else messages.pack_state(outcome.contents)
         return Answer(dict(outcome.metrics), outcome.update.buffer, after)
@@ -73,7 +73,7 @@ class RayWorker:
         try:
             examples = self._examples(piece, (0, len(piece[1])))
             return Answer(self._trainer.evaluate_on(examples, self._parameters(model)))
-        except Exception as exc:  # as above
+        except BaseException as exc:  # as above
             return _make_failure(exc)
 
     def retire(self, version: int) -> None:
@@ -110,5 +110,5 @@ def make_piece(inputs: Array, targets: Array, as_tensors: bool) -> Piece:
     return to_tensor(inputs).numpy(), to_tensor(targets).numpy()
 
 
-def _make_failure(exc: Exception) -> Answer:
+def _make_failure(exc: BaseException) -> Answer:
     return Answer({}, failure=texts.describe(exc)[: messages.MAX_FAILURE])
