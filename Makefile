@@ -25,7 +25,7 @@ BENCHMARKS := \
 	both_ways.py \
 	papers/private_utility.py
 
-.PHONY: all demo private secure warm-start gossip large test test-all test-durations test-gpu faults faults-page planted-faults hostile fuzz flower soak simulate-faults soak-attackers check check-texts check-types format proto bench bench-peers references papers papers-page bench-page job-reference metrics-page job-schema manifests dist compat docs images clean
+.PHONY: all demo private secure warm-start gossip large test test-all test-durations test-gpu faults faults-page planted-faults hostile fuzz flower soak simulate-faults soak-attackers check check-texts check-types format proto bench bench-peers references papers papers-page bench-page job-reference metrics-page job-schema notebooks manifests dist compat docs images clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
@@ -155,6 +155,9 @@ job-schema: $(STAMP) ## write docs/schema/job.schema.json from the same records
 
 metrics-page: $(STAMP) ## write the table of metrics into docs/operations.md
 	$(BIN)/python -m fedplat_server.metrics.reference docs/operations.md
+
+notebooks: $(STAMP) ## run the notebooks in examples/, and store their outputs
+	$(BIN)/python tests/support/notebooks.py examples/*.ipynb
 
 manifests: $(STAMP) ## write charts/manifests, and the parts of charts/fedplat that are copied or made from its values
 	$(BIN)/python tests/support/charts.py

@@ -28,6 +28,7 @@ from fedplat.errors import JobFileError
 from fedplat.simulation.clients.options import MAX_CLIENTS
 from fedplat.simulation.recording import folder as folders
 from fedplat.simulation.run_folder import RunFolderOptions
+from fedplat.texts import format_count
 
 if TYPE_CHECKING:
     from fedplat.simulation.api import Run
@@ -179,7 +180,7 @@ def _print(out: Output, run: Run, folder: Path, lines: _Lines) -> None:
     fields = {
         "status": result.status,
         "virtual time": f"{formats.duration(totals.duration_s)} for {totals.rounds} exchanges of messages"
-        + (f" and {totals.abandoned} abandoned attempts" if totals.abandoned else ""),
+        + (f" and {format_count(totals.abandoned, 'abandoned attempt')}" if totals.abandoned else ""),
         "replies": f"{totals.counts.get('MERGED', 0):,} of {totals.assigned:,}",
         "clients": f"{totals.distinct_clients:,} of {result.num_clients:,} received messages",
         "traffic": f"{formats.size(totals.bytes_down)} down, {formats.size(totals.bytes_up)} up",

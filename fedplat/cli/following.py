@@ -31,6 +31,7 @@ from fedplat.cli.session import (
 )
 from fedplat.cli.times import SinceOption
 from fedplat.errors import ServerUnreachableError
+from fedplat.texts import format_count
 from fedplat.wire.v1 import admin_pb2
 
 POLL_S = 1.0
@@ -205,7 +206,9 @@ def wait_for_job(
             return
         if found.status in watch.ENDED:
             raise typer.Exit(FAILED)
-        command.output.error(f"{goal} was not reached within {timeout or 0.0:g} s: {found.round} rounds are committed")
+        command.output.error(
+            f"{goal} was not reached within {timeout or 0.0:g} s: {format_count(found.round, 'committed round')} so far"
+        )
         raise typer.Exit(TIMED_OUT)
 
 

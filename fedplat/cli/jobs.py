@@ -128,10 +128,12 @@ def _describe_cohort(spec: JobSpec) -> str:
     """Return how many clients take part in a round, in the words of the job's mode."""
     if spec.gossip is not None:
         least, most = spec.selection.minimum, spec.selection.goal
-        return f"{most} silos in each" if least == most else f"{least} to {most} silos in each"
+        silos = format_count(most, "silo")
+        return f"{silos} in each" if least == most else f"{least} to {silos} in each"
+    reports = format_count(spec.selection.goal, "report")
     if spec.buffered is not None:
-        return f"{spec.num_wanted} clients at work and {spec.selection.goal} reports needed in each"
-    return f"{spec.num_wanted} clients assigned and {spec.selection.goal} reports needed in each"
+        return f"{format_count(spec.num_wanted, 'client')} at work and {reports} needed in each"
+    return f"{format_count(spec.num_wanted, 'client')} assigned and {reports} needed in each"
 
 
 @app.command("schema")

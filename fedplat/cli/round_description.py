@@ -11,6 +11,7 @@ from fedplat.admin.funnel import largest_loss
 from fedplat.cli import assignments, formats, funnel, watch
 from fedplat.cli.output import Output, to_record
 from fedplat.cli.session import CommandSession, FormatOption, JobArgument, JsonOption, ServerOption, session
+from fedplat.texts import format_count
 from fedplat.wire.v1 import admin_pb2
 
 app = typer.Typer(no_args_is_help=True, help="Describe a round of a job.", rich_markup_mode=None)
@@ -95,14 +96,15 @@ def _print(
         "phase": phase + (f": {attempt.reason}" if attempt.reason else ""),
         "opened": formats.moment(attempt.opened_unix_s)
         + (f", took {formats.duration(attempt.seconds)}" if attempt.seconds else ""),
-        "wanted": f"{attempt.target} clients and {attempt.goal} reports; at least {attempt.minimum} reports",
+        "wanted": f"{format_count(attempt.target, 'client')} and {format_count(attempt.goal, 'report')}; "
+        f"at least {format_count(attempt.minimum, 'report')}",
         "received": watch.format_update_size(attempt),
         "metrics": formats.metrics(attempt.client_metrics, attempt.server_metrics) or formats.NOTHING,
     }
     if attempt.HasField("progress"):
         fields["progress"] = formats.progress(attempt.progress)
     if attempt.num_survivors:
-        fields["unmasked"] = f"sums of at least {attempt.num_survivors} updates"
+        fields["unmasked"] = f"sums of at least {format_count(attempt.num_survivors, 'update')}"
     output.fields(fields)
     print_funnel(output, attempt)
     print_reasons(output, found)

@@ -25,6 +25,7 @@ from fedplat.simulation.run_folder import CHECKPOINT_S, RunFolderOptions
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import SimulationFile
 from fedplat.simulation.setup import load_data
+from fedplat.texts import format_count
 from fedplat.user_code import wrap_errors
 
 
@@ -128,7 +129,8 @@ def _introduction(
     file: SimulationFile, engine: str, workers: int, num_clients: int, run_folder: RunFolderOptions
 ) -> str:
     how = f"engine {engine}" + (f", {workers} workers" if workers > 1 else "") if workers else "no training"
-    what = f"{file.job.name}: {file.job.rounds} rounds, {num_clients:,} clients, {file.job.selection.goal} reports each"
+    counts = ((file.job.rounds, "round"), (num_clients, "client"), (file.job.selection.goal, "report"))
+    what = f"{file.job.name}: {', '.join(format_count(number, noun) for number, noun in counts)} each"
     return f"{what}; {how}, seed {file.simulation.seed}; {run_folder.folder}"
 
 

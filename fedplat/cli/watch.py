@@ -101,7 +101,7 @@ def picture(board: AttemptTable, job: admin_pb2.Job, height: int) -> Group:
     bar.add_row(
         Text(formats.printable(job.name), style="bold"),
         ProgressBar(total=job.num_rounds or None, completed=board.committed_rounds, width=40),
-        Text(f"{formats.rounds(board.committed_rounds, job)} rounds"),
+        Text(f"{(shown := formats.rounds(board.committed_rounds, job))} round{'' if shown == '1' else 's'}"),
         Text(board.job_status or formats.job_status(job.status)),
     )
     return Group(table(PICTURE_COLUMNS, rows), bar)

@@ -24,6 +24,7 @@ from fedplat.flower import attributes, randomness, xgboost
 from fedplat.flower.grid import FlowerGrid
 from fedplat.flower.reply_checks import ReplyUse
 from fedplat.model import Parameters
+from fedplat.texts import format_count
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 _flower_start = Strategy.start
@@ -136,7 +137,8 @@ class _Rounds:
         assert progress.result is not None
         if progress.num_skipped and progress.num_skipped >= num_rounds and _is_of_flower(self._strategy):
             raise FlowerError(
-                f"the strategy {type(self._strategy).__name__} has aggregated no reply in {num_rounds} rounds, so the "
+                f"the strategy {type(self._strategy).__name__} has aggregated no reply in "
+                f"{format_count(num_rounds, 'round')}, so the "
                 "model is the initial one: it needs more replies in a round (see its warnings)"
             )
         progress.finished.append(progress.result)

@@ -36,7 +36,7 @@ from fedplat.flower.messages import NUM_EXAMPLES
 from fedplat.flower.records import share_arrays
 from fedplat.model import FLOATING, Blocks, FlatModel, Parameters, Vector
 from fedplat.plugins import name_of
-from fedplat.texts import format_numbers, quote
+from fedplat.texts import format_count, format_numbers, quote
 
 MAX_QUERIES = 10
 """Times that a strategy may ask for the clients of a round: one that waits for more of them asks without end."""
@@ -107,7 +107,8 @@ def _call(
     needed = max(getattr(strategy, "min_available_nodes", 0), getattr(strategy, "min_train_nodes", 0))
     if needed > len(kept):
         raise ValueError(
-            f"{name} waits for {needed} clients, and the round has {len(kept)} updates; expected at most so many in "
+            f"{name} waits for {format_count(needed, 'client')}, and the round has "
+            f"{format_count(len(kept), 'update')}; expected at most so many in "
             "its options min_available_nodes and min_train_nodes"
         )
     try:

@@ -55,6 +55,7 @@ from fedplat.gossip.messages import (
 from fedplat.gossip.state import GossipPhase, GossipRules, GossipState
 from fedplat.gossip.topology import draw_edges
 from fedplat.gossip.weights import metropolis, push_sum
+from fedplat.texts import format_count
 
 Step = tuple[GossipState, tuple[GossipCommand, ...]]
 _change = dataclasses.replace
@@ -253,7 +254,7 @@ def _on_timer(state: GossipState) -> Step:
                 return closed
             if len(state.offers) >= state.rules.minimum:
                 return _begin_ring(state)
-            return _repeat_ring(state, f"{len(state.offers)} silos offered keys")
+            return _repeat_ring(state, f"{format_count(len(state.offers), 'silo')} offered keys")
         case GossipPhase.REDUCING:
             return _close_ring(state)
         case GossipPhase.ENDED:
@@ -292,7 +293,8 @@ def _close_announcing(state: GossipState) -> Step:
     """Begin the exchange among the silos that are there, or wait once more."""
     names = state.present
     if len(names) < state.rules.minimum:
-        reason = f"{len(names)} silos announced a model for round {state.round}; expected {state.rules.minimum}"
+        reason = f"{format_count(len(names), 'silo')} announced a model for round {state.round}"
+        reason += f"; expected {state.rules.minimum}"
         return _try_again(state, GossipPhase.ANNOUNCING, reason, state.rules.training_s)
     if state.rules.options.exchange == "ring":
         return _request_keys(_change(state, attempt=state.attempt + 1))
@@ -367,8 +369,8 @@ def _settle(state: GossipState) -> Step:
         remedies = f"messages that arrive ({lost} of {len(state.edges)} edges were lost in the last round), {remedies}"
     return _fail(
         state,
-        f"the silos do not agree after {rules.options.settle_rounds} rounds without training: their models are {apart} "
-        f"apart, and tolerance is {rules.options.tolerance:g}; expected {remedies}",
+        f"the silos do not agree after {format_count(rules.options.settle_rounds, 'round')} without training: their "
+        f"models are {apart} apart, and tolerance is {rules.options.tolerance:g}; expected {remedies}",
     )
 
 
@@ -445,7 +447,7 @@ def _repeat_ring(state: GossipState, reason: str) -> Step:
     if len(state.candidates) < state.rules.minimum:
         return _fail(
             state,
-            f"round {state.round}: {len(state.candidates)} silos are left for a ring ({reason}); expected "
+            f"round {state.round}: {format_count(len(state.candidates), 'silo')} left for a ring ({reason}); expected "
             f"{state.rules.minimum}",
         )
     following, commands = _try_again(state, GossipPhase.OFFERING_KEYS, reason, state.rules.exchange_s)
@@ -457,7 +459,7 @@ def _repeat_ring(state: GossipState, reason: str) -> Step:
 def _try_again(state: GossipState, phase: GossipPhase, reason: str, seconds: float) -> Step:
     failures = state.failures + 1
     if 0 < state.rules.max_attempts <= failures:
-        return _fail(state, f"{reason}; {failures} attempts failed (retry.max_attempts)")
+        return _fail(state, f"{reason}; {format_count(failures, 'attempt')} failed (retry.max_attempts)")
     state = _change(_enter(state, phase), failures=failures, reason=reason)
     return state, (SetTimer(state.timer, seconds),)
 

@@ -26,6 +26,7 @@ from fedplat.rounds.states import (
     require,
 )
 from fedplat.rounds.transition import Context, Transition
+from fedplat.texts import format_count
 
 MAX_METRICS = 64
 """Maximum number of metrics of an attempt."""
@@ -252,7 +253,7 @@ def fail_attempt(job: JobState, text: str, context: Context, *, is_lasting: bool
     if job.status is not JobStatus.RUNNING:  # it was paused while the version was written
         return Transition(after, commands)
     if retry.max_attempts and failures >= retry.max_attempts:
-        reason = f"{_describe(job, attempt)} failed {failures} times; last failure: {text}"
+        reason = f"{_describe(job, attempt)} failed {format_count(failures, 'time')}; last failure: {text}"
         return Transition(set_status(after, JobStatus.FAILED, reason), commands)
     if futility.gives_up(after):
         return Transition(

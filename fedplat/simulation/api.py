@@ -226,7 +226,7 @@ def simulate(  # noqa: PLR0913 - one call for scripts and notebooks; every argum
     if run.is_cut:
         warnings.warn(f"{name} is not complete: {run.result.problem}", stacklevel=2)
     elif run.result.problem:
-        kept = f"; its {run.result.totals.rounds} rounds are in {run_folder.folder}" if run_folder is not None else ""
+        kept = f"; its rounds are in {run_folder.folder}" if run_folder is not None else ""
         raise NoProgressError(f"{name} ended in status {run.result.status}: {run.result.problem}{kept}")
     return run
 

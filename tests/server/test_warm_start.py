@@ -100,7 +100,7 @@ async def stopped_by_an_operator(site: Site) -> None:
 async def failures(site: Site) -> None:
     """Whatever goes wrong in a trainer, the daemon reports it in one line."""
     said = await failure(site, "absent")
-    assert said.startswith("the warm start failed 1 times; last failure: the trainer cannot be used on rank 0: ")
+    assert said.startswith("the warm start failed 1 time; last failure: the trainer cannot be used on rank 0: ")
     assert said.endswith("FileNotFoundError: public.bin is not here")
     assert "expected fedplat.pytorch.server.ServerTrainer" in await failure(site, "none")
     assert "weight" in await failure(site, "other")

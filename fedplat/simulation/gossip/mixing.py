@@ -15,6 +15,7 @@ from fedplat.errors import JobFileError
 from fedplat.gossip import Gossip, distance_from_mean, draw_edges, metropolis, mix_all, push_all, push_sum
 from fedplat.simulation.gossip.run import GossipRun, name_silo
 from fedplat.simulation.recording.result import AttemptResult, GossipExchange, Result, describe_end
+from fedplat.texts import format_count
 
 ENTRIES = 16
 """The number of entries of a vector that stands for a model; the distance of silos does not depend on it."""
@@ -91,7 +92,8 @@ def mix_without_training(run: GossipRun, model_bytes: float) -> Result:
     if now > run.until_s:
         status, reason = "RUNNING", describe_end(run.until_s)
     elif not agree:
-        status, reason = "FAILED", f"the silos do not agree after {mode.settle_rounds} rounds without training"
+        rounds = format_count(mode.settle_rounds, "round")
+        status, reason = "FAILED", f"the silos do not agree after {rounds} without training"
     return run.make_result(status=status, reason=reason, records=records, merged=merged, duration_s=now)
 
 

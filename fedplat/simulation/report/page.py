@@ -49,7 +49,7 @@ def format_run(result: Result, summary: Summary) -> str:
     rows = [
         ("job", f"{result.job}, seed {result.seed}"),
         ("status", result.status + (f" ({result.reason})" if result.reason else "")),
-        ("virtual time", f"{texts.duration(totals.duration_s)} for {totals.rounds:,} rounds"),
+        ("virtual time", f"{texts.duration(totals.duration_s)} for {texts.format_count(totals.rounds, 'round')}"),
         ("clients", f"{totals.distinct_clients:,} of {result.num_clients:,} took part"),
         ("traffic", f"{totals.bytes_down / 1e6:,.3g} MB down, {totals.bytes_up / 1e6:,.3g} MB up"),
     ]

@@ -220,7 +220,9 @@ def draw_time(figure: Figure, result: Result) -> None:
         top.plot(numbers, collecting / seconds, "--", color=SECOND, linewidth=1.2, label="from the first assignment on")
     top.set_ylabel(f"virtual {unit}")
     top.set_ylim(bottom=0.0)
-    figure.suptitle(f"{result.job}: {_duration(result.totals.duration_s)} for {result.totals.rounds} rounds")
+    figure.suptitle(
+        f"{result.job}: {_duration(result.totals.duration_s)} for {texts.format_count(result.totals.rounds, 'round')}"
+    )
     _legend_above(top, 2)
     shown = {"MERGED": MAIN, "LATE": SECOND, "FAILED": BAD, "SURPLUS": SPARE, "other": QUIET}
     counts = {name: np.array([record.counts.get(name, 0) for record in rounds]) for name in list(shown)[:-1]}

@@ -10,6 +10,7 @@ from fedplat.job import JobSpec, planning
 from fedplat.job.planning import PrivacyPlan
 from fedplat.simulation.report import plots
 from fedplat.simulation.report.plots import BAD, MAIN, QUIET, SECOND
+from fedplat.texts import format_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -82,7 +83,7 @@ def _rounds(axes: Axes, picture: PrivacyChart) -> None:
         label = f"noise multiplier {multiplier:.3g}" + (" (this job)" if own else "")
         axes.plot(counts, values, color=colour, linewidth=2.4 if own else 1.4, label=label)
     axes.axhline(plan.budget, color=QUIET, linestyle="--", linewidth=1, label=f"epsilon {plan.budget:.3g}")
-    axes.axvline(plan.rounds, color=QUIET, linestyle=":", linewidth=1, label=f"{plan.rounds:,} rounds")
+    axes.axvline(plan.rounds, color=QUIET, linestyle=":", linewidth=1, label=f"{format_count(plan.rounds, 'round')}")
     axes.set(xscale="log", yscale="log", xlabel="rounds", ylabel="epsilon", title="Privacy cost of rounds")
     axes.set_ylim(bottom=min(min(values) for _, _, values in picture.lines) / 8)  # room for the legend
     axes.legend(fontsize=8, loc="lower right")
@@ -122,7 +123,7 @@ def _scores(axes: Axes, picture: PrivacyChart) -> None:
     axes.axvline(picture.plan.budget, color=QUIET, linestyle=":", linewidth=1)
     axes.set(
         xscale="log",
-        xlabel=f"epsilon after {picture.plan.rounds:,} rounds",
+        xlabel=f"epsilon after {format_count(picture.plan.rounds, 'round')}",
         ylabel=f"final {picture.metric}",
         title="Simulated scores",
     )

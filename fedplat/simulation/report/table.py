@@ -42,9 +42,10 @@ def _describe_work(result: Result) -> dict[str, str]:
     totals = result.totals
     abandoned = f" and {texts.format_count(totals.abandoned, 'abandoned attempt')}" if totals.abandoned else ""
     counts = sorted(totals.counts.items(), key=lambda each: -each[1])
+    rounds = texts.format_count(totals.rounds, "round")
     return {
         "status": result.status + (f" ({result.reason})" if result.reason else ""),
-        "virtual time": f"{texts.duration(totals.duration_s)} for {totals.rounds} rounds{abandoned}",
+        "virtual time": f"{texts.duration(totals.duration_s)} for {rounds}{abandoned}",
         "assignments": f"{totals.assigned:,}: " + ", ".join(f"{count:,} {state.lower()}" for state, count in counts),
         "clients": f"{totals.distinct_clients:,} of {result.num_clients:,} were assigned",
         "traffic": f"{texts.size(totals.bytes_down)} down, {texts.size(totals.bytes_up)} up",

@@ -121,7 +121,7 @@ def test_the_exit_status_of_a_wait(status: admin_pb2.JobStatus.ValueType, goal: 
     result = run("job", "wait", "digits", "--for", goal, "--timeout", "0")
     assert result.exit_code == code
     assert result.stdout == f"job digits ({job.job_id}) is {S.Name(status)[11:]}\n"
-    late = f"error: {goal} was not reached within 0 s: 1 rounds are committed\n"
+    late = f"error: {goal} was not reached within 0 s: 1 committed round so far\n"
     assert result.stderr == (late if code == 3 else "")
 
 

@@ -251,7 +251,7 @@ def test_a_job_whose_number_of_rounds_is_not_known():
     console = Console(file=io.StringIO(), width=100)
     console.print(watch.picture(board, job, 24))
     assert isinstance(console.file, io.StringIO)
-    assert "1 rounds" in console.file.getvalue()
+    assert "1 round " in console.file.getvalue()
 
 
 def test_a_warm_start_has_no_clients_and_no_round():

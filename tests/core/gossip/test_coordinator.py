@@ -163,7 +163,7 @@ def test_silos_that_do_not_agree_export_nothing() -> None:
     job.receive(*both(("a", "b")))
     (end,) = job.of(EndJob)
     assert end.status == "FAILED"
-    assert "do not agree after 1 rounds without training: their models are 0.1 of their norm apart" in end.reason
+    assert "do not agree after 1 round without training: their models are 0.1 of their norm apart" in end.reason
 
 
 def test_the_distance_from_the_mean_decides() -> None:

@@ -207,7 +207,7 @@ def test_a_ring_that_has_too_few_silos_left_fails() -> None:
     job = start_ring(minimum=4)
     job.send(SiloDeparted("b"))
     (end,) = job.of(EndJob)
-    assert end.reason == "round 1: 3 silos are left for a ring (b left); expected 4"
+    assert end.reason == "round 1: 3 silos left for a ring (b left); expected 4"
 
 
 def test_silos_that_offer_no_key_are_left_out() -> None:
@@ -316,7 +316,7 @@ def test_a_ring_that_would_be_too_small_without_such_a_silo_fails_with_its_name(
     job.offer("a", "b")
     job.send(KeyOffered(silo="c", round=1, attempt=1, key=b"c" * 32, largest=3.4e38))
     (end,) = job.of(EndJob)
-    assert "2 silos are left for a ring (c: the largest number of its model is 3.4e+38" in end.reason
+    assert "2 silos left for a ring (c: the largest number of its model is 3.4e+38" in end.reason
 
 
 def test_no_silo_decides_alone_whether_all_agree() -> None:

@@ -219,7 +219,7 @@ def test_silos_that_do_not_agree_end_the_job_with_the_reason() -> None:
     assert silos.driver.key.round == 2
     silos.play_round()
     assert silos.driver.job.status is JobStatus.FAILED
-    assert silos.driver.job.reason.startswith("the silos do not agree after 1 rounds without training")
+    assert silos.driver.job.reason.startswith("the silos do not agree after 1 round without training")
     assert silos.driver.job.reason.endswith("; expected more settle_rounds or a topology with more edges")
     assert silos.driver.attempt.phase is AttemptPhase.ABANDONED
     assert silos.driver.job.latest.version == 0
