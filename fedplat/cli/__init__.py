@@ -6,14 +6,11 @@ Only the command requires typer, rich and platformdirs; the module `submission` 
 from __future__ import annotations
 
 import io
-import os
 import sys
 
 
 def main() -> None:
     """Run the command with the arguments of this process."""
-    # gRPC's C library writes its own lines to stderr when a server goes away; our error message covers that.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show must not be an error
