@@ -114,7 +114,7 @@ class AdminConnection:
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
             return self._unreachable(f"no answer within {timeout_s:g} s")
         if code in _GONE:
-            return self._unreachable(_shorten(details))
+            return self._unreachable(proxies.shorten(details))
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return ServerRefusedError(
                 f"{server} does not support this request ({details}): it is not a fedplat server, or it is older than "
@@ -156,17 +156,3 @@ def _format_retry(window: str) -> str:
     except ValueError:
         return ""
     return f"; try again in {texts.duration(earliest_s)} to {texts.duration(latest_s)}"
-
-
-def _shorten(details: str) -> str:
-    """Return the part of gRPC's message that helps an operator."""
-    if "address lookup failed" in details:
-        return "the host name is not known"
-    if details in ("Cancelling all calls", "Socket closed", "CANCELLED"):
-        return "the connection was closed"
-    if (explained := proxies.explain_status(details)) != details:
-        return explained
-    for prefix in ("Failed to connect to remote host: ", "last error: "):
-        if prefix in details:
-            return details.rpartition(prefix)[2]
-    return details

@@ -15,8 +15,6 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 
 def main() -> None:
     """Run the command with the arguments of this process."""
-    # gRPC's C library writes its own lines to stderr when a server goes away; our error message covers that.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison] -- the caller has closed it
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)
     for stream in (sys.stdout, sys.stderr):

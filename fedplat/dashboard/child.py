@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import ssl
 import sys
@@ -105,7 +104,6 @@ async def _run() -> None:
 
 def main() -> None:
     """Run the process."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         asyncio.run(_run())
     except FedplatError as exc:

@@ -26,6 +26,7 @@ from fedplat.rounds import closing, pacing, privacy_rules, selection, ssp, sync
 from fedplat.rounds.changes import Change, difference
 from fedplat.rounds.commands import Assign, Command, Refuse
 from fedplat.rounds.events import (
+    AssignmentFailed,
     AssignmentReclaimed,
     AssignmentRevoked,
     CandidatesDrawn,
@@ -43,7 +44,7 @@ from fedplat.rounds.participation import Participation, ParticipationHistory, pa
 from fedplat.rounds.records import Assignment, AttemptKey, JobState
 from fedplat.rounds.reservation import Reservations
 from fedplat.rounds.selection import WaitingRoom
-from fedplat.rounds.states import ENDED_JOBS, AttemptKind, JobStatus, Reason
+from fedplat.rounds.states import DECLINES, ENDED_JOBS, AttemptKind, JobStatus, Reason
 from fedplat.rounds.transition import ACCEPTED, Context, Transition, Verdict
 
 
@@ -174,6 +175,7 @@ class Coordinator:
         summary = self._summaries.get(client.population) or self._summarize(client.population)
         reason, rest_s = Reason.NOT_ELIGIBLE if summary.running else Reason.NO_WORK, 0.0
         train = [job for job in summary.running if selection.may_train(job, client)]
+        train = [job for job in train if not self.room.has_declined(job.job_id, client)]
         rests = [self._rest_s(client.client_id, job) for job in train if not self._is_at_limit(client.client_id, job)]
         rests += [0.0 for job in summary.running if selection.may_evaluate(job, client)]
         if rests:
@@ -226,7 +228,10 @@ class Coordinator:
         assert not isinstance(event, CandidatesDrawn | AssignmentReclaimed | RollCalled), (
             "the coordinator makes these events itself"
         )
-        return self._step(proposal, event, context)
+        verdict = self._step(proposal, event, context)
+        if isinstance(event, AssignmentFailed) and event.reason in DECLINES and verdict.accepted:
+            self.room.decline(event.job_id, event.client_id, event.session)
+        return verdict
 
     def _check_in(self, proposal: Proposal, event: ClientCheckedIn, context: Context) -> Verdict:
         client_id, waiting = event.client_id, self.room.clients
@@ -374,7 +379,9 @@ class Coordinator:
         final = final or demand.sampling.is_trial  # trials of each client are not repeated
         is_short = final and len(drawn) < demand.target
         num_unable, unlike = (room.count_unable(job_id), room.describe_unlike(job_id)) if is_short else (0, "")
-        candidates = CandidatesDrawn(job_id, client_ids, final, *counts, num_unable, error, num_waiting, unlike)
+        candidates = CandidatesDrawn(
+            job_id, client_ids, final, *counts, num_unable, error, num_waiting, unlike, room.num_declined(job_id)
+        )
         self._step(proposal, candidates, context)
         attempt = proposal.jobs[job_id].attempt
         taken = attempt.assignments if attempt is not None and attempt.key == key else {}

@@ -30,7 +30,9 @@ class EligibleClients:
     ) -> None:
         self.key = key
         self.gate = gate
+        self.has_declined: Accepts = lambda client: False
         self._accepts = accepts
+        self._declined: set[str] = set()
         self._history = history
         self._clients: list[ClientCheckedIn] = []
         self._indices: dict[str, int] = {}
@@ -64,6 +66,11 @@ class EligibleClients:
         """The number of other waiting clients that have reached the participation limit."""
         return len(self._at_limit)
 
+    @property
+    def num_declined(self) -> int:
+        """The number of other waiting clients that do not take part in the job, as they have said."""
+        return len(self._declined)
+
     def __contains__(self, client_id: str) -> bool:
         """Return whether a client may be drawn."""
         return client_id in self._indices
@@ -96,10 +103,14 @@ class EligibleClients:
     def enter(self, client: ClientCheckedIn) -> None:
         """Add a waiting client that is not in it yet, if the job accepts it."""
         if self._accepts(client):
-            self._put(client)
+            if self.has_declined(client):
+                self._declined.add(client.client_id)
+            else:
+                self._put(client)
 
     def leave(self, client_id: str) -> None:
         """Remove a client that no longer waits; clients that are not in it are ignored."""
+        self._declined.discard(client_id)
         index = self._indices.pop(client_id, None)
         if index is not None:
             last = self._clients.pop()

@@ -76,7 +76,7 @@ class TimerFired:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClientCheckedIn:
-    """A client is free and waits for an assignment."""
+    """A client is free and waits for an assignment. `session` is its number of sessions: a restart begins one."""
 
     client_id: str
     population: str
@@ -86,6 +86,7 @@ class ClientCheckedIn:
     codecs: frozenset[str] = frozenset()
     algorithms: frozenset[str] = frozenset()
     features: frozenset[str] = frozenset()
+    session: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ class CandidatesDrawn:
     `num_spent` that have reached the participation limit, so that no later round may. `num_unable` other clients have
     the trainer, but not the job's codec, algorithm or features. `num_waiting` clients of the population waited before
     the draw. `error` is the error of a policy that failed to draw. `unlike` describes those of them that the job does
-    not want (`WaitingRoom.describe_unlike`).
+    not want (`WaitingRoom.describe_unlike`), and `num_declined` is the number of those that do not want the job.
     """
 
     job_id: str
@@ -123,6 +124,7 @@ class CandidatesDrawn:
     error: str = ""
     num_waiting: int = 0
     unlike: str = ""
+    num_declined: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -243,11 +245,12 @@ class UpdateRejected(AttemptEvent):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AssignmentFailed(AttemptEvent):
-    """A client gave up its assignment."""
+    """A client gave up its assignment, in the session of that number."""
 
     client_id: str
     reason: Reason
     text: str = ""
+    session: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

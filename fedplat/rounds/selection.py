@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Mapping
 
@@ -27,7 +28,8 @@ _NAMED = 5
 class Demand:
     """The demand of an attempt: `target` clients, drawn by `sampling` once `min_eligible` eligible clients wait.
 
-    Without `min_eligible` they are drawn when the time for selection is over. `codecs`, `algorithms` and `features` are
+    If others wait that have declined the job, `least` eligible clients are enough. Without `min_eligible` they are
+    drawn when the time for selection is over. `codecs`, `algorithms` and `features` are
     those that a client must support. Clients in `excluded` are not drawn: they take part already. If there is a
     `cohort`, only its clients are drawn, and never those in `barred`. `gate` is that of a job with clocks.
     """
@@ -44,6 +46,7 @@ class Demand:
     excluded: Mapping[str, object] = dataclasses.field(default_factory=dict[str, object], compare=False)
     algorithms: frozenset[str] = frozenset()
     features: frozenset[str] = frozenset()
+    least: int = 1
     cohort: frozenset[str] | None = dataclasses.field(default=None, compare=False)
     barred: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
     gate: ssp.Gate | None = None
@@ -149,6 +152,7 @@ def _training_demand(job: JobState, attempt: Attempt, target: int, min_eligible:
         attempt.assignments,
         job.algorithms,
         needed_features(job),
+        least=max(attempt.minimum, spec.selection.wait_for),
         barred=frozenset(job.barred),
         gate=ssp.make_gate(job),
     )
@@ -215,6 +219,8 @@ class WaitingRoom:
         self.demands: dict[str, Demand] = {}
         self._eligible: dict[tuple[str, AttemptKind], EligibleClients] = {}
         self._num_waiting: Counter[str] = Counter()
+        # By running job: the clients that have declined it, with their session.
+        self._declined: dict[str, dict[str, int]] = {}
 
     def num_waiting(self, population: str) -> int:
         """Return the number of waiting clients of a population."""
@@ -246,10 +252,23 @@ class WaitingRoom:
             self._num_waiting[client.population] -= 1
         return client
 
+    def decline(self, job_id: str, client_id: str, session: int) -> None:
+        """Do not draw a client for a job again in this session of the client, unless the job is paused and resumed."""
+        self._declined.setdefault(job_id, {})[client_id] = session
+        waiting, eligible = self.clients.get(client_id), self._eligible.get((job_id, AttemptKind.TRAIN))
+        if waiting is not None and eligible is not None:
+            eligible.leave(client_id)
+            eligible.enter(waiting)
+
+    def has_declined(self, job_id: str, client: ClientCheckedIn) -> bool:
+        """Return whether a client has declined a job in its present session."""
+        return self._declined.get(job_id, {}).get(client.client_id) == client.session
+
     def follow(self, job: JobState, history: ParticipationHistory | None) -> None:
         """Update what a job demands, and discard the eligible clients of a job that does not run."""
         demand, job_id = make_demand(job), job.job_id
         if job.status is not JobStatus.RUNNING:
+            self._declined.pop(job_id, None)
             for kind in AttemptKind:
                 self._eligible.pop((job_id, kind), None)
         before = self.demands.get(job_id)
@@ -271,8 +290,10 @@ class WaitingRoom:
 
     def is_ready(self, job_id: str) -> bool:
         """Return whether enough eligible clients wait for the job to draw from."""
-        min_eligible = self.demands[job_id].min_eligible
-        return min_eligible is not None and self.num_eligible(job_id) >= min_eligible
+        demand, num_eligible = self.demands[job_id], self.num_eligible(job_id)
+        if demand.min_eligible is None or num_eligible < min(demand.least, demand.min_eligible):
+            return False
+        return num_eligible + self.num_declined(job_id) >= demand.min_eligible
 
     def have_common_clients(self, one: str, other: str) -> bool:
         """Return whether two selecting jobs could draw the same waiting client."""
@@ -291,6 +312,10 @@ class WaitingRoom:
         """Return the number of waiting clients that have reached the job's participation limit."""
         return self._eligible_for(job_id).num_spent
 
+    def num_declined(self, job_id: str) -> int:
+        """Return the number of waiting clients that the job could draw, but that have declined it."""
+        return self._eligible_for(job_id).num_declined
+
     def count_unable(self, job_id: str) -> int:
         """Return the number of waiting clients that the job may not draw only for lack of a plugin or a feature.
 
@@ -300,7 +325,7 @@ class WaitingRoom:
         return sum(map(demand.misses, self.clients.values())) if demand.has_requirements else 0
 
     def describe_unlike(self, job_id: str) -> str:
-        """Describe the waiting clients of the population without the job's trainer, and those with other labels.
+        """Describe the waiting clients of the population without the trainer, with other labels, or that have declined.
 
         Empty without any. Examines all waiting clients.
         """
@@ -315,6 +340,10 @@ class WaitingRoom:
         accepts = label_expressions.compile_expression(demand.where)
         if num_unlike := sum(not accepts(client.labels) for client in ours):
             found.append(f"{num_unlike} more do not satisfy selection.where")
+        if num_declined := self.num_declined(job_id):
+            found.append(
+                f"{num_declined} more have refused the job: it asks them again when they restart or it resumes"
+            )
         return "; ".join(found)
 
     def draw(self, job_id: str, rng: np.random.Generator) -> list[ClientCheckedIn]:
@@ -340,6 +369,8 @@ class WaitingRoom:
         if eligible is None or eligible.key > demand.key or is_other or eligible.gate != demand.gate:
             past = history if demand.kind is AttemptKind.TRAIN else None
             eligible = EligibleClients(demand.accepts, past, demand.key, demand.gate)
+            if demand.kind is AttemptKind.TRAIN:
+                eligible.has_declined = functools.partial(self.has_declined, demand.key.job_id)
             for client in self.clients.values():
                 eligible.enter(client)
             self._eligible[name] = eligible

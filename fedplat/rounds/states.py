@@ -167,6 +167,9 @@ FAILURES = frozenset(
 )
 """Reasons that a client may state when it gives up an assignment."""
 
+DECLINES = frozenset({Reason.PRIVACY_LIMIT, Reason.UNSAFE_AGGREGATION})
+"""Those of them by which the owner of the client does not allow the job: the client is not asked again."""
+
 JOB_TRANSITIONS: Mapping[JobStatus, frozenset[JobStatus]] = {
     JobStatus.DRAFT: frozenset({JobStatus.RUNNING, JobStatus.CANCELLED}),
     JobStatus.RUNNING: frozenset({JobStatus.PAUSED, JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.CANCELLED}),

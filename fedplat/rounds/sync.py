@@ -185,7 +185,9 @@ def _on_candidates(job: JobState, event: CandidatesDrawn, context: Context) -> T
         return _assign_cohort(job, attempt, event, context)
     elif found < needed:
         text = f"{found} of at least {needed} needed clients were available for selection"
-        failed = closing.fail_attempt(job, text + selection.describe_excluded(job, event), context)
+        text += selection.describe_excluded(job, event)
+        is_lasting = 0 < needed - found <= event.num_declined
+        failed = closing.fail_attempt(job, text, context, is_lasting=is_lasting)
         if exhaustion := privacy_rules.describe_exhaustion(failed.job, event, needed):
             return structs.replace(failed, job=closing.set_status(failed.job, JobStatus.PAUSED, exhaustion))
         return failed

@@ -16,6 +16,9 @@ _VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 """The first one that is set counts, as in gRPC; each also in capital letters."""
 _EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
 _STATUS = re.compile(r"http2 header with status: (\d{3})", re.IGNORECASE)
+_CAUSE = re.compile(
+    r".*last error: (?:[A-Z_]+: )?(?:(?:ipv[46]|unix):\S+ )?(?:Failed to connect to remote host: )?", re.DOTALL
+)
 _TOO_LARGE = 413
 
 
@@ -56,7 +59,7 @@ def channel_options(server: str) -> tuple[tuple[str, str | int], ...]:
 
 def explain(server: str, reason: str) -> str:
     """Return why a server cannot be reached, with what is between here and the server."""
-    reason, proxy = explain_status(reason), find(server)
+    reason, proxy = shorten(reason), find(server)
     if proxy is None:
         return reason
     host = server.rpartition(":")[0]
@@ -70,6 +73,21 @@ def explain_status(details: str) -> str:
         return details
     text = f"a proxy or load balancer before the server answers with the HTTP status {found[1]}"
     return text + ": raise its limit on requests (nginx: client_max_body_size 0)" * (int(found[1]) == _TOO_LARGE)
+
+
+def shorten(details: str) -> str:
+    """Return the part of gRPC's text of a failed connection that helps a reader.
+
+    >>> shorten("failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.1:7443: Connection refused")
+    'Connection refused'
+    """
+    if "lookup failed" in details or "resolution failed" in details:
+        return "the host name is not known"
+    if details in ("Cancelling all calls", "Socket closed", "CANCELLED"):
+        return "the connection was closed"
+    if (explained := explain_status(details)) != details:
+        return explained
+    return _CAUSE.sub("", details)
 
 
 def _read(name: str, environment: Mapping[str, str]) -> tuple[str, str]:

@@ -121,16 +121,15 @@ class ClientSession:
         return self._endpoints.connection.check_in(request, self._stop)
 
     def explain_error(self, exc: CallError) -> CallError:
-        """Return a clearer error if a proxy is in between or the client cannot verify the server's TLS; else `exc`."""
+        """Return the error with its cause: a proxy in between, the server's TLS, or the short form of gRPC's text."""
         identity = self._identity
         if exc.code != "UNAVAILABLE":
             return exc
         if proxies.find(identity.server) is not None:
             return ServerUnavailableError(exc.code, proxies.explain(identity.server, exc.text), exc.retry)
-        if not identity.tls:
-            return exc
-        problem = handshake.problem(identity.server, ca=identity.ca)
-        return ServerUnavailableError(exc.code, f"{identity.server}: {problem}", exc.retry) if problem else exc
+        problem = handshake.problem(identity.server, ca=identity.ca) if identity.tls else ""
+        text = problem or proxies.shorten(exc.text)
+        return ServerUnavailableError(exc.code, f"{identity.server}: {text}", exc.retry)
 
     def forget_enrollment(self) -> None:
         """Make the next `enroll` enroll again, at a server that does not know this client. Raises `EnrollmentError`.

@@ -10,6 +10,19 @@
     while (Math.abs(value) >= 1024 && at < units.length - 1) { value /= 1024; at += 1; }
     return `${+value.toPrecision(3)} ${units[at]}`;
   };
+  const powers = (base, factors, count) => Array.from({ length: count }, (_, at) => factors.map((factor) => factor * base ** at)).flat();
+  // Ticks are at whole numbers of clients and of rounds, and at powers of two of bytes.
+  const STEPS = { count: powers(10, [1, 2, 5], 15), round: powers(10, [1, 2, 5], 15), bytes: powers(2, [1], 50) };
+  const clock = (value, options) => new Date(value * 1e3).toLocaleString("sv", { timeZone: "UTC", ...options });
+  const moment = (value) => value == null ? "-" : `${clock(value)} UTC`;
+  const HOUR_S = 3600, DAY_S = 86400;
+  function timeTicks(ticks, step) {
+    if (step >= DAY_S) return ticks.map((tick) => clock(tick).slice(0, 10));
+    const size = step >= 60 ? 5 : 8;
+    const digits = step < 1 ? Math.ceil(-Math.log10(step)) : 0;
+    // The first tick, and the first one of each day, have the date below.
+    return ticks.map((tick, at) => clock(tick).slice(11, 11 + size) + (tick % 1).toFixed(digits).slice(1) + (at === 0 || tick % DAY_S < ticks[at - 1] % DAY_S ? `\n${clock(tick).slice(0, 10)}` : ""));
+  }
   const FORMATS = {
     number: (value) => String(+value.toPrecision(4)),
     count: (value) => value.toLocaleString("en"),
@@ -37,15 +50,16 @@
     if (data.stack) order.reverse();  // the highest layer is drawn first
     const format = FORMATS[data.yUnit];
     const isTime = data.xUnit === "time";
-    const spread = isTime ? 3600 : 1;
+    const spread = isTime ? HOUR_S : 1;
+    const steps = (unit) => STEPS[unit] ? { incrs: STEPS[unit] } : {};
     const axis = { stroke: theme, grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line"), width: 1 }, font: "12px system-ui" };
     const options = {
       width, height: 200, tzDate: (stamp) => uPlot.tzDate(new Date(stamp * 1e3), "Etc/UTC"),
       scales: { x: { time: isTime, ...(data.x.length === 1 ? { range: [data.x[0] - spread, data.x[0] + spread] } : {}) }, y: { range: (_, low, high) => data.stack || data.yUnit !== "number" ? [0, (high || 1) * 1.05] : low === high ? [low - 1, high + 1] : uPlot.rangeNum(low, high, 0.1, false) } },
-      axes: [{ ...axis, ...(isTime ? {} : { values: (_, ticks) => ticks.map((tick) => Number.isInteger(tick) || data.xUnit !== "round" ? FORMATS[data.xUnit](tick) : "") }) },
-        { ...axis, size: 64, values: (_, ticks) => ticks.map((tick) => format(tick)) }],
+      axes: [{ ...axis, ...steps(data.xUnit), ...(isTime ? { values: (_, ticks, at, space, step) => timeTicks(ticks, step) } : { values: (_, ticks) => ticks.map((tick) => Number.isInteger(tick) || data.xUnit !== "round" ? FORMATS[data.xUnit](tick) : "") }) },
+        { ...axis, ...steps(data.yUnit), size: (_, texts) => Math.max(48, 20 + 7.5 * Math.max(0, ...(texts ?? []).map((text) => text.length))), values: (_, ticks) => ticks.map((tick) => format(tick)) }],
       cursor: { drag: { x: false, y: false } },
-      series: [{ label: isTime ? "Time" : data.xUnit === "round" ? "Round" : "Time", ...(isTime ? {} : { value: (_, value) => value == null ? "-" : FORMATS[data.xUnit](value) }) },
+      series: [{ label: isTime ? "Time" : data.xUnit === "round" ? "Round" : "Time", ...(isTime ? { value: (_, value) => moment(value) } : { value: (_, value) => value == null ? "-" : FORMATS[data.xUnit](value) }) },
         ...order.map((at) => ({
           label: data.series[at].name, stroke: colour(COLOURS[at % 6]), width: 1.8, spanGaps: true,
           dash: data.stack ? undefined : DASHES[at % 6],

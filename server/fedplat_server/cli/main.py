@@ -18,9 +18,6 @@ def main() -> None:
     # Files are readable by this user only: the database, models, output of commands, and what evaluators, trainers
     # and ranks write, whose processes inherit the mask.
     os.umask(PRIVATE_UMASK)
-    # If a port is taken, gRPC's C library would write its own lines to stderr besides our error. It reads the variable
-    # on import, and the process of the evaluators must not import gRPC at all: hence the late imports.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # The first process of a container would ignore SIGTERM until the daemon has installed its handler.
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:

@@ -77,6 +77,7 @@ class FleetService(EnrollmentService):
             codecs=validation.names(request.codecs, "codec", self._limits),
             algorithms=validation.names(request.algorithms, "algorithm", self._limits),
             features=validation.names(request.features, "feature", self._limits),
+            session=client.session_number,
         )
         wait_s = validation.wait_s(request.wait_s, self._limits)
         command = await wait_for_work(self._services.runner, self._services.long_polls, event, wait_s)
@@ -206,7 +207,7 @@ class FleetService(EnrollmentService):
         assignment = await self._find(client, request.token)
         if assignment is not None and assignment.is_busy:
             text = validation.text(request.text, self._limits.max_text)
-            await self._services.runner.submit(AssignmentFailed(*assignment.id, reason, text))
+            await self._services.runner.submit(AssignmentFailed(*assignment.id, reason, text, client.session_number))
         return fleet_pb2.FailResponse()
 
     @override

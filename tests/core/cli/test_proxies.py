@@ -116,3 +116,26 @@ def test_a_request_that_a_proxy_refuses_as_too_large_says_so() -> None:
         f"the request did not reach the server at {address}: a proxy or load balancer before the server answers with "
         "the HTTP status 413: raise its limit on requests (nginx: client_max_body_size 0)"
     )
+
+
+@pytest.mark.parametrize(
+    ("details", "text"),
+    [
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Failed to connect to remote "
+            "host: Connection refused",
+            "Connection refused",
+        ),
+        (
+            "failed to connect to all addresses; last error: UNAVAILABLE: ipv6:%5B::1%5D:1: Handshake read failed",
+            "Handshake read failed",
+        ),
+        (
+            "errors resolving fed:1: [field:hostname lookup error:address lookup failed for fed:1: not found]",
+            "the host name is not known",
+        ),
+        ("no server leads the jobs at the moment", "no server leads the jobs at the moment"),
+    ],
+)
+def test_the_text_of_a_failed_connection_is_its_cause_alone(details: str, text: str) -> None:
+    assert proxies.shorten(details) == text

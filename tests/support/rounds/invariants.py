@@ -398,6 +398,7 @@ class Ledger:
             return
         accepted, rests = {c.client_id for c in room.clients.values() if demand.accepts(c)}, set[str]()
         if demand.kind is AttemptKind.TRAIN:
+            accepted = {each for each in accepted if not room.has_declined(job_id, room.clients[each])}
             rest = range(demand.key.round - job.spec.selection.min_separation, demand.key.round)
             now = demand.key[1:] if rest else ()
             rests = {p.client_id for p in self.participations(job_id) if p.round in rest or (p.round, p.attempt) == now}
