@@ -6,9 +6,9 @@ contract of their own, `fedplat.pytorch.training`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeAlias, runtime_checkable
+from typing import Any, Protocol, Self, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -69,8 +69,14 @@ class BaseLearner(Struct, frozen=True):
 
 
 def check_data(data: Data) -> Data:
-    """Return inputs and targets. Raises `DataError` for no examples, and for NaN or infinite values."""
-    inputs, targets = data
+    """Return inputs and targets as arrays; lists, tensors and columns of pandas are converted, in their order.
+
+    Raises `DataError` for what is not a pair of arrays, for no examples, and for NaN or infinite values.
+    """
+    pair = cast(object, data)
+    if not isinstance(pair, tuple | list) or len(cast(Sequence[object], pair)) != 2:
+        raise DataError(f"the data is a {type(pair).__name__}; expected a pair of arrays, (inputs, targets)")
+    inputs, targets = (_as_array(values, name) for values, name in zip(data, ("inputs", "targets"), strict=True))
     if len(inputs) != len(targets):
         raise DataError(f"there are {len(inputs)} inputs and {len(targets)} targets; expected one target for each")
     if not len(targets):
@@ -78,7 +84,22 @@ def check_data(data: Data) -> Data:
     for name, array in (("inputs", inputs), ("targets", targets)):
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise DataError(f"the {name} hold NaN or infinite values; expected finite ones")
-    return data
+    return inputs, targets
+
+
+def _as_array(values: Any, name: str) -> npt.NDArray[Any]:
+    if np.ma.is_masked(values):
+        raise DataError(f"the {name} have masked values; expected all values, or only the rows that have them")
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as exc:  # lists of unequal lengths, a tensor with gradients
+        raise DataError(f"the {name} cannot be an array: {exc}") from exc
+    if array.ndim == 0:
+        hint = "; use .toarray()" if hasattr(values, "toarray") else ""
+        raise DataError(
+            f"the {name} are a {type(values).__name__}; expected an array with a row for each example{hint}"
+        )
+    return array
 
 
 def check_config(learner: ArrayLearner, config: Config) -> None:

@@ -199,7 +199,9 @@ class SklearnLearner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
         if problem.classes is None:
             return inputs, targets.astype(np.float64)
         if len(other := np.setdiff1d(targets, problem.classes)):
-            raise DataError(f"the targets have the label {other[0]}; expected one of classes: {self.classes}")
+            labels = problem.classes.tolist()
+            known = ", ".join(map(repr, labels[:10])) + (", ..." if len(labels) > 10 else "")
+            raise DataError(f"the targets have the label {other.tolist()[0]!r}; expected one of the classes {known}")
         return inputs, targets
 
     def _arrays(self, parameters: Parameters) -> Arrays:

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from scipy.sparse import csr_matrix
 
 from fedplat.errors import DataError, JobFileError, ModelError
 from fedplat.learner import Data
@@ -101,6 +103,28 @@ def test_mistakes_are_refused() -> None:
     foreign = Task(name="small", parameters=Parameters.from_arrays({"coef_": np.zeros((3, 9), "f4")}))
     with pytest.raises(ModelError, match=r"does not fit sklearn\.linear_model:SGDClassifier"):
         make()(foreign)
+
+
+def test_lists_and_tensors_are_arrays() -> None:
+    task, other = make_task(make()), make_task(make())
+    make()(task)
+    make(data=(INPUTS.tolist(), torch.from_numpy(LABELS)))(other)
+    assert other.parameters == task.parameters
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ((csr_matrix(INPUTS), LABELS), "the inputs are a csr_matrix; .*; use .toarray"),
+        ((np.ma.masked_greater(INPUTS, 1.0), LABELS), "the inputs have masked values"),
+        (([[1.0], [1.0, 2.0]], [0, 1]), "the inputs cannot be an array"),
+        (lambda task: None, "the data is a NoneType; expected a pair"),  # pyright: ignore[reportUnknownLambdaType]
+        ((INPUTS, LABELS.astype(str)), "the targets have the label '0'; expected one of the classes 0, 1, 2"),
+    ],
+)
+def test_what_is_no_pair_of_arrays_is_refused(data: Any, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        make(data=data)(make_task(make()))
 
 
 def test_a_training_ends_at_its_deadline() -> None:

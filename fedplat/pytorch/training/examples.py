@@ -87,7 +87,13 @@ class DatasetExamples(Examples):
 
     def _collate(self, examples: list[Any]) -> Batch:
         """Return a batch of examples. Raises `ValueError` unless they are pairs of inputs and targets."""
-        batch: Any = default_collate(examples)
+        try:
+            batch: Any = default_collate(examples)
+        except (RuntimeError, TypeError) as exc:
+            raise ValueError(
+                f"examples of the dataset {type(self._dataset).__name__} cannot be joined to a batch: {exc}; expected "
+                "pairs (input, target) of equal shapes"
+            ) from exc
         if not isinstance(batch, list | tuple) or len(cast(Any, batch)) != 2 or not isinstance(batch[1], torch.Tensor):
             raise ValueError(
                 f"the dataset {type(self._dataset).__name__} returned a {type(examples[0]).__name__} for an example; "
@@ -130,17 +136,19 @@ def as_dataset(data: object) -> Dataset[Any] | None:
         raise ValueError(
             "the data is a DataLoader, and jobs set batches and their order; expected its dataset, .dataset"
         )
-    if (
-        isinstance(data, tuple)
-        and len(cast(Any, data)) == 2
-        and all(hasattr(each, "shape") for each in cast(Any, data))
-    ):
-        pair = cast(tuple[Any, Any], data)
-        inputs, targets = (each if isinstance(each, torch.Tensor) else torch.as_tensor(np.array(each)) for each in pair)
+    if isinstance(data, tuple) and all(isinstance(each, list) or hasattr(each, "shape") for each in cast(Any, data)):
+        arrays = cast("tuple[Any, ...]", data)
+        if len(arrays) != 2:
+            raise ValueError(f"the data are {len(arrays)} arrays; expected a pair of them, (inputs, targets)")
+        inputs, targets = map(_as_tensor, arrays, ("inputs", "targets"))
         if len(inputs) != len(targets):
             raise ValueError(f"there are {len(inputs)} inputs and {len(targets)} targets; expected one target for each")
-        inputs = inputs.float() if inputs.dtype == torch.float64 else inputs
-        return TensorDataset(inputs, targets.float() if targets.dtype == torch.float64 else targets)
+        return TensorDataset(inputs, targets)
+    if isinstance(data, Mapping) or hasattr(data, "iloc"):
+        raise ValueError(
+            f"the data is a {type(data).__name__}, which has no examples by number; expected a pair of arrays, such as "
+            "(table[inputs], table[target])"
+        )
     if isinstance(data, Dataset) or hasattr(data, "__getitem__"):
         return cast("Dataset[Any]", data)
     if not callable(data):
@@ -149,6 +157,21 @@ def as_dataset(data: object) -> Dataset[Any] | None:
             "function that returns one"
         )
     return None
+
+
+def _as_tensor(values: Any, name: str) -> torch.Tensor:
+    """Return an array of numbers as a tensor; fractions are float32. Raises `ValueError` for others."""
+    if not isinstance(values, torch.Tensor):
+        if np.ma.is_masked(values):
+            raise ValueError(f"the {name} have masked values; expected all values, or only the rows that have them")
+        try:
+            array = np.array(values)
+            if array.dtype.kind == "u" and array.itemsize > 1:  # PyTorch can hardly compute with these
+                array = array.astype(np.int64)
+            values = torch.as_tensor(np.array(array.tolist()) if array.dtype.kind == "O" else array)
+        except (TypeError, ValueError) as exc:
+            raise ValueError(f"the {name} cannot be a tensor: {exc}; expected an array of numbers") from exc
+    return values.float() if values.dtype == torch.float64 else values
 
 
 def check_examples(data: object, device: torch.device) -> Examples:

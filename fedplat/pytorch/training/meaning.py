@@ -77,6 +77,8 @@ class GuardedLoss:
             )
         if self.is_paired:
             targets = _pair(outputs, targets, self.loss)
+        elif not targets.is_floating_point():  # booleans, and integers of any width, which only PyTorch refuses
+            targets = targets.long()
         try:
             return self.loss(outputs, targets)
         except (IndexError, RuntimeError, AssertionError) as exc:

@@ -79,7 +79,7 @@ class Stepper:
         self._device_type = device.type
         self._scaler = torch.amp.GradScaler(device.type) if self._dtype == torch.float16 else None
         if make_optimizer is not None:
-            self._optimizer = cast(_Optimizer, make_optimizer(parameters.values()))
+            self._optimizer = _check_optimizer(make_optimizer(parameters.values()))
             if len({type(each) for each in parameters.values()}) > 1:
                 _update_singly(self._optimizer)
         else:
@@ -208,6 +208,20 @@ class Stepper:
                     slope.add_(weight - start, alpha=pull)
                 if name in drift:
                     slope.add_(drift[name])
+
+
+def _check_optimizer(optimizer: object) -> _Optimizer:
+    """Return what the owner's function has made. Raises `ModelError` unless it can make steps."""
+    if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
+        raise ModelError(
+            f"the function of the optimizer returned a {type(optimizer).__name__}; expected a torch.optim.Optimizer"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ModelError(
+            "LBFGS computes the loss several times in a step, from a closure; expected an optimizer that takes the "
+            "gradients of a batch, such as SGD or Adam"
+        )
+    return cast(_Optimizer, optimizer)
 
 
 def _update_singly(optimizer: _Optimizer) -> None:

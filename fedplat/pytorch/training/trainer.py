@@ -77,9 +77,15 @@ def evaluate(
 
 @contextmanager
 def explain_errors(num_examples: int) -> Generator[None]:
-    """Turn PyTorch's error for BatchNorm and a single example into a `ModelError` with a way out."""
+    """Turn PyTorch's errors for BatchNorm and a single example, and for other types, into `ModelError`s."""
     try:
         yield
+    except RuntimeError as exc:
+        if "same dtype" not in str(exc):
+            raise
+        raise ModelError(
+            f"the inputs are not of the type of the weights: {exc}; convert them, such as inputs.astype(numpy.float32)"
+        ) from exc
     except ValueError as exc:
         if "more than 1 value per channel" not in str(exc):
             raise

@@ -209,7 +209,7 @@ def test_data_configuration_and_models_that_do_not_fit_are_refused() -> None:
     model = learner.initial(0)
     with pytest.raises(DataError, match="an example has 2 inputs; expected features, 5"):
         learner.train(model, (INPUTS[:, :2], LABELS), {}, 0)
-    with pytest.raises(DataError, match="the label 5; expected one of classes: 3"):
+    with pytest.raises(DataError, match="the label 5; expected one of the classes 0, 1, 2"):
         learner.train(model, (INPUTS, LABELS + 5), {}, 0)
     with pytest.raises(DataError, match="hold NaN"):
         learner.train(model, (INPUTS * np.nan, LABELS), {}, 0)

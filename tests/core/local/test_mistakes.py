@@ -164,3 +164,55 @@ def test_modules_without_weights_to_train_are_named() -> None:
         frozen(task(linear))
     with pytest.raises(ModelError, match=r"the parameter '0.weight' has no shape yet; .* call a lazy module once"):
         Learner(model=lambda: nn.Sequential(nn.LazyLinear(2))).initial()
+
+
+@pytest.mark.parametrize("kind", [list, np.uint16, np.int32, np.bool_, object])
+def test_pairs_of_arrays_of_every_type_train_alike(kind: Any) -> None:
+    labels = LABELS.numpy()
+    pair = (INPUTS.tolist(), labels.tolist()) if kind is list else (INPUTS.numpy(), labels.astype(kind))
+    found, expected = task(linear), task(linear)
+    trainer = TorchTrainer(model=linear, data=pair, device="cpu")
+    metrics = trainer(found).metrics
+    assert metrics == TorchTrainer(model=linear, data=(INPUTS, LABELS), device="cpu")(expected).metrics
+    assert found.parameters == expected.parameters
+    assert trainer.evaluate(found).metrics["accuracy"] >= 0.0
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ((INPUTS, np.array(["no", "yes"])[LABELS]), "the targets cannot be a tensor: .*; expected an array of numbers"),
+        ((np.ma.masked_greater(INPUTS.numpy(), 1.0), LABELS), "the inputs have masked values"),
+        ((INPUTS, LABELS, LABELS), "the data are 3 arrays"),
+        ({"inputs": INPUTS}, "the data is a dict, which has no examples by number"),
+        ([(INPUTS[0], 1), (INPUTS[0, :2], 0)] * 4, "the dataset list cannot be joined to a batch"),
+        ((INPUTS.to(torch.int64), LABELS), "the inputs are not of the type of the weights"),
+    ],
+)
+def test_data_that_is_not_a_pair_of_arrays_of_numbers_is_named(data: Any, words: str) -> None:
+    with pytest.raises((ValueError, ModelError), match=words):
+        TorchTrainer(model=linear, data=data, device="cpu")(task(linear))
+
+
+def schedule(parameters: Any, config: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(torch.optim.SGD(parameters, 0.1), 1)
+
+
+def lbfgs(parameters: Any, config: Any) -> Any:
+    return torch.optim.LBFGS(parameters)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"), [(schedule, "returned a StepLR; expected a torch.optim.Opt"), (lbfgs, "from a closure")]
+)
+def test_what_makes_no_steps_is_no_optimizer(optimizer: Any, words: str) -> None:
+    trainer = TorchTrainer(model=linear, data=(INPUTS, LABELS), optimizer=optimizer, device="cpu")
+    with pytest.raises(ModelError, match=words):
+        trainer(task(linear))
+
+
+def test_an_algorithm_without_its_rule_is_named() -> None:
+    options = LocalOptions.from_config(CONFIG | {"algorithm": "scaffold"})
+    learner = Learner(model=linear)
+    with pytest.raises(ModelError, match="no tensor 'control/weight', which the algorithm"):
+        FlatTrainer(Trainee(learner), options).base(learner.initial())
