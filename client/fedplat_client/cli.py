@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, TextIO, TypeAlias, TypedDict, Unpack
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 import click
-from typing_extensions import override
 
 from fedplat import texts, user_code
 from fedplat.errors import FedplatError, MissingExtraError, PluginError, TicketError
@@ -19,6 +17,7 @@ from fedplat.gossip.shares import MAX_SHARE
 from fedplat.loaded_plugins import parse_plugins
 from fedplat.secure_aggregation.options import MAX_GROUP, MIN_GROUP
 from fedplat.wire import process_tuning
+from fedplat_client import log
 from fedplat_client._auth import tickets
 from fedplat_client._version import __version__
 from fedplat_client.client import Client
@@ -30,7 +29,6 @@ _Decorator: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]
 _PARTITION_LABELS = ("partition_id", "num_partitions")
 _LEVELS = ("debug", "info", "warning", "error")
 _DEFAULTS = ClientOptions()
-_STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 def _parse_size(text: str) -> int:
@@ -44,40 +42,6 @@ class _UsageError(click.ClickException):
     """A wrong argument: printed as one line, with click's exit status for usage errors."""
 
     exit_code = 2
-
-
-_MAX_LINE = 4000
-"""Longest log line in characters; servers choose some of the logged text."""
-
-
-def _printable(text: str) -> str:
-    """Escape control characters, so that a line is safe for a terminal, and cut a long line."""
-    if len(text) > _MAX_LINE:
-        text = f"{text[:_MAX_LINE]} ... ({len(text) - _MAX_LINE} more characters)"
-    return texts.printable(text)
-
-
-class _LogHandler(logging.StreamHandler[TextIO]):
-    """Writes to the stderr that the process began with, and drops what it cannot write.
-
-    A trainer may have closed the stream, and logging's own handler would then raise an error while it reports one.
-    """
-
-    @override
-    def handleError(self, record: logging.LogRecord) -> None:
-        pass
-
-
-class _FieldFormatter(logging.Formatter):
-    """Formats a sentence for people, then the fields for machines as key=value, both without control characters."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        fields = {name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS}
-        text = super().formatMessage(record)
-        return _printable(" ".join((text, *(f"{name}={value}" for name, value in fields.items()))))
-
-    def formatException(self, ei: Any) -> str:
-        return "\n".join(_printable(line) for line in super().formatException(ei).split("\n"))
 
 
 class _IdentityOptions(TypedDict):
@@ -358,12 +322,12 @@ def identity(**options: Unpack[_IdentityOptions]) -> None:
     except (ValueError, TicketError) as exc:
         raise _UsageError(str(exc)) from exc
     except DataDirectoryError as exc:
-        raise click.ClickException(_printable(str(exc))) from exc
+        raise click.ClickException(log.make_printable(str(exc))) from exc
     click.echo(key)
 
 
 def _run(options: _ClientCommandOptions, create: Callable[[], Client]) -> None:
-    _set_up_logging(options["log_level"])
+    log.set_up(options["log_level"])
     if options["ticket"] is not None:
         click.echo(
             "Warning: --ticket shows the ticket to all users of this host, in the list of processes; "
@@ -376,7 +340,7 @@ def _run(options: _ClientCommandOptions, create: Callable[[], Client]) -> None:
     try:
         client.run(options["max_tasks"])
     except FedplatError as exc:
-        raise click.ClickException(_printable(str(exc))) from exc
+        raise click.ClickException(log.make_printable(str(exc))) from exc
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         sys.exit(130)
@@ -502,9 +466,3 @@ def _load(option: str, spec: str) -> tuple[str, Callable[[Task], Any]]:
         return name or user_code.split(target)[1], user_code.load_function(target)
     except FedplatError as exc:
         raise _UsageError(f"{option} {spec!r}: {exc}") from exc
-
-
-def _set_up_logging(level: str) -> None:
-    handler = _LogHandler()
-    handler.setFormatter(_FieldFormatter("%(asctime)s %(levelname)s %(message)s"))
-    logging.basicConfig(level=level.upper(), handlers=[handler])
