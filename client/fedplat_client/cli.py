@@ -17,7 +17,7 @@ from fedplat.gossip.shares import MAX_SHARE
 from fedplat.loaded_plugins import parse_plugins
 from fedplat.secure_aggregation.options import MAX_GROUP, MIN_GROUP
 from fedplat.wire import process_tuning
-from fedplat_client import logs
+from fedplat_client import log
 from fedplat_client._auth import tickets
 from fedplat_client._version import __version__
 from fedplat_client.client import Client
@@ -322,12 +322,12 @@ def identity(**options: Unpack[_IdentityOptions]) -> None:
     except (ValueError, TicketError) as exc:
         raise _UsageError(str(exc)) from exc
     except DataDirectoryError as exc:
-        raise click.ClickException(logs.printable(str(exc))) from exc
+        raise click.ClickException(log.make_printable(str(exc))) from exc
     click.echo(key)
 
 
 def _run(options: _ClientCommandOptions, create: Callable[[], Client]) -> None:
-    logs.set_up(options["log_level"])
+    log.set_up(options["log_level"])
     if options["ticket"] is not None:
         click.echo(
             "Warning: --ticket shows the ticket to all users of this host, in the list of processes; "
@@ -340,7 +340,7 @@ def _run(options: _ClientCommandOptions, create: Callable[[], Client]) -> None:
     try:
         client.run(options["max_tasks"])
     except FedplatError as exc:
-        raise click.ClickException(logs.printable(str(exc))) from exc
+        raise click.ClickException(log.make_printable(str(exc))) from exc
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         sys.exit(130)

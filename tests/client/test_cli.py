@@ -18,7 +18,7 @@ from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import client
 from fedplat_client._state.model_cache import ModelCache
 from fedplat_client.cli import main
-from fedplat_client.logs import Formatter, Handler
+from fedplat_client.log import FieldFormatter, LogHandler
 from support.fake_fleet import FakeFleet
 
 TRAINERS = """
@@ -160,18 +160,18 @@ def test_what_a_server_says_cannot_write_to_the_terminal() -> None:
         raise ValueError("\x1b[31mred\nnext")
     except ValueError:
         record.exc_info = sys.exc_info()
-    written = Formatter("%(levelname)s %(message)s").format(record)
+    written = FieldFormatter("%(levelname)s %(message)s").format(record)
     assert [char for char in written if not char.isprintable() and char != "\n"] == []
     assert written.startswith(r"INFO refused: \x1b]0;owned\x07\r\nall is well \u202e job=a\x1b[2Jb")
     assert r"ValueError: \x1b[31mred" in written
-    long = Formatter("%(message)s").format(logging.makeLogRecord({"msg": "x" * 1_000_000}))
+    long = FieldFormatter("%(message)s").format(logging.makeLogRecord({"msg": "x" * 1_000_000}))
     assert len(long) < 5000
     assert long.endswith("more characters)")
 
 
 def test_a_trainer_that_closes_the_log_ends_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    handler = Handler()
+    handler = LogHandler()
     sys.stderr.close()
     handler.handle(logging.makeLogRecord({"msg": "The task started."}))
 
