@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict, Unpack
@@ -335,7 +336,7 @@ def _run(options: _ClientCommandOptions, create: Callable[[], Client]) -> None:
             err=True,
         )
     process_tuning.reuse_message_memory()
-    client = create()
+    client, before = create(), threading.enumerate()
     process_tuning.keep_what_is_loaded()
     try:
         client.run(options["max_tasks"])
@@ -345,6 +346,14 @@ def _run(options: _ClientCommandOptions, create: Callable[[], Client]) -> None:
         click.echo("interrupted", err=True)
         sys.exit(130)
     click.echo("stopped", err=True)
+    if rest := _find_rest(before):
+        click.echo(f"waiting for what a trainer has left: {', '.join(rest)}; a second signal ends it at once", err=True)
+
+
+def _find_rest(before: Iterable[threading.Thread]) -> list[str]:
+    """Return the names of the threads since `before` for which Python waits at its end."""
+    names = sorted(each.name for each in set(threading.enumerate()).difference(before) if not each.daemon)
+    return [name for name in names if not name.startswith("ThreadPoolExecutor")]  # idle ones end by themselves
 
 
 def _create_client(options: _RunOptions) -> Client:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import fedplat_client
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import client
 from fedplat_client._state.model_cache import ModelCache
-from fedplat_client.cli import main
+from fedplat_client.cli import _find_rest, main  # pyright: ignore[reportPrivateUsage]
 from fedplat_client.log import FieldFormatter, LogHandler
 from support.fake_fleet import FakeFleet
 
@@ -174,6 +175,17 @@ def test_a_trainer_that_closes_the_log_ends_no_client(monkeypatch: pytest.Monkey
     handler = LogHandler()
     sys.stderr.close()
     handler.handle(logging.makeLogRecord({"msg": "The task started."}))
+
+
+def test_what_keeps_a_stopped_client_is_named() -> None:
+    end, before = threading.Event(), threading.enumerate()
+    thread = threading.Thread(target=end.wait, name="writer of checkpoints")
+    thread.start()
+    try:
+        assert "writer of checkpoints" in _find_rest(before)
+    finally:
+        end.set()
+        thread.join()
 
 
 @pytest.mark.usefixtures("interruptible")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import signal
 import sys
 from pathlib import Path
 
@@ -129,3 +130,23 @@ def test_another_process_finds_the_file_of_a_pickled_function() -> None:
         assert pickle.loads(content)(3) == 9
     with pytest.raises(ModuleNotFoundError):
         __import__("trainer_0123456789abcdef")
+
+
+def test_whatever_user_code_raises_is_an_error_of_it_except_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unusual(BaseException):
+        pass
+
+    for exc in (Unusual("mine"), SystemExit(3), MemoryError("none left")):
+        with (
+            pytest.raises(UserCodeError, match=f"the loss raised {type(exc).__name__}: "),
+            user_code.wrap_errors("the loss"),
+        ):
+            raise exc
+    for installed, expected in ((signal.default_int_handler, KeyboardInterrupt), (signal.SIG_IGN, UserCodeError)):
+
+        def getsignal(_: int, installed: object = installed) -> object:
+            return installed
+
+        monkeypatch.setattr(signal, "getsignal", getsignal)
+        with pytest.raises(expected), user_code.wrap_errors("the loss"):
+            raise KeyboardInterrupt
