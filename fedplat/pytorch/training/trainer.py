@@ -45,7 +45,7 @@ def train(trainee: Trainee, parameters: Parameters, work: LocalTraining) -> Mapp
         with use_seed(trainee.device, work.seed), explain_errors(len(work.examples)):
             scores, num_steps = _run(trainee, start, work)
     finally:
-        trainee.hidden.restore()  # a loss that is an object outlives the module
+        trainee.forget()  # a loss that is an object outlives the module
     direction = start.measure_direction(trainee, num_steps)
     ending = start.end(direction)
     trainee.save(parameters, work.client_state)
@@ -77,7 +77,7 @@ def evaluate(
         with use_seed(trainee.device, 0):  # also a module that draws has the same metrics in all processes
             sums = trainee.evaluate(examples, batch_size, lambda done: after_batch(done / len(examples)))
     finally:
-        trainee.hidden.restore()
+        trainee.forget()
     return sums.means(trainee.learner.metrics)
 
 
