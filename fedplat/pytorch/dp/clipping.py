@@ -99,7 +99,7 @@ class _Sampled:
             self._optimizer = _optimizer(DPPerLayerOptimizer, parameters, bounds)
 
     def add(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        self._losses(self._module(inputs), targets).sum().backward()
+        self._losses(_forward(self._module, inputs), targets).sum().backward()
         samples = [_sample(self._module, each, len(inputs)) for each in self._optimizer.params]
         usable = torch.stack([each.flatten(1).isfinite().all(1) for each in samples]).all(0)
         if not usable.all():
@@ -132,7 +132,7 @@ class _Ghost:
         self._sums = _zeros(self._parameters)
 
     def add(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        losses = self._losses(self._module(inputs), targets)
+        losses = self._losses(_forward(self._module, inputs), targets)
         try:
             losses.sum().backward(retain_graph=True)
         except (RuntimeError, ValueError) as exc:  # of Opacus' hooks
@@ -171,6 +171,21 @@ def _optimizer(kind: type[Any], parameters: list[nn.Parameter], max_norm: float 
     """Create Opacus' optimizer; only its clipping is used."""
     inner = torch.optim.SGD(parameters, lr=1.0)
     return kind(inner, noise_multiplier=0.0, max_grad_norm=max_norm, expected_batch_size=None, loss_reduction="sum")
+
+
+def _forward(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """Return the outputs of a module with the hooks of Opacus. Raises `ModelError` for what these refuse."""
+    try:
+        return module(inputs)
+    except NotImplementedError as exc:
+        raise ModelError(_describe_ghost(module, len(inputs), exc)) from exc
+    except RuntimeError as exc:
+        if "modified inplace" not in str(exc):
+            raise
+        raise ModelError(
+            "the model cannot be trained with example-level privacy: it changes the outputs of a layer in place; use "
+            "inplace=False, relu(x) for relu_(x), and x = x + y for x += y"
+        ) from exc
 
 
 def _sample(module: nn.Module, parameter: nn.Parameter, num_examples: int) -> torch.Tensor:

@@ -22,6 +22,11 @@ def check(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if not isinstance(part, _MIXING) and not any(each.requires_grad for each in part.parameters()):
             continue
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise ModelError(
+                f"the model cannot be trained with example-level privacy: its layer {name!r} has max_norm, which "
+                "scales the rows that examples use, without noise; use max_norm=None"
+            )
         validator = ModuleValidator.VALIDATORS.get(type(part))
         if reasons := validator(part) if validator is not None else []:
             raise ModelError(f"{_describe_problem(name, part)}. Opacus reports: {_shorten(str(reasons[0]))}")

@@ -70,6 +70,10 @@ class DividedModule(Trainee):
         self.has_batch_norm = False
 
     @override
+    def forget(self) -> None:
+        """Do nothing: a divided module is made anew for each training."""
+
+    @override
     def shared_tensors(self) -> dict[str, torch.Tensor]:
         """Return this rank's tensors by their names in the whole model; those that are divided are `DTensor`s."""
         return {name: tensor for stage in self.stages for name, tensor in stage.state_dict().items()}

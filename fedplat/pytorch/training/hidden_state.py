@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -44,14 +44,19 @@ class HiddenState:
     def __init__(self, module: nn.Module, loss: object) -> None:
         self.has_changed = False
         """True once a restored module had changed: a computation of it cannot be recorded."""
-        parts = [*module.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())]
+        own = [*module.modules()]
+        of_loss = [part for part in loss.modules() if part not in own] if isinstance(loss, nn.Module) else []
+        parts = [*own, *of_loss]
         known = [*parts, *module.parameters(), *module.buffers()]
         self._memo = {id(each): each for each in known}  # these are not copied with what refers to them
         self._copies = dict(self._memo)
         self._owners: list[tuple[dict[str, Any], frozenset[str]]] = []
         self._entries: list[_Entry] = []
+        for part in own:
+            self._add_buffers(vars(part)["_buffers"], vars(part)["_non_persistent_buffers_set"])
+        for part in of_loss:  # no buffer of a loss is in the model
+            self._add_buffers(vars(part)["_buffers"], vars(part)["_buffers"])
         for part in parts:
-            self._add_buffers(part)
             if not type(part).__module__.startswith("torch.nn."):
                 self._add_attributes(vars(part))
         if not isinstance(loss, nn.Module) and (owner := _attributes_of(loss)) is not None:
@@ -89,9 +94,8 @@ class HiddenState:
         for owner, names in self._owners:
             yield from ((owner, name, None) for name in owner.keys() - names)
 
-    def _add_buffers(self, part: nn.Module) -> None:
-        owner: dict[str, Any] = vars(part)["_buffers"]
-        for name in vars(part)["_non_persistent_buffers_set"]:
+    def _add_buffers(self, owner: dict[str, Any], names: Iterable[str]) -> None:
+        for name in names:
             if (buffer := owner[name]) is not None:
                 self._entries.append(_Entry(owner, name, buffer, _version(buffer), buffer.detach().clone()))
 

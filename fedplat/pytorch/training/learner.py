@@ -133,7 +133,7 @@ class Trainee:
         The module forgets what it remembers of an earlier training or evaluation.
         """
         _trained.add(self.module)
-        self.hidden.restore()
+        self.forget()
         values = {name: tensor for name, tensor in backend.to_torch(parameters).items() if not name.startswith(CONTROL)}
         if both := sorted(self.personal & values.keys()):
             raise ModelError(
@@ -149,6 +149,10 @@ class Trainee:
         except RuntimeError as exc:
             name = type(self.module).__name__
             raise ModelError(f"the model does not fit the module {name}: {exc}") from exc
+
+    def forget(self) -> None:
+        """Forget what the module and the loss remember of a training or evaluation, outside the model."""
+        self.hidden.restore()
 
     def save(self, parameters: Parameters, client_state: ClientState) -> None:
         """Copy the module's values into the job's model, and the personal ones into the client state."""

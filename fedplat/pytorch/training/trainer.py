@@ -41,8 +41,11 @@ def train(trainee: Trainee, parameters: Parameters, work: LocalTraining) -> Mapp
         metrics["loss_before"] = evaluate(trainee, parameters, work.examples, client_state=work.client_state)["loss"]
     trainee.load(parameters, work.client_state)
     start = _Start(trainee, parameters, work)
-    with use_seed(trainee.device, work.seed), explain_errors(len(work.examples)):
-        scores, num_steps = _run(trainee, start, work)
+    try:
+        with use_seed(trainee.device, work.seed), explain_errors(len(work.examples)):
+            scores, num_steps = _run(trainee, start, work)
+    finally:
+        trainee.forget()  # a loss that is an object outlives the module
     direction = start.measure_direction(trainee, num_steps)
     ending = start.end(direction)
     trainee.save(parameters, work.client_state)
@@ -70,8 +73,11 @@ def evaluate(
     `after_batch` is called with the completed fraction.
     """
     trainee.load(parameters, client_state or ClientState())
-    with use_seed(trainee.device, 0):  # also a module that draws in evaluations has the same metrics in all processes
-        sums = trainee.evaluate(examples, batch_size, lambda done: after_batch(done / len(examples)))
+    try:
+        with use_seed(trainee.device, 0):  # also a module that draws has the same metrics in all processes
+            sums = trainee.evaluate(examples, batch_size, lambda done: after_batch(done / len(examples)))
+    finally:
+        trainee.forget()
     return sums.means(trainee.learner.metrics)
 
 

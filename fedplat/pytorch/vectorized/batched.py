@@ -92,6 +92,7 @@ class CohortTrainer:
         self._trainee.hidden.restore()
         scores = self._run(base, descent, weights, rows)
         if self._trainee.hidden.is_changed():
+            self._trainee.hidden.restore()
             raise UnsuitableError("the module remembers something of each client outside its state_dict")
         results: list[tuple[Parameters, dict[str, float]]] = [(base.parameters, {})] * len(works)
         for row, start, trained, score in zip(rows, starts, weights.cpu(), scores, strict=True):

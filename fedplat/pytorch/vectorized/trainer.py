@@ -61,7 +61,10 @@ class FlatTrainer:
         start = ClientAlgorithmState(self.layout, self._options, base, work.client_state)
         descent = FlatSgd(self.layout, self._options, work.learning_rate, self._weights)
         descent.correct(start.correction.pull, base.weights, start.drift)
-        scores, num_steps = self._run(descent, list(state.values()), work)
+        try:
+            scores, num_steps = self._run(descent, list(state.values()), work)
+        finally:
+            self._trainee.hidden.restore()  # a loss that is an object outlives the engine
         update = self.layout.update(base, self._weights, state, buffer)
         metrics |= start.end(self._weights, num_steps, work, update)
         self.layout.save(self._weights, state, work.client_state)

@@ -149,6 +149,38 @@ def test_a_loss_that_is_an_object_forgets_too() -> None:
     assert one == two
 
 
+class Rising(nn.Module):
+    """A loss with a running mean, which is in no model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.mean += 1.0
+        return functional.cross_entropy(outputs, targets) * min(1.0, self.calls / 20) / self.mean
+
+
+@pytest.mark.parametrize("engine", ["autograd", "flat"])
+def test_a_loss_is_as_before_once_a_training_has_ended(engine: str) -> None:
+    loss = Rising()
+    learner = Learner(model=lambda: nn.Linear(4, 3), loss=loss)
+    models: list[Any] = []
+    for _ in range(2):  # two runs in one process
+        model = learner.initial()
+        work = LocalTraining(examples=TensorExamples(INPUTS, LABELS), options=OPTIONS, seed=1)
+        if engine == "flat":
+            flat = FlatTrainer(Trainee(learner), OPTIONS)
+            models.append(flat.train(flat.base(model), work)[0])
+        else:
+            train(Trainee(learner), model, work)
+            models.append(model)
+        assert (loss.calls, float(loss.mean)) == (0, 1.0)
+    assert models[0] == models[1]
+
+
 def mix(draw: Callable[[], float]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     return lambda outputs, targets: functional.cross_entropy(outputs, targets) * draw()
 

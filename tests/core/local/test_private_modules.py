@@ -215,3 +215,36 @@ def test_weights_of_classes_that_would_cancel_are_refused(loss: Loss) -> None:
     learner = Learner(model=LEARNER.model, loss=loss)
     with pytest.raises(ModelError, match="weights of classes, which cancel in the loss of a single example"):
         trained(work(**quiet()), learner)
+
+
+class Reused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(self.layer(self.layer(inputs)))
+
+
+class InPlace(Reused):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(self.layer(inputs).relu_())
+
+
+def bounded() -> nn.Module:
+    return nn.Sequential(nn.Embedding(9, 3, max_norm=1.0), nn.Linear(3, 1))
+
+
+@pytest.mark.parametrize(
+    ("module", "kinds", "words"),
+    [
+        (Reused, ["ghost"], r'dp = "ghost": .* used twice.* use dp = "flat"'),
+        (InPlace, KINDS, "changes the outputs of a layer in place; use inplace=False"),
+        (bounded, KINDS, "its layer '0' has max_norm, which scales the rows that examples use, without noise"),
+    ],
+)
+def test_modules_that_hooks_cannot_follow_are_refused_in_words(module: Any, kinds: list[str], words: str) -> None:
+    learner = Learner(model=module, loss=nn.functional.mse_loss)
+    for kind in kinds:
+        with pytest.raises(ModelError, match=words):
+            train(Trainee(learner), learner.initial(), work(**quiet(dp=kind)))
