@@ -136,7 +136,7 @@ def describe_event(board: AttemptTable, event: admin_pb2.JobEvent, job: admin_pb
         return ""
     is_warm_start = attempt.kind == admin_pb2.ATTEMPT_KIND_WARM_START
     place = formats.attempt_kind(attempt.kind, job) if is_warm_start else f"round {formats.rounds(attempt.round, job)}"
-    place += "" if job.num_rounds else formats.server_round(attempt)
+    place += "" if job.num_rounds or is_warm_start else formats.server_round(attempt)
     if event.entity == "version":
         return f"{place}  scored by the server  {formats.metrics(attempt.server_metrics, {})}"
     if attempt.attempt > 1:

@@ -274,8 +274,12 @@ def test_a_warm_start_has_no_clients_and_no_round():
     assert printed[1].startswith("app start  committed")
     assert printed[2].startswith("round 5 (server-round 3)  committed")
     (attempt,) = board.latest(1)
-    columns = {column.name: column.cell(attempt) for column in job_lists.ROUND_LAYOUT.columns}
+    columns = {
+        column.name: column.cell(attempt) for column in job_lists.round_layout(admin_pb2.Job(num_rounds=3)).columns
+    }
     assert (columns["#ROUND"], columns["KIND"], columns["PHASE"]) == ("0", "warm start", "warm start committed")
+    columns = {column.name: column.cell(attempt) for column in job_lists.round_layout(admin_pb2.Job()).columns}
+    assert (columns["KIND"], columns["PHASE"]) == ("app start", "app start committed")
     console = Console(file=io.StringIO(), width=100)
     console.print(watch.picture(board, admin_pb2.Job(num_rounds=3), 24))
     assert isinstance(console.file, io.StringIO)
