@@ -167,11 +167,13 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def _private_mistakes(self) -> Iterator[str]:
         """Yield the options that are invalid with this `dp`, each message beginning with its key."""
-        for name in ("dp_noise_multiplier", "dp_max_grad_norm", "dp_delta"):
-            value: float = getattr(self, name)
-            if self.is_private and not value:
-                yield f'{name} = {value:g}: expected a number above 0 with dp = "{self.dp}"'
-            if value and not self.is_private:
+        names = ("dp_noise_multiplier", "dp_max_grad_norm", "dp_delta")
+        first, *others = [name for name in names if not getattr(self, name)] or [""]
+        if self.is_private and first:
+            more = f"; {' and '.join(others)} too" if others else ""
+            yield f'{first} = 0: expected a number above 0 with dp = "{self.dp}"{more}'
+        for name in names:
+            if (value := getattr(self, name)) and not self.is_private:
                 yield f'{name} = {value:g}: expected it with dp = "flat", "per_layer" or "ghost" only, and dp is "none"'
         if not self.is_private:
             return

@@ -28,8 +28,13 @@ def attempt_phase(phase: int) -> str:
     return name_of(admin_pb2.AttemptPhase.DESCRIPTOR, phase)
 
 
-def attempt_kind(kind: int) -> str:
-    """Return the name of an attempt kind in lower case: `train`, `warm start`."""
+def attempt_kind(kind: int, job: admin_pb2.Job | None = None) -> str:
+    """Return the name of an attempt kind in lower case: `train`, `warm start`.
+
+    What the job of a Flower app, which has no number of rounds, does before round 1 is the start of its app.
+    """
+    if kind == admin_pb2.ATTEMPT_KIND_WARM_START and job is not None and not job.num_rounds:
+        return "app start"
     return name_of(admin_pb2.AttemptKind.DESCRIPTOR, kind).lower().replace("_", " ")
 
 

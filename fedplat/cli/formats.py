@@ -62,9 +62,10 @@ def rounds(number: int, job: admin_pb2.Job) -> str:
     return f"{text}/{job.num_rounds}" if job.num_rounds else text
 
 
-def warm_start(job: admin_pb2.Job) -> str:
-    """Return what a job does before round 1: that of a Flower app, which has no number of rounds, is its start."""
-    return "warm start" if job.num_rounds else "app start"
+def server_round(attempt: admin_pb2.Round) -> str:
+    """Format the round of a Flower app that an exchange belongs to: ` (server-round 3)`; empty if it is not known."""
+    number = attempt.client_metrics.get("server-round")
+    return "" if number is None else f" (server-round {number:g})"
 
 
 def progress(progress: admin_pb2.AttemptProgress) -> str:

@@ -171,7 +171,7 @@ def _print(output: Output, found: JobReport) -> None:
     if found.details is not None:
         round_description.print_funnel(output, found.details.round)
         round_description.print_reasons(output, found.details)
-    _print_rows(output, "Last rounds", job_lists.ROUND_LAYOUT, found.rounds)
+    _print_rows(output, "Last rounds", job_lists.round_layout(job), found.rounds)
     _print_rows(output, "Last assignments", assignments.OF_JOB, found.assignments)
 
 

@@ -47,32 +47,38 @@ JOB_LAYOUT = ListLayout[admin_pb2.Job](
         ListColumn("REASON", lambda job: job.reason),
     ),
 )
-ROUND_LAYOUT = ListLayout[admin_pb2.Round](
-    lambda attempt: str(attempt.round),
-    (
-        ListColumn("#ROUND", lambda attempt: str(attempt.round)),
-        ListColumn("#TRY", lambda attempt: str(attempt.attempt)),
-        ListColumn("KIND", lambda attempt: formats.attempt_kind(attempt.kind), is_wide=True),
-        ListColumn("PHASE", lambda attempt: _phase(attempt)),
-        ListColumn("OPENED", lambda attempt: formats.moment(attempt.opened_unix_s), is_wide=True),
-        ListColumn("#CHECKED IN", lambda attempt: str(attempt.checked_in), is_wide=True),
-        ListColumn("#ELIGIBLE", lambda attempt: str(attempt.eligible), is_wide=True),
-        ListColumn("#ASSIGNED", lambda attempt: str(attempt.assigned)),
-        ListColumn("#REPORTED", lambda attempt: str(attempt.reported)),
-        ListColumn("#LOST", lambda attempt: str(attempt.late + attempt.failed + attempt.rejected + attempt.dropped)),
-        ListColumn("#LATE", lambda attempt: str(attempt.late), is_wide=True),
-        ListColumn("#FAILED", lambda attempt: str(attempt.failed), is_wide=True),
-        ListColumn("#REJECTED", lambda attempt: str(attempt.rejected), is_wide=True),
-        ListColumn("#SURPLUS", lambda attempt: str(attempt.surplus), is_wide=True),
-        ListColumn("#DROPPED", lambda attempt: str(attempt.dropped), is_wide=True),
-        ListColumn("#MERGED", lambda attempt: str(attempt.merged), is_wide=True),
-        ListColumn("#RECEIVED", lambda attempt: watch.format_update_size(attempt), is_wide=True),
-        ListColumn("#STALE", lambda attempt: _staleness(attempt), is_wide=True),
-        ListColumn("#MAX NORM", lambda attempt: _largest_norm(attempt), is_wide=True),
-        ListColumn("#TIME", lambda attempt: watch.format_time(attempt)),
-        ListColumn("METRICS", lambda attempt: watch.outcome(attempt)),
-    ),
-)
+
+
+def round_layout(job: admin_pb2.Job) -> ListLayout[admin_pb2.Round]:
+    """Return the layout of a job's attempts."""
+    return ListLayout(
+        lambda attempt: str(attempt.round),
+        (
+            ListColumn("#ROUND", lambda attempt: str(attempt.round)),
+            ListColumn("#TRY", lambda attempt: str(attempt.attempt)),
+            ListColumn("KIND", lambda attempt: formats.attempt_kind(attempt.kind, job), is_wide=True),
+            ListColumn("PHASE", lambda attempt: _phase(attempt, job)),
+            ListColumn("OPENED", lambda attempt: formats.moment(attempt.opened_unix_s), is_wide=True),
+            ListColumn("#CHECKED IN", lambda attempt: str(attempt.checked_in), is_wide=True),
+            ListColumn("#ELIGIBLE", lambda attempt: str(attempt.eligible), is_wide=True),
+            ListColumn("#ASSIGNED", lambda attempt: str(attempt.assigned)),
+            ListColumn("#REPORTED", lambda attempt: str(attempt.reported)),
+            ListColumn(
+                "#LOST", lambda attempt: str(attempt.late + attempt.failed + attempt.rejected + attempt.dropped)
+            ),
+            ListColumn("#LATE", lambda attempt: str(attempt.late), is_wide=True),
+            ListColumn("#FAILED", lambda attempt: str(attempt.failed), is_wide=True),
+            ListColumn("#REJECTED", lambda attempt: str(attempt.rejected), is_wide=True),
+            ListColumn("#SURPLUS", lambda attempt: str(attempt.surplus), is_wide=True),
+            ListColumn("#DROPPED", lambda attempt: str(attempt.dropped), is_wide=True),
+            ListColumn("#MERGED", lambda attempt: str(attempt.merged), is_wide=True),
+            ListColumn("#RECEIVED", lambda attempt: watch.format_update_size(attempt), is_wide=True),
+            ListColumn("#STALE", lambda attempt: _staleness(attempt), is_wide=True),
+            ListColumn("#MAX NORM", lambda attempt: _largest_norm(attempt), is_wide=True),
+            ListColumn("#TIME", lambda attempt: watch.format_time(attempt)),
+            ListColumn("METRICS", lambda attempt: watch.outcome(attempt)),
+        ),
+    )
 
 
 def list_jobs(  # noqa: PLR0913 - a command's parameters are its options
@@ -147,7 +153,7 @@ def list_rounds(  # noqa: PLR0913 - a command's parameters are its options
             f"there is no such attempt at round {round_}" if round_ else "no rounds yet",
             Order.NEWEST_LAST,
         )
-        lists.show(command, query, ROUND_LAYOUT, limit, watch)
+        lists.show(command, query, round_layout(command.client.show_job(job)), limit, watch)
 
 
 def list_assignments(  # noqa: PLR0913 - a command's parameters are its options
@@ -255,11 +261,11 @@ def _sentence(attempt: admin_pb2.Round) -> str:
     return text + (f" ({attempt.reason})" if attempt.reason else "")
 
 
-def _phase(attempt: admin_pb2.Round) -> str:
+def _phase(attempt: admin_pb2.Round, job: admin_pb2.Job) -> str:
     """Format the phase, and the kind of an attempt that is not for training."""
     phase = formats.attempt_phase(attempt.phase).lower()
     is_training = attempt.kind in (admin_pb2.ATTEMPT_KIND_TRAIN, admin_pb2.ATTEMPT_KIND_UNSPECIFIED)
-    return phase if is_training else f"{formats.attempt_kind(attempt.kind)} {phase}"
+    return phase if is_training else f"{formats.attempt_kind(attempt.kind, job)} {phase}"
 
 
 def _staleness(attempt: admin_pb2.Round) -> str:

@@ -92,7 +92,7 @@ def _print(
     fields = {
         "job": f"{job.name} ({job.job_id})",
         "round": f"{formats.rounds(attempt.round, job)}, attempt {attempt.attempt} of {found.num_attempts}, "
-        f"{formats.attempt_kind(attempt.kind)} from version {attempt.base_version}",
+        f"{formats.attempt_kind(attempt.kind, job)} from version {attempt.base_version}",
         "phase": phase + (f": {attempt.reason}" if attempt.reason else ""),
         "opened": formats.moment(attempt.opened_unix_s)
         + (f", took {formats.duration(attempt.seconds)}" if attempt.seconds else ""),

@@ -135,7 +135,8 @@ def describe_event(board: AttemptTable, event: admin_pb2.JobEvent, job: admin_pb
     if attempt is None:
         return ""
     is_warm_start = attempt.kind == admin_pb2.ATTEMPT_KIND_WARM_START
-    place = formats.warm_start(job) if is_warm_start else f"round {formats.rounds(attempt.round, job)}"
+    place = formats.attempt_kind(attempt.kind, job) if is_warm_start else f"round {formats.rounds(attempt.round, job)}"
+    place += "" if job.num_rounds or is_warm_start else formats.server_round(attempt)
     if event.entity == "version":
         return f"{place}  scored by the server  {formats.metrics(attempt.server_metrics, {})}"
     if attempt.attempt > 1:
@@ -167,7 +168,7 @@ def _cohort(attempt: admin_pb2.Round) -> list[str]:
 def _short_row(attempt: admin_pb2.Round, job: admin_pb2.Job) -> Sequence[str]:
     is_evaluation = attempt.kind == admin_pb2.ATTEMPT_KIND_EVALUATE
     is_warm_start = attempt.kind == admin_pb2.ATTEMPT_KIND_WARM_START
-    place = formats.warm_start(job) if is_warm_start else str(attempt.round)
+    place = formats.attempt_kind(attempt.kind, job) if is_warm_start else str(attempt.round)
     return (
         place + (f" try {attempt.attempt}" if attempt.attempt > 1 and not is_evaluation else ""),
         "evaluated" if is_evaluation else formats.attempt_phase(attempt.phase).lower(),

@@ -266,10 +266,20 @@ def test_a_warm_start_has_no_clients_and_no_round():
     assert printed == ["warm start  committed  3.0 s  loss 0.5"]
     of_app = watch.lines(printed.append, admin_pb2.Job(name="digits"))  # an app decides how many rounds there are
     of_app(admin_pb2.JobEvent(entity="attempt", attempt=1, to_state="COMMITTED", unix_s=4.0, kind=kind))
+    of_app(
+        admin_pb2.JobEvent(
+            entity="attempt", round=5, attempt=1, to_state="COMMITTED", unix_s=5.0, metrics={"server-round": 3.0}
+        )
+    )
     assert printed[1].startswith("app start  committed")
+    assert printed[2].startswith("round 5 (server-round 3)  committed")
     (attempt,) = board.latest(1)
-    columns = {column.name: column.cell(attempt) for column in job_lists.ROUND_LAYOUT.columns}
+    columns = {
+        column.name: column.cell(attempt) for column in job_lists.round_layout(admin_pb2.Job(num_rounds=3)).columns
+    }
     assert (columns["#ROUND"], columns["KIND"], columns["PHASE"]) == ("0", "warm start", "warm start committed")
+    columns = {column.name: column.cell(attempt) for column in job_lists.round_layout(admin_pb2.Job()).columns}
+    assert (columns["KIND"], columns["PHASE"]) == ("app start", "app start committed")
     console = Console(file=io.StringIO(), width=100)
     console.print(watch.picture(board, admin_pb2.Job(num_rounds=3), 24))
     assert isinstance(console.file, io.StringIO)
