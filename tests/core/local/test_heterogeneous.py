@@ -20,6 +20,7 @@ from fedplat.pytorch import convert as backend
 from fedplat.pytorch.training import Learner, LocalOptions, LocalTraining, TensorExamples, Trainee, train
 from fedplat.simulation import SimulationOptions, make_job, simulate
 from fedplat.simulation.data import Dataset, partitioners
+from fedplat.simulation.engines.registry import LoopOptions, VmapOptions
 from fedplat.toml import read_record
 
 NUM_CLIENTS = 4
@@ -105,8 +106,8 @@ def make_linear() -> nn.Module:
     return nn.Linear(3, 2)
 
 
-@pytest.mark.parametrize("engine", ["loop", "vmap"])
-def test_a_simulation_without_the_rule_of_scaffold_says_what_is_missing(engine: str) -> None:
+@pytest.mark.parametrize("engine", [LoopOptions(), VmapOptions()])
+def test_a_simulation_without_the_rule_of_scaffold_says_what_is_missing(engine: LoopOptions | VmapOptions) -> None:
     config = {"algorithm": "scaffold", "epochs": 1, "batch_size": 2, "learning_rate": 0.1}
     job = make_job(make_linear, rounds=1, selection=Selection(goal=2, over_selection=1.0), config=config)
     data = Dataset.from_arrays(np.ones((8, 3), np.float32), np.arange(8) % 2)
