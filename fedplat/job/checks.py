@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fedplat import aggregate, codecs, modes
 from fedplat.aggregate.easgd import NAME as EASGD
-from fedplat.aggregate.scaffold import NAME as SCAFFOLD
 from fedplat.job import elastic_checks, gossip_checks, privacy_checks, secure_checks
 from fedplat.job.pool import PoolOptions, ServerLearning, ServerStep
 from fedplat.job.sections import Compression, Evaluation, Updates
@@ -73,11 +72,6 @@ def _check_rule(spec: JobTables, rule: aggregate.Rule) -> None:
         raise ValueError(
             f'config.algorithm = "{EASGD}": clients report what they exchange with the centre, and the rule "{name}" '
             f'would take it for their progress; expected [aggregation] rule = "{EASGD}"'
-        )
-    elif spec.config.get("algorithm") == SCAFFOLD != algorithm:
-        raise ValueError(
-            f'config.algorithm = "{SCAFFOLD}": clients need the control variate, which the model of the rule "{name}" '
-            f'does not have; expected [aggregation] rule = "{SCAFFOLD}", with num_clients'
         )
 
 

@@ -47,12 +47,6 @@ def test_the_number_of_clients_is_needed() -> None:
         parse_job(text)
 
 
-def test_scaffold_on_clients_needs_the_rule_whose_model_has_control_variates() -> None:
-    text = JOB.format(rule="fedavg", algorithm="scaffold", weighting="uniform").replace("num_clients = 10", "")
-    with pytest.raises(JobFileError, match=r'config.algorithm = "scaffold": .* \[aggregation\] rule = "scaffold"'):
-        parse_job(text)
-
-
 BOTH = """
 import dataclasses
 import msgspec

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -26,7 +26,7 @@ from fedplat.aggregate.local import (
     StartContext,
     UpdateDirection,
 )
-from fedplat.errors import PluginError
+from fedplat.errors import ModelError, PluginError
 from fedplat.local_options import LocalOptions
 from fedplat.user_code import wrap_errors
 
@@ -35,6 +35,19 @@ def check_drift(drift: Arrays, shapes: Mapping[str, torch.Size], key: str) -> No
     """Raise `PluginError` if a drift is not one array for some of the parameters, each of its parameter's shape."""
     for name, array in drift.items():
         _check_shape(f"{key}: begin(): the drift", name, array, shapes)
+
+
+def select_control(
+    model: Mapping[str, torch.Tensor], names: Iterable[str], which: str = "the algorithm"
+) -> dict[str, torch.Tensor]:
+    """Return a model's control variates by the names of their tensors. Raises `ModelError` if the model has none."""
+    names = list(names)
+    if missing := [name for name in names if CONTROL + name not in model]:
+        raise ModelError(
+            f"the model has no tensor {CONTROL + missing[0]!r}, which {which} needs; expected a job whose aggregation "
+            "rule adds it"
+        )
+    return {name: model[CONTROL + name] for name in names}
 
 
 def build_guarded_algorithm(options: LocalOptions) -> LocalAlgorithm:

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 import torch
 
-from fedplat.aggregate.local import CONTROL, Correction, LocalEnding, UpdateDirection, effective_steps
+from fedplat.aggregate.local import Correction, LocalEnding, UpdateDirection, effective_steps
 from fedplat.client_state import ClientState
 from fedplat.errors import ModelError
 from fedplat.model import Parameters
 from fedplat.pytorch import convert as backend
 from fedplat.pytorch.training import kept_optimizer
-from fedplat.pytorch.training.algorithm import build_guarded_algorithm, check_drift
+from fedplat.pytorch.training.algorithm import build_guarded_algorithm, check_drift, select_control
 from fedplat.pytorch.training.examples import Examples
 from fedplat.pytorch.training.learner import Trainee, use_seed
 from fedplat.pytorch.training.losses import make_own_loss
@@ -227,12 +227,8 @@ def _control_variates(
     if work.optimizer_factory is not None:
         raise ValueError(f'the algorithm "{algorithm}" requires SGD; expected a trainer without its own optimizer')
     model = backend.to_torch(parameters)
-    if missing := [name for name in names if CONTROL + name not in model]:
-        raise ModelError(
-            f'the model has no tensor {CONTROL + missing[0]!r}, which the algorithm "{algorithm}" needs; expected a '
-            "job whose aggregation rule adds it"
-        )
-    return {name: model[CONTROL + name].to(trainee.device) for name in names}
+    found = select_control(model, names, f'the algorithm "{algorithm}"')
+    return {name: tensor.to(trainee.device) for name, tensor in found.items()}
 
 
 def _move_to(device: torch.device, note: Parameters) -> dict[str, torch.Tensor]:

@@ -10,11 +10,10 @@ from math import prod
 import numpy as np
 import torch
 
-from fedplat.aggregate.local import CONTROL
 from fedplat.client_state import ClientState
-from fedplat.errors import ModelError
 from fedplat.model import FLOATING, Bytes, Parameters, Schema
 from fedplat.pytorch import convert as backend
+from fedplat.pytorch.training.algorithm import select_control
 from fedplat.pytorch.training.learner import Trainee
 
 _NOTE = "personal"
@@ -89,12 +88,8 @@ class ParameterLayout:
         state = {name: tensors[name].clone() for name in self.state_names if name not in self.personal}
         control = torch.empty(0)
         if with_control:
-            if missing := [name for name in self.shared_names if CONTROL + name not in tensors]:
-                raise ModelError(
-                    f"the model has no tensor {CONTROL + missing[0]!r}, which the algorithm of [config] needs; "
-                    "expected a job whose aggregation rule adds it"
-                )
-            control = torch.cat([tensors[CONTROL + name].reshape(-1) for name in self.shared_names])
+            found = select_control(tensors, self.shared_names)
+            control = torch.cat([tensor.reshape(-1) for tensor in found.values()])
         return Base(parameters, weights, control, state)
 
     def load_personal(self, weights: torch.Tensor, client_state: ClientState) -> dict[str, torch.Tensor]:
