@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 
@@ -24,6 +25,12 @@ def moment(unix_s: float) -> str:
         return datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M:%S")
     except (ValueError, OverflowError, OSError):  # NaN, or a year beyond the calendar's range
         return NOTHING
+
+
+def clock(unix_s: float) -> str:
+    """Format the time of a day as local time, `14:03:05`, with the date if it is not today."""
+    text, today = moment(unix_s), moment(time.time())
+    return text.removeprefix(today.partition(" ")[0] + " ")
 
 
 def metrics(client: Mapping[str, float], server: Mapping[str, float]) -> str:

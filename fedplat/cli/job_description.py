@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import typer
 
 from fedplat import step_profile
-from fedplat.admin import AdminClient, funnel
+from fedplat.admin import AdminClient, funnel, waiting
 from fedplat.cli import assignments, formats, job_lists, round_description
 from fedplat.cli.output import Output, to_record
 from fedplat.cli.session import FormatOption, JobArgument, JsonOption, ServerOption, session
@@ -131,15 +131,22 @@ def _explain_running(found: JobReport, spec: JobSpec | None) -> str:
     place = f"round {formats.rounds(attempt.round, job)}" if attempt.round else "its first round"
     at_work = f", {format_count(attempt.busy, 'client')} at work" if attempt.busy else ""
     if step := funnel.describe_step(attempt.progress):
-        return f"{place} aggregates securely: {step}{at_work}{_because(job)}"
+        return f"{place} aggregates securely: {step}{at_work}{_until(attempt)}{_because(job)}"
     match attempt.phase:
         case admin_pb2.ATTEMPT_PHASE_COLLECTING:
-            text = f"{place} collects reports: {attempt.reported} of {attempt.goal} are there"
-            return text + at_work + _because(job)
+            text = f"{place} collects reports: {attempt.reported} of {attempt.goal} are there{at_work}"
+            return text + _until(attempt) + _because(job)
         case admin_pb2.ATTEMPT_PHASE_COMMITTING:
             return f"{place} is being committed{_because(job)}"
         case _:
-            return f"{place} waits for clients{_because(job)}. {_supply(found, spec, attempt.target)}"
+            until = f" until {formats.clock(attempt.waiting.until_unix_s)}" if attempt.waiting.until_unix_s else ""
+            return f"{place} waits for clients{until}{_because(job)}. {_supply(found, spec, attempt.target)}"
+
+
+def _until(attempt: admin_pb2.Round) -> str:
+    """Return for whom an attempt waits and until when, as the next part of a sentence."""
+    text = waiting.describe(attempt, formats.clock)
+    return f"; it {text}" if text else ""
 
 
 def _supply(found: JobReport, spec: JobSpec | None, target: int) -> str:

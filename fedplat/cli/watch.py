@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fedplat.admin import AdminClient
+from fedplat.admin import AdminClient, waiting
 from fedplat.cli import formats
 from fedplat.cli.board import AttemptTable
 from fedplat.cli.output import Output, table, to_record
@@ -131,7 +131,13 @@ def describe_event(board: AttemptTable, event: admin_pb2.JobEvent, job: admin_pb
     if event.entity == "job":
         return f"job {job.name} is {event.to_state}" + (f": {event.reason}" if event.reason else "")
     if event.entity == "progress":
-        return f"round {formats.rounds(event.round, job)}  {event.reason or formats.progress(event.progress)}"
+        text = event.reason or formats.progress(event.progress)
+        if event.waiting.client_ids:
+            num_busy = event.progress.num_training + event.progress.num_uploading
+            text += f"; {waiting.describe_waiting(event.waiting, num_busy, formats.clock)}"
+        elif event.waiting.until_unix_s:
+            text += f"; until {formats.clock(event.waiting.until_unix_s)}"
+        return f"round {formats.rounds(event.round, job)}  {text}"
     if attempt is None:
         return ""
     is_warm_start = attempt.kind == admin_pb2.ATTEMPT_KIND_WARM_START

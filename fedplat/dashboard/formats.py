@@ -33,6 +33,11 @@ def moment(unix_s: float) -> Markup | str:
     )
 
 
+def clock(unix_s: float) -> str:
+    """Return a point in time as text in UTC, such as `2026-11-27 20:11:43 UTC`."""
+    return f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
 def virtual_moment(seconds: float) -> str:
     """Return a moment of a simulation, in virtual time since its start."""
     return f"{texts.duration(seconds)} after the start" if seconds else "at the start"

@@ -60,6 +60,23 @@ async def test_operators_see_the_progress_of_the_open_attempt(site: Site) -> Non
     assert not any(one.HasField("progress") for one in listed)
 
 
+async def test_operators_see_for_whom_an_attempt_waits_and_until_when(site: Site) -> None:
+    job = await site.operator.start(job_file(goal=2))
+    waits = (await site.operator.show(job)).current.waiting
+    assert (list(waits.client_ids), waits.until_unix_s > 0.0) == ([], True)
+    clients = await site.fleet(2)
+    work = await site.assign(clients)
+    waits = (await site.operator.show(job)).current.waiting
+    assert sorted(waits.client_ids) == sorted(client.client_id for client in clients)
+    assert waits.until_unix_s > 0.0
+    assert not waits.silent_client_ids
+    await clients[0].deliver(work[0].token, update_of(initial_model(), 2))
+    waits = (await site.operator.show(job)).current.waiting
+    assert list(waits.client_ids) == [clients[1].client_id]
+    await site.operator.jobs.PauseJob(admin_pb2.JobRequest(job=job))
+    assert not (await site.operator.show(job)).current.HasField("waiting")
+
+
 async def test_operators_see_a_client_whose_trainer_does_not_return(site: Site) -> None:
     job = await site.operator.start(job_file(goal=1))
     (client,) = await site.fleet(1)

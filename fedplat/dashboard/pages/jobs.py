@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fedplat.admin import exchange, funnel
+from fedplat.admin import exchange, funnel, waiting
 from fedplat.dashboard import formats
 from fedplat.dashboard.pages import job_charts
 from fedplat.dashboard.pages.overview import STATUSES
@@ -78,6 +78,7 @@ def show_job(visit: Visit) -> Page:
         "status": formats.job_status(job.status),
         "current": job.current if job.HasField("current") and job.current.phase not in funnel.ENDED else None,
         "step": funnel.describe_step(job.current.progress),
+        "waiting": waiting.describe(job.current, formats.clock),
         "exchange": exchange.describe(job.exchange) if job.HasField("exchange") else "",
         "unreachable": exchange.join_names(job.exchange.unreachable, job.exchange.num_unreachable),
         "axis": axis,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fedplat.admin import funnel
+from fedplat.admin import funnel, waiting
 from fedplat.dashboard import formats
 from fedplat.dashboard.optional_calls import OptionalResult, call_if_supported
 from fedplat.dashboard.pages.job_charts import outcome_counts
@@ -77,6 +77,7 @@ def show_round(visit: Visit) -> Page:
         "steps": draw_funnel(each),
         "largest_loss": funnel.largest_loss(each),
         "step": funnel.describe_step(each.progress),
+        "waiting": waiting.describe(each, formats.clock),
         "outcomes": outcome_counts(each),
         "phase": formats.attempt_phase(each.phase),
         "assignments": assignments,

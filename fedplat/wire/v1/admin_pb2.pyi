@@ -887,6 +887,7 @@ class Round(_message.Message):
     MERGED_FIELD_NUMBER: _builtins.int
     BUSY_FIELD_NUMBER: _builtins.int
     NUM_SURVIVORS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     attempt: _builtins.int
     kind: Global___AttemptKind.ValueType
@@ -939,6 +940,10 @@ class Round(_message.Message):
     def progress(self) -> Global___AttemptProgress:
         """Only set while the attempt is open and clients work for it."""
 
+    @_builtins.property
+    def waiting(self) -> Global___AttemptWait:
+        """Only set while the attempt is open and waits for clients."""
+
     def __init__(
         self,
         *,
@@ -974,16 +979,51 @@ class Round(_message.Message):
         merged: _builtins.int = ...,
         busy: _builtins.int = ...,
         num_survivors: _builtins.int = ...,
+        waiting: Global___AttemptWait | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_largest_norm", b"_largest_norm", "largest_norm", b"largest_norm", "progress", b"progress"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_largest_norm", b"_largest_norm", "largest_norm", b"largest_norm", "progress", b"progress", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_largest_norm", b"_largest_norm", "assigned", b"assigned", "attempt", b"attempt", "base_version", b"base_version", "busy", b"busy", "checked_in", b"checked_in", "client_metrics", b"client_metrics", "downloaded", b"downloaded", "dropped", b"dropped", "eligible", b"eligible", "failed", b"failed", "goal", b"goal", "kind", b"kind", "largest_norm", b"largest_norm", "late", b"late", "max_staleness", b"max_staleness", "mean_staleness", b"mean_staleness", "merged", b"merged", "minimum", b"minimum", "num_survivors", b"num_survivors", "opened_unix_s", b"opened_unix_s", "phase", b"phase", "progress", b"progress", "reason", b"reason", "rejected", b"rejected", "reported", b"reported", "round", b"round", "seconds", b"seconds", "server_metrics", b"server_metrics", "surplus", b"surplus", "target", b"target", "trained", b"trained", "update_bytes", b"update_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_largest_norm", b"_largest_norm", "assigned", b"assigned", "attempt", b"attempt", "base_version", b"base_version", "busy", b"busy", "checked_in", b"checked_in", "client_metrics", b"client_metrics", "downloaded", b"downloaded", "dropped", b"dropped", "eligible", b"eligible", "failed", b"failed", "goal", b"goal", "kind", b"kind", "largest_norm", b"largest_norm", "late", b"late", "max_staleness", b"max_staleness", "mean_staleness", b"mean_staleness", "merged", b"merged", "minimum", b"minimum", "num_survivors", b"num_survivors", "opened_unix_s", b"opened_unix_s", "phase", b"phase", "progress", b"progress", "reason", b"reason", "rejected", b"rejected", "reported", b"reported", "round", b"round", "seconds", b"seconds", "server_metrics", b"server_metrics", "surplus", b"surplus", "target", b"target", "trained", b"trained", "update_bytes", b"update_bytes", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__largest_norm: _TypeAlias = _typing.Literal["largest_norm"]  # noqa: Y015
     _WhichOneofArgType__largest_norm: _TypeAlias = _typing.Literal["_largest_norm", b"_largest_norm"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__largest_norm) -> _WhichOneofReturnType__largest_norm | None: ...
 
 Global___Round: _TypeAlias = Round  # noqa: Y015
+
+@_typing.final
+class AttemptWait(_message.Message):
+    """What an open attempt waits for: clients to check in, or those at work."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNTIL_UNIX_S_FIELD_NUMBER: _builtins.int
+    CLIENT_IDS_FIELD_NUMBER: _builtins.int
+    SILENT_CLIENT_IDS_FIELD_NUMBER: _builtins.int
+    until_unix_s: _builtins.float
+    """The moment at which it does without those that are missing then; 0 if it has no deadline."""
+    @_builtins.property
+    def client_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The clients that have been at work for the longest time, at most 5; none while it waits for clients to check in."""
+
+    @_builtins.property
+    def silent_client_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those of them from which the server has received nothing for 45 seconds."""
+
+    def __init__(
+        self,
+        *,
+        until_unix_s: _builtins.float = ...,
+        client_ids: _abc.Iterable[_builtins.str] | None = ...,
+        silent_client_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_ids", b"client_ids", "silent_client_ids", b"silent_client_ids", "until_unix_s", b"until_unix_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttemptWait: _TypeAlias = AttemptWait  # noqa: Y015
 
 @_typing.final
 class ShowRoundRequest(_message.Message):
@@ -1469,6 +1509,7 @@ class JobEvent(_message.Message):
     UPDATE_BYTES_FIELD_NUMBER: _builtins.int
     NORM_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     unix_s: _builtins.float
     entity: _builtins.str
@@ -1493,6 +1534,10 @@ class JobEvent(_message.Message):
     def progress(self) -> Global___AttemptProgress:
         """Only of "progress" events. That of an attempt which waits for clients has a reason instead."""
 
+    @_builtins.property
+    def waiting(self) -> Global___AttemptWait:
+        """Only of "progress" events: what the attempt waits for."""
+
     def __init__(
         self,
         *,
@@ -1510,10 +1555,11 @@ class JobEvent(_message.Message):
         update_bytes: _builtins.int = ...,
         norm: _builtins.float | None = ...,
         progress: Global___AttemptProgress | None = ...,
+        waiting: Global___AttemptWait | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_norm", b"_norm", "norm", b"norm", "progress", b"progress"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_norm", b"_norm", "norm", b"norm", "progress", b"progress", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_norm", b"_norm", "attempt", b"attempt", "client_id", b"client_id", "entity", b"entity", "from_state", b"from_state", "kind", b"kind", "metrics", b"metrics", "norm", b"norm", "progress", b"progress", "reason", b"reason", "round", b"round", "sequence", b"sequence", "to_state", b"to_state", "unix_s", b"unix_s", "update_bytes", b"update_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_norm", b"_norm", "attempt", b"attempt", "client_id", b"client_id", "entity", b"entity", "from_state", b"from_state", "kind", b"kind", "metrics", b"metrics", "norm", b"norm", "progress", b"progress", "reason", b"reason", "round", b"round", "sequence", b"sequence", "to_state", b"to_state", "unix_s", b"unix_s", "update_bytes", b"update_bytes", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__norm: _TypeAlias = _typing.Literal["norm"]  # noqa: Y015
     _WhichOneofArgType__norm: _TypeAlias = _typing.Literal["_norm", b"_norm"]  # noqa: Y015

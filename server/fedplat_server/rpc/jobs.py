@@ -24,7 +24,7 @@ from fedplat_server.database.jobs import AttemptFilter, AttemptRecord, JobRecord
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.records import audit
 from fedplat_server.records.audit import AuditEntry
-from fedplat_server.rpc import convert, job_filters, pages, round_details, streams, validation
+from fedplat_server.rpc import convert, job_filters, pages, round_details, streams, validation, waiting
 from fedplat_server.rpc.caller import current_operator
 from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.progress_events import ProgressEvents
@@ -337,7 +337,10 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         attempt = job.open_attempt
         if attempt is None or attempt.key != record.key:
             return convert.round_(record, server_metrics)
-        return convert.round_(record, server_metrics, self._services.progress.summarize(attempt, job.gossip))
+        found = convert.round_(record, server_metrics, self._services.progress.summarize(attempt, job.gossip))
+        if (waits := waiting.find(self._services, attempt)) is not None:
+            found.waiting.CopyFrom(waits)
+        return found
 
     async def _find_version(self, job: JobState, number: int) -> VersionRecord:
         """Return the version of this number. Raises `RefusedError` if it is unknown, or its file was removed."""

@@ -10,7 +10,7 @@ import time
 from fedplat.rounds import Attempt
 from fedplat.rounds.states import AttemptPhase
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server.rpc import convert
+from fedplat_server.rpc import convert, waiting
 from fedplat_server.rpc.services import Services
 
 WAITING_AFTER_S = 3.0
@@ -51,6 +51,8 @@ class ProgressEvents:
             attempt=attempt.key.number,
             kind=convert.KINDS[attempt.kind],
         )
+        if (waits := waiting.find(self._services, attempt)) is not None:
+            event.waiting.CopyFrom(waits)
         return self._describe_waiting(event, attempt) if is_waiting else self._add_progress(event, attempt)
 
     def _describe_waiting(self, event: admin_pb2.JobEvent, attempt: Attempt) -> admin_pb2.JobEvent | None:
@@ -64,7 +66,7 @@ class ProgressEvents:
 
     def _add_progress(self, event: admin_pb2.JobEvent, attempt: Attempt) -> admin_pb2.JobEvent | None:
         summary = self._services.progress.summarize(attempt)
-        if summary is None or not self._is_new(attempt.key, summary):
+        if summary is None or not self._is_new(attempt.key, (summary, *event.waiting.silent_client_ids)):
             return None
         event.progress.CopyFrom(convert.progress(summary))
         return event
