@@ -82,6 +82,7 @@ def test_one_machine(tmp_path: Path) -> None:
     check_weight(tmp_path / "final.safetensors")
 
 
+@pytest.mark.slow
 def test_the_simulation_of_the_readme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,11 @@ class Killed(BaseException):
     """The process ends here."""
 
 
+def _is_end(exc: BaseException) -> bool:
+    """Lets the end of the process pass what guards the client from the owner's code."""
+    return isinstance(exc, Killed)
+
+
 @dataclasses.dataclass
 class Killer:
     """Ends a silo's process when it is about to store a state, of which all files are there."""
@@ -40,7 +45,7 @@ class Killer:
             self(folder, state)
 
         monkeypatch.setattr(SiloFolder, "save", save)
-        monkeypatch.setattr(user_code, "is_interrupt", lambda exc: isinstance(exc, Killed))  # no guard catches it
+        monkeypatch.setattr(user_code, "is_interrupt", _is_end)
 
     def __call__(self, folder: SiloFolder, state: SiloState) -> None:
         if self.folder in folder.path.parents and not self.is_done and self.condition(state):

@@ -32,6 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return simulate(write_digits(folder), run_folder=RunFolderOptions(folder / "kept", tensorboard=True))
 
 
+@pytest.mark.slow
 def test_the_packages_example_reaches_its_target_in_every_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
