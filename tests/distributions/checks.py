@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.cookiejar
 import json
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import urllib.parse
 import urllib.request
+from collections.abc import Generator
 from pathlib import Path
 
 from distributions.building import require
@@ -67,16 +69,21 @@ def check_project(operator: Machine, client: Machine, folder: Path) -> str:
     pages = f"127.0.0.1:{free_port()}"
     show = f"fedplat dashboard {run_folder.relative_to(project)} --listen {pages} --no-browser"
     with operator.started(show, project) as log:
-        check_dashboard(log.wait_for(f"http://{pages}/login?code="))
-    init, run = daemon.splitlines()
-    port = free_port()
-    operator.run(f"{init} --port {port}", project)
+        check_dashboard(log.wait_for(f"http://{pages}/login?code="), PROJECT)
     both = Machine(client.home, (*operator.path, *client.path))  # the operator's commands, the clients' Python
-    with operator.started(f"{run} --listen 127.0.0.1:{port}", project) as log:
-        log.wait_for(f'{{"port": {port}, ')  # the line "the server is ready"
+    with started_with_pages(operator, daemon, project):
         both.run(operation, project)
     require((project / "final.safetensors").stat().st_size > 0, "there is no model")
     return f"accuracy {summary['last']['value']:.2f} simulated, and a model of two clients"
+
+
+@contextlib.contextmanager
+def started_with_pages(machine: Machine, command: str, folder: Path) -> Generator[None]:
+    """Runs `fedplat-server dev` on other ports; its dashboard answers."""
+    pages = f"127.0.0.1:{free_port()}"
+    with machine.started(f"{command.strip()} --listen 127.0.0.1:{free_port()} --dashboard {pages}", folder) as log:
+        check_dashboard(log.wait_for(f"http://{pages}/login?code="))
+        yield
 
 
 def check_readme(machine: Machine, folder: Path) -> str:
@@ -85,9 +92,7 @@ def check_readme(machine: Machine, folder: Path) -> str:
     for name, content in re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", text, flags=re.DOTALL):
         (folder / name).write_text(content)
     _, daemon, operation = re.findall(r"(?<!-->\n)```bash\n(.*?)```", text, flags=re.DOTALL)
-    pages = f"127.0.0.1:{free_port()}"
-    with machine.started(f"{daemon.strip()} --listen 127.0.0.1:{free_port()} --dashboard {pages}", folder) as log:
-        check_dashboard(log.wait_for(f"http://{pages}/login?code="))
+    with started_with_pages(machine, daemon, folder):
         machine.run(operation, folder)
     require((folder / "final.safetensors").stat().st_size > 0, "there is no model")
     return "a model of two clients, and the dashboard"
@@ -114,18 +119,18 @@ def check_origin(python: Path) -> str:
     return "no file of the repository"
 
 
-def check_dashboard(address: str) -> None:
-    """Signs in with the printed code, as a browser does, and loads the page with its files."""
+def check_dashboard(address: str, title: str = "Overview") -> None:
+    """Signs in with the printed code, as a browser does, and loads the first page with its files."""
     parts = urllib.parse.urlsplit(address)
     origin = f"{parts.scheme}://{parts.netloc}"
     # A browser sends secure cookies to loopback addresses, also without TLS.
     policy = http.cookiejar.DefaultCookiePolicy(secure_protocols=("https", "http"))
     opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(http.cookiejar.CookieJar(policy)))
-    form = urllib.parse.urlencode({"code": urllib.parse.parse_qs(parts.query)["code"][0], "next": "/"})
+    form = urllib.parse.urlencode({"code": urllib.parse.parse_qs(parts.query)["code"][0], "next": ""})
     request = urllib.request.Request(f"{origin}/login", form.encode(), {"Origin": origin})
     with opener.open(request, timeout=60) as response:
         page = response.read().decode()
-    require("<h1>Overview" in page, f"the dashboard shows no overview: {page}")
+    require(f"<h1>{title}" in page, f"the dashboard does not begin with {title}: {page}")
     linked: list[str] = re.findall(r'(?:href|src)="(/static/[^"]+)"', page)
     require(len(linked) > 2, f"the page names {linked}")
     for path in linked:
