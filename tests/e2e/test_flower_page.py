@@ -99,7 +99,7 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
         with AdminClient(profile.load(tmp_path / "data" / "admin.toml")) as admin:
             admin.wait_until_ready(processes.PATIENCE_S)
         said = bash(DEPLOY + SUBMIT)  # the clients of the second way also work for the third
-    assert "round 4  committed  assigned 2  reported 2" in said
+    assert "round 4 (server-round 2)  committed  assigned 2  reported 2" in said
     assert re.search(r"round 5/5 .*evaluation committed", said)
     assert list((tmp_path / "data" / "flower").glob("j-*/final_model.pt"))
     assert "Fatal" not in (tmp_path / "server.log").read_text()
