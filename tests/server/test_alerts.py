@@ -304,7 +304,7 @@ async def test_a_job_whose_clients_all_vanish(site: Site, monkeypatch: pytest.Mo
 
 
 async def test_silos_that_lack_the_option_to_exchange_models(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their owners have not allowed it, which neither `where` nor their trainers show."""
+    """Neither `where` nor the trainers of these clients explain why the job cannot have them."""
     monkeypatch.setattr(alerts, "AWAY_S", 0.0)
     await site.operator.start(gossip_job(goal=2, rounds=1))
 
