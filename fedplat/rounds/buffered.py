@@ -30,12 +30,6 @@ def has_carried_over(job: JobState) -> bool:
     return job.carried_over.num_busy > 0 or job.carried_over.num_reported > 0
 
 
-def hold_report(job: JobState, reported: Assignment) -> JobState:
-    """Queue the report of a carried-over assignment for the next attempt."""
-    waiting = structs.replace(reported, report_number=job.carried_over.next_report)
-    return structs.replace(job, carried_over=job.carried_over.with_assignments([waiting]))
-
-
 def carry_over(job: JobState, attempt: Attempt) -> tuple[JobState, Attempt]:
     """Move the busy assignments of a closing attempt to those that the job carries over."""
     staying = [each for each in attempt.assignments.values() if not each.is_busy]
@@ -83,21 +77,6 @@ def stop_stale(job: JobState) -> tuple[JobState, tuple[Command, ...]]:
     if not late:
         return job, ()
     return structs.replace(job, carried_over=job.carried_over.with_assignments(late)), assignments.abort_commands(late)
-
-
-def forget_updates(job: JobState) -> JobState:
-    """Drop the accepted updates, which a job with `durability = "memory"` loses in a crash. Busy clients continue."""
-
-    def drop(group: AssignmentSet) -> list[Assignment]:
-        return [assignments.end(each, AssignmentState.DROPPED, Reason.ATTEMPT_ABANDONED) for each in group.reported]
-
-    attempt = job.attempt
-    if attempt is not None and reporting.fills_buffer(job, attempt) and attempt.num_reported:
-        attempt = attempt.with_assignments(drop(attempt))
-    carried = (
-        job.carried_over.with_assignments(drop(job.carried_over)) if job.carried_over.num_reported else job.carried_over
-    )
-    return structs.replace(job, attempt=attempt, carried_over=carried)
 
 
 def _open(group: AssignmentSet) -> list[Assignment]:

@@ -70,24 +70,20 @@ def make_rules(spec: JobSpec) -> GossipRules:
     )
 
 
-def is_gossip(job: JobState) -> bool:
-    """Return whether the job is a decentralised one."""
-    return job.spec.gossip is not None
-
-
 def wants_silos(attempt: Attempt) -> bool:
     """Return whether silos that check in still take part in the round."""
     return attempt.phase in (AttemptPhase.SELECTING, AttemptPhase.COLLECTING)
 
 
-def advance(job: JobState, context: Context) -> Transition | None:
-    """Begin a round, continue a paused one, or process a timer that has passed; None if there is nothing to do."""
-    attempt, state = job.open_attempt, job.gossip
-    if attempt is not None:
-        is_over = attempt.step_ends_at is not None and attempt.step_ends_at <= context.now
-        return _step(job, TimerPassed(state_of(job).timer), context) if is_over else None
-    if job.status is not JobStatus.RUNNING:
-        return None
+def advance(job: JobState, attempt: Attempt, context: Context) -> Transition | None:
+    """Process a timer that has passed; None if there is nothing to do."""
+    is_over = attempt.step_ends_at is not None and attempt.step_ends_at <= context.now
+    return _step(job, TimerPassed(state_of(job).timer), context) if is_over else None
+
+
+def begin(job: JobState, context: Context) -> Transition | None:
+    """Begin a round, or continue a paused one."""
+    state = job.gossip
     if state is None:
         state, _ = gossip.begin(make_rules(job.spec))
     elif job.attempt is not None and job.attempt.key.round == state.round:
@@ -102,11 +98,8 @@ def state_of(job: JobState) -> GossipState:
     return job.gossip
 
 
-def assign(job: JobState, event: CandidatesDrawn, context: Context) -> Transition:
+def assign(job: JobState, attempt: Attempt, event: CandidatesDrawn, context: Context) -> Transition:
     """Give silos that have checked in their part in the round."""
-    attempt = job.open_attempt
-    assert attempt is not None
-    attempt = attempt.count_draw(event.num_waiting, event.num_eligible)
     left = _remaining_s(attempt, context)
     made: list[Assignment] = []
     commands: list[Command] = []
@@ -177,16 +170,13 @@ def on_lost(job: JobState, event: SilosLost, context: Context) -> Transition:
     return structs.replace(after, commands=tuple(commands))
 
 
-def on_ended(job: JobState, client_id: str, context: Context) -> Transition:
+def on_ended(job: JobState, assignment: Assignment, context: Context) -> Transition:
     """Continue without a silo whose assignment has ended: it failed, or was revoked."""
-    return _step(job, SiloDeparted(client_id), context) if job.open_attempt is not None else Transition(job)
+    return _step(job, SiloDeparted(assignment.client_id), context) if job.open_attempt is not None else Transition(job)
 
 
-def restart(job: JobState, context: Context) -> Transition:
+def resume(job: JobState, attempt: Attempt, context: Context) -> Transition:
     """Give the open phase its whole time again after a restart of the server: silos have to reconnect."""
-    attempt = job.open_attempt
-    if attempt is None:
-        return Transition(job)
     return Transition(_set_timer(job, context.now + _phase_s(state_of(job))))
 
 

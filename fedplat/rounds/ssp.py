@@ -15,11 +15,10 @@ waits, and is never withheld.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from msgspec import structs
 
 from fedplat.rounds.changes import find_changed
+from fedplat.rounds.eligible import Gate
 from fedplat.rounds.events import RollCalled
 from fedplat.rounds.records import Assignment, JobState
 from fedplat.rounds.states import AssignmentState, AttemptKind, JobStatus, Reason
@@ -27,17 +26,6 @@ from fedplat.rounds.transition import Context, Transition
 
 _ENDED_BY_CLIENT = frozenset({AssignmentState.LATE, AssignmentState.FAILED, AssignmentState.REJECTED})
 _ENDED_BY_SERVER = frozenset({AssignmentState.DROPPED, AssignmentState.SURPLUS})
-
-
-class Gate(NamedTuple):
-    """Who may be drawn: none of `withheld`, and only `members` if the set has no room for others."""
-
-    withheld: frozenset[str]
-    members: frozenset[str] | None
-
-    def admits(self, client_id: str) -> bool:
-        """Return whether a client may be drawn."""
-        return client_id not in self.withheld and (self.members is None or client_id in self.members)
 
 
 def make_gate(job: JobState) -> Gate | None:

@@ -49,6 +49,11 @@ def begin(job: JobState, context: Context) -> Transition:
     return Transition(after, (make_command(attempt),))
 
 
+def describe(job: JobState, attempt: Attempt) -> str:
+    """Return what the attempt is, for a reason."""
+    return "the start of the app" if job.spec.flower is not None else "the warm start"
+
+
 def make_command(attempt: Attempt) -> RunWarmStart:
     """Return the command that runs the training of an attempt, at its start and again after a restart."""
     return RunWarmStart(attempt.key, attempt.base_version)
