@@ -19,8 +19,8 @@ from fedplat.aggregate import Contribution
 from fedplat.gossip.state import GossipState
 from fedplat.job import JobSpec
 from fedplat.loaded_plugins import PluginVersion
-from fedplat.rounds.clock_set import NO_CLOCKS, ClockSet
 from fedplat.rounds.persistent_map import PersistentMap, to_persistent
+from fedplat.rounds.protocols.clock_set import NO_CLOCKS, ClockSet
 from fedplat.rounds.states import (
     BUSY_STATES,
     OPEN_PHASES,

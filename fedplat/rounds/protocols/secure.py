@@ -1,4 +1,4 @@
-"""Secure aggregation: rounds in phases, of which the server learns the sum only (`fedplat.rounds.secure`)."""
+"""Secure aggregation: rounds in phases, of which the server learns the sum only (`secure_phases`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 from msgspec import structs
 
 from fedplat.job.secure import require_secure
-from fedplat.rounds import attempts, restart, secure, secure_messages, selection
+from fedplat.rounds import attempts, restart, selection
 from fedplat.rounds.events import (
     AggregationFailed,
     KeysAdvertised,
@@ -16,7 +16,7 @@ from fedplat.rounds.events import (
     SurvivorsConfirmed,
     UpdateReported,
 )
-from fedplat.rounds.protocols import averaging
+from fedplat.rounds.protocols import averaging, secure_messages, secure_phases
 from fedplat.rounds.protocols.base import AttemptSizes, Ending, register
 from fedplat.rounds.protocols.record import RoundProtocol
 from fedplat.rounds.records import Assignment, Attempt, JobState, SecureMessages
@@ -30,7 +30,7 @@ def _begin(job: JobState, context: Context) -> Transition:
     begun = averaging.begin(job, context)
     if begun.job.open_attempt is None:
         return begun
-    return structs.replace(begun, job=structs.replace(begun.job, barred=secure.bar_culprits(job)))
+    return structs.replace(begun, job=structs.replace(begun.job, barred=secure_phases.bar_culprits(job)))
 
 
 def _demand(job: JobState, attempt: Attempt) -> selection.Demand | None:
@@ -54,7 +54,7 @@ def _on_reported(job: JobState, assignment: Assignment, event: UpdateReported, c
 
 def _blame(job: JobState, attempt: Attempt, event: AggregationFailed) -> tuple[JobState, str]:
     job, text = averaging.describe_failure(job, attempt, event)
-    return secure.reject_culprits(job, attempt, event.culprits, event.text), text
+    return secure_phases.reject_culprits(job, attempt, event.culprits, event.text), text
 
 
 def _longest_s(job: JobState, assignment: Assignment) -> float:
@@ -68,7 +68,7 @@ def _resume(job: JobState, attempt: Attempt, context: Context) -> Transition:
     """Give the steps their whole time again: clients have to reconnect."""
     job = restart.bound_deadlines(job, context.now)
     if attempt.phase is not AttemptPhase.COMMITTING and job.spec.durability != "memory":
-        job = secure.resume(job, context)
+        job = secure_phases.resume(job, context)
     return restart.refold(job, attempt, context)
 
 
@@ -84,8 +84,8 @@ SECURE = register(
             MasksAnswered: secure_messages.on_answer,
         },
         begin=_begin,
-        sizes=lambda job: AttemptSizes(job.spec.selection.goal, secure.minimum(job.spec), job.spec.num_wanted),
-        advance=secure.advance,
+        sizes=lambda job: AttemptSizes(job.spec.selection.goal, secure_phases.minimum(job.spec), job.spec.num_wanted),
+        advance=secure_phases.advance,
         demand=_demand,
         make_part=SecureMessages,
         longest_s=_longest_s,
@@ -94,7 +94,7 @@ SECURE = register(
         on_reported=_on_reported,
         judge_report=lambda job, attempt, reported, event: (job, secure_messages.judge_report(event)),
         weigh=lambda job, reported, staleness: 1.0,  # its own is inside
-        judge_end=lambda job, attempt, context: Ending.WAIT,  # `secure.advance` closes it
+        judge_end=lambda job, attempt, context: Ending.WAIT,  # `secure_phases.advance` closes it
         on_aggregation_failed=_blame,
         resume=_resume,
     )

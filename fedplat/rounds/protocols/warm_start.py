@@ -1,23 +1,74 @@
-"""Warm start: the server trains the initial model before round 1 (`fedplat.rounds.warm_start`)."""
+"""Warm start (`[warm_start]`): the server trains the initial model before round 1.
+
+It does so on its own data, and the result is version 1. This is an attempt
+without a cohort, in round 0; it is committed, fails and is retried like others. It is not a private release, because it
+does not use data of clients. In a job with a Flower app it runs the app until it sends its first messages.
+"""
 
 from __future__ import annotations
 
-from fedplat.rounds import warm_start
+from msgspec import structs
+
+from fedplat.job import JobSpec
+from fedplat.rounds.commands import RunWarmStart
 from fedplat.rounds.protocols.base import AttemptSizes, Ending, register
 from fedplat.rounds.protocols.record import RoundProtocol
-from fedplat.rounds.transition import Transition
+from fedplat.rounds.records import Attempt, AttemptKey, JobState
+from fedplat.rounds.states import FIRST_PHASES, AttemptKind
+from fedplat.rounds.transition import Context, Transition
+
+
+def is_wanted(spec: JobSpec) -> bool:
+    """Return whether a job begins with a warm start."""
+    return spec.warm_start is not None or spec.flower is not None
+
+
+def is_due(job: JobState) -> bool:
+    """Return whether the server must train the job's model before its clients do."""
+    return is_wanted(job.spec) and job.latest.version == 0
+
+
+def begin(job: JobState, context: Context) -> Transition | None:
+    """Open the attempt, and start its training, unless the job has it behind it."""
+    if not is_due(job):
+        return None
+    number = job.attempt.key.number + 1 if job.attempt is not None else 1
+    attempt = Attempt(
+        key=AttemptKey(job.job_id, 0, number),
+        kind=AttemptKind.WARM_START,
+        phase=FIRST_PHASES[AttemptKind.WARM_START],
+        base_version=job.latest.version,
+        goal=0,
+        minimum=0,
+        target=0,
+        opened_at=context.now,
+        selection_ends_at=context.now,
+    )
+    after = structs.replace(job, attempt=attempt, resume_at=None, reason="")
+    return Transition(after, (make_command(attempt),))
+
+
+def describe(job: JobState, attempt: Attempt) -> str:
+    """Return what the attempt is, for a reason."""
+    return "the start of the app" if job.spec.flower is not None else "the warm start"
+
+
+def make_command(attempt: Attempt) -> RunWarmStart:
+    """Return the command that runs the training of an attempt, at its start and again after a restart."""
+    return RunWarmStart(attempt.key, attempt.base_version)
+
 
 WARM_START = register(
     RoundProtocol(
         name="warm_start",
         folds=False,
         finishes=False,
-        begin=lambda job, context: warm_start.begin(job, context) if warm_start.is_due(job) else None,
+        begin=begin,
         sizes=lambda job: AttemptSizes(0, 0, 0),
-        describe=warm_start.describe,
+        describe=describe,
         demand=lambda job, attempt: None,
         judge_end=lambda job, attempt, context: Ending.WAIT,
         on_aggregation_failed=lambda job, attempt, event: (job, event.text),
-        resume=lambda job, attempt, context: Transition(job, (warm_start.make_command(attempt),)),
+        resume=lambda job, attempt, context: Transition(job, (make_command(attempt),)),
     )
 )

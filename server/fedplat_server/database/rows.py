@@ -27,10 +27,10 @@ from fedplat.rounds import (
     HistoryRow,
     JobState,
     ModelVersion,
-    exchange,
     influence,
 )
-from fedplat.rounds.clock_set import clocks_from_builtins, clocks_to_builtins
+from fedplat.rounds.protocols import gossip
+from fedplat.rounds.protocols.clock_set import clocks_from_builtins, clocks_to_builtins
 from fedplat.rounds.records import NO_ASSIGNMENTS, Claim, SecureMessages
 from fedplat.rounds.states import AssignmentState, JobStatus
 from fedplat_server.database import job_files, newer_states
@@ -351,7 +351,7 @@ def _gossip_state(row: Row, spec: JobSpec) -> GossipState | None:
     """Read the state of a decentralised job; None for other jobs, and before it begins."""
     if row.gossip is None or spec.gossip is None:
         return None
-    return state_from_builtins(row.gossip, exchange.make_rules(spec))
+    return state_from_builtins(row.gossip, gossip.make_rules(spec))
 
 
 def privacy_values(spec: JobSpec) -> Values:

@@ -6,7 +6,8 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from fedplat.rounds import AssignmentId, AttemptKey, JobState, Participation, warm_start
+from fedplat.rounds import AssignmentId, AttemptKey, JobState, Participation
+from fedplat.rounds.protocols import warm_start
 from fedplat.rounds.states import ENDED_JOBS, AttemptKind, Reason
 from fedplat_server.aggregation.secure_attempts import SecureAttempts
 from fedplat_server.auth.addresses import Origins

@@ -32,10 +32,10 @@ from fedplat.rounds import (
     participations_of,
     rebuild_attempt,
 )
-from fedplat.rounds.clock_set import clocks_from_builtins, clocks_to_builtins
 from fedplat.rounds.commands import Abandon, Assign, Commit, Fold, Refuse, Restart
 from fedplat.rounds.events import ClientCheckedIn, Event, ServerRestarted, TimerFired, UpdateReported
 from fedplat.rounds.protocols.base import read_state, write_state
+from fedplat.rounds.protocols.clock_set import clocks_from_builtins, clocks_to_builtins
 from fedplat.rounds.records import NO_ASSIGNMENTS, SecureMessages
 from fedplat.rounds.selection import Demand, make_demand
 from fedplat.rounds.states import (
