@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import json
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +17,9 @@ from fedplat.wire.v1 import admin_pb2
 from fedplat_server.verify.checker import verify
 from support import daemons
 from support.daemons import Site, initial_model, update_of
-from support.jobs import job_file
+from support.jobs import FAR_S, job_file, write_job
 from support.private_jobs import private
+from support.raw_silos import GOSSIP, RawSilo, play
 
 pytestmark = [pytest.mark.calm("it changes the database from outside"), pytest.mark.fault("F29")]
 FUTURE = "[from_the_future]\nkey = 1\n"
@@ -25,6 +30,25 @@ def change_job_file(folder: Path, job: str, text: str) -> None:
     """What a daemon of another release would have stored."""
     with sqlite3.connect(folder / "fedplat.sqlite") as connection:
         assert connection.execute("UPDATE jobs SET job_file = ? WHERE job_id = ?", (text, job)).rowcount == 1
+
+
+def decentralised(rounds: int = 1) -> str:
+    selection = {"goal": 3, "over_selection": 1.3, "min_fraction": 0.6}
+    times = {"training_s": FAR_S, "upload_s": FAR_S}
+    return write_job("gossip", rounds=rounds, selection=selection, deadlines=times, more=GOSSIP)
+
+
+def read_column(folder: Path, job: str, column: str) -> Any:
+    """What is stored, as it is written."""
+    with closing(sqlite3.connect(folder / "fedplat.sqlite")) as connection:
+        ((text,),) = connection.execute(f"SELECT {column} FROM jobs WHERE job_id = ?", (job,)).fetchall()
+    return text
+
+
+def write_column(folder: Path, job: str, column: str, text: str) -> None:
+    """What a daemon of another release would have stored."""
+    with closing(sqlite3.connect(folder / "fedplat.sqlite")) as connection, connection:
+        connection.execute(f"UPDATE jobs SET {column} = ? WHERE job_id = ?", (text, job))
 
 
 async def work(site: Site, count: int) -> None:
@@ -94,6 +118,80 @@ async def test_a_state_that_only_a_newer_release_knows(folder: Path, change: str
         other = await site.operator.start(job_file("other"))
         await work(site, 2)
         await site.operator.until(other, "job", "COMPLETED")
+
+
+async def test_a_decentralised_job_continues_where_it_was(folder: Path) -> None:
+    """The state of its exchange outlives a daemon that cannot read its `[mode]`, and so knows of no exchange."""
+    text = decentralised(rounds=2)
+    async with daemons.running(folder) as site:
+        job = await site.operator.start(text)
+        files: dict[str, bytes] = {}
+        silos = [RawSilo(client, initial_model().to_vector(), files) for client in await site.fleet(3)]
+        await play(silos)
+        for silo in silos:
+            await silo.begin()
+        await silos[0].announce(wait_s=0.0)
+    before = json.loads(read_column(folder, job, "gossip"))
+    assert before["round"] == 2
+    change_job_file(folder, job, text.replace('kind = "gossip"', 'kind = "gossip"\ntopology = "star"'))
+    async with daemons.running(folder) as site:
+        shown = await site.operator.show(job)
+        assert shown.status == admin_pb2.JOB_STATUS_PAUSED
+        assert "mode.topology = 'star'" in shown.reason
+    assert json.loads(read_column(folder, job, "gossip")) == before
+    change_job_file(folder, job, text)
+    async with daemons.running(folder) as site:
+        silos = [dataclasses.replace(each, client=each.client.over(site.channel)) for each in silos]
+        await asyncio.gather(*(silo.client.open_session() for silo in silos))
+        await site.operator.jobs.ResumeJob(admin_pb2.JobRequest(job=job))
+        await play(silos)
+        await site.operator.until(job, "job", "COMPLETED")
+        rounds = await site.operator.rounds(job)
+        assert [(each.round, each.attempt, each.merged) for each in rounds] == [(1, 1, 3), (2, 1, 0), (2, 2, 3)]
+        report = await verify(f"sqlite:///{folder / 'fedplat.sqlite'}", folder, live=True)
+        assert report.findings == []
+
+
+STORED = {
+    "a form that it cannot read": {
+        "plugins": '[{"kind": 1}]',
+        "cohort": '{"drawn": ["c1"]}',
+        "clocks": '{"clocks": "later"}',
+        "gossip": '{"phase": "ELECTING"}',
+    },
+    "more than it knows": {
+        "plugins": '[{"kind": "rules", "name": "a", "signature": "of its author"}]',
+        "clocks": '{"clocks": {"c1": 3}, "ahead": {}, "minimum": 3, "lapses": {}, "pace": 2}',
+        "gossip": '{"round": 2, "leader": "c1"}',
+    },
+    "what it can read, beside a job file that it cannot": {
+        "cohort": '["c1"]',
+        "clocks": '{"clocks": {"c1": 3}, "ahead": {}, "minimum": 3, "lapses": {}}',
+        "gossip": '{"round": 2}',
+    },
+}
+
+
+@pytest.mark.parametrize("found", STORED)
+async def test_what_it_has_not_read_it_does_not_write(folder: Path, found: str) -> None:
+    """Each kind of job keeps its state in a column of its own; a newer release may keep more there."""
+    gossip = decentralised()
+    columns = STORED[found]
+    async with daemons.running(folder) as site:
+        jobs = {name: await site.operator.start(gossip if name == "gossip" else job_file()) for name in columns}
+    for name, job in jobs.items():
+        write_column(folder, job, name, columns[name])
+        if "beside" in found:
+            change_job_file(folder, job, (gossip if name == "gossip" else job_file()) + FUTURE)
+    async with daemons.running(folder) as site:
+        for job in jobs.values():
+            shown = await site.operator.show(job)
+            assert shown.status == admin_pb2.JOB_STATUS_PAUSED
+            assert "update the server" in shown.reason
+        other = await site.operator.start(job_file("other"))
+        await work(site, 2)
+        await site.operator.until(other, "job", "COMPLETED")
+    assert {name: read_column(folder, job, name) for name, job in jobs.items()} == columns
 
 
 async def test_the_job_can_be_cancelled(folder: Path) -> None:

@@ -47,7 +47,7 @@ class JobFileReader:
             ) from exc
 
     def _read_known(self, row: Row | JobRow) -> tuple[JobSpec, str]:
-        plugins = job_plugins(row)
+        plugins = read_plugins(row.plugins)
         spec, problem = self._parse(row.job_file, plugins)
         try:
             return with_calibrated(spec, row.privacy), problem
@@ -69,9 +69,9 @@ def _without_plugins(job_file: str, plugins: Iterable[PluginVersion]) -> JobSpec
     return read_record(read_toml(job_file), JobSpec, plugins=Plugins(absent=absent))
 
 
-def job_plugins(row: Row | JobRow) -> tuple[PluginVersion, ...]:
-    """Return the versions of a job's plugins. Raises `msgspec.ValidationError`."""
-    return msgspec.convert(row.plugins or (), prepare_type(tuple[PluginVersion, ...]))
+def read_plugins(stored: object) -> tuple[PluginVersion, ...]:
+    """Return the versions of a job's plugins from their stored form. Raises `msgspec.ValidationError`."""
+    return msgspec.convert(stored or (), prepare_type(tuple[PluginVersion, ...]))
 
 
 def with_calibrated(spec: JobSpec, privacy: object) -> JobSpec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,9 +15,9 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from fedplat.gossip.state import GossipState
 from fedplat.gossip.storage import state_from_builtins, state_to_builtins
-from fedplat.job import JobSpec, find_mechanism, read_newer
+from fedplat.job import JobSpec, find_mechanism, is_unreadable, read_newer
 from fedplat.job.privacy import find_mechanism_of
-from fedplat.loaded_plugins import versions_to_builtins
+from fedplat.loaded_plugins import PluginVersion, versions_to_builtins
 from fedplat.privacy import Mechanism
 from fedplat.rounds import (
     Assignment,
@@ -30,7 +30,7 @@ from fedplat.rounds import (
     influence,
 )
 from fedplat.rounds.protocols import gossip
-from fedplat.rounds.protocols.clock_set import clocks_from_builtins, clocks_to_builtins
+from fedplat.rounds.protocols.clock_set import NO_CLOCKS, ClockSet, clocks_from_builtins, clocks_to_builtins
 from fedplat.rounds.records import NO_ASSIGNMENTS, Claim, SecureMessages
 from fedplat.rounds.states import AssignmentState, JobStatus
 from fedplat_server.database import job_files, newer_states
@@ -274,14 +274,18 @@ def _secure_messages(row: Row, messages: Mapping[str, bytes]) -> SecureMessages 
 
 
 def job_values(state: JobState) -> Values:
-    """Return the mutable columns of `jobs`."""
-    return {
+    """Return the mutable columns of `jobs`; of a job that was not read as a whole, without those that may be more."""
+    values: Values = {
         "status": state.status,
         "reason": state.reason,
         "round": state.round,
         "failures": state.failures,
         "latest_version": state.latest.version,
         "revision": state.revision,
+    }
+    if is_unreadable(state.spec):
+        return values  # what a newer release has written to the others stays there until it is back
+    return values | {
         "plugins": versions_to_builtins(state.plugins) or None,
         "cohort": list(state.cohort) or None,
         "clocks": clocks_to_builtins(state.clocks),
@@ -322,8 +326,9 @@ def job_record(
 ) -> JobRecord:
     """Read a row of `jobs`, with the job's latest version, last attempt and reports from other tables."""
     spec, problem = files.read(row)
-    if last.unknown_state and not problem:
-        spec, problem = read_newer(row.job_file, row.privacy), last.unknown_state
+    kept, unread = _read_kept(row, spec)
+    if (unknown := last.unknown_state or unread) and not is_unreadable(spec):
+        spec, problem = read_newer(row.job_file, row.privacy), unknown
     state = JobState(
         job_id=row.job_id,
         spec=spec,
@@ -337,21 +342,71 @@ def job_record(
         durations=past.durations,
         claims=past.claims if influence.looks_back(spec) else (),
         revision=row.revision,
-        plugins=job_files.job_plugins(row),
-        cohort=tuple(row.cohort or ()),
-        clocks=clocks_from_builtins(row.clocks),
-        gossip=_gossip_state(row, spec),
+        plugins=kept.plugins,
+        cohort=kept.cohort,
+        clocks=kept.clocks,
+        gossip=kept.gossip,
         unmasked=past.unmasked,
         barred=past.barred if spec.secure_aggregation is not None else (),
     )
     return JobRecord(state, row.job_file, row.created_unix_s, problem)
 
 
-def _gossip_state(row: Row, spec: JobSpec) -> GossipState | None:
+class _Kept(NamedTuple):
+    """What a job keeps between its attempts, each in a column of this name."""
+
+    plugins: tuple[PluginVersion, ...] = ()
+    cohort: tuple[str, ...] = ()
+    clocks: ClockSet = NO_CLOCKS
+    gossip: GossipState | None = None
+
+
+def _read_kept(row: Row, spec: JobSpec) -> tuple[_Kept, str]:
+    """Read what a job keeps, and why the first part of it that a newer release has written cannot be read."""
+    kept, problem = _Kept(), ""
+    for name, read in _READERS.items():
+        try:
+            kept = kept._replace(**{name: read(getattr(row, name), spec)})
+        except msgspec.ValidationError as exc:
+            problem = problem or f"the stored {name} of the job: {exc}"
+    return kept, problem
+
+
+def _read_plugins(stored: Any, spec: JobSpec) -> tuple[PluginVersion, ...]:
+    for version in stored or ():
+        _require_known(version, PluginVersion)
+    return job_files.read_plugins(stored)
+
+
+def _read_cohort(stored: Any, spec: JobSpec) -> tuple[str, ...]:
+    return msgspec.convert(stored or (), tuple[str, ...])
+
+
+def _read_clocks(stored: Any, spec: JobSpec) -> ClockSet:
+    _require_known(stored, ClockSet)
+    return clocks_from_builtins(stored)
+
+
+def _read_gossip(stored: Any, spec: JobSpec) -> GossipState | None:
     """Read the state of a decentralised job; None for other jobs, and before it begins."""
-    if row.gossip is None or spec.gossip is None:
+    if stored is None or spec.gossip is None:
         return None
-    return state_from_builtins(row.gossip, gossip.make_rules(spec))
+    _require_known(stored, GossipState)
+    return state_from_builtins(stored, gossip.make_rules(spec))
+
+
+def _require_known(stored: object, record: type[object]) -> None:
+    """Raise `msgspec.ValidationError` for fields that this release does not know, and so would not write again."""
+    if isinstance(stored, dict) and (unknown := stored.keys() - set(field_names(record))):
+        raise msgspec.ValidationError(f"Object contains unknown field `{min(unknown)}`")
+
+
+_READERS: Mapping[str, Callable[[Any, JobSpec], Any]] = {
+    "plugins": _read_plugins,
+    "cohort": _read_cohort,
+    "clocks": _read_clocks,
+    "gossip": _read_gossip,
+}
 
 
 def privacy_values(spec: JobSpec) -> Values:
