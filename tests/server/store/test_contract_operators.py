@@ -9,8 +9,7 @@ import dataclasses
 import pytest
 
 from fedplat.rounds.events import JobAction, OperatorCommand
-from fedplat_server.database.ports import Store
-from fedplat_server.database.store import open_store
+from fedplat_server.database.store import Store, open_store
 from fedplat_server.errors import LastAdminError, OperatorError, StaleRevisionError
 from fedplat_server.records.audit import SERVER, AuditEntry, AuditHead, check_chain
 from fedplat_server.records.audit import AuditAction as Noted
