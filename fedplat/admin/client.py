@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import os
 import time
-import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
 
 from fedplat import durable
-from fedplat.admin import transfer
+from fedplat.admin import submission, transfer
 from fedplat.admin.connection import AdminConnection
+from fedplat.admin.patience import DEFAULT_TIMEOUT_S, Patience
 from fedplat.admin.profile import Profile
 from fedplat.admin.transfer import ProgressCallback
 from fedplat.errors import ServerUnreachableError
@@ -134,17 +134,19 @@ class AdminClient:
         )
         return self._connection.call(self._jobs.CreateJob, request)
 
-    def submit_job(self, job: JobSpec, initial: Parameters, idempotency_key: str = "") -> admin_pb2.Job:
+    def submit_job(
+        self, job: JobSpec, initial: Parameters, idempotency_key: str = "", *, wait_s: float = DEFAULT_TIMEOUT_S
+    ) -> admin_pb2.Job:
         """Upload the initial model of a job that was made from objects, create the job and start it.
 
-        With the same `idempotency_key` a repeated call returns the same job. Raises `JobFileError` for a job that no
+        With the same `idempotency_key` a repeated call returns the same job. While the server cannot be reached, it
+        tries again for `wait_s`, and creates one job even if a reply was lost. Raises `JobFileError` for a job that no
         file can describe.
         """
-        text, key = job_file(job), idempotency_key or uuid.uuid4().hex
         extended = build_rule(job).requirements.extend(initial)
-        uploaded = self.upload_model(transfer.chunks(extended))
-        created = self.create_job(text, uploaded.digest, key)
-        return self.start(created.job_id) if created.status == admin_pb2.JOB_STATUS_DRAFT else created
+        wanted = submission.Submission(job_file(job), job, extended)
+        patience = Patience(wait_s, lambda text: None)
+        return submission.submit(self, wanted, idempotency_key=idempotency_key, patience=patience)
 
     def list_jobs(self) -> Sequence[admin_pb2.Job]:
         """Return all jobs, without their job files; `show_job` returns one with it."""
