@@ -258,14 +258,6 @@ class AdminClient:
         )
         return self._connection.rows(self._jobs.ListRounds, request, lambda page: page.rounds, limit)
 
-    def sample_rounds(self, job: str, num_samples: int) -> Sequence[admin_pb2.Round]:
-        """Return at most `num_samples` committed rounds of training, evenly spaced, with the first and the last one.
-
-        The server may return fewer: at most 250, and fewer if many clients take part in each.
-        """
-        request = admin_pb2.ListRoundsRequest(job=job, num_samples=max(num_samples, 1))
-        return list(self._connection.call(self._jobs.ListRounds, request).rounds)
-
     def show_round(self, job: str, round_: int, attempt: int = 0) -> admin_pb2.RoundDetails:
         """Return an attempt (0: the last one at the round) with the reasons and labels of its assignments."""
         request = admin_pb2.ShowRoundRequest(job=job, round=round_, attempt=attempt)
