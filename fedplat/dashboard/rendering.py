@@ -53,11 +53,6 @@ class Frame:
         """True if the operator may change jobs and clients."""
         return self.status is not None and self.status.role in ("operator", "admin")
 
-    @property
-    def is_admin(self) -> bool:
-        """True if the operator has the role admin."""
-        return self.status is not None and self.status.role == "admin"
-
 
 def _address_of(name: str) -> str:
     return ASSETS[name].address

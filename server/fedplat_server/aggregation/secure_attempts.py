@@ -25,8 +25,8 @@ from fedplat.secure_aggregation.messages import (
 )
 from fedplat.secure_aggregation.setup import Setup
 from fedplat_server import logs
-from fedplat_server.database.client_ports import ClientStore
-from fedplat_server.database.ports import AuditStore
+from fedplat_server.database.sql_audit import AuditStore
+from fedplat_server.database.sql_clients import ClientStore
 from fedplat_server.records.audit import SERVER, AuditAction, AuditEntry
 from fedplat_server.storage.blobs import BlobStore
 

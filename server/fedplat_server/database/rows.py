@@ -1,4 +1,4 @@
-"""Conversion between rows of the tables and the records of the coordinator and of the ports."""
+"""Conversion between rows of the tables and the records of the coordinator and of the stores."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from fedplat_server.coordination.revocation import Revocation
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.coordination.silence import SilenceMonitor
 from fedplat_server.database.jobs import JobRecord
-from fedplat_server.database.ports import Store
+from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.instruments import Instruments
 from fedplat_server.records.lease import Lease
