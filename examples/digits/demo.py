@@ -32,11 +32,11 @@ from rich.live import Live
 from rich.table import Table
 
 import picture
-from fedplat.admin import AdminClient, profile, submission
+from fedplat import AdminClient, parse_job
+from fedplat.admin import profile, submission
 from fedplat.cli import formats, job_files, watch
 from fedplat.cli.board import AttemptTable
 from fedplat.errors import FedplatError
-from fedplat.job import parse_job
 from fedplat.wire.v1 import admin_pb2
 
 HERE = Path(__file__).resolve().parent

@@ -28,10 +28,10 @@ import silo_data  # noqa: E402
 from links import Link  # noqa: E402
 
 from demo import DemoServer, Processes, ended_by_sigterm, exit_after, free_port, make_empty  # noqa: E402
-from fedplat.admin import AdminClient, submission  # noqa: E402
+from fedplat import AdminClient, Parameters, parse_job  # noqa: E402
+from fedplat.admin import submission  # noqa: E402
 from fedplat.cli import job_files, watch  # noqa: E402
-from fedplat.job import calibrate, parse_job  # noqa: E402
-from fedplat.model import Parameters  # noqa: E402
+from fedplat.job import calibrate  # noqa: E402
 from fedplat.wire.v1 import admin_pb2  # noqa: E402
 
 WITHOUT_PORT = frozenset({6, 7})

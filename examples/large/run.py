@@ -26,10 +26,9 @@ sys.path.append(str(HERE.parent / "digits"))
 
 import plays  # noqa: E402
 from demo import DemoError, DemoServer, Processes, ended_by_sigterm, exit_after, free_port, make_empty  # noqa: E402
-from fedplat.admin import AdminClient, submission  # noqa: E402
+from fedplat import AdminClient, Parameters, parse_job  # noqa: E402
+from fedplat.admin import submission  # noqa: E402
 from fedplat.cli import job_files, watch  # noqa: E402
-from fedplat.job import parse_job  # noqa: E402
-from fedplat.model import Parameters  # noqa: E402
 from fedplat.wire.v1 import admin_pb2  # noqa: E402
 
 SILOS = {"sharded": "shard=2", "pipelined": "pipeline=2,micro_batches=4"}

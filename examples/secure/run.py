@@ -28,11 +28,11 @@ import recording  # noqa: E402
 
 import shares  # noqa: E402
 from demo import DemoServer, Processes, ended_by_sigterm, exit_after, free_port, make_empty  # noqa: E402
-from fedplat.admin import AdminClient, submission  # noqa: E402
+from fedplat import AdminClient, Parameters, parse_job  # noqa: E402
+from fedplat.admin import submission  # noqa: E402
 from fedplat.cli import job_files, watch  # noqa: E402
-from fedplat.job import calibrate, parse_job  # noqa: E402
+from fedplat.job import calibrate  # noqa: E402
 from fedplat.job.secure import build_setup  # noqa: E402
-from fedplat.model import Parameters  # noqa: E402
 from fedplat.rounds import AssignmentId, AttemptKey  # noqa: E402
 from fedplat.wire.v1 import admin_pb2  # noqa: E402
 

@@ -22,7 +22,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "digits"))
 
 from demo import DemoError, DemoServer, Processes, ended_by_sigterm, exit_after, free_port, make_empty  # noqa: E402
-from fedplat.admin import AdminClient, submission  # noqa: E402
+from fedplat import AdminClient  # noqa: E402
+from fedplat.admin import submission  # noqa: E402
 from fedplat.cli import job_files, watch  # noqa: E402
 from fedplat.wire.v1 import admin_pb2  # noqa: E402
 

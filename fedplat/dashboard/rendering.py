@@ -13,7 +13,7 @@ from typing import Any
 
 import jinja2
 
-from fedplat import __version__
+from fedplat._version import __version__
 from fedplat.dashboard import formats
 from fedplat.dashboard.static_files import ASSETS
 from fedplat.wire.v1 import admin_pb2
