@@ -58,14 +58,6 @@ class ExchangeSteps:
         self._services = services
         self._waiting: dict[str, dict[str, Contact]] = {}  # by job: who waits for the mean in the relay
 
-    def setup(self, job: JobState) -> bytes:
-        """Return the setup of a silo's assignment; b"" for jobs that are not decentralised."""
-        mode = job.spec.gossip
-        if mode is None:
-            return b""
-        trains = state_of(job).round <= job.spec.rounds
-        return steps.encode(steps.ExchangeSetup(trains=trains, exchange=mode.exchange, gamma=mode.gamma))
-
     def list_waiting(self, job_id: str) -> Collection[str]:
         """Return the silos of a job that wait for the last mean in the relay."""
         return self._waiting.get(job_id, {}).keys()

@@ -14,7 +14,7 @@ from grpc import aio
 from typing_extensions import override
 
 from fedplat import rounds, wire
-from fedplat.rounds import Assignment, AssignmentId, AttemptKey, JobState, ModelVersion
+from fedplat.rounds import Assignment, AssignmentId, JobState, ModelVersion
 from fedplat.rounds.commands import Assign, Refuse, RetryWindow
 from fedplat.rounds.events import AssignmentFailed, ClientCheckedIn
 from fedplat.rounds.privacy_rules import hides_sample
@@ -259,32 +259,24 @@ class FleetService(EnrollmentService):
         if model_bytes:
             self._services.downloads.record(assignment)
             self._count_model_bytes(job, "inline", len(model_bytes))
-        return fleet_pb2.Assignment(
+        message = fleet_pb2.Assignment(
             token=command.token,
             job_id=job.job_id,
             job_name=spec.name,
             round=command.key.round,
             attempt=command.key.number,
-            task=convert.TASKS[command.kind],
-            trainer=convert.handler_of(spec, command.kind),
             model=convert.model_ref(model),
             config={name: convert.value(scalar) for name, scalar in spec.client_config.items()},
             training_timeout_s=command.training_timeout_s,
             upload_timeout_s=command.upload_timeout_s,
             heartbeat_s=spec.deadlines.heartbeat_s,
-            uplink=convert.uplink(spec, command.kind),
             model_bytes=model_bytes,
             delta=None if model_bytes else convert.model_delta(model, spec),
             traceparent=ids.traceparent(assignment, spec.num_wanted) if self._services.is_tracing else "",
-            secure_setup=await self._secure_setup(job, command.key),
-            exchange_setup=self._exchange_steps.setup(job),
         )
-
-    async def _secure_setup(self, job: JobState, key: AttemptKey) -> bytes:
-        """Return the setup of an attempt with secure aggregation; b"" for other jobs."""
-        if job.spec.secure_aggregation is None:
-            return b""
-        return (await self._services.secure.setup(job, key)).to_bytes()
+        message.MergeFrom(self._services.halves.of(job, command.kind).make_task(spec))
+        message.MergeFrom(await self._services.halves.training_of(job).set_up(job, command.key))
+        return message
 
     async def _note_download(self, client: ClientRecord, digest: str) -> None:
         """Record that a client has received a whole file, if it is the model of its assignment or the step to it."""
