@@ -52,7 +52,6 @@ from fedplat_server.coordination.progress import ProgressTracker
 from fedplat_server.coordination.retention import RetentionTask
 from fedplat_server.coordination.revocation import Revocation
 from fedplat_server.coordination.runner import Runner
-from fedplat_server.coordination.silence import SilenceMonitor
 from fedplat_server.database.sql_audit import list_creators
 from fedplat_server.database.sql_jobs import recall_participations
 from fedplat_server.database.store import Store
@@ -124,8 +123,7 @@ class LeaderParts:
         bounded_audit = BoundedAudit(store.audit, config.limits.notes_per_minute, loop.time)
         if config.plugins.versions:
             logs.get().info("plugins were loaded", plugins=describe_versions(config.plugins.versions))
-        references = config.plugins.references
-        training = ServerTraining(config.trainers, config.data_dir, blobs, runner.post, references)
+        training = ServerTraining(config.trainers, config.data_dir, blobs, runner.post, config.plugins.references)
         waiting = functools.partial(selection.list_able, runner.coordinator.room)
         flower = FlowerRuns(config.flower_apps, config.data_dir, blobs, runner.post, waiting, clients.list_able)
 
@@ -149,11 +147,18 @@ class LeaderParts:
         if health is not None:
             alerts.watch_store(health)
         secure = SecureAttempts(blobs, store.clients, store.audit)
-        pool = WorkerPool.at(config.data_dir)
+        pool, long_polls, chunks = WorkerPool.at(config.data_dir), LongPolls(), Chunks()
+        quotas, memory = Quotas(config.limits, loop.time), UploadMemory(config.limits)
         halves = ServerHalves(
             HalfParts(
                 limits=config.limits,
+                store=store,
                 runner=runner,
+                clients=clients,
+                long_polls=long_polls,
+                quotas=quotas,
+                memory=memory,
+                chunks=chunks,
                 blobs=blobs,
                 relay=relay,
                 secure=secure,
@@ -175,22 +180,19 @@ class LeaderParts:
             revocation=Revocation(store.clients, clients),
             issuer=endpoint.issuer,
             peers=endpoint.peers,
-            long_polls=LongPolls(),
+            long_polls=long_polls,
             progress=ProgressTracker(),
             downloads=Downloads(store.assignments),
             blobs=blobs,
-            chunks=Chunks(),
+            chunks=chunks,
             inline_models=InlineModels(blobs),
             spool=spool,
-            relay=relay,
-            silence=SilenceMonitor(runner.coordinator, clients, runner.post, loop.time),
-            secure=secure,
             halves=halves,
             evaluation=evaluation,
-            quotas=Quotas(config.limits, loop.time),
+            quotas=quotas,
             origins=Origins(config.trusted_proxies, lease.secret),
             bounded_audit=bounded_audit,
-            memory=UploadMemory(config.limits),
+            memory=memory,
             conflicts=Conflicts(store.audit),
             budgets=budgets,
             alerts=alerts,
@@ -227,7 +229,7 @@ class LeaderParts:
             spool,
             store.jobs.find_version,
             runner.post,
-            AggregationParts(open_backend, training, references),
+            AggregationParts(open_backend, training, config.plugins.references),
             on_leftovers=retention.schedule_blobs,
         )
         parts = cls(services, aggregation, retention)
@@ -251,7 +253,7 @@ class LeaderParts:
         services.alerts.begin(services.store)
         await self._alert_recorder.begin()
         services.availability.begin()
-        services.silence.begin()
+        services.halves.begin()
         self._retention.begin()
         self.services.webhooks.begin()
 
@@ -320,7 +322,6 @@ class LeaderParts:
         await self._alert_recorder.close()
         await self.services.alerts.close()
         await self.services.availability.close()
-        await self.services.silence.close()
         await self._retention.close()
         await self._aggregation.close()
         await self.services.spool.close()

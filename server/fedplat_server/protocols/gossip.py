@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 
 from typing_extensions import override
 
@@ -13,8 +13,13 @@ from fedplat.gossip.options import Gossip
 from fedplat.rounds import Assignment, AttemptKey, Change, JobState, Verdict
 from fedplat.rounds.protocols.gossip import state_of
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
+from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.protocols.half import ServerHalf
+from fedplat_server.protocols.exchange_steps import ExchangeSteps
+from fedplat_server.protocols.half import HalfParts, ServerHalf
+from fedplat_server.protocols.relay import Relay
+from fedplat_server.protocols.silence import SilenceMonitor
+from fedplat_server.rpc.streams import UploadMessage
 
 MAX_NAMED = 10
 """Number of silos that are unreachable, or excluded, which a description of a job names."""
@@ -22,6 +27,14 @@ MAX_NAMED = 10
 
 class GossipHalf(ServerHalf):
     """Decentralised jobs: silos send each other their models; the server has their steps and encrypted files."""
+
+    def __init__(self, parts: HalfParts) -> None:
+        super().__init__(parts)
+        self._steps = ExchangeSteps(parts)
+        self._relay = Relay(parts, self._steps.list_waiting)
+        self._silence = SilenceMonitor(
+            parts.runner.coordinator, parts.clients, parts.runner.post, asyncio.get_running_loop().time
+        )
 
     @override
     async def set_up(self, job: JobState, key: AttemptKey) -> fleet_pb2.Assignment:
@@ -35,6 +48,30 @@ class GossipHalf(ServerHalf):
         raise RefusedError(Code.INVALID_REQUEST, text)
 
     @override
+    async def take_exchange_step(
+        self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.ExchangeStepRequest
+    ) -> fleet_pb2.ExchangeStepResponse:
+        return await self._steps.take(client, assignment, request)
+
+    @override
+    async def receive_file(
+        self, assignment: Assignment, header: fleet_pb2.UploadHeader, messages: AsyncIterator[UploadMessage]
+    ) -> int:
+        return await self._relay.receive(assignment, header, messages)
+
+    @override
+    async def count_received(self, assignment: Assignment, request: fleet_pb2.QueryUploadRequest) -> int:
+        return await self._relay.count_received(assignment, request)
+
+    @override
+    def send_file(self, assignment: Assignment, request: fleet_pb2.DownloadRequest) -> AsyncIterator[bytes]:
+        return self._relay.send(assignment, request)
+
+    @override
+    def begin(self) -> None:
+        self._silence.begin()
+
+    @override
     async def keep(self, jobs: Sequence[JobState], attempts: Collection[str]) -> None:
         open_attempts = [job.open_attempt.key for job in jobs if job.open_attempt is not None]
         await asyncio.to_thread(self._parts.relay.keep, open_attempts, attempts)
@@ -46,6 +83,7 @@ class GossipHalf(ServerHalf):
 
     @override
     async def close(self) -> None:
+        await self._silence.close()
         await self._parts.relay.close()
 
     @override

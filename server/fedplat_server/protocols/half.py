@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from pathlib import Path
 
 from fedplat import report_validation
@@ -19,10 +19,19 @@ from fedplat_server.aggregation.backend import AggregationBackend
 from fedplat_server.aggregation.local import LocalAggregation
 from fedplat_server.aggregation.pooled import WithFallback
 from fedplat_server.aggregation.secure_attempts import SecureAttempts
+from fedplat_server.auth.client_directory import ClientDirectory
+from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.config import Limits
+from fedplat_server.coordination.long_polls import LongPolls
 from fedplat_server.coordination.runner import Runner
+from fedplat_server.database.clients import ClientRecord
+from fedplat_server.database.store import Store
+from fedplat_server.errors import Code, RefusedError
 from fedplat_server.flower.runs import FlowerRuns
+from fedplat_server.rpc.memory import UploadMemory
+from fedplat_server.rpc.streams import UploadMessage
 from fedplat_server.storage.blobs import BlobStore
+from fedplat_server.storage.read_cache import Chunks
 from fedplat_server.storage.relay_store import RelayStore
 from fedplat_server.training.server_training import ServerTraining
 from fedplat_server.workers.attempt_inputs import AttemptInputs
@@ -37,7 +46,13 @@ class HalfParts:
     """The parts of a leading daemon that halves use."""
 
     limits: Limits
+    store: Store
     runner: Runner
+    clients: ClientDirectory
+    long_polls: LongPolls
+    quotas: Quotas
+    memory: UploadMemory
+    chunks: Chunks
     blobs: BlobStore
     relay: RelayStore
     secure: SecureAttempts
@@ -93,6 +108,34 @@ class ServerHalf:
         """Return the function that validates the file of an update; `base` is that of the job's latest version."""
         return functools.partial(report_validation.validate_file, base=base, codec=job.spec.compression.uplink)
 
+    # --- its steps and files between clients: fleet. Asked for the kind of the job's training. ---
+
+    async def take_secure_step(
+        self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.SecureStepRequest
+    ) -> fleet_pb2.SecureStepResponse:
+        """Take a step of a secure aggregation."""
+        raise RefusedError(Code.INVALID_REQUEST, "the job of this assignment has no secure aggregation")
+
+    async def take_exchange_step(
+        self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.ExchangeStepRequest
+    ) -> fleet_pb2.ExchangeStepResponse:
+        """Take a step of a silo."""
+        raise RefusedError(Code.INVALID_REQUEST, "the job of this assignment is not a decentralised one")
+
+    async def receive_file(
+        self, assignment: Assignment, header: fleet_pb2.UploadHeader, messages: AsyncIterator[UploadMessage]
+    ) -> int:
+        """Receive a file for another client; return the number of bytes stored so far. Raises `RefusedError`."""
+        raise RefusedError(Code.STALE_ASSIGNMENT, "no silo waits for this file")
+
+    async def count_received(self, assignment: Assignment, request: fleet_pb2.QueryUploadRequest) -> int:
+        """Return the number of bytes of a file for another client that were received, where its upload resumes."""
+        return 0
+
+    def send_file(self, assignment: Assignment, request: fleet_pb2.DownloadRequest) -> AsyncIterator[bytes]:
+        """Return the messages of a file from another client. Raises `RefusedError`."""
+        raise RefusedError(Code.NOT_SENT_YET)
+
     # --- its versions: aggregation, leader ---
 
     def open_backend(
@@ -118,6 +161,9 @@ class ServerHalf:
 
         `jobs` are all of this kind, `attempts` the names of all stored attempts (`spool_names.name_attempt`).
         """
+
+    def begin(self) -> None:
+        """Start background tasks, after all jobs were resumed."""
 
     def on_stored(self, change: Change) -> None:
         """Delete what a stored change of a job makes obsolete."""

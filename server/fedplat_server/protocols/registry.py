@@ -46,6 +46,11 @@ class ServerHalves:
         for half in self._halves.values():
             await half.keep([job for job in jobs if half in self._list(job)], attempts)
 
+    def begin(self) -> None:
+        """Start the background tasks of the halves."""
+        for half in self._halves.values():
+            half.begin()
+
     def on_stored(self, change: Change) -> None:
         """Let the halves of a job follow a stored change of it."""
         for half in self._list(change.job):

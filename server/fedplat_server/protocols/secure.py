@@ -16,7 +16,9 @@ from fedplat.rounds.transition import ACCEPTED
 from fedplat.secure_aggregation import encoding
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.aggregation.secure import MaskedAggregation
-from fedplat_server.protocols.half import ServerHalf, Validate
+from fedplat_server.database.clients import ClientRecord
+from fedplat_server.protocols.half import HalfParts, ServerHalf, Validate
+from fedplat_server.protocols.secure_steps import SecureSteps
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.workers.attempt_inputs import AttemptInputs
 
@@ -26,6 +28,10 @@ _MASKING_STATES = frozenset({AssignmentState.SHARED, AssignmentState.UPLOADING})
 
 class SecureHalf(ServerHalf):
     """Jobs with secure aggregation: updates are masked, and the server learns their sum only."""
+
+    def __init__(self, parts: HalfParts) -> None:
+        super().__init__(parts)
+        self._steps = SecureSteps(parts)
 
     @override
     async def set_up(self, job: JobState, key: AttemptKey) -> fleet_pb2.Assignment:
@@ -55,6 +61,12 @@ class SecureHalf(ServerHalf):
     async def validator(self, job: JobState, assignment: Assignment, base: Path) -> Validate:
         setup = await self._parts.secure.setup(job, assignment.key)
         return functools.partial(report_validation.validate_masked, setup=setup)
+
+    @override
+    async def take_secure_step(
+        self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.SecureStepRequest
+    ) -> fleet_pb2.SecureStepResponse:
+        return await self._steps.take(client, assignment, request)
 
     @override
     def open_backend(

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from fedplat.rounds import AssignmentId, JobState, Participation
 from fedplat.rounds.protocols.base import protocol_of
 from fedplat.rounds.states import ENDED_JOBS, Reason
-from fedplat_server.aggregation.secure_attempts import SecureAttempts
 from fedplat_server.auth.addresses import Origins
 from fedplat_server.auth.audit_limits import BoundedAudit
 from fedplat_server.auth.authentication import Authenticator
@@ -30,7 +29,6 @@ from fedplat_server.coordination.long_polls import LongPolls
 from fedplat_server.coordination.progress import ProgressTracker
 from fedplat_server.coordination.revocation import Revocation
 from fedplat_server.coordination.runner import Runner
-from fedplat_server.coordination.silence import SilenceMonitor
 from fedplat_server.database.jobs import JobRecord
 from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, RefusedError
@@ -41,7 +39,6 @@ from fedplat_server.rpc.caller import current_operator
 from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.read_cache import Chunks, InlineModels
-from fedplat_server.storage.relay_store import RelayStore
 from fedplat_server.storage.spool import Spool
 from fedplat_server.training.evaluation import EvaluationScheduler
 from fedplat_server.webhooks.delivery import DeliveryTask
@@ -169,9 +166,6 @@ class Services:
     chunks: Chunks
     inline_models: InlineModels
     spool: Spool
-    relay: RelayStore
-    silence: SilenceMonitor
-    secure: SecureAttempts
     halves: ServerHalves
     evaluation: EvaluationScheduler
     quotas: Quotas
