@@ -18,7 +18,7 @@ import numpy as np
 import typer
 
 import update_codecs
-from fedplat.cli import submission
+from fedplat.cli import job_files
 from fedplat.codecs import CodecOptions, Eden
 from fedplat.codecs.container import Format
 from fedplat.model import Parameters
@@ -38,7 +38,7 @@ def main(
     save: SaveOption = False,
 ) -> None:
     """Train with each combination of codecs, and count the bytes."""
-    model = submission.load(update_codecs.DIGITS / "job.toml").parameters
+    model = job_files.load(update_codecs.DIGITS / "job.toml").parameters
     accuracies = train_all(seeds)
     rows: list[tuple[Cell, ...]] = [
         (name, *(size_of(model, codec) / 1000 for codec in codecs), accuracies[name]) for name, codecs in WAYS.items()

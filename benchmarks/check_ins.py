@@ -28,9 +28,8 @@ from grpc import aio
 
 import crowd
 from crowd import Member
-from fedplat.admin import AdminClient, profile
+from fedplat.admin import AdminClient, profile, submission
 from fedplat.auth import Ticket
-from fedplat.cli import submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat_server.auth.pki_folder import PkiFolder

@@ -24,7 +24,7 @@ import typer
 import report
 from dashboard_pages import Pages, dashboard
 from deployment import Deployment, serve
-from fedplat.cli import submission
+from fedplat.admin import submission
 from fedplat.job import parse_job
 from models import alike, parameters
 from processes import free_port, peak_rss

@@ -14,8 +14,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from fedplat.admin import AdminClient, profile
-from fedplat.cli import submission
+from fedplat.admin import AdminClient, profile, submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from processes import FailedError, Processes, free_port

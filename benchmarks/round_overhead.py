@@ -26,8 +26,7 @@ import typer
 
 import report
 from deployment import JOB, Deployment, deploy, intervals
-from fedplat.admin import AdminClient
-from fedplat.cli import submission
+from fedplat.admin import AdminClient, submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2

@@ -15,7 +15,7 @@ import psutil
 
 import deployment
 from deployment import Deployment
-from fedplat.cli import submission
+from fedplat.admin import submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.secure_aggregation import masks

@@ -29,7 +29,7 @@ import typer
 
 import report
 from deployment import HERE, JOB, Deployment, serve
-from fedplat.cli import submission
+from fedplat.admin import submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 

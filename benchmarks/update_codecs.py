@@ -25,7 +25,7 @@ import numpy as np
 import typer
 
 from fedplat.aggregate import Accumulator, Contribution, Rule, compress_step
-from fedplat.cli import submission
+from fedplat.cli import job_files
 from fedplat.codecs import Bf16, Codec, CodecOptions, Eden, Plain, Quantize, TopK, with_error_feedback
 from fedplat.job import build_rule
 from fedplat.model import BLOCK, Blocks, Parameters, Vector, VectorBlocks
@@ -156,7 +156,7 @@ def train(options: CodecOptions, seed: int, downlink: CodecOptions | None = None
     sys.path.insert(0, str(DIGITS))
     digits, evaluate = importlib.import_module("model"), importlib.import_module("evaluate").evaluate
     torch.set_num_threads(1)
-    job = submission.load(DIGITS / "job.toml")
+    job = job_files.load(DIGITS / "job.toml")
     current, inner = job.parameters, build_rule(job.spec)
     rules = [rule_of(inner, downlink, 100 * seed + number) for number in range(job.spec.rounds + 1)]
     state = rules[0].init(current.schema.num_floating)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 from torch import nn
 
+from fedplat import Dataset, Learner, Run, simulate
 from fedplat.job import Selection
-from fedplat.pytorch.training import Learner
-from fedplat.simulation import Dataset, FleetOptions, Run, SimulationOptions, make_job, simulate
+from fedplat.simulation import FleetOptions, SimulationOptions, make_job
 from fedplat.simulation.clients.distributions import UniformRange
 from fedplat.simulation.data import partitioners
 

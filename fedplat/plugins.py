@@ -88,6 +88,12 @@ def define(kind: Kind) -> Kind:
     return kind
 
 
+def add_builtin(kind: str, *records: type) -> None:
+    """Add records of fedplat to a kind that a package in a layer below has defined."""
+    old = _KINDS[kind]
+    define(dataclasses.replace(old, builtin={**old.builtin, **by_name(*records)}))
+
+
 def by_name(*records: type[Options]) -> dict[str, type[Options]]:
     """Return built-in records by their names, which are their tags."""
     return {str(cast(type[Struct], record).__struct_config__.tag): record for record in records}

@@ -14,7 +14,6 @@ import click
 
 from fedplat import texts, user_code
 from fedplat.errors import FedplatError, MissingExtraError, PluginError, TicketError
-from fedplat.gossip.shares import MAX_SHARE
 from fedplat.loaded_plugins import parse_plugins
 from fedplat.secure_aggregation.options import MAX_GROUP, MIN_GROUP
 from fedplat.wire import process_tuning
@@ -209,7 +208,7 @@ _RUN_OPTIONS = (
     click.option(
         "--max-share",
         type=click.FloatRange(0.0, 1.0, min_open=True),
-        default=MAX_SHARE,
+        default=ClientOptions.max_share,
         envvar="FEDPLAT_MAX_SHARE",
         show_default=True,
         show_envvar=True,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from fedplat import texts
 from fedplat.auth import Ticket
-from fedplat.gossip import steps
 from fedplat.loaded_plugins import CLIENT_KINDS, load_plugins
 from fedplat.secure_aggregation import setup
 from fedplat.wire.v1 import fleet_pb2
@@ -21,7 +21,6 @@ from fedplat_client._auth.authenticator import SignedAccess
 from fedplat_client._auth.calls import Connection
 from fedplat_client._auth.enrollment import ClientDescription, ClientSession, Endpoints
 from fedplat_client._auth.mtls import CertificateAccess
-from fedplat_client._auth.peer_access import PeerAccess
 from fedplat_client._state import data_dir as data_directory
 from fedplat_client._state.client_state import ClientStateStore
 from fedplat_client._state.keys import SigningKey
@@ -29,13 +28,10 @@ from fedplat_client._state.model_cache import ModelCache
 from fedplat_client._state.privacy_ledger import PrivacyLedger
 from fedplat_client._state.residuals import Residuals
 from fedplat_client._state.served_attempts import ServedAttempts
-from fedplat_client._state.silo_store import SiloStore
 from fedplat_client._work import assignment, process_group
 from fedplat_client._work.failures import CheckInResult
 from fedplat_client._work.model_download import Downloader
-from fedplat_client._work.peers.listener import PeerListener
 from fedplat_client._work.peers.port import PeerPort
-from fedplat_client._work.silos.worker import SiloParts, SiloWorker
 from fedplat_client._work.training import LocalTrainers
 from fedplat_client.backoff import Backoff, draw_s, is_cut
 from fedplat_client.errors import (
@@ -48,6 +44,9 @@ from fedplat_client.errors import (
 )
 from fedplat_client.options import ClientOptions
 from fedplat_client.task import EvaluateFunction, TrainFunction
+
+if TYPE_CHECKING:
+    from fedplat_client._work.silos.worker import SiloWorker
 
 Function = TypeVar("Function", TrainFunction, EvaluateFunction)
 RunAssignment: TypeAlias = Callable[[fleet_pb2.Assignment], CheckInResult]
@@ -239,25 +238,12 @@ class Client:
             access = stack.enter_context(self._certificates(signed, identity)) if self._options.mtls else signed
             connection = Connection(access, self._options.call_timeout_s)
             port = stack.enter_context(self._peer_port(signed, identity))
-            parts = self._open_parts(connection, port, key, signed)
-            silos = stack.enter_context(SiloWorker(parts))
-            worker = assignment.AssignmentWorker(
-                connection=connection,
-                downloader=parts.downloader,
-                residuals=Residuals(
-                    self._directory.residuals, self._options.cache_limit_bytes, parts.downloader.cache.give_way
-                ),
-                served=ServedAttempts(self._directory.served),
-                client_states=parts.client_states,
-                trainers=parts.trainers,
-                silos=silos,
-                options=self._options,
-                stop=self._stop,
-                key=key,
-            )
+            open_silos = functools.cache(lambda: stack.enter_context(self._open_silos(worker, port, signed)))
+            worker = self._open_worker(connection, key, open_silos)
             endpoints = Endpoints(signed, connection)
             session = ClientSession(endpoints, self._directory, identity, self._description(), self._stop)
-            unfinished = silos.find_unfinished()
+            is_silo = self._options.takes_exchanges or self._directory.silos.exists()
+            unfinished = open_silos().find_unfinished() if is_silo else []
 
             def prepare() -> None:
                 """Open the client's port; continue the rounds of decentralised jobs that the last process began."""
@@ -266,11 +252,13 @@ class Client:
                     begun = unfinished.pop()
                     worker.run(begun)
                     if not self._stop.is_set():
-                        silos.forget(begun)
+                        open_silos().forget(begun)
 
             yield session, prepare, worker.run
 
-    def _open_parts(self, connection: Connection, port: PeerPort, key: SigningKey, signed: SignedAccess) -> SiloParts:
+    def _open_worker(
+        self, connection: Connection, key: SigningKey, open_silos: Callable[[], SiloWorker]
+    ) -> assignment.AssignmentWorker:
         directory, options = self._directory, self._options
         try:
             cache = ModelCache(directory.models, options.cache_limit_bytes)
@@ -278,10 +266,11 @@ class Client:
             raise DataDirectoryError(
                 f"{directory.models} cannot be used: {exc}; free space or make it writable"
             ) from exc
-        return SiloParts(
+        return assignment.AssignmentWorker(
             connection=connection,
             downloader=Downloader(connection, cache, options.max_model_bytes, self._plugins.table),
-            store=SiloStore(directory.silos, directory.exports, options.cache_limit_bytes, cache.give_way),
+            residuals=Residuals(directory.residuals, options.cache_limit_bytes, cache.give_way),
+            served=ServedAttempts(directory.served),
             client_states=ClientStateStore(directory.client_states, options.cache_limit_bytes, cache.give_way),
             trainers=LocalTrainers(
                 trainers=self._trainers,
@@ -289,21 +278,44 @@ class Client:
                 ledger=PrivacyLedger(directory.privacy, f"{self._server} {self._population}"),
                 plugins=self._plugins.table,
             ),
-            port=port,
+            open_silos=open_silos,
             options=options,
+            stop=self._stop,
             key=key,
-            client_id=lambda: signed.client_id,
         )
 
+    def _open_silos(self, worker: assignment.AssignmentWorker, port: PeerPort, signed: SignedAccess) -> SiloWorker:
+        """Return what runs assignments of decentralised jobs; other clients do not load its modules."""
+        from fedplat_client._state.silo_store import SiloStore
+        from fedplat_client._work.silos.worker import SiloParts, SiloWorker
+
+        directory, limit_bytes = self._directory, self._options.cache_limit_bytes
+        parts = SiloParts(
+            connection=worker.connection,
+            downloader=worker.downloader,
+            store=SiloStore(directory.silos, directory.exports, limit_bytes, worker.downloader.cache.give_way),
+            client_states=worker.client_states,
+            trainers=worker.trainers,
+            port=port,
+            options=self._options,
+            key=worker.key,
+            client_id=lambda: signed.client_id,
+        )
+        return SiloWorker(parts)
+
     def _description(self) -> ClientDescription:
-        exchanges = [steps.FEATURE] if self._options.takes_exchanges else []
+        features = [setup.FEATURE]
+        if self._options.takes_exchanges:
+            from fedplat.gossip import steps
+
+            features.append(steps.FEATURE)
         return ClientDescription(
             ticket=self._ticket,
             population=self._population,
             labels=self._labels,
             trainers=sorted(self._trainers),
             evaluators=sorted(self._evaluators),
-            features=[setup.FEATURE, *exchanges],
+            features=features,
             plugins=self._plugins,
         )
 
@@ -320,6 +332,9 @@ class Client:
         if not identity.tls and not listen:
             yield PeerPort()  # it can still exchange models through the server
             return
+        from fedplat_client._auth.peer_access import PeerAccess
+        from fedplat_client._work.peers.listener import PeerListener
+
         access = PeerAccess(
             signed, self._directory, identity, options.call_timeout_s, listens=bool(listen), clock=options.clock
         )

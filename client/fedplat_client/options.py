@@ -9,13 +9,15 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedplat import auth, wire
-from fedplat.gossip.shares import MAX_SHARE
 from fedplat.secure_aggregation.messages import KEY_BYTES
 from fedplat.secure_aggregation.options import MAX_GROUP, MIN_GROUP
-from fedplat.secure_aggregation.participant import ParticipantLimits
 from fedplat_client.cancellation import StopSignal
+
+if TYPE_CHECKING:
+    from fedplat.secure_aggregation.participant import ParticipantLimits
 
 _ALL_ADDRESSES = ("0.0.0.0", "[::]")
 
@@ -73,7 +75,7 @@ class ClientOptions:
     """Take part in decentralised jobs, in which other clients see this client's whole model (their neighbours in each
     round, or with `exchange = "ring"` only the mean of all). Without it the client refuses such jobs
     (`UNSAFE_AGGREGATION`), and so does one that requires secure aggregation or local noise."""
-    max_share: float = MAX_SHARE
+    max_share: float = 0.5  # `MAX_SHARE` of fedplat.gossip.shares, which only silos load
     """Largest part of a mean that one model may be, in decentralised jobs with `exchange = "ring"`: a mean that is
     nearly one silo's model shows it to all others. The client refuses other rings, and so does any client a ring in
     which one model is more than three quarters of what two of the silos have not contributed themselves."""
@@ -148,6 +150,8 @@ class ClientOptions:
 
     def secure_limits(self, own_key: bytes) -> ParticipantLimits:
         """Return the owner's limits for secure aggregations; `own_key` is the client's public key."""
+        from fedplat.secure_aggregation.participant import ParticipantLimits
+
         trusted = None if self._trusted_keys is None else self._trusted_keys | {own_key}
         return ParticipantLimits(self.min_secure_clients, self.min_secure_threshold, trusted, self.require_confirmation)
 

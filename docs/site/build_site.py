@@ -31,6 +31,7 @@ LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
 HIDDEN_FROM_SEARCH = "search:\n  exclude: true\n"
 
 PUBLIC_MODULES = (
+    "fedplat",
     "fedplat_client",
     "fedplat_client.trainers.torch",
     "fedplat_client.trainers.learner",

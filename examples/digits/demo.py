@@ -32,11 +32,11 @@ from rich.live import Live
 from rich.table import Table
 
 import picture
-from fedplat.admin import AdminClient, profile
-from fedplat.cli import formats, submission, watch
+from fedplat import AdminClient, parse_job
+from fedplat.admin import profile, submission
+from fedplat.cli import formats, job_files, watch
 from fedplat.cli.board import AttemptTable
 from fedplat.errors import FedplatError
-from fedplat.job import parse_job
 from fedplat.wire.v1 import admin_pb2
 
 HERE = Path(__file__).resolve().parent
@@ -402,7 +402,7 @@ def make_empty(folder: Path) -> None:
 
 def load(uplink: str, downlink: str) -> submission.Submission:
     """Load the job, with compression. `uplink`, `downlink`: a codec's name, or a TOML table with its options, or ""."""
-    loaded = submission.load(HERE / "job.toml")
+    loaded = job_files.load(HERE / "job.toml")
     named = {name: codec for name, codec in (("uplink", uplink), ("downlink", downlink)) if codec}
     if not named:
         return loaded

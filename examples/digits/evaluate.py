@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import model
-from fedplat.model import Parameters
+from fedplat import Parameters
 from fedplat.pytorch.convert import load_into
 
 

@@ -28,10 +28,10 @@ import silo_data  # noqa: E402
 from links import Link  # noqa: E402
 
 from demo import DemoServer, Processes, ended_by_sigterm, exit_after, free_port, make_empty  # noqa: E402
-from fedplat.admin import AdminClient  # noqa: E402
-from fedplat.cli import submission, watch  # noqa: E402
-from fedplat.job import calibrate, parse_job  # noqa: E402
-from fedplat.model import Parameters  # noqa: E402
+from fedplat import AdminClient, Parameters, parse_job  # noqa: E402
+from fedplat.admin import submission  # noqa: E402
+from fedplat.cli import job_files, watch  # noqa: E402
+from fedplat.job import calibrate  # noqa: E402
 from fedplat.wire.v1 import admin_pb2  # noqa: E402
 
 WITHOUT_PORT = frozenset({6, 7})
@@ -204,7 +204,7 @@ def run_job(demo: Run, admin: AdminClient, name: str, rounds: int) -> tuple[Outc
 
 def load(name: str, rounds: int) -> submission.Submission:
     """Load a job, for another number of rounds than that of its file if `rounds` is not 0."""
-    loaded = submission.load(HERE / name)
+    loaded = job_files.load(HERE / name)
     text = loaded.text.replace(f"\nrounds = {loaded.spec.rounds}\n", f"\nrounds = {rounds or loaded.spec.rounds}\n")
     return dataclasses.replace(loaded, text=text, spec=calibrate(parse_job(text)))
 

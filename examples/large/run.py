@@ -26,10 +26,9 @@ sys.path.append(str(HERE.parent / "digits"))
 
 import plays  # noqa: E402
 from demo import DemoError, DemoServer, Processes, ended_by_sigterm, exit_after, free_port, make_empty  # noqa: E402
-from fedplat.admin import AdminClient  # noqa: E402
-from fedplat.cli import submission, watch  # noqa: E402
-from fedplat.job import parse_job  # noqa: E402
-from fedplat.model import Parameters  # noqa: E402
+from fedplat import AdminClient, Parameters, parse_job  # noqa: E402
+from fedplat.admin import submission  # noqa: E402
+from fedplat.cli import job_files, watch  # noqa: E402
 from fedplat.wire.v1 import admin_pb2  # noqa: E402
 
 SILOS = {"sharded": "shard=2", "pipelined": "pipeline=2,micro_batches=4"}
@@ -161,7 +160,7 @@ def run(demo: Run, settings: Mapping[str, Any], rounds: int) -> int:
 
 def load(rounds: int) -> submission.Submission:
     """Load the job, for another number of rounds than that of its file."""
-    loaded = submission.load(HERE / "job.toml")
+    loaded = job_files.load(HERE / "job.toml")
     text = loaded.text.replace(f"\nrounds = {loaded.spec.rounds}\n", f"\nrounds = {rounds or loaded.spec.rounds}\n")
     return dataclasses.replace(loaded, text=text, spec=parse_job(text))
 

@@ -20,10 +20,9 @@ from torch.utils.data import TensorDataset
 
 import llama
 import plays
+from fedplat import Learner, Parameters
 from fedplat.job.pool import ServerLearning
-from fedplat.model import Parameters
 from fedplat.pytorch.server import ServerTrainer
-from fedplat.pytorch.training import Learner
 
 FOLDER = Path(os.environ.get("LARGE_FOLDER", "."))
 

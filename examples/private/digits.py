@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.model import Parameters
+from fedplat import Parameters
 
 NUM_CLIENTS = 60
 NUM_CLASSES = 10

@@ -21,8 +21,9 @@ sys.path.append(str(HERE.parent / "digits"))
 
 from demo import DemoServer, Processes, ended_by_sigterm, exit_after, free_port, make_empty  # noqa: E402
 from digits import NUM_CLIENTS  # noqa: E402
-from fedplat.admin import AdminClient  # noqa: E402
-from fedplat.cli import submission, watch  # noqa: E402
+from fedplat import AdminClient  # noqa: E402
+from fedplat.admin import submission  # noqa: E402
+from fedplat.cli import job_files, watch  # noqa: E402
 from fedplat.wire.v1 import admin_pb2  # noqa: E402
 
 SEPARATE = range(NUM_CLIENTS - 4, NUM_CLIENTS)
@@ -92,7 +93,7 @@ def run(folder: Path, port: int, console: Console) -> int:
             demo.start_server()
             demo.start_clients()
             with demo.admin() as admin:
-                job = demo.follow(admin, submission.submit(admin, submission.load(HERE / "job.toml")))
+                job = demo.follow(admin, submission.submit(admin, job_files.load(HERE / "job.toml")))
                 rounds = list(admin.list_rounds(job.job_id))
             cost = demo.show_privacy(job.job_id)
     finally:

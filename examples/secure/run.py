@@ -28,11 +28,11 @@ import recording  # noqa: E402
 
 import shares  # noqa: E402
 from demo import DemoServer, Processes, ended_by_sigterm, exit_after, free_port, make_empty  # noqa: E402
-from fedplat.admin import AdminClient  # noqa: E402
-from fedplat.cli import submission, watch  # noqa: E402
-from fedplat.job import calibrate, parse_job  # noqa: E402
+from fedplat import AdminClient, Parameters, parse_job  # noqa: E402
+from fedplat.admin import submission  # noqa: E402
+from fedplat.cli import job_files, watch  # noqa: E402
+from fedplat.job import calibrate  # noqa: E402
 from fedplat.job.secure import build_setup  # noqa: E402
-from fedplat.model import Parameters  # noqa: E402
 from fedplat.rounds import AssignmentId, AttemptKey  # noqa: E402
 from fedplat.wire.v1 import admin_pb2  # noqa: E402
 
@@ -184,7 +184,7 @@ def export(demo: Run, admin: AdminClient, job: admin_pb2.Job, version: int) -> r
 
 def load(num_clients: int, rounds: int) -> submission.Submission:
     """Load the job, for other numbers of clients and rounds than those of its file."""
-    loaded = submission.load(HERE / "job.toml")
+    loaded = job_files.load(HERE / "job.toml")
     text = loaded.text.replace(f"\ngoal = {loaded.spec.selection.goal} ", f"\ngoal = {num_clients - SPARE} ")
     text = text.replace(f"\nrounds = {loaded.spec.rounds}\n", f"\nrounds = {rounds or loaded.spec.rounds}\n")
     return dataclasses.replace(loaded, text=text, spec=calibrate(parse_job(text)))

@@ -22,8 +22,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "digits"))
 
 from demo import DemoError, DemoServer, Processes, ended_by_sigterm, exit_after, free_port, make_empty  # noqa: E402
-from fedplat.admin import AdminClient  # noqa: E402
-from fedplat.cli import submission, watch  # noqa: E402
+from fedplat import AdminClient  # noqa: E402
+from fedplat.admin import submission  # noqa: E402
+from fedplat.cli import job_files, watch  # noqa: E402
 from fedplat.wire.v1 import admin_pb2  # noqa: E402
 
 RANKS = 2
@@ -57,7 +58,7 @@ class Run(DemoServer):
 
     def run_job(self, admin: AdminClient) -> Outcome:
         """Run the job to its end."""
-        wanted = submission.load(HERE / "job.toml")
+        wanted = job_files.load(HERE / "job.toml")
         text = wanted.text.replace(f"rounds = {wanted.spec.rounds}\n", f"rounds = {self.rounds}\n")
         submitted = submission.submit(admin, dataclasses.replace(wanted, text=text))
         lines = watch.lines(lambda line: self.console.print(line, soft_wrap=True), submitted)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import os
 import time
-import uuid
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any, overload
 
 from fedplat import durable
-from fedplat.admin import transfer
+from fedplat.admin import submission, transfer
 from fedplat.admin.connection import AdminConnection
+from fedplat.admin.patience import DEFAULT_TIMEOUT_S, Patience
 from fedplat.admin.profile import Profile
 from fedplat.admin.transfer import ProgressCallback
 from fedplat.errors import ServerUnreachableError
@@ -44,6 +45,18 @@ class AdminClient:
         self._privacy = admin_pb2_grpc.PrivacyStub(channel)
         self._events = events_pb2_grpc.EventsStub(channel)
         self._webhooks = events_pb2_grpc.WebhooksStub(channel)
+        self._lists: dict[type, Callable[..., Any]] = {
+            admin_pb2.ListJobsRequest: self._jobs.ListJobs,
+            admin_pb2.ListRoundsRequest: self._jobs.ListRounds,
+            admin_pb2.ListAssignmentsRequest: self._jobs.ListAssignments,
+            admin_pb2.ListModelVersionsRequest: self._jobs.ListModelVersions,
+            admin_pb2.ListClientsRequest: self._clients.ListClients,
+            admin_pb2.ListEnrollmentsRequest: self._clients.ListEnrollments,
+            admin_pb2.ListAuditRequest: self._operators.ListAudit,
+            events_pb2.ListEventsRequest: self._events.ListEvents,
+            events_pb2.ListWebhooksRequest: self._webhooks.ListWebhooks,
+            events_pb2.ListDeliveriesRequest: self._webhooks.ListDeliveries,
+        }
 
     def __enter__(self) -> AdminClient:
         return self
@@ -77,6 +90,33 @@ class AdminClient:
         """Return the server's status, within `timeout_s` instead of the client's usual time."""
         return self._connection.call(self._operators.GetStatus, admin_pb2.GetStatusRequest(), timeout_s)
 
+    @overload
+    def page(self, request: admin_pb2.ListJobsRequest) -> admin_pb2.ListJobsResponse: ...
+    @overload
+    def page(self, request: admin_pb2.ListRoundsRequest) -> admin_pb2.ListRoundsResponse: ...
+    @overload
+    def page(self, request: admin_pb2.ListAssignmentsRequest) -> admin_pb2.ListAssignmentsResponse: ...
+    @overload
+    def page(self, request: admin_pb2.ListModelVersionsRequest) -> admin_pb2.ListModelVersionsResponse: ...
+    @overload
+    def page(self, request: admin_pb2.ListClientsRequest) -> admin_pb2.ListClientsResponse: ...
+    @overload
+    def page(self, request: admin_pb2.ListEnrollmentsRequest) -> admin_pb2.ListEnrollmentsResponse: ...
+    @overload
+    def page(self, request: admin_pb2.ListAuditRequest) -> admin_pb2.ListAuditResponse: ...
+    @overload
+    def page(self, request: events_pb2.ListEventsRequest) -> events_pb2.ListEventsResponse: ...
+    @overload
+    def page(self, request: events_pb2.ListWebhooksRequest) -> events_pb2.ListWebhooksResponse: ...
+    @overload
+    def page(self, request: events_pb2.ListDeliveriesRequest) -> events_pb2.ListDeliveriesResponse: ...
+    def page(self, request: Any) -> Any:
+        """Return one page of the list that the request is for, with the number of rows on all pages, if it has that.
+
+        `iter_jobs` and the other methods `iter_...` yield the rows of all pages.
+        """
+        return self._connection.call(self._lists[type(request)], request)
+
     def upload_model(self, chunks: Iterable[bytes]) -> admin_pb2.UploadModelResponse:
         """Upload a safetensors file in chunks of at most `wire.CHUNK_BYTES`, and check the digest that was stored."""
         model = transfer.OutgoingModel(chunks)
@@ -94,17 +134,19 @@ class AdminClient:
         )
         return self._connection.call(self._jobs.CreateJob, request)
 
-    def submit_job(self, job: JobSpec, initial: Parameters, idempotency_key: str = "") -> admin_pb2.Job:
+    def submit_job(
+        self, job: JobSpec, initial: Parameters, idempotency_key: str = "", *, wait_s: float = DEFAULT_TIMEOUT_S
+    ) -> admin_pb2.Job:
         """Upload the initial model of a job that was made from objects, create the job and start it.
 
-        With the same `idempotency_key` a repeated call returns the same job. Raises `JobFileError` for a job that no
+        With the same `idempotency_key` a repeated call returns the same job. While the server cannot be reached, it
+        tries again for `wait_s`, and creates one job even if a reply was lost. Raises `JobFileError` for a job that no
         file can describe.
         """
-        text, key = job_file(job), idempotency_key or uuid.uuid4().hex
         extended = build_rule(job).requirements.extend(initial)
-        uploaded = self.upload_model(transfer.chunks(extended))
-        created = self.create_job(text, uploaded.digest, key)
-        return self.start(created.job_id) if created.status == admin_pb2.JOB_STATUS_DRAFT else created
+        wanted = submission.Submission(job_file(job), job, extended)
+        patience = Patience(wait_s, lambda text: None)
+        return submission.submit(self, wanted, idempotency_key=idempotency_key, patience=patience)
 
     def list_jobs(self) -> Sequence[admin_pb2.Job]:
         """Return all jobs, without their job files; `show_job` returns one with it."""
@@ -133,10 +175,6 @@ class AdminClient:
             newest_first=newest_first,
         )
         return self._connection.rows(self._jobs.ListJobs, request, lambda page: page.jobs, limit)
-
-    def list_jobs_page(self, request: admin_pb2.ListJobsRequest) -> admin_pb2.ListJobsResponse:
-        """Return one page of jobs, with their number on all pages and by status."""
-        return self._connection.call(self._jobs.ListJobs, request)
 
     def show_job(self, job: str) -> admin_pb2.Job:
         """Return a job with its job file."""
@@ -220,18 +258,6 @@ class AdminClient:
         )
         return self._connection.rows(self._jobs.ListRounds, request, lambda page: page.rounds, limit)
 
-    def list_rounds_page(self, request: admin_pb2.ListRoundsRequest) -> admin_pb2.ListRoundsResponse:
-        """Return one page of attempts, with their number on all pages."""
-        return self._connection.call(self._jobs.ListRounds, request)
-
-    def sample_rounds(self, job: str, num_samples: int) -> Sequence[admin_pb2.Round]:
-        """Return at most `num_samples` committed rounds of training, evenly spaced, with the first and the last one.
-
-        The server may return fewer: at most 250, and fewer if many clients take part in each.
-        """
-        request = admin_pb2.ListRoundsRequest(job=job, num_samples=max(num_samples, 1))
-        return list(self._connection.call(self._jobs.ListRounds, request).rounds)
-
     def show_round(self, job: str, round_: int, attempt: int = 0) -> admin_pb2.RoundDetails:
         """Return an attempt (0: the last one at the round) with the reasons and labels of its assignments."""
         request = admin_pb2.ShowRoundRequest(job=job, round=round_, attempt=attempt)
@@ -256,10 +282,6 @@ class AdminClient:
         )
         return self._connection.rows(self._jobs.ListAssignments, request, lambda page: page.assignments, limit)
 
-    def list_assignments_page(self, request: admin_pb2.ListAssignmentsRequest) -> admin_pb2.ListAssignmentsResponse:
-        """Return one page of assignments, with their number on all pages."""
-        return self._connection.call(self._jobs.ListAssignments, request)
-
     def list_clients(self, population: str = "") -> Sequence[admin_pb2.Client]:
         """Return the enrolled clients of one population, or of all."""
         return list(self.iter_clients(population))
@@ -280,10 +302,6 @@ class AdminClient:
         """
         request = admin_pb2.ListClientsRequest(population=population, state=state, labels=labels, search=search)
         return self._connection.rows(self._clients.ListClients, request, lambda page: page.clients, limit)
-
-    def list_clients_page(self, request: admin_pb2.ListClientsRequest) -> admin_pb2.ListClientsResponse:
-        """Return one page of clients, with their number on all pages."""
-        return self._connection.call(self._clients.ListClients, request)
 
     def show_client(self, client_id: str) -> admin_pb2.Client:
         """Return a client."""
@@ -319,10 +337,6 @@ class AdminClient:
         request = admin_pb2.ListEnrollmentsRequest()
         return self._connection.rows(self._clients.ListEnrollments, request, lambda page: page.enrollments, limit)
 
-    def list_enrollments_page(self, request: admin_pb2.ListEnrollmentsRequest) -> admin_pb2.ListEnrollmentsResponse:
-        """Return one page of enrollment tokens, with their number on all pages."""
-        return self._connection.call(self._clients.ListEnrollments, request)
-
     def revoke_enrollment(self, enrollment_id: str, *, with_clients: bool = False) -> admin_pb2.Enrollment:
         """Revoke an enrollment token; `with_clients` also revokes the clients that have enrolled with it."""
         request = admin_pb2.RevokeEnrollmentRequest(enrollment_id=enrollment_id, with_clients=with_clients)
@@ -345,10 +359,6 @@ class AdminClient:
         """Yield versions from `first_version` on, at most `limit`, with one page in memory at a time."""
         request = admin_pb2.ListModelVersionsRequest(job=job, first_version=first_version)
         return self._connection.rows(self._jobs.ListModelVersions, request, lambda page: page.versions, limit)
-
-    def list_versions_page(self, request: admin_pb2.ListModelVersionsRequest) -> admin_pb2.ListModelVersionsResponse:
-        """Return one page of model versions, with their number on all pages."""
-        return self._connection.call(self._jobs.ListModelVersions, request)
 
     def export_model(
         self, job: str, version: int | None, path: str | os.PathLike[str], progress: ProgressCallback | None = None
@@ -405,10 +415,6 @@ class AdminClient:
             newest_first=newest_first,
         )
         return self._connection.rows(self._operators.ListAudit, request, lambda page: page.events, limit)
-
-    def list_audit_page(self, request: admin_pb2.ListAuditRequest) -> admin_pb2.ListAuditResponse:
-        """Return one page of the audit log, with the number of rows on all pages."""
-        return self._connection.call(self._operators.ListAudit, request)
 
     def show_privacy(self, job: str = "") -> admin_pb2.ShowPrivacyResponse:
         """Return the releases of a job so far and at most, with their costs; without a name, of all private jobs."""

@@ -9,7 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 
-from fedplat import __version__, texts, wire
+from fedplat import texts, wire
+from fedplat._version import __version__
 from fedplat.admin.interrupts import defer_interrupt
 from fedplat.admin.profile import DEFAULT_SERVER, Profile
 from fedplat.auth import METADATA_CODE, is_address

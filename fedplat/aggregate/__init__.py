@@ -40,7 +40,6 @@ from fedplat.aggregate.fedbuff import FedBuff, divide_by_number
 from fedplat.aggregate.feddyn import FedDyn, LocalFedDyn, server_feddyn
 from fedplat.aggregate.fednova import FedNova, normalize_by_steps
 from fedplat.aggregate.fedyogi import FedYogi, server_yogi
-from fedplat.aggregate.flower import FLOWER_STRATEGIES, FlowerAggregation, FlowerStrategy
 from fedplat.aggregate.local import (
     Correction,
     LocalAlgorithm,
@@ -72,7 +71,7 @@ from fedplat.aggregate.state import (
     state_to_bytes,
 )
 from fedplat.aggregate.statistics import average_statistics, describe_statistics
-from fedplat.aggregate.vectors import l2_norm, scale_vector
+from fedplat.model.vectors import l2_norm, scale_vector
 from fedplat.plugins import Kind, by_name, define
 
 
@@ -110,7 +109,7 @@ define(
         "an aggregation rule",
         RuleOptions,
         ("build",),
-        {**RULES, **by_name(FlowerAggregation)},
+        RULES,
         BaseRule,
     )
 )
@@ -135,7 +134,6 @@ LOCAL_ALGORITHM = define(
 )
 
 __all__ = [
-    "FLOWER_STRATEGIES",
     "LOCAL_ALGORITHM",
     "LOCAL_ALGORITHMS",
     "MAX_ROBUST_UPDATES",
@@ -157,8 +155,6 @@ __all__ = [
     "FedDyn",
     "FedNova",
     "FedYogi",
-    "FlowerAggregation",
-    "FlowerStrategy",
     "LocalAlgorithm",
     "LocalAlgorithmOptions",
     "LocalEasgd",

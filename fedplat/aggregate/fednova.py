@@ -19,8 +19,8 @@ from fedplat.aggregate import options as ranges
 from fedplat.aggregate.algebra import MEAN_WEIGHT, BaseRule, Contribution, Partial, Rule, State, Wrapper
 from fedplat.aggregate.fedavg import FedAvg, server_sgd
 from fedplat.aggregate.mean import weighted_mean
-from fedplat.aggregate.vectors import scale_vector
 from fedplat.model import Blocks, Vector
+from fedplat.model.vectors import scale_vector
 
 LOCAL_STEPS = "local_steps"
 EFFECTIVE_STEPS = "effective_steps"

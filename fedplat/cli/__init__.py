@@ -1,6 +1,6 @@
 """The operator's command `fedplat` (extra "cli"). Programs use `fedplat.admin` instead.
 
-Only the command requires typer, rich and platformdirs; the module `submission` does not.
+Only the command requires typer, rich and platformdirs; the module `job_files` does not.
 """
 
 from __future__ import annotations

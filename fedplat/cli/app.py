@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 import typer.core
 
-import fedplat
+from fedplat._version import __version__
 from fedplat.cli import (
     clients,
     dashboard,
@@ -69,7 +69,7 @@ app.command("dashboard")(dashboard.dashboard)
 
 def _print_version(is_set: bool) -> None:
     if is_set:
-        sys.stdout.write(f"fedplat {fedplat.__version__}\n")
+        sys.stdout.write(f"fedplat {__version__}\n")
         raise typer.Exit
 
 

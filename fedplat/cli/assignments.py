@@ -93,4 +93,4 @@ def names(states: Sequence[AssignmentStateChoice] | None) -> list[str]:
 
 def query(client: AdminClient, request: admin_pb2.ListAssignmentsRequest, empty: str) -> lists.Query[_Details]:
     """Return the query of a list of assignments. The server sends the latest attempt first."""
-    return lists.Query(client.list_assignments_page, request, lambda page: page.assignments, empty)
+    return lists.Query(client.page, request, lambda page: page.assignments, empty)

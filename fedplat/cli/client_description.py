@@ -114,7 +114,7 @@ def _running_jobs(admin: AdminClient, population: str) -> Sequence[admin_pb2.Job
     request = admin_pb2.ListJobsRequest(
         statuses=[admin_pb2.JOB_STATUS_RUNNING], population=population, newest_first=True, page_size=NUM_JOBS
     )
-    return [admin.show_job(job.job_id) for job in admin.list_jobs_page(request).jobs[:NUM_JOBS]]
+    return [admin.show_job(job.job_id) for job in admin.page(request).jobs[:NUM_JOBS]]
 
 
 def _print_jobs(output: Output, client: admin_pb2.Client, jobs: Sequence[admin_pb2.Job]) -> None:
@@ -125,7 +125,7 @@ def _print_jobs(output: Output, client: admin_pb2.Client, jobs: Sequence[admin_p
 
 def _recent(admin: AdminClient, client_id: str) -> admin_pb2.ListAssignmentsResponse:
     request = admin_pb2.ListAssignmentsRequest(client_id=client_id, page_size=NUM_COUNTED)
-    return admin.list_assignments_page(request)
+    return admin.page(request)
 
 
 def _summarize(recent: admin_pb2.ListAssignmentsResponse) -> str:

@@ -67,7 +67,7 @@ def list_clients(  # noqa: PLR0913 - a command's parameters are its options
     filtered = bool(state or labels or search)
     with session(context, server, as_json, form=form) as command:
         query = lists.Query[admin_pb2.Client](
-            command.client.list_clients_page,
+            command.client.page,
             admin_pb2.ListClientsRequest(
                 population=population, state=state.value if state else "", labels=labels, search=search
             ),

@@ -33,7 +33,7 @@ def complete_jobs(context: typer.Context, incomplete: str) -> _Names:
 
     def ask(client: AdminClient) -> _Names:
         request = admin_pb2.ListJobsRequest(search=incomplete, newest_first=True, page_size=MAX_NAMES)
-        jobs = client.list_jobs_page(request).jobs
+        jobs = client.page(request).jobs
         counts = collections.Counter(job.name for job in jobs)
         named = (
             (job.name if counts[job.name] == 1 and job.name.startswith(incomplete) else job.job_id, job) for job in jobs
@@ -48,7 +48,7 @@ def complete_clients(context: typer.Context, incomplete: str) -> _Names:
 
     def ask(client: AdminClient) -> _Names:
         request = admin_pb2.ListClientsRequest(search=incomplete, page_size=MAX_NAMES)
-        return [(found.client_id, found.state) for found in client.list_clients_page(request).clients]
+        return [(found.client_id, found.state) for found in client.page(request).clients]
 
     return _select(ask_server(context, ask), incomplete)
 

@@ -79,7 +79,7 @@ def list_enrollments(
     """List the enrollment tokens, valid or not."""
     with session(context, server, as_json, form=form) as command:
         query = lists.Query[admin_pb2.Enrollment](
-            command.client.list_enrollments_page,
+            command.client.page,
             admin_pb2.ListEnrollmentsRequest(),
             lambda page: page.enrollments,
             "there are no enrollment tokens",

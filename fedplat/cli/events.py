@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from fedplat.admin import AdminClient
+from fedplat.admin.patience import Patience
 from fedplat.cli import formats
 from fedplat.cli.output import Output, to_record
-from fedplat.cli.patience import Patience
 from fedplat.cli.session import (
     INTERRUPTED,
     CommandSession,

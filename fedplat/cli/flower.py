@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from fedplat.admin.submission import Submission
 from fedplat.cli import formats, jobs
 from fedplat.cli.output import Output
 from fedplat.cli.session import (
@@ -23,7 +24,6 @@ from fedplat.cli.session import (
     reporting,
     session,
 )
-from fedplat.cli.submission import Submission
 from fedplat.errors import JobFileError
 from fedplat.simulation.clients.options import MAX_CLIENTS
 from fedplat.simulation.recording import folder as folders

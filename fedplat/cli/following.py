@@ -13,10 +13,10 @@ from typing import Annotated
 
 import typer
 
+from fedplat.admin.patience import Patience
 from fedplat.cli import formats, times, tracking, watch
 from fedplat.cli.board import AttemptTable
 from fedplat.cli.output import Output, to_record
-from fedplat.cli.patience import Patience
 from fedplat.cli.session import (
     FAILED,
     INTERRUPTED,

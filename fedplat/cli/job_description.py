@@ -61,12 +61,10 @@ def collect(client: AdminClient, name: str) -> JobReport:
         if alert.job_id == job.job_id or (alert.population == job.population and not alert.job_id)
     ]
     current = job.current if job.HasField("current") else None
-    rounds = client.list_rounds_page(
+    rounds = client.page(
         admin_pb2.ListRoundsRequest(job=job.job_id, all_attempts=True, newest_first=True, page_size=NUM_ROUNDS)
     ).rounds
-    last = client.list_assignments_page(
-        admin_pb2.ListAssignmentsRequest(job=job.job_id, page_size=NUM_ASSIGNMENTS)
-    ).assignments
+    last = client.page(admin_pb2.ListAssignmentsRequest(job=job.job_id, page_size=NUM_ASSIGNMENTS)).assignments
     return JobReport(
         job,
         alerts,
@@ -83,7 +81,7 @@ def _find_profile(client: AdminClient, job: admin_pb2.Job) -> Mapping[str, float
     if spec is None or spec.warm_start is None or not spec.warm_start.profile:
         return {}
     # The first page of all attempts: the warm start is round 0.
-    found = client.list_rounds_page(admin_pb2.ListRoundsRequest(job=job.job_id, page_size=1)).rounds
+    found = client.page(admin_pb2.ListRoundsRequest(job=job.job_id, page_size=1)).rounds
     is_there = found and found[0].kind == admin_pb2.ATTEMPT_KIND_WARM_START
     return dict(found[0].client_metrics) if is_there and step_profile.describe(found[0].client_metrics) else {}
 
@@ -93,7 +91,7 @@ def _count_clients(client: AdminClient, population: str) -> admin_pb2.Population
 
     def count(state: str = "") -> int:
         request = admin_pb2.ListClientsRequest(population=population, state=state, page_size=1)
-        return client.list_clients_page(request).total
+        return client.page(request).total
 
     return admin_pb2.PopulationCount(
         population=population, num_clients=count(), num_waiting=count("waiting"), num_busy=count("busy")

@@ -108,7 +108,7 @@ def list_jobs(  # noqa: PLR0913 - a command's parameters are its options
     filtered = bool(status or population or search or since)
     with session(context, server, as_json, form=form) as command:
         query = lists.Query[admin_pb2.Job](
-            command.client.list_jobs_page,
+            command.client.page,
             request,
             lambda page: page.jobs,
             "no jobs match" if filtered else "no jobs yet; submit one with: fedplat job submit FILE",
@@ -147,7 +147,7 @@ def list_rounds(  # noqa: PLR0913 - a command's parameters are its options
     request = admin_pb2.ListRoundsRequest(job=job, all_attempts=all_attempts, round=round_ or 0)
     with session(context, server, as_json, form=form) as command:
         query = lists.Query[admin_pb2.Round](
-            command.client.list_rounds_page,
+            command.client.page,
             request,
             lambda page: page.rounds,
             f"there is no such attempt at round {round_}" if round_ else "no rounds yet",

@@ -9,10 +9,12 @@ from typing import Annotated
 import typer
 
 from fedplat.admin import AdminClient
+from fedplat.admin.patience import Patience
+from fedplat.admin.submission import Submission, submit
 from fedplat.cli import following, formats, job_description, job_lists
+from fedplat.cli.job_files import load
 from fedplat.cli.lists import WatchableCommand
 from fedplat.cli.output import Output, to_record
-from fedplat.cli.patience import Patience
 from fedplat.cli.session import (
     WRONG_USAGE,
     CommandSession,
@@ -24,7 +26,6 @@ from fedplat.cli.session import (
     reporting,
     session,
 )
-from fedplat.cli.submission import Submission, load, submit
 from fedplat.errors import FedplatError, JobFileError, MissingExtraError
 from fedplat.job import JobSpec, calibrate, warnings
 from fedplat.simulation.scenario import feasible

@@ -17,9 +17,9 @@ from rich.text import Text
 from typer.core import TyperCommand
 from typing_extensions import override
 
+from fedplat.admin.patience import DEFAULT_TIMEOUT_S, Patience
 from fedplat.cli import formats
 from fedplat.cli.output import Output, OutputFormat
-from fedplat.cli.patience import DEFAULT_TIMEOUT_S, Patience
 from fedplat.cli.session import INTERRUPTED, CommandSession
 from fedplat.cli.tables import ListLayout, Row, TextTable
 

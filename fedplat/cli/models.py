@@ -47,7 +47,7 @@ def list_versions(  # noqa: PLR0913 - a command's parameters are its options
     """List the model versions of a job."""
     with session(context, server, as_json, form=form) as command:
         query = lists.Query[admin_pb2.ModelVersion](
-            command.client.list_versions_page,
+            command.client.page,
             admin_pb2.ListModelVersionsRequest(job=job),
             lambda page: page.versions,
             "no versions yet",

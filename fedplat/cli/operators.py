@@ -119,7 +119,7 @@ def audit(  # noqa: PLR0913 - a command's parameters are its options
     )
     with session(context, server, as_json, form=form, json_form=OutputFormat.JSONL) as command:
         query = lists.Query[admin_pb2.AuditEvent](
-            command.client.list_audit_page,
+            command.client.page,
             request,
             lambda page: page.events,
             "no rows match",

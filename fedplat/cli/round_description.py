@@ -78,7 +78,7 @@ def _list_lost(command: CommandSession, job: str, attempt: admin_pb2.Round) -> S
     request = admin_pb2.ListAssignmentsRequest(
         job=job, round=attempt.round, attempt=attempt.attempt, states=_LOST, page_size=NUM_ASSIGNMENTS
     )
-    return command.client.list_assignments_page(request).assignments[:NUM_ASSIGNMENTS]
+    return command.client.page(request).assignments[:NUM_ASSIGNMENTS]
 
 
 def _print(

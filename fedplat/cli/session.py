@@ -16,9 +16,9 @@ import typer
 
 from fedplat import texts
 from fedplat.admin import AdminClient
+from fedplat.admin.patience import DEFAULT_TIMEOUT_S, Patience
 from fedplat.cli import completion
 from fedplat.cli.output import Output, OutputFormat
-from fedplat.cli.patience import DEFAULT_TIMEOUT_S, Patience
 from fedplat.cli.settings import Settings
 from fedplat.errors import (
     DataError,

@@ -23,8 +23,6 @@ from fedplat.sweep.api import default_folder
 from fedplat.sweep.runner import WorkerOptions, num_processes
 from fedplat.toml_text import format_toml
 
-MAX_LISTED = 20
-
 
 def sweep(  # noqa: PLR0913 - a command's parameters are its options
     context: typer.Context,

@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fedplat.admin import AdminClient, waiting
+from fedplat.admin.patience import DEFAULT_TIMEOUT_S, Patience
 from fedplat.cli import formats
 from fedplat.cli.board import AttemptTable
 from fedplat.cli.output import Output, table, to_record
-from fedplat.cli.patience import DEFAULT_TIMEOUT_S, Patience
 from fedplat.errors import ServerUnreachableError
 from fedplat.wire.v1 import admin_pb2
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 from urllib.parse import parse_qsl
 
 from starlette.applications import Starlette
@@ -28,7 +26,7 @@ from fedplat.dashboard.pages.actions import Action
 from fedplat.dashboard.rendering import Frame, Page, Renderer, format_event, format_signal
 from fedplat.dashboard.sessions import LONGEST_S, BrowserSession, BrowserSessions, Clock
 from fedplat.dashboard.static_files import ASSETS
-from fedplat.dashboard.visit import NotFoundError, Visit
+from fedplat.dashboard.visit import Visit
 from fedplat.errors import FedplatError
 from fedplat.fair_places import FairPlaces, PlaceLimits, PlacesFullError, groups_of
 from fedplat.wire.v1 import admin_pb2
@@ -44,7 +42,6 @@ at once. So wrong tokens hold 16 of these places, and valid ones find another.
 """
 _MAX_FIELDS = 20
 _YEAR_S = 31_536_000
-_FAILURES = (FedplatError, NotFoundError, LoginError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,13 +334,3 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 async def _once(content: bytes) -> AsyncIterator[bytes]:
     yield content
-
-
-def describe_methods(app: Starlette) -> list[tuple[str, frozenset[str]]]:
-    """Return the paths of an app with their methods."""
-    found: list[tuple[str, frozenset[str]]] = []
-    for route in app.routes:
-        with contextlib.suppress(AttributeError):
-            each: Any = route
-            found.append((each.path, frozenset(each.methods)))
-    return found

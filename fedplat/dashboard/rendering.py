@@ -13,7 +13,7 @@ from typing import Any
 
 import jinja2
 
-from fedplat import __version__
+from fedplat._version import __version__
 from fedplat.dashboard import formats
 from fedplat.dashboard.static_files import ASSETS
 from fedplat.wire.v1 import admin_pb2
@@ -52,11 +52,6 @@ class Frame:
     def can_operate(self) -> bool:
         """True if the operator may change jobs and clients."""
         return self.status is not None and self.status.role in ("operator", "admin")
-
-    @property
-    def is_admin(self) -> bool:
-        """True if the operator has the role admin."""
-        return self.status is not None and self.status.role == "admin"
 
 
 def _address_of(name: str) -> str:

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import msgspec
 
@@ -82,9 +82,20 @@ class RunFolderSource:
         status = admin_pb2.JobStatus.Name(job.status).removeprefix("JOB_STATUS_")
         return admin_pb2.GetStatusResponse(num_jobs={status: 1}, role="viewer")
 
+    @overload
+    def page(self, request: admin_pb2.ListJobsRequest) -> admin_pb2.ListJobsResponse: ...
+    @overload
+    def page(self, request: admin_pb2.ListRoundsRequest) -> admin_pb2.ListRoundsResponse: ...
+    def page(
+        self, request: admin_pb2.ListJobsRequest | admin_pb2.ListRoundsRequest
+    ) -> admin_pb2.ListJobsResponse | admin_pb2.ListRoundsResponse:
+        """Return the job of the run, if the request selects it, or one page or a sample of its attempts."""
+        if isinstance(request, admin_pb2.ListJobsRequest):
+            return self._list_jobs(request)
+        return self._list_rounds(request)
+
     @_guard
-    def list_jobs(self, request: admin_pb2.ListJobsRequest) -> admin_pb2.ListJobsResponse:
-        """Return the job of the run, if the request selects it."""
+    def _list_jobs(self, request: admin_pb2.ListJobsRequest) -> admin_pb2.ListJobsResponse:
         job = self._job()
         status = admin_pb2.JobStatus.Name(job.status).removeprefix("JOB_STATUS_")
         is_chosen = (
@@ -108,8 +119,7 @@ class RunFolderSource:
         return found
 
     @_guard
-    def list_rounds(self, request: admin_pb2.ListRoundsRequest) -> admin_pb2.ListRoundsResponse:
-        """Return one page of attempts, or a sample of the committed rounds."""
+    def _list_rounds(self, request: admin_pb2.ListRoundsRequest) -> admin_pb2.ListRoundsResponse:
         records = self._reader.read()
         if request.num_samples:
             committed = [each for each in records if each.committed and each.kind == "TRAIN"]
@@ -127,16 +137,16 @@ class RunFolderSource:
         return admin_pb2.ListRoundsResponse(rounds=page, next_page_token=token, total=len(chosen))
 
     @_guard
-    def show_round(self, request: admin_pb2.ShowRoundRequest) -> admin_pb2.RoundDetails:
+    def show_round(self, job: str, round_: int, attempt: int = 0) -> admin_pb2.RoundDetails:
         """Return an attempt. Raises `NotFoundError` if the run does not have it."""
-        attempts = [each for each in self._reader.read() if each.round == request.round and each.kind == "TRAIN"]
-        chosen = [each for each in attempts if request.attempt in (0, each.attempt)]
+        attempts = [each for each in self._reader.read() if each.round == round_ and each.kind == "TRAIN"]
+        chosen = [each for each in attempts if attempt in (0, each.attempt)]
         if not chosen:
             raise NotFoundError
         return admin_pb2.RoundDetails(round=_round(chosen[-1]), num_attempts=attempts[-1].attempt)
 
     @_guard
-    def list_versions(self, job: str, limit: int) -> list[admin_pb2.ModelVersion]:
+    def list_latest_versions(self, job: str, limit: int) -> list[admin_pb2.ModelVersion]:
         """Return the versions of the last committed rounds, the latest first; their files are not kept."""
         committed = [each for each in self._reader.read() if each.committed and each.kind == "TRAIN"]
         return [_version(each) for each in committed[: -limit - 1 : -1]]

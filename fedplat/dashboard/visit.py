@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import cast
 from urllib.parse import urlencode
 
-from fedplat.dashboard.source import PageSource, ServerSource
+from fedplat.dashboard.server_source import AdminSource
+from fedplat.dashboard.source import PageSource
 from fedplat.wire.v1 import admin_pb2
 
 MAX_TEXT = 300
@@ -50,11 +51,11 @@ class Visit:
     query: Mapping[str, str]
 
     @property
-    def server(self) -> ServerSource:
+    def server(self) -> AdminSource:
         """The source, if it is a server. Raises `NotFoundError` for a simulation."""
         if self.source.is_simulation:
             raise NotFoundError
-        return cast(ServerSource, self.source)
+        return cast(AdminSource, self.source)
 
     def text(self, name: str) -> str:
         """Return a parameter; empty without it."""

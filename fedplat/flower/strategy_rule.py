@@ -28,12 +28,12 @@ from flwr.serverapp.strategy import Strategy
 
 from fedplat import user_code
 from fedplat.aggregate import Contribution, Partial
-from fedplat.aggregate.flower import FlowerStrategy
 from fedplat.decoding import prepare_type
 from fedplat.errors import FedplatError, FlowerError, PluginError
 from fedplat.flower import attributes, envelopes, identity, randomness
 from fedplat.flower.messages import NUM_EXAMPLES
 from fedplat.flower.records import share_arrays
+from fedplat.flower.strategies import FlowerStrategy
 from fedplat.model import FLOATING, Blocks, FlatModel, Parameters, Vector
 from fedplat.plugins import name_of
 from fedplat.texts import format_count, format_numbers, quote

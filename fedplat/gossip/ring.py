@@ -75,9 +75,9 @@ class Ring(Struct, frozen=True, kw_only=True):
 class RingMember:
     """One silo's part in an attempt. `key` is its fresh key pair, whose public key is on the ring.
 
-    In each step from 0 the silo sends `outgoing(step)` to `next_silo`, and passes what comes from the silo before it to
-    `receive`; after the last step it has the `mean`. Raises `ValueError` for a ring on which it is not, or twice, for
-    shares that do not add up to 1 and for a model that does not fit, and `SecureAggregationError` for a weak key of
+    In each step from 0 the silo sends `outgoing(step)` to the silo after it, and passes what comes from the one before
+    it to `receive`; after the last step it has the `mean`. Raises `ValueError` for a ring on which it is not, or twice,
+    for shares that do not add up to 1 and for a model that does not fit, and `SecureAggregationError` for a weak key of
     another silo.
     """
 
@@ -96,7 +96,6 @@ class RingMember:
         if not abs(total - 1.0) <= _ROUNDING:
             raise ValueError(f"the shares of the silos add up to {total}; expected 1, because more could overflow")
         self._ring, self._position, self._step = ring, names.index(silo), 0
-        self.next_silo = names[(self._position + 1) % len(names)]
         share = ring.members[self._position].share
         self._values: Integers = quantize_share(model, share, ring.bound, len(names))
         self._mask(key, keys)

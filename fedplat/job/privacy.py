@@ -10,6 +10,7 @@ from typing import Any
 from msgspec import structs
 
 from fedplat import privacy
+from fedplat.aggregate.private import Release
 from fedplat.errors import JobFileError
 from fedplat.job import secure
 from fedplat.job.spec import JobSpec
@@ -136,12 +137,12 @@ def charges(spec: JobSpec, unmasked: Sequence[int]) -> list[privacy.Charge]:
     return found
 
 
-def build_release(spec: JobSpec) -> privacy.Release | None:
+def build_release(spec: JobSpec) -> Release | None:
     """Return the parameters that turn an attempt's sum into a release; None if the job is not private."""
     options = spec.privacy
     if options is None:
         return None
-    return privacy.Release(
+    return Release(
         noise_multiplier=options.noise_multiplier,
         clip=spec.updates.adaptive_clip or spec.updates.clip_norm,
         expected_weight=spec.selection.goal * options.expected_weight,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from fedplat import aggregate, codecs, privacy
+from fedplat import codecs, privacy
+from fedplat.flower.rule import FlowerAggregation
 from fedplat.job import secure
 from fedplat.job.combinations import BUFFERED, OF_CLIENTS, STALE_SYNCHRONOUS, explain
 from fedplat.job.sections import Updates
@@ -53,7 +54,7 @@ def _updates_mistakes(spec: JobTables) -> Iterator[str]:
 
 
 def _other_mistakes(spec: JobTables) -> Iterator[str]:
-    if isinstance(spec.aggregation, aggregate.FlowerAggregation):
+    if isinstance(spec.aggregation, FlowerAggregation):
         yield (
             f'aggregation.rule = "flower": expected {RULES_ON_MEAN}; a Flower strategy sees the model of each client, '
             "before any noise, and keeps what it likes of it"

@@ -8,8 +8,9 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
-from fedplat.model.blocks import BLOCK, WINDOW, Blocks, Vector, blocks
+from fedplat.model.blocks import BLOCK, WINDOW, Blocks, Vector, VectorBlocks, blocks, part_of
 from fedplat.model.schema import DTYPES, FLOATING, Schema, Segment
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -41,6 +42,26 @@ class Values(Protocol):
     def read_carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
         """Iterate over the entries of one carried run, `BLOCK` at a time; each is valid until the next is drawn."""
         ...
+
+
+class VectorValues(Values):
+    """The `Values` of a vector in memory, with the carried entries of `base`."""
+
+    def __init__(self, base: Values, vector: Vector) -> None:
+        self._base, self._vector = base, vector
+
+    @property
+    @override
+    def schema(self) -> Schema:
+        return self._base.schema
+
+    @override
+    def to_blocks(self, columns: range | None = None) -> Blocks:
+        return part_of(VectorBlocks(self._vector), columns)
+
+    @override
+    def read_carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
+        return self._base.read_carried(run)
 
 
 class FloatingBlocks:

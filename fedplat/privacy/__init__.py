@@ -1,13 +1,12 @@
 """Client-level differential privacy: the job's options, the noise, and the cost of releases.
 
-`options.py` is the table of the job file, `mechanism.py` the wrapper that turns a rule's results into releases,
-`noise.py` and `tree.py` the noise, `releases.py` the accountant's view of a release, and `accounting.py` the arithmetic
-(with the extra `privacy`).
+`options.py` is the table of the job file, `noise.py` and `tree.py` the noise, `releases.py` the accountant's view of a
+release, and `accounting.py` the arithmetic (with the extra `privacy`). `fedplat.aggregate.private` turns a rule's
+results into releases.
 """
 
 from __future__ import annotations
 
-from fedplat.privacy.mechanism import Release, privatize
 from fedplat.privacy.noise import KEY_BYTES, Noise
 from fedplat.privacy.options import Privacy, PublishedMetrics
 from fedplat.privacy.releases import Charge, Mechanism, tree_sensitivity
@@ -20,8 +19,6 @@ __all__ = [
     "Noise",
     "Privacy",
     "PublishedMetrics",
-    "Release",
     "Tree",
-    "privatize",
     "tree_sensitivity",
 ]

@@ -8,7 +8,15 @@ from typing import NamedTuple
 
 from fedplat.rounds.persistent_map import to_persistent
 from fedplat.rounds.privacy_rules import shown_metrics
-from fedplat.rounds.records import Assignment, AssignmentId, Attempt, JobState, ModelVersion, SecureMessages
+from fedplat.rounds.records import (
+    Assignment,
+    AssignmentId,
+    Attempt,
+    JobState,
+    ModelVersion,
+    ProtocolState,
+    SecureMessages,
+)
 
 MESSAGE_KINDS = ("keys", "shares", "confirmation", "answer")
 """The fields of `SecureMessages` that hold a message."""
@@ -48,7 +56,8 @@ class SentMessage(NamedTuple):
 class Change:
     """All changes of one step. A store writes them in one transaction, if it still holds `expected_revision`.
 
-    `messages` are those that the assignments have gained: a store keeps each until its attempt ends.
+    `messages` are those that the assignments have gained: a store keeps each until its attempt ends. `protocol` is the
+    job's state of its protocol if that is another one now; None: the stored one stays as it is.
     """
 
     job: JobState
@@ -58,6 +67,7 @@ class Change:
     version: ModelVersion | None
     history: tuple[HistoryRow, ...]
     messages: tuple[SentMessage, ...] = ()
+    protocol: ProtocolState | None = None
 
 
 def difference(before: JobState, after: JobState) -> Change:
@@ -74,6 +84,7 @@ def difference(before: JobState, after: JobState) -> Change:
         version=version,
         history=_history(before, after, attempt, changed),
         messages=tuple(_find_messages(before, changed)),
+        protocol=after.protocol if after.protocol is not before.protocol else None,
     )
 
 

@@ -9,8 +9,9 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from fedplat.rounds import assignments, buffered, futility, influence, pacing, reporting
+from fedplat.rounds import assignments, futility, influence, pacing, reporting
 from fedplat.rounds.commands import Abandon, Abort, Command, Commit, Restart
+from fedplat.rounds.protocols.base import Ending, protocol_of
 from fedplat.rounds.records import Assignment, AssignmentSet, Attempt, JobState
 from fedplat.rounds.states import (
     ASSIGNMENT_TRANSITIONS,
@@ -19,7 +20,6 @@ from fedplat.rounds.states import (
     JOB_TRANSITIONS,
     WORKING_PHASES,
     AssignmentState,
-    AttemptKind,
     AttemptPhase,
     JobStatus,
     Reason,
@@ -45,27 +45,18 @@ _Set = TypeVar("_Set", bound=AssignmentSet)
 
 
 def close_if_due(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
-    """Close the attempt when its goal is reached, when no client is left to wait for, or when it cannot succeed.
-
-    With `selection.close = "deadline"` the goal does not close it. An attempt that hides its sample closes only at
-    `closes_at`.
-    """
+    """Close the attempt, or fail it, if its protocol finds that it is time to."""
     attempt = job.open_attempt
     assert attempt is not None
-    if reporting.is_secure(job, attempt):
-        return Transition(job, commands)  # `secure.advance` closes it
-    reported, busy = attempt.num_reported, attempt.num_busy
-    if reporting.fills_buffer(job, attempt):
-        if reported < attempt.goal:
-            return Transition(job if busy else reporting.await_clients(job, context), commands)
-    elif attempt.closes_at is not None:
-        if context.now < attempt.closes_at:
+    match protocol_of(job, attempt.kind).judge_end(job, attempt, context):
+        case Ending.WAIT:
             return Transition(job, commands)
-    elif not job.fills_cohort and reported + busy < attempt.minimum:
-        return _fail_for_few(job, commands, context)
-    elif (busy or job.fills_cohort) and (reported < attempt.goal or _waits_for_all(job, attempt)):
-        return Transition(job, commands)
-    return close(job, commands, context)
+        case Ending.WAIT_FOR_CLIENTS:
+            return Transition(reporting.await_clients(job, context), commands)
+        case Ending.FAIL:
+            return _fail_for_few(job, commands, context)
+        case Ending.CLOSE:
+            return close(job, commands, context)
 
 
 def close(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
@@ -76,7 +67,8 @@ def close(job: JobState, commands: tuple[Command, ...], context: Context) -> Tra
     """
     attempt = job.open_attempt
     assert attempt is not None
-    keeps_updates = attempt.kind is not AttemptKind.TRAIN or influence.keeps_updates(job.spec)
+    folds = protocol_of(job, attempt.kind).folds
+    keeps_updates = not folds or influence.keeps_updates(job.spec)
     if dropped := influence.find_outliers(job, attempt):
         job = structs.replace(job, attempt=attempt.with_assignments(dropped))
         return close_if_due(job, commands, context) if keeps_updates else _fail_for_outliers(job, commands, context)
@@ -86,30 +78,30 @@ def close(job: JobState, commands: tuple[Command, ...], context: Context) -> Tra
             text = f"the weight of an update in memory cannot be changed: {influence.join_texts(heavy)}"
             return _prepend(commands, fail_attempt(job, text, context))
         weighed = []  # the weights are within tolerance: only the median has moved since they were set
-    if attempt.kind is AttemptKind.TRAIN and (weighed or influence.has_dropped_folds(attempt)):
+    if folds and (weighed or influence.has_dropped_folds(attempt)):
         attempt = attempt.with_assignments(weighed)
         commands += (Restart(attempt.key), *reporting.fold_commands(attempt, attempt.reported))
     return begin_commit(job, attempt.with_assignments(weighed), commands)
 
 
 def begin_commit(job: JobState, attempt: Attempt, commands: tuple[Command, ...]) -> Transition:
-    """Commit the reports of the attempt. Busy clients become surplus, or are carried over into the next attempt."""
+    """Commit the reports of the attempt, without the clients that are busy."""
     job = structs.replace(job, attempt=attempt)
-    phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COMMITTING)
-    if reporting.fills_buffer(job, attempt) and attempt.key.round < job.spec.rounds:
-        job, attempt = buffered.carry_over(job, attempt)
-    else:
-        job, more = drop_carried_over(job, Reason.SURPLUS) if attempt.kind is AttemptKind.TRAIN else (job, ())
-        surplus = [assignments.end(each, AssignmentState.SURPLUS, Reason.SURPLUS) for each in attempt.busy]
-        commands += more + assignments.abort_commands(surplus)
-        attempt = attempt.with_assignments(surplus)
-    if attempt.kind is AttemptKind.TRAIN:
+    phase, protocol = (
+        require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COMMITTING),
+        protocol_of(job, attempt.kind),
+    )
+    job, attempt, more = protocol.release_busy(job, attempt)
+    commands += more
+    if protocol.folds:
         commands += (Commit(attempt.key, attempt.base_version, attempt.num_reported),)
     return Transition(structs.replace(job, attempt=structs.replace(attempt, phase=phase)), commands)
 
 
-def _waits_for_all(job: JobState, attempt: Attempt) -> bool:
-    return attempt.kind is AttemptKind.TRAIN and job.spec.selection.close == "deadline"
+def release_surplus(job: JobState, attempt: Attempt) -> tuple[JobState, Attempt, tuple[Command, ...]]:
+    """Stop the clients of an attempt that are busy: it has enough reports."""
+    surplus = [assignments.end(each, AssignmentState.SURPLUS, Reason.SURPLUS) for each in attempt.busy]
+    return job, attempt.with_assignments(surplus), assignments.abort_commands(surplus)
 
 
 def close_without_clients(job: JobState, context: Context) -> Transition:
@@ -144,12 +136,7 @@ def _prepend(commands: tuple[Command, ...], transition: Transition) -> Transitio
 
 
 def drop_late(job: JobState, context: Context) -> Transition:
-    """End assignments whose deadline has passed; close the attempt if it waited only for them, or if it is time.
-
-    In a decentralised job the deadline is that of the attempt (`exchange.advance`).
-    """
-    if job.spec.gossip is not None:
-        return Transition(job)
+    """End assignments whose deadline has passed; close the attempt if it waited only for them, or if it is time."""
     carried, commands = _end_late(job.carried_over, context.now)
     job = structs.replace(job, carried_over=carried) if carried is not job.carried_over else job
     attempt = job.open_attempt
@@ -230,21 +217,22 @@ def withdraw(job: JobState, revoked: Assignment, context: Context) -> Transition
     if attempt.phase is not AttemptPhase.COLLECTING:
         return Transition(job)
     job = assignments.put(job, dropped)
-    if attempt.kind is AttemptKind.TRAIN and not influence.keeps_updates(job.spec):
+    if protocol_of(job, attempt.kind).folds and not influence.keeps_updates(job.spec):
         text = f"{revoked.client_id} was revoked; an update in memory cannot be removed from the sum"
         return fail_attempt(job, text, context)
     return close_if_due(job, (), context)
 
 
 def fail_attempt(job: JobState, text: str, context: Context, *, is_lasting: bool = False) -> Transition:
-    """Abandon the attempt and back off; a federated evaluation is not retried.
+    """Abandon the attempt and back off, unless attempts of its kind are not retried.
 
     After `retry.pause_after` attempts in a row whose cause `is_lasting`, or lies with the clients
     (`futility.count`), the job is paused instead: each of them costs the clients a training.
     """
     attempt = job.open_attempt
     assert attempt is not None
-    if attempt.kind is AttemptKind.EVALUATE:
+    protocol = protocol_of(job, attempt.kind)
+    if not protocol.retries:
         return Transition(*abandon(job, Reason.ATTEMPT_ABANDONED, text, context))
     after, commands = abandon_all(job, Reason.ATTEMPT_ABANDONED, text, context)
     failures, retry = job.failures + 1, job.spec.retry
@@ -253,14 +241,13 @@ def fail_attempt(job: JobState, text: str, context: Context, *, is_lasting: bool
     if job.status is not JobStatus.RUNNING:  # it was paused while the version was written
         return Transition(after, commands)
     if retry.max_attempts and failures >= retry.max_attempts:
-        reason = f"{_describe(job, attempt)} failed {format_count(failures, 'time')}; last failure: {text}"
+        reason = f"{protocol.describe(job, attempt)} failed {format_count(failures, 'time')}; last failure: {text}"
         return Transition(set_status(after, JobStatus.FAILED, reason), commands)
     if futility.gives_up(after):
-        return Transition(
-            set_status(after, JobStatus.PAUSED, futility.describe_pause(after, _describe(job, attempt), text)), commands
-        )
+        reason = futility.describe_pause(after, protocol.describe(job, attempt), text)
+        return Transition(set_status(after, JobStatus.PAUSED, reason), commands)
     wait = pacing.backoff_s(retry, failures, context.rng)
-    reason = f"{_describe(job, attempt)} attempt {attempt.key.number} was abandoned: {text}; retrying"
+    reason = f"{protocol.describe(job, attempt)} attempt {attempt.key.number} was abandoned: {text}; retrying"
     return Transition(structs.replace(after, reason=reason, resume_at=context.now + wait), commands)
 
 
@@ -299,12 +286,6 @@ def set_status(job: JobState, status: JobStatus, reason: str) -> JobState:
     """Set the job's status."""
     assert job.status not in ENDED_JOBS
     return structs.replace(job, status=require(JOB_TRANSITIONS, job.status, status), reason=reason)
-
-
-def _describe(job: JobState, attempt: Attempt) -> str:
-    if attempt.kind is AttemptKind.WARM_START:
-        return "the start of the app" if job.spec.flower is not None else "the warm start"
-    return f"round {attempt.key.round}"
 
 
 def describe_counts(attempt: Attempt) -> str:

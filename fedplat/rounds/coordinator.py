@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from msgspec import structs
 
 from fedplat.errors import FedplatError
-from fedplat.rounds import closing, pacing, privacy_rules, selection, ssp, sync
+from fedplat.rounds import attempts, pacing, privacy_rules, selection, sync
 from fedplat.rounds.changes import Change, difference
 from fedplat.rounds.commands import Assign, Command, Refuse
 from fedplat.rounds.events import (
@@ -37,10 +36,10 @@ from fedplat.rounds.events import (
     JobEvent,
     RollCalled,
     ServerRestarted,
-    SilosLost,
     TimerFired,
 )
 from fedplat.rounds.participation import Participation, ParticipationHistory, participations_of
+from fedplat.rounds.protocols.base import training_of
 from fedplat.rounds.records import Assignment, AttemptKey, JobState
 from fedplat.rounds.reservation import Reservations
 from fedplat.rounds.selection import WaitingRoom
@@ -186,7 +185,7 @@ class Coordinator:
         if reason in (Reason.NO_WORK, Reason.LIMIT_REACHED):
             num_clients = pacing.round_up_to_power_of_two(num_clients) if summary.hides else num_clients
             return Refuse(client.client_id, reason, pacing.idle_window(num_clients))
-        if any(_awaits(job, client.client_id) for job in train):  # absent, it would leave
+        if any(training_of(job).membership.awaits(job, client.client_id) for job in train):  # absent, it would leave
             return Refuse(client.client_id, reason, pacing.SOON)
         window = pacing.busy_window(num_clients, summary.num_needed, summary.round_s)
         return Refuse(client.client_id, reason, pacing.after_rest(window, rest_s))
@@ -198,7 +197,7 @@ class Coordinator:
         summary = self._summaries[population] = _PopulationSummary(
             running,
             num_busy=sum(job.num_busy for job in running),
-            num_needed=sum(_num_needed(job) for job in running),
+            num_needed=sum(training_of(job).num_needed(job) for job in running),
             round_s=min((job.spec.deadlines.training_s for job in running), default=0.0),
             fleet=max((job.spec.selection.wait_for for job in running if privacy_rules.hides_sample(job)), default=0),
             hides=any(privacy_rules.hides_sample(job) for job in jobs),
@@ -262,11 +261,9 @@ class Coordinator:
                 if assignment is not None and assignment.is_open:
                     self._step(proposal, AssignmentRevoked(assignment.key, event.client_id), context)
             latest = self._latest(proposal, job.job_id)
-            if latest is not None and latest.gossip is not None and event.client_id in latest.gossip.members:
-                self._step(proposal, SilosLost(job.job_id, (event.client_id,)), context)
-            if latest is not None and event.client_id in latest.clocks.clocks:
-                revoked = frozenset({event.client_id})
-                self._step(proposal, RollCalled(job.job_id, revoked=revoked), context)
+            left = training_of(latest).membership.revoked(latest, event.client_id) if latest is not None else None
+            if left is not None:
+                self._step(proposal, left, context)
         return ACCEPTED
 
     def _on_timer(self, proposal: Proposal, event: TimerFired, context: Context) -> Verdict:
@@ -274,26 +271,22 @@ class Coordinator:
         before = self._latest(proposal, event.job_id)
         if before is None:
             return _refuse_unknown_job(event.job_id)
-        self._apply(proposal, before, closing.drop_late(before, context), context)
+        self._apply(proposal, before, training_of(before).on_deadline(before, context), context)
         self._call_roll(proposal, event.job_id, context)
         job = self._latest(proposal, event.job_id)
-        attempt = job.open_attempt if job is not None and job.selects else None
+        attempt = job.open_attempt if job is not None and attempts.selects(job) else None
         if attempt is not None and attempt.selection_ends_at <= context.now:
             self._draw(proposal, event.job_id, context, final=True)
         return ACCEPTED
 
     def _call_roll(self, proposal: Proposal, job_id: str, context: Context) -> None:
-        """Let members of a clock set that are absent leave, if the time of one of them, or of all, is over."""
+        """Let members of a job that are absent leave, if the time of one of them, or of all, is over."""
         job = self._latest(proposal, job_id)
-        if job is None or not job.clocks.clocks or job.status is not JobStatus.RUNNING:
+        if job is None or (roll := training_of(job).membership.roll(job, context)) is None:
             return
-        attempt, moment = job.open_attempt, job.clocks.next_expected
-        is_over = attempt is not None and job.selects and attempt.selection_ends_at <= context.now
-        is_last = is_over and attempt is not None and attempt.kind is AttemptKind.TRAIN
-        if is_last or (moment is not None and moment <= context.now):
-            waiting = {name: self.room.clients.get(name) for name in job.clocks.clocks}
-            present = frozenset(name for name, each in waiting.items() if each and selection.may_train(job, each))
-            self._step(proposal, RollCalled(job_id, present, is_last), context)
+        waiting = {name: self.room.clients.get(name) for name in roll.members}
+        present = frozenset(name for name, each in waiting.items() if each and selection.may_train(job, each))
+        self._step(proposal, RollCalled(job_id, present, roll.is_last), context)
 
     def _changed_timers(self, proposal: Proposal, events: Sequence[Event]) -> dict[str, float | None]:
         """Return the next deadline of each job whose timer has fired or must be set to another moment."""
@@ -303,8 +296,11 @@ class Coordinator:
         timers: dict[str, float | None] = {}
         for job_id in dict.fromkeys((*proposal.jobs, *sorted(fired | restarted))):
             job = self._latest(proposal, job_id)
-            if job is not None and (job.next_deadline != self._timers.get(job_id) or job_id in fired):
-                timers[job_id] = job.next_deadline
+            if job is None:
+                continue
+            next_deadline = attempts.next_deadline(job)
+            if next_deadline != self._timers.get(job_id) or job_id in fired:
+                timers[job_id] = next_deadline
         return timers
 
     def _last_answers(self, commands: Sequence[Command]) -> list[Command]:
@@ -339,7 +335,7 @@ class Coordinator:
         while current is not None:
             proposal.commands.extend(current.commands)
             if current.job is not before:
-                after = ssp.follow(before, current.job, context)
+                after = training_of(before).membership.follow(before, current.job, context)
                 after = structs.replace(after, revision=before.revision + 1)
                 proposal.changes.append(difference(before, after))
                 proposal.jobs[after.job_id] = before = after
@@ -412,15 +408,3 @@ class Coordinator:
 
 def _refuse_unknown_job(job_id: str) -> Verdict:
     return Verdict(Reason.STALE, f"there is no job {job_id}")
-
-
-def _awaits(job: JobState, client_id: str) -> bool:
-    """Return whether a job waits for this client: a member of its clock set, or one of its silos."""
-    silos = job.gossip.members | job.gossip.away if job.gossip is not None else ()
-    return client_id in job.clocks.clocks or client_id in silos
-
-
-def _num_needed(job: JobState) -> int:
-    """Return how many clients must wait at the same time, even if the job draws fewer."""
-    # A Flower app draws particular clients, before they wait: each of them is needed.
-    return sys.maxsize if job.spec.flower is not None else max(job.spec.num_wanted, job.spec.selection.wait_for)

@@ -8,14 +8,25 @@ rest has ended.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from fedplat.rounds.events import ClientCheckedIn
 from fedplat.rounds.participation import NEVER, ParticipationHistory
 from fedplat.rounds.records import AttemptKey
-from fedplat.rounds.ssp import Gate
 from fedplat.sampling import ClientHistory
 
 Accepts = Callable[[ClientCheckedIn], bool]
+
+
+class Gate(NamedTuple):
+    """Who may be drawn: none of `withheld`, and only `members` if the set has no room for others."""
+
+    withheld: frozenset[str]
+    members: frozenset[str] | None
+
+    def admits(self, client_id: str) -> bool:
+        """Return whether a client may be drawn."""
+        return client_id not in self.withheld and (self.members is None or client_id in self.members)
 
 
 class EligibleClients:

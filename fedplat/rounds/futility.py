@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from fedplat.rounds.records import Assignment, Attempt, FutileAttempts, JobState
-from fedplat.rounds.states import REASON_TEXTS, AssignmentState, AttemptKind, Reason
+from fedplat.rounds.states import REASON_TEXTS, AssignmentState, Reason
 from fedplat.texts import shorten
 
 LASTING = frozenset(
@@ -36,8 +36,6 @@ _ENDED_BADLY = frozenset({AssignmentState.LATE, AssignmentState.FAILED, Assignme
 
 def _is_lasting(attempt: Attempt) -> bool:
     """Return whether a failed attempt would have had enough clients but for failures that another try repeats."""
-    if attempt.kind is AttemptKind.WARM_START:
-        return False
     ended = [each for each in attempt.assignments.values() if each.state in _ENDED_BADLY]
     num_lasting = sum(each.reason in LASTING for each in ended)
     return num_lasting > 0 and len(attempt.assignments) - len(ended) + num_lasting >= max(attempt.minimum, 1)

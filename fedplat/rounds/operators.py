@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from msgspec import structs
 
-from fedplat.rounds import closing, plugin_rules, privacy_rules, warm_start
+from fedplat.rounds import closing, plugin_rules, privacy_rules
 from fedplat.rounds.events import JobAction, OperatorCommand, SpecChanged
+from fedplat.rounds.protocols.base import protocol_of
 from fedplat.rounds.records import NO_FUTILE, JobState
 from fedplat.rounds.states import ENDED_JOBS, JOB_TRANSITIONS, REASON_TEXTS, AttemptPhase, JobStatus, Reason
 from fedplat.rounds.transition import Context, Transition, Verdict
@@ -33,9 +34,8 @@ def on_operator(job: JobState, event: OperatorCommand, context: Context) -> Tran
     attempt = job.open_attempt
     # A pause lets a version that is being written become durable; a cancellation does not. A warm start may take
     # hours: it is stopped, and resumes from its checkpoint.
-    finishes = (
-        attempt is not None and attempt.phase is AttemptPhase.COMMITTING and not warm_start.is_warm_start(attempt)
-    )
+    is_committing = attempt is not None and attempt.phase is AttemptPhase.COMMITTING
+    finishes = attempt is not None and is_committing and protocol_of(job, attempt.kind).finishes
     if attempt is None or (status is JobStatus.PAUSED and finishes):
         ended, commands = closing.drop_carried_over(job, reason)
     else:

@@ -15,13 +15,8 @@ from fractions import Fraction
 
 from fedplat.job import secure
 from fedplat.rounds.events import CandidatesDrawn
-from fedplat.rounds.records import Attempt, JobState
-from fedplat.rounds.states import AttemptKind, JobStatus
-
-
-def makes_release(job: JobState, attempt: Attempt) -> bool:
-    """Return whether the attempt ends with a private release."""
-    return job.spec.privacy is not None and attempt.kind is AttemptKind.TRAIN
+from fedplat.rounds.records import JobState
+from fedplat.rounds.states import JobStatus
 
 
 def minimum(job: JobState) -> int:
@@ -46,14 +41,14 @@ def hides_sample(job: JobState) -> bool:
     return job.spec.privacy is not None and job.spec.privacy.participation == "poisson"
 
 
-def closes_at(job: JobState, attempt: Attempt, now: float) -> float | None:
-    """Return the only moment at which the attempt may close, if it begins to collect (or resumes) now.
+def closes_at(job: JobState, now: float) -> float | None:
+    """Return the only moment at which an attempt to train may close, if it begins to collect (or resumes) now.
 
     None if it may close earlier. Clients can observe when versions appear. So the moment depends on the job file alone,
     not on which clients were drawn, how long they took, or whether they uploaded: it is the latest possible end of an
     upload.
     """
-    if not hides_sample(job) or not makes_release(job, attempt):
+    if not hides_sample(job):
         return None
     return now + job.spec.deadlines.training_s + job.spec.deadlines.upload_s
 
@@ -92,6 +87,11 @@ def kept_metrics(job: JobState, metrics: Mapping[str, float]) -> dict[str, float
         return dict(metrics)
     named = options.metrics.bounds if options.metrics is not None else {}
     return {name: value for name, value in metrics.items() if name in named}
+
+
+def kept_norm(job: JobState, norm: float | None) -> float | None:
+    """Return the norm of an update if it may be stored with the name of its client."""
+    return norm if job.spec.privacy is None else None
 
 
 def shown_metrics(job: JobState, metrics: Mapping[str, float]) -> Mapping[str, float]:

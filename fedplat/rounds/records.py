@@ -19,13 +19,12 @@ from fedplat.aggregate import Contribution
 from fedplat.gossip.state import GossipState
 from fedplat.job import JobSpec
 from fedplat.loaded_plugins import PluginVersion
-from fedplat.rounds.clock_set import NO_CLOCKS, ClockSet
 from fedplat.rounds.persistent_map import PersistentMap, to_persistent
+from fedplat.rounds.protocols.clock_set import NO_CLOCKS, ClockSet
 from fedplat.rounds.states import (
     BUSY_STATES,
     OPEN_PHASES,
     OPEN_STATES,
-    WORKING_PHASES,
     AssignmentState,
     AttemptKind,
     AttemptPhase,
@@ -307,6 +306,13 @@ class FutileAttempts(NamedTuple):
 NO_FUTILE = FutileAttempts()
 
 
+class ProtocolState(Struct, frozen=True):
+    """Base of what a job keeps for the protocol of its training, beyond its attempts; each is in that protocol's file.
+
+    It needs no tag: the job file determines which protocol a job has (`protocols.base.training_name`).
+    """
+
+
 class JobState(Struct, frozen=True):
     """The state of a job.
 
@@ -322,7 +328,7 @@ class JobState(Struct, frozen=True):
     a release, whether its attempt has committed or not. `barred` are clients that a job with secure aggregation
     does not draw again, because their messages were invalid (`REJECTED_MESSAGE`) in an earlier attempt. `clocks` is the
     clock set of a stale synchronous parallel job; the moments in it are not stored. `gossip` is the state of a
-    decentralised job that has begun.
+    decentralised job that has begun. `protocol` is what the protocol of the job's training keeps.
     """
 
     job_id: str
@@ -345,6 +351,7 @@ class JobState(Struct, frozen=True):
     barred: tuple[str, ...] = ()
     clocks: ClockSet = NO_CLOCKS
     gossip: GossipState | None = None
+    protocol: ProtocolState | None = None
 
     @property
     def algorithms(self) -> frozenset[str]:
@@ -355,22 +362,6 @@ class JobState(Struct, frozen=True):
     def open_attempt(self) -> Attempt | None:
         """The attempt that has not ended, if there is one."""
         return self.attempt if self.attempt is not None and self.attempt.is_open else None
-
-    @property
-    def selects(self) -> bool:
-        """True if the open attempt waits for clients to check in: for its first ones, or for more of a cohort."""
-        attempt = self.open_attempt
-        if attempt is None or self.spec.gossip is not None:
-            return False  # silos of a decentralised job are assigned as they arrive
-        return attempt.awaits_clients or self.fills_cohort
-
-    @property
-    def fills_cohort(self) -> bool:
-        """True if clients that a Flower app has drawn are still to be assigned, while others of them work already."""
-        attempt = self.open_attempt
-        if attempt is None or self.spec.flower is None:
-            return False
-        return attempt.phase is AttemptPhase.COLLECTING and len(attempt.assignments) < attempt.target
 
     @property
     def assignment_sets(self) -> tuple[AssignmentSet, ...]:
@@ -393,24 +384,3 @@ class JobState(Struct, frozen=True):
             if (found := group.find(key, client_id)) is not None:
                 return found
         return None
-
-    @property
-    def next_deadline(self) -> float | None:
-        """The moment of the next change of this job that needs no other event, if there is one."""
-        attempt, moments = self.open_attempt, list[float | None]()
-        if self.spec.gossip is not None:
-            return attempt.step_ends_at if attempt is not None else None
-        if attempt is None:
-            moments.append(self.resume_at if self.status is JobStatus.RUNNING else None)
-        elif attempt.awaits_clients:
-            moments.append(attempt.selection_ends_at)
-        elif attempt.phase in WORKING_PHASES:
-            moments.append(attempt.selection_ends_at if self.fills_cohort else None)
-            moments += (attempt.next_deadline if attempt.num_busy else None, attempt.closes_at)
-        else:
-            moments.append(attempt.step_ends_at)
-        if self.carried_over.num_busy:
-            moments.append(self.carried_over.next_deadline)
-        if self.status is JobStatus.RUNNING:
-            moments.append(self.clocks.next_expected)
-        return min((moment for moment in moments if moment is not None), default=None)

@@ -1,37 +1,19 @@
-"""How an attempt waits for clients and accepts reports, in synchronous and buffered jobs. Pure functions."""
+"""How an attempt waits for clients and accepts reports. Pure functions."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 from msgspec import structs
 
-from fedplat.rounds import influence
 from fedplat.rounds.commands import Command, Fold
+from fedplat.rounds.protocols.base import protocol_of
 from fedplat.rounds.records import Assignment, AssignmentSet, Attempt, JobState, make_assignment_set
 from fedplat.rounds.states import WORKING_PHASES, AssignmentState, AttemptKind, AttemptPhase, Reason
 from fedplat.rounds.transition import ACCEPTED, Context, Verdict
 
 MAX_DURATIONS = 500
 """Number of past durations from which an adaptive deadline is computed."""
-
-
-def fills_buffer(job: JobState, attempt: Attempt) -> bool:
-    """Return whether the attempt fills the buffer of an asynchronous job."""
-    return job.spec.buffered is not None and attempt.kind is AttemptKind.TRAIN
-
-
-def is_secure(job: JobState, attempt: Attempt) -> bool:
-    """Return whether the updates of the attempt are aggregated securely; those of evaluations never are."""
-    return job.spec.secure_aggregation is not None and attempt.kind is AttemptKind.TRAIN
-
-
-def wants_clients(job: JobState, attempt: Attempt) -> bool:
-    """Return whether newly drawn clients are given assignments."""
-    if attempt.phase is AttemptPhase.SELECTING:
-        return True
-    return job.fills_cohort or (attempt.phase is AttemptPhase.COLLECTING and fills_buffer(job, attempt))
 
 
 def await_clients(job: JobState, context: Context) -> JobState:
@@ -46,6 +28,12 @@ def is_in_attempt(job: JobState, assignment: Assignment) -> bool:
     return job.attempt is not None and job.attempt.find(assignment.key, assignment.client_id) is not None
 
 
+def hold_report(job: JobState, reported: Assignment) -> JobState:
+    """Queue the report of a carried-over assignment for the next attempt."""
+    waiting = structs.replace(reported, report_number=job.carried_over.next_report)
+    return structs.replace(job, carried_over=job.carried_over.with_assignments([waiting]))
+
+
 def measure_duration(job: JobState, assignment: Assignment, context: Context) -> JobState:
     """Remember how long a client took for its training, and also for its upload unless it sends its keys first."""
     durations = (*job.durations, context.now - assignment.assigned_at)[-MAX_DURATIONS:]
@@ -55,11 +43,10 @@ def measure_duration(job: JobState, assignment: Assignment, context: Context) ->
 def accept_report(job: JobState, attempt: Attempt, reported: Assignment, number: int) -> Assignment:
     """Return the report as accepted by the attempt: with its staleness, and its weight by the current claims.
 
-    Later reports may lower the weight (`influence.reweigh`). That of a masked update is 1: its own is inside.
+    Later reports may lower the weight (`influence.reweigh`).
     """
     staleness = attempt.base_version - reported.base_version
-    most = influence.limit_by_claims(job) if attempt.kind is AttemptKind.TRAIN else math.inf
-    weight = 1.0 if reported.secure is not None else job.spec.weight(reported.num_examples, staleness, most)
+    weight = protocol_of(job, attempt.kind).weigh(job, reported, staleness)
     return structs.replace(reported, folded_into=attempt.key, staleness=staleness, weight=weight, report_number=number)
 
 
@@ -76,7 +63,8 @@ def needs_update(job: JobState, assignment: Assignment) -> bool:
     This applies to open assignments, and to every update that the open attempt has accepted: one that was dropped since
     may be in use at this moment.
     """
-    if assignment.kind is not AttemptKind.TRAIN or job.spec.gossip is not None:
+    protocol = protocol_of(job, assignment.kind)
+    if not (protocol.folds and protocol.keeps_updates):
         return False
     attempt = job.open_attempt
     return assignment.is_open or (attempt is not None and assignment.folded_into == attempt.key)

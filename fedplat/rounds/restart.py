@@ -10,17 +10,19 @@ checkpoints.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import structs
 
-from fedplat.job.secure import require_secure
-from fedplat.rounds import buffered, closing, exchange, plugin_rules, privacy_rules, reporting, secure, ssp, warm_start
+from fedplat.rounds import assignments, attempts, closing, plugin_rules, reporting
 from fedplat.rounds.commands import Command, Commit
 from fedplat.rounds.events import ServerRestarted
-from fedplat.rounds.records import Assignment, Attempt, JobState
-from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, Reason
+from fedplat.rounds.protocols.base import protocol_of, training_of
+from fedplat.rounds.records import Assignment, AssignmentSet, Attempt, JobState
+from fedplat.rounds.states import AssignmentState, AttemptPhase, Reason
 from fedplat.rounds.transition import Context, Transition
+
+_Set = TypeVar("_Set", bound=AssignmentSet)
 
 
 def on_restart(job: JobState, event: ServerRestarted, context: Context) -> Transition:
@@ -32,49 +34,65 @@ def on_restart(job: JobState, event: ServerRestarted, context: Context) -> Trans
     if text := missing or plugin_rules.describe_changed(job, event.plugins):
         return plugin_rules.pause(job, text, context)
     fresh = structs.replace(job, resume_at=None) if job.resume_at is not None else job
-    fresh = ssp.expect_members(fresh, context)
+    fresh = training_of(job).membership.expect(fresh, context)
     attempt = job.open_attempt
     if attempt is None:
         return Transition(fresh)
-    if exchange.is_gossip(job):
-        return exchange.restart(fresh, context)
-    if warm_start.is_warm_start(attempt):
-        return Transition(fresh, (warm_start.make_command(attempt),))
-    fresh = _bound_deadlines(fresh, context.now)
+    return protocol_of(job, attempt.kind).resume(fresh, attempt, context)
+
+
+def resume(job: JobState, attempt: Attempt, context: Context) -> Transition:
+    """Continue an attempt with the deadlines of its clients, at most."""
+    return refold(bound_deadlines(job, context.now), attempt, context)
+
+
+def refold(job: JobState, attempt: Attempt, context: Context) -> Transition:
+    """Fold the accepted updates again, and continue; without a spool the attempt is lost."""
     if job.spec.durability == "memory":
-        return _resume_without_updates(fresh, attempt, context)
+        return lose(job, context)
     commands = reporting.fold_commands(attempt, attempt.reported)
-    if attempt.phase is AttemptPhase.COMMITTING and attempt.kind is AttemptKind.TRAIN:
+    if attempt.phase is AttemptPhase.COMMITTING and protocol_of(job, attempt.kind).folds:
         commands += (Commit(attempt.key, attempt.base_version, attempt.num_reported),)
-    elif reporting.is_secure(job, attempt):
-        fresh = secure.resume(fresh, context)
-    return _resume(fresh, commands, context)
+    return go_on(job, commands, context)
 
 
-def _resume_without_updates(job: JobState, attempt: Attempt, context: Context) -> Transition:
-    """Continue with the busy clients of a buffer, carried over or not; the rest of the attempt is lost."""
-    without_updates = buffered.forget_updates(job) if job.spec.buffered is not None else job
-    if reporting.fills_buffer(job, attempt) and attempt.phase is not AttemptPhase.COMMITTING:
-        return _resume(without_updates, (), context)
+def lose(job: JobState, context: Context) -> Transition:
+    """Abandon an attempt whose updates were in memory."""
     text = "the server was restarted"
-    return Transition(*closing.abandon(without_updates, Reason.ATTEMPT_ABANDONED, text, context))
+    return Transition(*closing.abandon(forget_updates(job), Reason.ATTEMPT_ABANDONED, text, context))
 
 
-def _resume(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
+def forget_updates(job: JobState) -> JobState:
+    """Drop the accepted updates, which a job with `durability = "memory"` loses in a crash. Busy clients continue."""
+
+    def drop(group: _Set) -> _Set:
+        return group.with_assignments(
+            [assignments.end(each, AssignmentState.DROPPED, Reason.ATTEMPT_ABANDONED) for each in group.reported]
+        )
+
+    attempt, carried = job.attempt, job.carried_over
+    return structs.replace(
+        job,
+        attempt=drop(attempt) if attempt is not None and attempt.num_reported else attempt,
+        carried_over=drop(carried) if carried.num_reported else carried,
+    )
+
+
+def go_on(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
     """Wait for the other reports in the remaining time, or again for clients; end what is overdue."""
     attempt = job.open_attempt
     assert attempt is not None
-    closes_at = privacy_rules.closes_at(job, attempt, context.now)
+    closes_at = protocol_of(job, attempt.kind).closes_at(job, context.now)
     if attempt.phase is AttemptPhase.COLLECTING and closes_at is not None:
         # The attempt gets its full time again, whichever clients were drawn: the time that was left is stored only with
         # assignments, and so depends on the sample.
         attempt = structs.replace(attempt, closes_at=closes_at)
         job = structs.replace(job, attempt=attempt)
-    late = closing.drop_late(reporting.await_clients(job, context) if job.selects else job, context)
+    late = closing.drop_late(reporting.await_clients(job, context) if attempts.selects(job) else job, context)
     return structs.replace(late, commands=commands + late.commands)
 
 
-def _bound_deadlines(job: JobState, now: float) -> JobState:
+def bound_deadlines(job: JobState, now: float) -> JobState:
     """Bound the deadlines: if the wall clock was set back meanwhile, no client gets more time."""
     groups: dict[str, Any] = {}
     for name, group in (("attempt", job.attempt), ("carried_over", job.carried_over)):
@@ -86,16 +104,10 @@ def _bound_deadlines(job: JobState, now: float) -> JobState:
 
 
 def _bound_deadline(job: JobState, assignment: Assignment, now: float) -> Assignment:
-    evaluation = job.spec.evaluation.clients
     if assignment.state is AssignmentState.UPLOADING:
         longest = job.spec.deadlines.upload_s
-    elif assignment.kind is AttemptKind.EVALUATE and evaluation is not None:
-        longest = evaluation.timeout_s
-    else:  # an adaptive deadline gave less
-        longest = job.spec.deadlines.training_s
-        if assignment.state is AssignmentState.ADVERTISED:
-            longest += require_secure(job.spec).step_s
-        longest = min(longest, assignment.deadline_at - assignment.assigned_at)
+    else:
+        longest = protocol_of(job, assignment.kind).longest_s(job, assignment)
     return structs.replace(
         assignment,
         assigned_at=min(assignment.assigned_at, now),

@@ -16,6 +16,7 @@ from msgspec import structs
 
 from fedplat.rounds import closing
 from fedplat.rounds.events import RollbackOrdered
+from fedplat.rounds.protocols.base import training_of
 from fedplat.rounds.records import NO_FUTILE, JobState, ModelVersion
 from fedplat.rounds.states import MAY_ROLL_BACK, Reason
 from fedplat.rounds.transition import Context, Transition, Verdict
@@ -59,8 +60,8 @@ def _refusal(job: JobState, number: int) -> str:
         hint = "it has no rounds yet: start it" if not job.latest.version else "it has ended for good"
         hint += f"; export version {number} and submit a new job that begins with it" if job.latest.version else ""
         return f"cannot roll back a job that is {job.status}; {hint}"
-    if job.spec.flower is not None:
-        return "cannot roll back a job with a Flower app, which would not know of it; submit a new job instead"
+    if text := training_of(job).refuse_rollback(job):
+        return text
     if number >= job.latest.version:
         return f"cannot roll back to version {number}: expected an older version than the latest, {job.latest.version}"
     return ""

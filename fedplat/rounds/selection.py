@@ -10,15 +10,13 @@ from collections.abc import Mapping
 import numpy as np
 
 from fedplat import label_expressions, sampling
-from fedplat.gossip import steps as gossip_steps
-from fedplat.rounds import exchange, reporting, ssp
-from fedplat.rounds.eligible import EligibleClients
+from fedplat.rounds.eligible import EligibleClients, Gate
 from fedplat.rounds.events import CandidatesDrawn, ClientCheckedIn
 from fedplat.rounds.participation import ParticipationHistory
+from fedplat.rounds.protocols.base import protocol_of, training_of
 from fedplat.rounds.records import Attempt, AttemptKey, JobState
-from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus
-from fedplat.sampling import Policy, Uniform
-from fedplat.secure_aggregation.setup import FEATURE
+from fedplat.rounds.states import AttemptKind, JobStatus
+from fedplat.sampling import Policy
 
 _NAMED = 5
 """Maximum number of trainers that a text names."""
@@ -49,7 +47,7 @@ class Demand:
     least: int = 1
     cohort: frozenset[str] | None = dataclasses.field(default=None, compare=False)
     barred: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
-    gate: ssp.Gate | None = None
+    gate: Gate | None = None
 
     @property
     def has_requirements(self) -> bool:
@@ -84,60 +82,13 @@ class Demand:
 
 
 def make_demand(job: JobState) -> Demand | None:
-    """Return what the job demands of the waiting room now; None if it needs no clients.
-
-    An attempt that fills a buffer needs clients while it collects, and takes them in the order of their arrival.
-    """
+    """Return what the job demands of the waiting room now; None if it needs no clients."""
     attempt = job.open_attempt
-    if attempt is None:
-        return None
-    if exchange.is_gossip(job):
-        free = attempt.target - attempt.num_busy
-        return _training_demand(job, attempt, free, 1) if exchange.wants_silos(attempt) and free > 0 else None
-    if reporting.fills_buffer(job, attempt):
-        free = attempt.target - attempt.num_busy
-        if not reporting.wants_clients(job, attempt) or free <= 0:
-            return None
-        return _training_demand(job, attempt, free, _count_needed(job))
-    if attempt.kind is AttemptKind.TRAIN and job.spec.flower is not None:
-        return _make_cohort_demand(job, attempt)
-    if attempt.phase is not AttemptPhase.SELECTING:
-        return None
-    if attempt.kind is AttemptKind.TRAIN:
-        selection = job.spec.selection
-        # Trials per client have no target to wait for: only `wait_for` determines when enough clients are waiting.
-        enough = selection.wait_for or None if selection.sampling.is_trial else max(selection.wait_for, attempt.target)
-        return _training_demand(job, attempt, attempt.target, enough)
-    clients = job.spec.evaluation.clients
-    assert clients is not None
-    return Demand(
-        attempt.key,
-        attempt.kind,
-        job.spec.population,
-        job.spec.selection.where,
-        clients.evaluator,
-        attempt.target,
-        attempt.target,
-        frozenset[str](),
-        Uniform(),
-    )
+    return protocol_of(job, attempt.kind).demand(job, attempt) if attempt is not None else None
 
 
-def _count_needed(job: JobState) -> int:
-    """Return how many clients must wait before a buffer takes some: an empty clock set begins with several."""
-    begins = job.spec.stale_synchronous is not None and not job.clocks.clocks
-    return max(job.spec.selection.wait_for, 1) if begins else 1
-
-
-def _make_cohort_demand(job: JobState, attempt: Attempt) -> Demand | None:
-    """Return the demand for the clients that a Flower app has drawn, each of which is assigned when it waits."""
-    if not reporting.wants_clients(job, attempt):
-        return None
-    demand = _training_demand(job, attempt, attempt.target - len(attempt.assignments), 1)
-    return dataclasses.replace(demand, sampling=Uniform(), cohort=frozenset(job.cohort))
-
-
-def _training_demand(job: JobState, attempt: Attempt, target: int, min_eligible: int | None) -> Demand:
+def training_demand(job: JobState, attempt: Attempt, target: int, min_eligible: int | None) -> Demand:
+    """Return the demand of an attempt to train."""
     spec = job.spec
     return Demand(
         attempt.key,
@@ -151,24 +102,15 @@ def _training_demand(job: JobState, attempt: Attempt, target: int, min_eligible:
         spec.selection.sampling,
         attempt.assignments,
         job.algorithms,
-        needed_features(job),
+        training_of(job).features,
         least=max(attempt.minimum, spec.selection.wait_for),
-        barred=frozenset(job.barred),
-        gate=ssp.make_gate(job),
     )
-
-
-def needed_features(job: JobState) -> frozenset[str]:
-    """Return the optional parts of the protocol that a client must implement to train."""
-    if job.spec.gossip is not None:
-        return frozenset({gossip_steps.FEATURE})
-    return frozenset({FEATURE}) if job.spec.secure_aggregation is not None else frozenset()
 
 
 def may_train(job: JobState, client: ClientCheckedIn) -> bool:
     """Return whether the job may have this client train, now or later."""
     has_plugins = job.spec.compression.names <= client.codecs and job.algorithms <= client.algorithms
-    supported = job.spec.trainer in client.trainers and has_plugins and needed_features(job) <= client.features
+    supported = job.spec.trainer in client.trainers and has_plugins and training_of(job).features <= client.features
     return supported and label_expressions.compile_expression(job.spec.selection.where)(client.labels)
 
 
@@ -191,7 +133,7 @@ def describe_excluded(job: JobState, event: CandidatesDrawn) -> str:
     if event.num_unable:
         needed = [f"codecs.{name}" for name in sorted(job.spec.compression.names)]
         needed += [f"algorithms.{name}" for name in sorted(job.algorithms)]
-        needed += [f"{name} (upgrade the client)" for name in sorted(needed_features(job))]
+        needed += [f"{name} (upgrade the client)" for name in sorted(training_of(job).features)]
         text += f"; {event.num_unable} more do not have {' and '.join(needed)}"
     if event.num_resting:
         text += (

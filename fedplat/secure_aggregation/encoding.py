@@ -21,11 +21,11 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.aggregate.vectors import l2_norm
 from fedplat.codecs.codec import PlainSource
 from fedplat.codecs.packing import pack, packed_bytes, unpack
 from fedplat.errors import CodecError, SecureAggregationError
 from fedplat.model import Vector, VectorBlocks, blocks
+from fedplat.model.vectors import l2_norm
 from fedplat.privacy import skellam
 from fedplat.privacy.noise import KEY_BYTES, KeyStream
 from fedplat.secure_aggregation.rotation import rotate, rotate_back

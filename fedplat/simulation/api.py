@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import msgspec
 import numpy as np
 
-import fedplat
 from fedplat import texts
+from fedplat._version import __version__
 from fedplat.errors import JobFileError, NoProgressError
 from fedplat.job import JobSpec, charges, find_mechanism
 from fedplat.learner import ArrayLearner
@@ -342,6 +342,6 @@ def versions() -> dict[str, str]:
     """Return the versions of fedplat, Python, NumPy and, if it is loaded, PyTorch."""
     import sys
 
-    numbers = {"fedplat": fedplat.__version__, "python": platform.python_version(), "numpy": np.__version__}
+    numbers = {"fedplat": __version__, "python": platform.python_version(), "numpy": np.__version__}
     torch = sys.modules.get("torch")
     return numbers if torch is None else {**numbers, "torch": str(torch.__version__)}

@@ -20,7 +20,7 @@ from fedplat_server.auth import tls
 from fedplat_server.config import ServerConfig
 from fedplat_server.coordination.runner import STORE_RETRY_S
 from fedplat_server.database.engine import async_url, sqlite_path
-from fedplat_server.database.ports import Store
+from fedplat_server.database.store import Store
 from fedplat_server.database.store import open_store as _open_store
 from fedplat_server.errors import (
     BlobUnavailableError,

@@ -51,7 +51,9 @@ from fedplat_server.coordination.retention import RetentionTask
 from fedplat_server.coordination.revocation import Revocation
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.coordination.silence import SilenceMonitor
-from fedplat_server.database.ports import Store, list_creators, recall_participations
+from fedplat_server.database.sql_audit import list_creators
+from fedplat_server.database.sql_jobs import recall_participations
+from fedplat_server.database.store import Store
 from fedplat_server.flower.runs import FlowerRuns
 from fedplat_server.instruments import Instruments
 from fedplat_server.metrics.service import MetricsService

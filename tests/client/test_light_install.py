@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import shutil
 import subprocess
+import sys
 import venv
 from pathlib import Path
 
@@ -30,6 +31,12 @@ for name in ("torch", "sklearn", "lightning"):
         print(exc)
 import fedplat_client.trainers.learner
 """
+LOADED = """
+import sys
+import fedplat_client
+print(*(name for name in sys.modules if name.partition(".")[0] in ("fedplat", "fedplat_client")))
+"""
+MAX_LOADED = 100
 TRAINER = """
 from fedplat_client import TrainResult
 
@@ -69,6 +76,15 @@ def prove(python: Path, fleet: FakeFleet, model: model_pb2.ModelRef, folder: Pat
 def test_few_distributions_come_along() -> None:
     names = closure() | {"fedplat", "fedplat-client"}
     assert len(names) <= MAX_LIGHT, sorted(names)
+
+
+def test_few_modules_are_loaded() -> None:
+    """Those of secure aggregation and decentralised training are loaded for the first job that needs them."""
+    output = subprocess.run([sys.executable, "-c", LOADED], check=True, capture_output=True, text=True).stdout
+    names = output.split()
+    assert len(names) <= MAX_LOADED, sorted(names)
+    needless = ("fedplat.aggregate", "fedplat.gossip", "fedplat.job", "fedplat.rounds", "fedplat_client._work.silos")
+    assert [name for name in names if name.startswith(needless)] == []
 
 
 @pytest.mark.slow

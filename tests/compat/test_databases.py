@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from compat import adding
-from fedplat.cli import submission
+from fedplat.admin import submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2

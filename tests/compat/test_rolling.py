@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 
 from fedplat import __version__
-from fedplat.admin import AdminClient
-from fedplat.cli import submission
+from fedplat.admin import AdminClient, submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2

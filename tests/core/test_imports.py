@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import graphlib
+from pathlib import Path
+from types import ModuleType
 
 import grimp
 import pytest
+
+import fedplat
+import fedplat_client
+import fedplat_server
 
 
 @pytest.mark.parametrize("distribution", ["fedplat", "fedplat_server", "fedplat_client"])
@@ -13,3 +20,13 @@ def test_there_is_no_import_circle(distribution: str) -> None:
     graph = grimp.build_graph(distribution, exclude_type_checking_imports=False, cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     graphlib.TopologicalSorter(imports).prepare()  # raises `CycleError`, which names the circle
+
+
+@pytest.mark.parametrize("distribution", [fedplat, fedplat_server, fedplat_client], ids=lambda module: module.__name__)
+def test_no_module_of_ours_is_imported_by_a_name(distribution: ModuleType) -> None:
+    """Such an import would be in no graph."""
+    (folder,) = distribution.__path__
+    files = [file for file in Path(folder).rglob("*.py") if "import_module(" in file.read_text()]
+    calls = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    imports = [call for call in calls if ast.unparse(call.func).endswith("import_module")]
+    assert [text for call in imports if (text := ast.unparse(call.args[0])).startswith("'fedplat")] == []

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from fedplat.admin import AdminClient
 from fedplat.aggregate.scaffold import without_control
-from fedplat.cli import submission
+from fedplat.cli import job_files
 from fedplat.errors import FedplatError
 from fedplat.model import Parameters
 from fedplat.pytorch.training import Learner
@@ -213,4 +213,4 @@ def test_a_model_that_does_not_fit_is_named_before_anything_is_sent(tmp_path: Pa
     (tmp_path / "scaffold.safetensors").write_bytes(wide.to_bytes())
     (tmp_path / "job.toml").write_text(write(name="scaffold", rounds=1, more=SCAFFOLD))
     with pytest.raises(FedplatError, match=r"scaffold.safetensors': tensor 'weight' is F64; SCAFFOLD needs F32"):
-        submission.load(tmp_path / "job.toml")
+        job_files.load(tmp_path / "job.toml")

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from fedplat.admin import AdminClient, profile
-from fedplat.aggregate import FLOWER_STRATEGIES
 from fedplat.flower.app import BEFORE, OLDEST, read_app
+from fedplat.flower.strategies import FLOWER_STRATEGIES
 from support import processes
 
 ROOT = processes.ROOT

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from fedplat.admin import AdminClient, profile
-from fedplat.cli import submission, watch
+from fedplat.admin import AdminClient, profile, submission
+from fedplat.cli import watch
 from fedplat.errors import FedplatError
 from fedplat.job import parse_job
 from fedplat.model import Parameters

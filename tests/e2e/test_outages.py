@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy.engine import make_url
 
-from fedplat.admin import AdminClient
-from fedplat.cli import submission
+from fedplat.admin import AdminClient, submission
 from fedplat.errors import FedplatError
 from fedplat.job import parse_job
 from support import processes

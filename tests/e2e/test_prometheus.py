@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedplat.admin import AdminClient
-from fedplat.cli import submission
+from fedplat.admin import AdminClient, submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat_client import Client, Task, TrainResult

@@ -10,9 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from fedplat.admin import submission
+from fedplat.admin.patience import Patience
 from fedplat.auth import Ticket
-from fedplat.cli import submission, watch
-from fedplat.cli.patience import Patience
+from fedplat.cli import watch
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2

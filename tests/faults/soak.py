@@ -36,8 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from faults.soak_fleet import POPULATION, TRAINER
 from faults.soak_network import FaultyNetwork, faulty_network
-from fedplat.admin import AdminClient
-from fedplat.cli import submission
+from fedplat.admin import AdminClient, submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2

@@ -42,8 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from faults import attack_verdict, attackers, honest_fleet, least_squares
 from faults.attack_verdict import Plan
 from faults.soak import quarters, verify
-from fedplat.admin import AdminClient
-from fedplat.cli import submission
+from fedplat.admin import AdminClient, submission
 from fedplat.errors import FedplatError
 from fedplat.job import parse_job
 from fedplat.model import Parameters

@@ -34,9 +34,8 @@ from grpc import aio
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fedplat import auth, wire
-from fedplat.admin import AdminClient
+from fedplat.admin import AdminClient, submission
 from fedplat.auth import Ticket
-from fedplat.cli import submission
 from fedplat.job import parse_job
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, fleet_pb2_grpc
 from fedplat_client import Client, Task, TrainResult

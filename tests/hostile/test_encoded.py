@@ -13,9 +13,8 @@ import zstandard
 from grpc import aio
 
 from fedplat import codecs
-from fedplat.admin import AdminClient
+from fedplat.admin import AdminClient, submission
 from fedplat.auth import Ticket
-from fedplat.cli import submission
 from fedplat.codecs.container import Format
 from fedplat.job import parse_job
 from fedplat.model import BLOCK, Parameters

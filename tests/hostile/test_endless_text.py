@@ -15,9 +15,8 @@ import psutil
 import pytest
 from grpc import aio
 
-from fedplat.admin import AdminClient
+from fedplat.admin import AdminClient, submission
 from fedplat.auth import Ticket
-from fedplat.cli import submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from support import processes

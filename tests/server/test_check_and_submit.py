@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedplat.cli.app import app
-from fedplat.cli.submission import load
+from fedplat.cli.job_files import load
 from fedplat.errors import JobFileError
 from fedplat.model import Parameters
 from fedplat.submission_checks import MAX_JOB_FILE_BYTES

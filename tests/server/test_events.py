@@ -13,7 +13,7 @@ from grpc import aio
 from fedplat.wire.v1 import admin_pb2, events_pb2
 from fedplat_server.coordination import event_feed
 from fedplat_server.coordination.event_feed import EventFeed
-from fedplat_server.database.store import SqlStore, open_store
+from fedplat_server.database.store import Store, open_store
 from fedplat_server.records.events import EventRow
 from support import daemons, databases
 from support.daemons import Site
@@ -30,7 +30,7 @@ class AlertOfTest:
         self.name, self.text, self.job_id, self.population = f"alert_{number}", "", "", ""
 
 
-async def raise_alert(store: SqlStore | FaultyStore, number: int) -> None:
+async def raise_alert(store: Store | FaultyStore, number: int) -> None:
     await store.events.record_alerts([AlertOfTest(number)], [])
 
 
@@ -154,7 +154,7 @@ async def test_lists_that_are_refused(site: Site, request_: events_pb2.ListEvent
 
 
 @pytest.fixture
-async def store(tmp_path: Path) -> AsyncGenerator[SqlStore]:
+async def store(tmp_path: Path) -> AsyncGenerator[Store]:
     made = await open_store(await asyncio.to_thread(databases.create_sqlite, tmp_path / "fedplat.db"))
     yield made
     await made.close()
@@ -170,7 +170,7 @@ async def read_first(feed: EventFeed, after: int) -> Sequence[EventRow]:
             await changed.wait()
 
 
-async def test_the_feed_finds_events_of_another_process(store: SqlStore, tmp_path: Path) -> None:
+async def test_the_feed_finds_events_of_another_process(store: Store, tmp_path: Path) -> None:
     other = await open_store(str(tmp_path / "fedplat.db"))
     feed = EventFeed(store.events, poll_s=0.01)
     with feed.watch():
@@ -182,7 +182,7 @@ async def test_the_feed_finds_events_of_another_process(store: SqlStore, tmp_pat
     await other.close()
 
 
-async def test_the_feed_survives_an_outage_of_the_database(store: SqlStore) -> None:
+async def test_the_feed_survives_an_outage_of_the_database(store: Store) -> None:
     faulty = FaultyStore(store)
     feed = EventFeed(faulty.events, poll_s=0.01)
     with feed.watch():
@@ -201,7 +201,7 @@ async def test_the_feed_survives_an_outage_of_the_database(store: SqlStore) -> N
 
 
 async def test_a_watcher_that_is_far_behind_reads_everything_in_bounded_pages(
-    store: SqlStore, monkeypatch: pytest.MonkeyPatch
+    store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_feed, "PAGE", 7)
     feed = EventFeed(store.events)

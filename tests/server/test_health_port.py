@@ -17,8 +17,7 @@ from fedplat_server.auth.pki_folder import PkiFolder
 from fedplat_server.auth.tls import utc_now
 from fedplat_server.config import ServerConfig
 from fedplat_server.daemon import Daemon
-from fedplat_server.database.ports import Store
-from fedplat_server.database.store import open_store
+from fedplat_server.database.store import Store, open_store
 from fedplat_server.errors import ConfigError
 from support import daemons, processes
 from support.daemons import Gate

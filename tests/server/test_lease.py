@@ -15,7 +15,7 @@ from faults import proxy
 from fedplat_server.config import LeaseTimes
 from fedplat_server.database import engine
 from fedplat_server.database.engine import async_url, create_engine
-from fedplat_server.database.sql_leases import SqlLeases, open_leases
+from fedplat_server.database.sql_leases import LeaseStore, open_leases
 from fedplat_server.errors import PUBLIC_MESSAGES, Code, LeadershipLostError, RefusedError, StoreUnavailableError
 from fedplat_server.leadership.election import NO_DATABASE, LeaseElection
 from fedplat_server.records import lease as rules
@@ -77,7 +77,7 @@ def database(tmp_path: Path) -> str:
 QUICK = LeaseTimes(valid_s=0.3, renew_s=0.05, margin_s=0.1, poll_s=0.01)
 
 
-class Away(SqlLeases):
+class Away(LeaseStore):
     """Leases in a database in which renewals fail at once, or never return."""
 
     def __init__(self, database: str, answers: bool) -> None:
@@ -130,7 +130,7 @@ async def test_a_candidate_follows_until_the_leader_resigns(database: str) -> No
     await leases.close()
 
 
-class Contested(SqlLeases):
+class Contested(LeaseStore):
     """Leases in a database that another candidate takes between the reading and the first attempt to take it."""
 
     num_lost = 1
@@ -151,7 +151,7 @@ async def test_a_candidate_that_comes_too_late_tries_again(database: str) -> Non
     await election.close()
 
 
-class Down(SqlLeases):
+class Down(LeaseStore):
     """Leases in a database that does not answer until `back` is set."""
 
     def __init__(self, database: str) -> None:

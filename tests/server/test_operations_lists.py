@@ -298,23 +298,23 @@ async def test_programs_call_the_same_methods(site: Site) -> None:
         with AdminClient(Profile(site.address, insecure=True, token=ADMIN_TOKEN)) as admin:
             running = admin.iter_jobs(statuses=[S.JOB_STATUS_RUNNING], search="dig", newest_first=True)
             assert [each.job_id for each in running] == [job]
-            assert admin.list_jobs_page(S.ListJobsRequest(page_size=1)).total == 1
+            assert admin.page(S.ListJobsRequest(page_size=1)).total == 1
             assert [each.round for each in admin.iter_rounds(job, round_=1, newest_first=True)] == [1]
-            assert admin.list_rounds_page(S.ListRoundsRequest(job=job)).total == 1
-            assert admin.sample_rounds(job, 5) == []
+            assert admin.page(S.ListRoundsRequest(job=job)).total == 1
+            assert not admin.page(S.ListRoundsRequest(job=job, num_samples=5)).rounds
             assert admin.show_round(job, 1, 1).round.assigned == 4
             failed = list(admin.iter_assignments(job=job, states=["FAILED"]))
             assert [each.client_id for each in failed] == [ids[1]]
-            assert admin.list_assignments_page(S.ListAssignmentsRequest(job=job, page_size=1)).total == 4
+            assert admin.page(S.ListAssignmentsRequest(job=job, page_size=1)).total == 4
             assert [each.client_id for each in admin.iter_clients("demo", state="busy")] == [ids[3]]
             eu = admin.iter_clients(labels={"region": "eu"}, search="c-")
             assert {each.client_id for each in eu} == set(ids[:2])
-            assert admin.list_clients_page(S.ListClientsRequest(page_size=2)).total == 4
+            assert admin.page(S.ListClientsRequest(page_size=2)).total == 4
             assert admin.show_client(ids[0]).population == "demo"
             assert [each.num_clients for each in admin.show_fleet("demo").populations] == [4]
             assert [each.action for each in admin.iter_audit(action="job started")] == ["job started"]
             newest, *_ = admin.iter_audit(limit=1, newest_first=True)
-            assert admin.list_audit_page(S.ListAuditRequest()).total == newest.sequence
-            assert admin.list_enrollments_page(S.ListEnrollmentsRequest()).total == 4
+            assert admin.page(S.ListAuditRequest()).total == newest.sequence
+            assert admin.page(S.ListEnrollmentsRequest()).total == 4
 
     await asyncio.to_thread(call)

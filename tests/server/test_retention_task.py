@@ -17,8 +17,7 @@ from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.states import JobStatus
 from fedplat_server.coordination import retention
 from fedplat_server.coordination.retention import MIN_VERSIONS, RetentionTask, find_retained_versions
-from fedplat_server.database.ports import Store
-from fedplat_server.database.store import open_store
+from fedplat_server.database.store import Store, open_store
 from fedplat_server.errors import LeadershipLostError, StoreUnavailableError
 from fedplat_server.storage.blobs import BlobStore
 from support import daemons, databases

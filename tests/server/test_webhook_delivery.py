@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fedplat.wire.v1 import admin_pb2, events_pb2
-from fedplat_server.database.store import SqlStore, open_store
+from fedplat_server.database.store import Store, open_store
 from fedplat_server.errors import StoreUnavailableError
 from fedplat_server.instruments import Instruments
 from fedplat_server.records.events import EventRow
@@ -48,7 +48,7 @@ class WallClock:
 
 
 @contextlib.asynccontextmanager
-async def delivering(store: SqlStore | FaultyStore, clock: WallClock) -> AsyncGenerator[DeliveryTask]:
+async def delivering(store: Store | FaultyStore, clock: WallClock) -> AsyncGenerator[DeliveryTask]:
     """The task, on a store that may fail."""
     sender = WebhookSender([ipaddress.ip_network(LOOPBACK)])
     task = DeliveryTask(store, sender, Instruments(), clock, poll_s=3600.0)  # pyright: ignore[reportArgumentType]
@@ -65,7 +65,7 @@ def clock() -> WallClock:
 
 
 @pytest.fixture
-async def store(tmp_path: Path, clock: WallClock) -> AsyncGenerator[SqlStore]:
+async def store(tmp_path: Path, clock: WallClock) -> AsyncGenerator[Store]:
     made = await open_store(await asyncio.to_thread(databases.create_sqlite, tmp_path / "fedplat.db"), clock)
     yield made
     await made.close()
@@ -84,11 +84,11 @@ class AlertOfTest:
         self.name, self.text, self.job_id, self.population = name, f"about {name}", "", ""
 
 
-async def raise_alerts(store: SqlStore, *names: str) -> None:
+async def raise_alerts(store: Store, *names: str) -> None:
     await store.events.record_alerts([AlertOfTest(name) for name in names], [])
 
 
-async def add(store: SqlStore, receiver: Receiver, number: int = 1) -> WebhookRecord:
+async def add(store: Store, receiver: Receiver, number: int = 1) -> WebhookRecord:
     record = WebhookRecord(f"w-{number:012x}", receiver.url, ("alert.raised",), new_secret(), 1.0)
     await store.webhooks.add_webhook(record)
     return record
@@ -98,7 +98,7 @@ def subjects(delivered: list[Delivered]) -> list[str]:
     return [request.payload["data"]["subject"] for request in delivered]
 
 
-async def settled(store: SqlStore, number: int) -> list[DeliveryRecord]:
+async def settled(store: Store, number: int) -> list[DeliveryRecord]:
     """The deliveries, when so many attempts are recorded. An attempt is recorded after its request."""
     found: list[DeliveryRecord] = []
 
@@ -110,7 +110,7 @@ async def settled(store: SqlStore, number: int) -> list[DeliveryRecord]:
     return found
 
 
-async def test_events_arrive_in_order_signed_and_once(store: SqlStore, clock: WallClock, receiver: Receiver) -> None:
+async def test_events_arrive_in_order_signed_and_once(store: Store, clock: WallClock, receiver: Receiver) -> None:
     record = await add(store, receiver)
     names = [f"alert_{number}" for number in range(20)]
     async with delivering(store, clock):
@@ -128,7 +128,7 @@ async def test_events_arrive_in_order_signed_and_once(store: SqlStore, clock: Wa
     assert record.webhook_id in {one.webhook_id for one in await store.webhooks.list_deliveries(state="delivered")}
 
 
-async def test_a_receiver_that_was_away_for_ten_minutes_gets_every_event(store: SqlStore, clock: WallClock) -> None:
+async def test_a_receiver_that_was_away_for_ten_minutes_gets_every_event(store: Store, clock: WallClock) -> None:
     async with receiving() as gone:
         record = await add(store, gone)
     async with delivering(store, clock) as task:
@@ -152,7 +152,7 @@ async def test_a_receiver_that_was_away_for_ten_minutes_gets_every_event(store: 
 
 
 async def test_repeated_attempts_have_the_same_id_and_end_after_a_day(
-    store: SqlStore, clock: WallClock, receiver: Receiver
+    store: Store, clock: WallClock, receiver: Receiver
 ) -> None:
     receiver.respond = lambda _: answer(503)
     await add(store, receiver)
@@ -182,7 +182,7 @@ def test_the_delays_follow_the_standard() -> None:
     assert after_attempt(DeliveryRecord("w-1", tried.event), SendResult(False, "503"), 100.0, 1.0).next_unix_s == 106.0
 
 
-async def test_a_silent_receiver_delays_no_other(store: SqlStore, clock: WallClock, receiver: Receiver) -> None:
+async def test_a_silent_receiver_delays_no_other(store: Store, clock: WallClock, receiver: Receiver) -> None:
     receiver.respond = lambda _: None
     await add(store, receiver, 1)
     async with receiving() as other, delivering(store, clock):
@@ -192,9 +192,7 @@ async def test_a_silent_receiver_delays_no_other(store: SqlStore, clock: WallClo
         assert subjects(await receiver.until_number(1)) == ["one"]
 
 
-async def test_a_webhook_that_is_removed_gets_nothing_more(
-    store: SqlStore, clock: WallClock, receiver: Receiver
-) -> None:
+async def test_a_webhook_that_is_removed_gets_nothing_more(store: Store, clock: WallClock, receiver: Receiver) -> None:
     receiver.respond = lambda _: answer(500)
     record = await add(store, receiver)
     async with receiving() as other, delivering(store, clock) as task:
@@ -212,7 +210,7 @@ async def test_a_webhook_that_is_removed_gets_nothing_more(
 
 
 async def test_a_lost_reply_of_the_database_repeats_an_event_with_the_same_id(
-    store: SqlStore, clock: WallClock, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+    store: Store, clock: WallClock, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delivery_module, "STORE_RETRY_S", 0.0)
     faulty = FaultyStore(store)

@@ -14,8 +14,7 @@ from grpc import aio
 
 from fedplat.wire.v1 import admin_pb2, events_pb2
 from fedplat_server.config import TlsFiles
-from fedplat_server.database.ports import Store
-from fedplat_server.database.store import open_store
+from fedplat_server.database.store import Store, open_store
 from fedplat_server.errors import OperatorError
 from fedplat_server.records.operators import OperatorRecord, Role, hash_token
 

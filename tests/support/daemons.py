@@ -24,8 +24,7 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, events_pb2_grpc, fleet_pb2
 from fedplat_server.config import LeaseTimes, Limits, ServerConfig
 from fedplat_server.daemon import Daemon
-from fedplat_server.database.ports import Store
-from fedplat_server.database.store import open_store
+from fedplat_server.database.store import Store, open_store
 from fedplat_server.errors import Code
 from support import access, raw_client
 from support.access import ADMIN_TOKEN, add_operator, authorized

@@ -10,9 +10,9 @@ from typing import Any
 
 from typer import Typer
 
-from fedplat.admin import AdminClient
+from fedplat.admin import AdminClient, submission
 from fedplat.cli import app as operator
-from fedplat.cli import submission
+from fedplat.cli import job_files
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
@@ -40,7 +40,7 @@ def submit_file(admin: AdminClient, folder: Path, text: str, model: Parameters) 
     file = folder / "job.toml"
     file.write_text(text)
     (folder / tomllib.loads(text)["model"]["initial"]).write_bytes(model.to_bytes())
-    return submission.submit(admin, submission.load(file)).job_id
+    return submission.submit(admin, job_files.load(file)).job_id
 
 
 def completed(admin: AdminClient, job: str) -> list[admin_pb2.JobEvent]:

@@ -15,9 +15,6 @@ from sqlalchemy import Connection
 from fedplat_server.database import schema
 from fedplat_server.database.engine import WRITES, async_url, create_engine
 
-FIRST = "0019"
-"""The head of the first release; earlier steps did not run beside daemons."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Column:
@@ -88,6 +85,24 @@ def find_breakages(before: Shape, after: Shape) -> Iterator[str]:
                 yield f"{name}.{column} is new: expected a nullable column, or a server default"
 
 
+async def read_schema(database: str, revision: str) -> Shape:
+    """The shape that the steps up to a revision give to an empty database, which stays empty."""
+
+    def run(connection: Connection) -> Shape:
+        with connection.begin() as transaction:
+            command.upgrade(schema.config(connection), revision)
+            shape = read_shape(connection)
+            transaction.rollback()
+        return shape
+
+    engine = create_engine(async_url(database), foreign_keys=False)
+    try:
+        async with engine.execution_options(**{WRITES: True}).connect() as connection:
+            return await connection.run_sync(run)
+    finally:
+        await engine.dispose()
+
+
 async def lint(database: str, last_release: str) -> list[str]:
     """Run the steps since the first release on an empty database, and roll back; what is wrong with them.
 
@@ -103,11 +118,13 @@ async def lint(database: str, last_release: str) -> list[str]:
 
 def _lint(connection: Connection, last_release: str) -> Iterator[str]:
     with connection.begin() as transaction:
-        command.upgrade(schema.config(connection), FIRST)
+        command.upgrade(schema.config(connection), schema.FIRST_RELEASE)
         steps = [
-            each for each in ScriptDirectory.from_config(schema.config()).walk_revisions() if each.revision > FIRST
+            each
+            for each in ScriptDirectory.from_config(schema.config()).walk_revisions()
+            if each.revision > schema.FIRST_RELEASE
         ]
-        compatible_from, before = FIRST, read_shape(connection)
+        compatible_from, before = schema.FIRST_RELEASE, read_shape(connection)
         for step in reversed(steps):
             command.upgrade(schema.config(connection), step.revision)
             after = read_shape(connection)

@@ -15,12 +15,12 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fedplat_server.database.ports import Store
+from fedplat_server.database.store import Store
 from fedplat_server.errors import StoreUnavailableError
 
 SPARED = 4
 """Number of equal calls after a failed one that do not fail, so that a caller that tries again succeeds."""
-PORTS = frozenset(
+PARTS = frozenset(
     {
         *("jobs", "assignments", "clients", "fleet", "operators", "audit", "ledger", "retention"),
         *("events", "webhooks", "traces"),
@@ -40,9 +40,9 @@ class Faults:
 
 
 class FaultyStore:
-    """Wraps a store and its ports. `faults` may be set at any time; `injected` counts what was drawn, by kind.
+    """Wraps a store and its parts. `faults` may be set at any time; `injected` counts what was drawn, by kind.
 
-    Calls are counted, and faults put in by hand, by the name of the method, whatever its port. `inner` may be set
+    Calls are counted, and faults put in by hand, by the name of the method, whatever its part. `inner` may be set
     later, but before the first call.
     """
 
@@ -80,8 +80,8 @@ class FaultyStore:
         if name == "inner":
             raise AttributeError("the daemon has not opened its store yet")
         part = getattr(self.inner, name)
-        if name in PORTS:
-            return _FaultyPort(self, part)
+        if name in PARTS:
+            return _FaultyPart(self, part)
         return part if name in ("close", "sever") else self.wrap(name, part)
 
     def wrap(self, name: str, method: Any) -> Any:
@@ -127,12 +127,12 @@ class FaultyStore:
         return drawn
 
 
-class _FaultyPort:
-    """One port of a store that fails."""
+class _FaultyPart:
+    """One part of a store that fails."""
 
-    def __init__(self, store: FaultyStore, port: object) -> None:
+    def __init__(self, store: FaultyStore, part: object) -> None:
         self._store = store
-        self._port = port
+        self._part = part
 
     def __getattr__(self, name: str) -> Any:
-        return self._store.wrap(name, getattr(self._port, name))
+        return self._store.wrap(name, getattr(self._part, name))

@@ -97,6 +97,13 @@ def schema_head(name: str) -> str:
     return max(found[1] for found in steps if found)
 
 
+def unpack_migrations(name: str, folder: Path) -> Path:
+    """Write the steps of a release's schema into a folder; their place."""
+    with zipfile.ZipFile(wheels(name)[2]) as wheel:
+        wheel.extractall(folder, [path for path in wheel.namelist() if "/migrations/" in path])
+    return folder / "fedplat_server" / "database" / "migrations"
+
+
 def install(name: str) -> Release:
     """Return a release in an environment of its own, which is made if it does not exist yet.
 

@@ -16,8 +16,7 @@ from fedplat.rounds.events import ClientCheckedIn, JobAction, OperatorCommand
 from fedplat_server.coordination.check_in import wait_for_work
 from fedplat_server.coordination.long_polls import LongPolls
 from fedplat_server.coordination.runner import Runner, Timer
-from fedplat_server.database.ports import Store
-from fedplat_server.database.store import open_store
+from fedplat_server.database.store import Store, open_store
 from support import databases
 from support.faulty_store import FaultyStore
 from support.jobs import job_file

@@ -42,6 +42,16 @@ class _CertifiedChannel:
     expires_at: float
 
 
+def connect_signed(signed: SignedAccess, identity: Identity, timeout_s: float, otherwise: str) -> Connection:
+    """Return the connection on which certificates are requested. Raises `EnrollmentError` if the server has no TLS."""
+    if not identity.tls:
+        raise EnrollmentError(
+            "this client was enrolled with a server without TLS, where certificates prove nothing; "
+            f"{otherwise} (or use a ticket of a server with TLS)"
+        )
+    return Connection(signed, timeout_s)
+
+
 def request_certificate(
     signed: Connection, directory: DataDirectory, signal: StopSignal, *, listener: bool = False
 ) -> tuple[bytes, fleet_pb2.RenewCertificateResponse]:
@@ -77,12 +87,7 @@ class CertificateAccess:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raise `EnrollmentError` if the server has no TLS."""
-        if not identity.tls:
-            raise EnrollmentError(
-                "this client was enrolled with a server without TLS, where certificates prove nothing; "
-                "disable mtls (or use a ticket of a server with TLS)"
-            )
-        self._signed = Connection(signed, timeout_s)
+        self._signed = connect_signed(signed, identity, timeout_s, "disable mtls")
         self._directory = directory
         self._identity = identity
         self._clock = clock

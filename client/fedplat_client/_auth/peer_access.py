@@ -18,11 +18,10 @@ import grpc
 from fedplat import auth
 from fedplat_client import transport
 from fedplat_client._auth.authenticator import SignedAccess
-from fedplat_client._auth.calls import Connection
-from fedplat_client._auth.mtls import RENEW_AFTER, request_certificate
+from fedplat_client._auth.mtls import RENEW_AFTER, connect_signed, request_certificate
 from fedplat_client._state.data_dir import DataDirectory, Identity
 from fedplat_client.cancellation import StopSignal
-from fedplat_client.errors import CallError, CallRefusedError, EnrollmentError, IdentityError
+from fedplat_client.errors import CallError, CallRefusedError, IdentityError
 
 _logger = logging.getLogger(__name__)
 
@@ -73,13 +72,8 @@ class PeerAccess:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raise `EnrollmentError` if the server has no TLS."""
-        if not identity.tls:
-            raise EnrollmentError(
-                "this client was enrolled with a server without TLS, where certificates prove nothing; "
-                "remove peer_listen (or use a ticket of a server with TLS)"
-            )
+        self._signed = connect_signed(signed, identity, timeout_s, "remove peer_listen")
         self._access = signed
-        self._signed = Connection(signed, timeout_s)
         self._directory = directory
         self._listens = listens
         self._clock = clock

@@ -7,6 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fedplat import texts
 from fedplat.client_state import ClientState
@@ -20,13 +21,11 @@ from fedplat_client._state.keys import SigningKey
 from fedplat_client._state.residuals import Residuals
 from fedplat_client._state.served_attempts import ServedAttempts
 from fedplat_client._state.two_phase import SentReport, WasMerged
-from fedplat_client._work import encoding, secure, transfer
+from fedplat_client._work import encoding, transfer
 from fedplat_client._work.failures import AssignmentFailedError, CheckInResult, report_failure
 from fedplat_client._work.heartbeat import Heartbeat
 from fedplat_client._work.merge_check import make_merge_check
 from fedplat_client._work.model_download import Downloader
-from fedplat_client._work.secure import SecureExchange
-from fedplat_client._work.silos.worker import SiloWorker
 from fedplat_client._work.training import LocalTrainers, fit_model, guard, read_config, stage_client_state
 from fedplat_client._work.transfer import Content
 from fedplat_client.backoff import Backoff, retry
@@ -38,7 +37,11 @@ from fedplat_client.errors import (
     TransferError,
 )
 from fedplat_client.options import ClientOptions
-from fedplat_client.task import Control, EvaluateResult, Task, TrainResult
+from fedplat_client.task import Control, EvaluateResult, Scalar, Task, TrainResult
+
+if TYPE_CHECKING:  # loaded for the first job that needs them
+    from fedplat_client._work.secure import SecureExchange
+    from fedplat_client._work.silos.worker import SiloWorker
 
 _TEXT_LIMIT = 500
 _FAIL_ATTEMPTS = 3
@@ -58,7 +61,7 @@ class AssignmentWorker:
     client_states: ClientStateStore
     served: ServedAttempts
     trainers: LocalTrainers
-    silos: SiloWorker
+    open_silos: Callable[[], SiloWorker]
     options: ClientOptions
     stop: StopSignal
     key: SigningKey
@@ -75,7 +78,7 @@ class AssignmentWorker:
             with guard(control, "the client could not finish the task"):
                 if is_silo:
                     with self._stoppable(control):
-                        return self.silos.run(assignment, control, span, fields)
+                        return self.open_silos().run(assignment, control, span, fields)
                 return self._run_alone(assignment, control, span, fields)
         except Cancelled:
             stop = control.signal.stop
@@ -100,7 +103,7 @@ class AssignmentWorker:
     ) -> CheckInResult:
         """Run an assignment of a job with a server, rather than a decentralised one."""
         config = read_config(assignment)
-        exchange = secure.open_exchange(assignment, config, self.key, self.served, self.connection, control)
+        exchange = self._open_exchange(assignment, config, control)
         request, content = self._produce(assignment, exchange, control, span)
         with span("report"):
             outcome = self._report(request, content, control, fields)
@@ -109,6 +112,26 @@ class AssignmentWorker:
             with span("unmask"), self._stoppable(control):
                 exchange.unmask()
         return outcome
+
+    def _open_exchange(
+        self, assignment: fleet_pb2.Assignment, config: Mapping[str, Scalar], control: Control
+    ) -> SecureExchange | None:
+        """Return the client's part in the secure aggregation of a training; None if the assignment has none.
+
+        Raises `AssignmentFailedError` if the client's owner does not allow the assignment.
+        """
+        if assignment.task == fleet_pb2.TASK_EVALUATE:
+            return None
+        if assignment.secure_setup:
+            from fedplat_client._work import secure
+
+            return secure.open_exchange(assignment, config, self.key, self.served, self.connection, control)
+        if self.options.require_secure_aggregation or self.options.requires_noise:
+            raise AssignmentFailedError(
+                model_pb2.REASON_UNSAFE_AGGREGATION,
+                "the owner of this client allows training only with secure aggregation; the job has none",
+            )
+        return None
 
     def _produce(
         self, assignment: fleet_pb2.Assignment, exchange: SecureExchange | None, control: Control, span: spans.Start

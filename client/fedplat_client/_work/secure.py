@@ -163,22 +163,14 @@ def open_exchange(
     served: ServedAttempts,
     connection: Connection,
     control: Control,
-) -> SecureExchange | None:
-    """Return the client's part in the secure aggregation of a training; None if the assignment has none.
+) -> SecureExchange:
+    """Return the client's part in the secure aggregation of a training.
 
     `config` is what the trainer gets of the assignment. Raises `AssignmentFailedError` if the client's owner does not
     allow the assignment, or if the client has sent keys for this attempt before.
     """
     options = control.options
-    if assignment.task == fleet_pb2.TASK_EVALUATE:
-        return None
     with _unsafe_messages():
-        if not assignment.secure_setup:
-            if options.require_secure_aggregation or options.requires_noise:
-                raise SecureAggregationError(
-                    "the owner of this client allows training only with secure aggregation; the job has none"
-                )
-            return None
         setup = _read_setup(assignment, config)
         _check_limits(setup, options)
         participant = Participant(setup, key.public, key.sign, options.secure_limits(key.public))

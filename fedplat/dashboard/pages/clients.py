@@ -69,7 +69,7 @@ def list_clients(visit: Visit) -> Page:
     )
     if sign:
         request.labels[name.strip()] = value.strip()
-    found = visit.server.list_clients(request)
+    found = visit.server.page(request)
     data = {
         "clients": found.clients,
         "states": CLIENT_STATES,
@@ -84,7 +84,7 @@ def list_clients(visit: Visit) -> Page:
 def show_client(visit: Visit) -> Page:
     """Return the page of a client."""
     client = visit.server.show_client(visit.names["client"])
-    found = visit.server.list_assignments(
+    found = visit.server.page(
         admin_pb2.ListAssignmentsRequest(client_id=client.client_id, page_size=PAGE_SIZE, page_token=visit.paging.token)
     )
     data = {

@@ -52,7 +52,7 @@ def list_jobs(visit: Visit) -> Page:
     )
     if status:
         request.statuses.append(admin_pb2.JobStatus.Value(f"JOB_STATUS_{status}"))
-    found = visit.source.list_jobs(request)
+    found = visit.source.page(request)
     data = {
         "jobs": found.jobs,
         "counts": [(name, found.num_by_status.get(name, 0)) for name in STATUSES],
@@ -68,8 +68,8 @@ def show_job(visit: Visit) -> Page:
     """Return the page of a job."""
     job = visit.source.show_job(visit.names["job"])
     axis = visit.choice("axis", ("round", "time")) or "round"
-    sample = visit.source.list_rounds(admin_pb2.ListRoundsRequest(job=job.job_id, num_samples=NUM_SAMPLES))
-    recent = visit.source.list_rounds(
+    sample = visit.source.page(admin_pb2.ListRoundsRequest(job=job.job_id, num_samples=NUM_SAMPLES))
+    recent = visit.source.page(
         admin_pb2.ListRoundsRequest(job=job.job_id, newest_first=True, page_size=MAX_RECENT, all_attempts=True)
     )
     privacy = next(iter(visit.source.show_privacy(job.job_id).jobs), None)
@@ -87,7 +87,7 @@ def show_job(visit: Visit) -> Page:
         "num_sampled": len(sample.rounds),
         "recent": recent.rounds,
         "num_attempts": recent.total,
-        "versions": visit.source.list_versions(job.job_id, MAX_VERSIONS),
+        "versions": visit.source.list_latest_versions(job.job_id, MAX_VERSIONS),
         "privacy": privacy if privacy is not None and privacy.is_private else None,
         "actions": JobActions.of(job),
         "result": job_charts.describe_result(sample.rounds),
@@ -99,7 +99,7 @@ def show_chart(visit: Visit) -> Page:
     """Return the page with the numbers of a chart. Raises `NotFoundError` for a chart that the job does not have."""
     job = visit.source.show_job(visit.names["job"])
     axis = visit.choice("axis", ("round", "time")) or "round"
-    sample = visit.source.list_rounds(admin_pb2.ListRoundsRequest(job=job.job_id, num_samples=NUM_SAMPLES))
+    sample = visit.source.page(admin_pb2.ListRoundsRequest(job=job.job_id, num_samples=NUM_SAMPLES))
     made = job_charts.make_charts(sample.rounds, axis, is_virtual=visit.source.is_simulation)
     for chart in made:
         if chart.key == visit.names["chart"]:
@@ -118,7 +118,7 @@ def list_rounds(visit: Visit) -> Page:
         page_size=PAGE_SIZE,
         page_token=visit.paging.token,
     )
-    found = visit.source.list_rounds(request)
+    found = visit.source.page(request)
     pager = visit.pager(len(found.rounds), found.total, found.next_page_token)
     data = {"job": job, "rounds": found.rounds, "pager": pager}
     return Page("rounds.html", f"Rounds of {job.name}", data, section="jobs", job=job.job_id)

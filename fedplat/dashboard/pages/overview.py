@@ -36,11 +36,11 @@ def overview(visit: Visit) -> Page:
         # The only job of a simulation is what its page is for, also after its end.
         statuses=() if visit.source.is_simulation else (admin_pb2.JOB_STATUS_RUNNING, admin_pb2.JOB_STATUS_PAUSED),
     )
-    jobs = visit.source.list_jobs(request)
+    jobs = visit.source.page(request)
     events: OptionalResult[events_pb2.ListEventsResponse] = OptionalResult()
     if not visit.source.is_simulation:
         latest = events_pb2.ListEventsRequest(newest_first=True, page_size=MAX_EVENTS)
-        events = call_if_supported(lambda: visit.server.list_events(latest))
+        events = call_if_supported(lambda: visit.server.page(latest))
     return Page(
         "overview.html",
         "Overview",
@@ -58,7 +58,7 @@ def overview(visit: Visit) -> Page:
 
 def _line(visit: Visit, job: admin_pb2.Job) -> JobLine:
     request = admin_pb2.ListRoundsRequest(job=job.job_id, num_samples=SPARK_POINTS)
-    rounds = visit.source.list_rounds(request).rounds
+    rounds = visit.source.page(request).rounds
     name = main_metric(rounds)
     values = [value for each in rounds if (value := metric_values(each).get(name)) is not None]
     last = formats.number(values[-1]) if values else ""

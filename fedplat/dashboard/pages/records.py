@@ -32,7 +32,7 @@ def list_audit(visit: Visit) -> Page:
         action=visit.text("action"),
         since_unix_s=time.time() - 86_400.0 * int(since) if since else 0.0,
     )
-    found = visit.server.list_audit(request)
+    found = visit.server.page(request)
     data = {
         "events": found.events,
         "request": request,
@@ -46,7 +46,7 @@ def list_audit(visit: Visit) -> Page:
 def list_enrollments(visit: Visit) -> Page:
     """Return the page `/enrollments`."""
     request = admin_pb2.ListEnrollmentsRequest(page_size=PAGE_SIZE, page_token=visit.paging.token)
-    found = visit.server.list_enrollments(request)
+    found = visit.server.page(request)
     data = {
         "enrollments": found.enrollments,
         "pager": visit.pager(len(found.enrollments), found.total, found.next_page_token),
@@ -56,8 +56,8 @@ def list_enrollments(visit: Visit) -> Page:
 
 def list_operators(visit: Visit) -> Page:
     """Return the page `/operators`."""
-    found = visit.server.list_operators(admin_pb2.ListOperatorsRequest(page_size=PAGE_SIZE))
-    return Page("operators.html", "Operators", {"operators": found.operators}, section="operators", is_live=False)
+    data = {"operators": visit.server.list_operators()}
+    return Page("operators.html", "Operators", data, section="operators", is_live=False)
 
 
 def list_alerts(visit: Visit) -> Page:
@@ -65,12 +65,12 @@ def list_alerts(visit: Visit) -> Page:
     state = visit.choice("state", DELIVERY_STATES)
     events = events_pb2.ListEventsRequest(newest_first=True, page_size=NUM_EVENTS)
     deliveries = events_pb2.ListDeliveriesRequest(page_size=PAGE_SIZE, page_token=visit.paging.token, state=state)
-    found = call_if_supported(lambda: visit.server.list_deliveries(deliveries))
+    found = call_if_supported(lambda: visit.server.page(deliveries))
     rows = found.value.deliveries if found.value is not None else []
     data = {
         "status": visit.status,
-        "events": call_if_supported(lambda: visit.server.list_events(events)),
-        "webhooks": call_if_supported(lambda: visit.server.list_webhooks(events_pb2.ListWebhooksRequest())),
+        "events": call_if_supported(lambda: visit.server.page(events)),
+        "webhooks": call_if_supported(lambda: visit.server.page(events_pb2.ListWebhooksRequest())),
         "deliveries": found,
         "states": DELIVERY_STATES,
         "state": state,

@@ -52,7 +52,7 @@ def show_round(visit: Visit) -> Page:
     """Return the page of an attempt: the last one of the round, unless the parameter `attempt` names another."""
     job = visit.source.show_job(visit.names["job"])
     round_, attempt = visit.number("round"), parse_number(visit.text("attempt") or "0")
-    details = visit.source.show_round(admin_pb2.ShowRoundRequest(job=job.job_id, round=round_, attempt=attempt))
+    details = visit.source.show_round(job.job_id, round_, attempt)
     privacy = next(iter(visit.source.show_privacy(job.job_id).jobs), None)
     is_private = privacy is not None and privacy.is_private
     each = details.round
@@ -67,7 +67,7 @@ def show_round(visit: Visit) -> Page:
             page_size=NUM_ASSIGNMENTS,
             page_token=visit.paging.token,
         )
-        assignments = call_if_supported(lambda: visit.server.list_assignments(request))
+        assignments = call_if_supported(lambda: visit.server.page(request))
     found = assignments.value or admin_pb2.ListAssignmentsResponse()
     data = {
         "job": job,

@@ -34,11 +34,6 @@ class Layout:
         return self._coordinate(PIPELINE)
 
     @property
-    def is_first_copy(self) -> bool:
-        """True for one rank of each tensor's shards: the first of its data replicas. Others have the same values."""
-        return self._coordinate(DATA) == 0
-
-    @property
     def stages(self) -> list[int]:
         """The numbers of the stages of this rank.
 

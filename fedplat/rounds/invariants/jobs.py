@@ -14,9 +14,6 @@ import msgspec
 from fedplat.gossip.storage import state_from_builtins
 from fedplat.job import build_rule
 from fedplat.plugins import has_absent
-from fedplat.rounds import warm_start
-from fedplat.rounds.clock_set import clocks_from_builtins
-from fedplat.rounds.exchange import make_rules
 from fedplat.rounds.invariants.records import (
     Location,
     ParticipationRounds,
@@ -25,6 +22,9 @@ from fedplat.rounds.invariants.records import (
     attempt_location,
     version_location,
 )
+from fedplat.rounds.protocols import warm_start
+from fedplat.rounds.protocols.clock_set import clocks_from_builtins
+from fedplat.rounds.protocols.gossip import make_rules
 from fedplat.rounds.states import ENDED_JOBS, MAKE_VERSIONS, AttemptKind, AttemptPhase, JobStatus
 
 

@@ -113,7 +113,7 @@ class GossipDriver:
         self._silos = [_Silo() for _ in range(models.count)]
         self._queue: EventQueue[Callable[[], GossipEvent | None]] = EventQueue()
         self._timer: tuple[int, float] = (0, np.inf)
-        self._opened_at, self._announced_at = 0.0, 0.0
+        self._opened_at = 0.0
         self._traffic = _Traffic(models.count)
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._mean: Parameters | None = None
@@ -176,7 +176,7 @@ class GossipDriver:
 
     def _begin_round(self, command: BeginRound) -> None:
         number = command.round
-        self._opened_at = self._announced_at = self.now
+        self._opened_at = self.now
         self._traffic, self._metrics = _Traffic(self._models.count), {}
         here = [silo for silo in range(self._models.count) if self._takes_part(silo, number)]
         for silo in here:
@@ -242,7 +242,6 @@ class GossipDriver:
             return None
         state.announced = number
         self._models.publish(silo, number)
-        self._announced_at = self.now
         model = self._models.model_of(silo).astype(np.float64)
         announcement = Announcement(
             digest=f"model-{silo}-{number}",

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from fedplat.rounds import Assignment, Attempt
+from fedplat.rounds.protocols.secure_phases import find_survivors, list_groups, messages_of
 from fedplat.rounds.records import SecureMessages
-from fedplat.rounds.secure import find_survivors, list_groups, messages_of
 from fedplat.secure_aggregation.graph import Graph
 from fedplat.secure_aggregation.messages import Confirmation, SealedShares, Survivors, UnmaskAnswer
 from fedplat.secure_aggregation.options import SecureAggregation

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import numpy as np
-import numpy.typing as npt
-from typing_extensions import override
 
 from fedplat.aggregate import Accumulator, Contribution
 from fedplat.errors import SecureAggregationError
 from fedplat.job import JobSpec
 from fedplat.job.secure import build_setup, mean_update, require_secure
-from fedplat.model import Blocks, Parameters, Schema, Segment, Values, Vector, VectorBlocks, part_of
+from fedplat.model import Parameters
+from fedplat.model.values import VectorValues
 from fedplat.rounds import AssignmentId, Attempt, AttemptKey, JobState
 from fedplat.rounds.events import UpdateRejected, UpdateReported
 from fedplat.rounds.states import AttemptPhase, Reason
@@ -103,7 +101,7 @@ class MaskedUpdates:
         """Give the mean of the updates to the job's rule as the only one of an attempt; returns their sum."""
         assert job.attempt is not None
         decoded = self.decode(job.attempt)
-        accumulator.fold(MeanUpdate(base, mean_update(self._spec, decoded)), Contribution(1.0))
+        accumulator.fold(VectorValues(base, mean_update(self._spec, decoded)), Contribution(1.0))
         return decoded
 
     def decode(self, attempt: Attempt) -> Decoded:
@@ -128,23 +126,3 @@ class MaskedUpdates:
 
     def _random(self, purpose: int, task: DeviceAssignment) -> Callable[[int], bytes]:
         return np.random.default_rng(np.random.SeedSequence([self._seed, purpose, task.client, task.number])).bytes
-
-
-class MeanUpdate(Values):
-    """The mean of the updates; carried entries, which clients do not send, stay those of the base version."""
-
-    def __init__(self, base: Parameters, mean: Vector) -> None:
-        self._base, self._mean = base, mean
-
-    @property
-    @override
-    def schema(self) -> Schema:
-        return self._base.schema
-
-    @override
-    def to_blocks(self, columns: range | None = None) -> Blocks:
-        return part_of(VectorBlocks(self._mean), columns)
-
-    @override
-    def read_carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
-        return self._base.read_carried(run)

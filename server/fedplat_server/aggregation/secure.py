@@ -12,10 +12,10 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,8 @@ from typing_extensions import override
 from fedplat.aggregate import Contribution
 from fedplat.errors import SecureAggregationError
 from fedplat.job.secure import mean_update
-from fedplat.model import Blocks, ModelFile, Schema, Segment, Values, Vector, VectorBlocks, part_of
+from fedplat.model import ModelFile
+from fedplat.model.values import VectorValues
 from fedplat.rounds import Attempt, JobState
 from fedplat.secure_aggregation import encoding, unmasking
 from fedplat.secure_aggregation.encoding import Decoded
@@ -142,25 +143,4 @@ class MaskedAggregation(AggregationBackend):
     def _fold_mean(self, result: Decoded) -> None:
         """Give the mean of all updates to the job's rule, as one update of weight 1."""
         base = ModelFile.open(self._inputs.base_path)
-        self._local.fold_values(_Mean(base, mean_update(self._inputs.spec, result)), Contribution(1.0))
-
-
-class _Mean(Values):
-    """The `Values` of a mean in memory: carried entries, which clients do not send, stay those of the base version."""
-
-    def __init__(self, base: ModelFile, mean: Vector) -> None:
-        self._base = base
-        self._mean = mean
-
-    @property
-    @override
-    def schema(self) -> Schema:
-        return self._base.schema
-
-    @override
-    def to_blocks(self, columns: range | None = None) -> Blocks:
-        return part_of(VectorBlocks(self._mean), columns)
-
-    @override
-    def read_carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
-        return self._base.read_carried(run)
+        self._local.fold_values(VectorValues(base, mean_update(self._inputs.spec, result)), Contribution(1.0))

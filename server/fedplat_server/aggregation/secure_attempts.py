@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from fedplat.job.secure import build_setup
 from fedplat.model import ModelFile
 from fedplat.rounds import Assignment, Attempt, AttemptKey, JobState
+from fedplat.rounds.protocols.secure_phases import find_survivors, list_groups, messages_of
 from fedplat.rounds.records import SecureMessages
-from fedplat.rounds.secure import find_survivors, list_groups, messages_of
 from fedplat.rounds.states import AttemptPhase
 from fedplat.secure_aggregation import unmasking
 from fedplat.secure_aggregation.graph import Graph
@@ -25,8 +25,8 @@ from fedplat.secure_aggregation.messages import (
 )
 from fedplat.secure_aggregation.setup import Setup
 from fedplat_server import logs
-from fedplat_server.database.client_ports import ClientStore
-from fedplat_server.database.ports import AuditStore
+from fedplat_server.database.sql_audit import AuditStore
+from fedplat_server.database.sql_clients import ClientStore
 from fedplat_server.records.audit import SERVER, AuditAction, AuditEntry
 from fedplat_server.storage.blobs import BlobStore
 

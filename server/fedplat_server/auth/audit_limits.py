@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from fedplat_server.auth.rate_limits import Bucket, take
-from fedplat_server.database.ports import AuditStore
+from fedplat_server.database.sql_audit import AuditStore
 from fedplat_server.records.audit import SERVER, AuditAction, AuditEntry
 
 HOUR_S = 3600.0

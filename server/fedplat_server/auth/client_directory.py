@@ -14,8 +14,8 @@ from fedplat.label_expressions import compile_expression
 from fedplat.rounds import JobState
 from fedplat_server.auth.audit_limits import RecentEntries
 from fedplat_server.database.batch_loader import BatchLoader
-from fedplat_server.database.client_ports import ClientStore
 from fedplat_server.database.clients import ClientRecord
+from fedplat_server.database.sql_clients import ClientStore
 from fedplat_server.errors import Code, RefusedError
 
 CACHE_SIZE = 50_000

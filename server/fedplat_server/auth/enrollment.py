@@ -12,8 +12,8 @@ from fedplat.auth import Ticket
 from fedplat_server.auth.client_directory import ClientDirectory
 from fedplat_server.auth.tls import Certificates
 from fedplat_server.auth.tokens import hash_secret, new_token
-from fedplat_server.database.client_ports import ClientStore
 from fedplat_server.database.clients import ClientRecord, Enrollment, EnrollmentToken
+from fedplat_server.database.sql_clients import ClientStore
 from fedplat_server.errors import Code, EnrollmentConflictError, RefusedError, TokenRefusedError
 from fedplat_server.records.audit import AuditAction, AuditEntry
 

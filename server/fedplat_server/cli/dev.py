@@ -42,7 +42,7 @@ from fedplat_server.cli.options import (
 from fedplat_server.cli.serving import serve
 from fedplat_server.config import ServerConfig
 from fedplat_server.database.clients import EnrollmentToken
-from fedplat_server.database.ports import Store
+from fedplat_server.database.store import Store
 from fedplat_server.errors import ConfigError
 from fedplat_server.records.audit import HOST
 from fedplat_server.records.operators import hash_token

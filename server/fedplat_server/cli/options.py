@@ -15,8 +15,7 @@ import typer
 
 from fedplat_server.config import DEFAULT_CACHE_BYTES
 from fedplat_server.database import engine
-from fedplat_server.database.ports import Store
-from fedplat_server.database.store import open_store
+from fedplat_server.database.store import Store, open_store
 from fedplat_server.errors import ConfigError
 from fedplat_server.storage import data_dir as folder
 from fedplat_server.storage import ownership

@@ -32,7 +32,7 @@ from fedplat_server.coordination.alerts import (
 )
 from fedplat_server.database.jobs import AttemptFilter, AttemptRecord, JobRecord
 from fedplat_server.database.ledger import Account, Population
-from fedplat_server.database.ports import Store
+from fedplat_server.database.store import Store
 from fedplat_server.errors import LeadershipLostError, StoreError
 from fedplat_server.instruments.full_writes import FullWrites
 from fedplat_server.storage.store_health import StoreHealth

@@ -14,7 +14,7 @@ from pathlib import Path
 from fedplat_server import logs
 from fedplat_server.coordination.alert_monitor import AlertMonitor, DiskSpace
 from fedplat_server.coordination.alerts import Alert, AlertBook, Severity, WebhookFacts
-from fedplat_server.database.ports import Store
+from fedplat_server.database.store import Store
 from fedplat_server.errors import LeadershipLostError, StoreError
 from fedplat_server.records import webhooks
 from fedplat_server.records.events import EventRow

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from fedplat.rounds import Coordinator
 from fedplat_server import logs
-from fedplat_server.database.client_ports import FleetStore
 from fedplat_server.database.fleet import AvailabilityHour
+from fedplat_server.database.sql_fleet import FleetStore
 from fedplat_server.errors import LeadershipLostError, StoreError
 
 HOUR_S = 3600.0

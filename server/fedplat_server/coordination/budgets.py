@@ -22,7 +22,7 @@ from fedplat.rounds import JobState
 from fedplat_server.coordination.accountant import Accountant, epsilon
 from fedplat_server.database.jobs import JobRecord
 from fedplat_server.database.ledger import Budget, Population
-from fedplat_server.database.ports import Store
+from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, PopulationChangedError, RefusedError
 from fedplat_server.records.audit import AuditEntry
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from fedplat.rounds import AttemptKey
 from fedplat_server import logs
-from fedplat_server.database.ports import AuditStore
+from fedplat_server.database.sql_audit import AuditStore
 from fedplat_server.records.audit import AuditAction, AuditEntry
 
 MAX_REMEMBERED = 10_000

@@ -34,7 +34,7 @@ _FURTHER = frozenset(
 
 
 class DownloadStore(Protocol):
-    """The part of `ports.AssignmentStore` that stores the times."""
+    """The part of `AssignmentStore` that stores the times."""
 
     async def record_downloads(self, downloaded_unix_s: Mapping[AssignmentId, float]) -> None:
         """Store the times at which clients had the model; the first time is kept."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Generator, Sequence
 
 from fedplat_server import logs
-from fedplat_server.database.event_ports import EventStore
+from fedplat_server.database.sql_events import EventStore
 from fedplat_server.errors import LeadershipLostError, StoreError
 from fedplat_server.records.events import EventRow
 

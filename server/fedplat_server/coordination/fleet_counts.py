@@ -7,8 +7,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from fedplat_server.database.client_ports import FleetStore
 from fedplat_server.database.fleet import ClientTraits
+from fedplat_server.database.sql_fleet import FleetStore
 
 MAX_AGE_S = 60.0
 CHUNK = 5000

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from fedplat_server.database.engine import describe
-from fedplat_server.database.ports import Store
+from fedplat_server.database.store import Store
 from fedplat_server.instruments import Instruments
 from fedplat_server.storage import ownership, spool_names
 from fedplat_server.storage.blob_backend import StoredDigests

@@ -15,7 +15,8 @@ from fedplat.rounds import AttemptKey, JobState
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat_server.coordination.retention import HISTORY_BATCH, find_retained_versions
 from fedplat_server.database.jobs import Removable, RetainedVersions
-from fedplat_server.database.ports import BATCH, Store
+from fedplat_server.database.sql_retention import BATCH
+from fedplat_server.database.store import Store
 from fedplat_server.records import audit
 from fedplat_server.storage.blobs import BlobStore
 

@@ -15,9 +15,10 @@ from fedplat.rounds import JobState
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat_server import logs
 from fedplat_server.coordination.availability import KEEP_S
-from fedplat_server.database.event_ports import EVENTS_BATCH
 from fedplat_server.database.jobs import RetainedVersions
-from fedplat_server.database.ports import BATCH, Store
+from fedplat_server.database.sql_events import EVENTS_BATCH
+from fedplat_server.database.sql_retention import BATCH
+from fedplat_server.database.store import Store
 from fedplat_server.errors import BlobError, LeadershipLostError, StoreError
 from fedplat_server.storage.blobs import BlobStore
 

@@ -8,8 +8,8 @@ from fedplat.rounds.events import ClientRevoked
 from fedplat_server.auth.client_directory import ClientDirectory
 from fedplat_server.coordination.long_polls import LongPolls
 from fedplat_server.coordination.runner import Runner
-from fedplat_server.database.client_ports import ClientStore
 from fedplat_server.database.clients import ClientRecord
+from fedplat_server.database.sql_clients import ClientStore
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.records.audit import AuditAction, AuditEntry
 

@@ -26,7 +26,7 @@ from fedplat.rounds.commands import Command
 from fedplat.rounds.events import ClientCheckedIn, ClientLeft, Event, TimerFired
 from fedplat_server import logs
 from fedplat_server.auth.tokens import new_token
-from fedplat_server.database.ports import Store
+from fedplat_server.database.store import Store
 from fedplat_server.errors import (
     LeadershipLostError,
     ParticipationError,

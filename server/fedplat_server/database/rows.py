@@ -1,4 +1,4 @@
-"""Conversion between rows of the tables and the records of the coordinator and of the ports."""
+"""Conversion between rows of the tables and the records of the coordinator and of the stores."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from fedplat.rounds import (
     HistoryRow,
     JobState,
     ModelVersion,
-    exchange,
     influence,
 )
-from fedplat.rounds.clock_set import NO_CLOCKS, ClockSet, clocks_from_builtins, clocks_to_builtins
+from fedplat.rounds.protocols import gossip
+from fedplat.rounds.protocols.clock_set import NO_CLOCKS, ClockSet, clocks_from_builtins, clocks_to_builtins
 from fedplat.rounds.records import NO_ASSIGNMENTS, Claim, SecureMessages
 from fedplat.rounds.states import AssignmentState, JobStatus
 from fedplat_server.database import job_files, newer_states
@@ -392,7 +392,7 @@ def _read_gossip(stored: Any, spec: JobSpec) -> GossipState | None:
     if stored is None or spec.gossip is None:
         return None
     _require_known(stored, GossipState)
-    return state_from_builtins(stored, exchange.make_rules(spec))
+    return state_from_builtins(stored, gossip.make_rules(spec))
 
 
 def _require_known(stored: object, record: type[object]) -> None:

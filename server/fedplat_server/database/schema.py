@@ -38,6 +38,8 @@ LOCK_TIMEOUT_MS = 1000
 wait, too, and a leader needs an answer within its lease."""
 UPGRADE = "fedplat-server db upgrade"
 """The command, with which messages end; the command line replaces what follows by the options that were given."""
+FIRST_RELEASE = "0019"
+"""The revision of release 0.1.0, the oldest one that an upgrade begins with."""
 MAX_TRIES = 30
 _PAUSES_S = (0.5, 2.0)
 _GIVES_WAY = frozenset({"55P03", "40P01"})  # lock not available, deadlock
@@ -135,7 +137,7 @@ async def require_usable(url: URL) -> None:
     state = await _read(url)
     if is_usable(state, head()):
         return
-    _refuse_newer(state, url)
+    _refuse_unknown(state, url)
     shown = url.render_as_string(hide_password=True)
     found = f"is at schema {state.revision}" if state.revision is not None else "is empty"
     check = "check --database (or FEDPLAT_DATABASE); for a new one " if state.revision is None else ""
@@ -170,7 +172,7 @@ def _state_of(connection: sqlalchemy.Connection) -> SchemaState:
 def _run(connection: sqlalchemy.Connection, url: URL) -> SchemaState:
     found = _state_of(connection)
     if not is_usable(found, head()):
-        _refuse_newer(found, url)
+        _refuse_unknown(found, url)
         command.upgrade(config(connection), "head")
         connection.execute(schema_compatibility.delete())
         connection.execute(schema_compatibility.insert().values(compatible_from=read_compatible_from(head())))
@@ -179,21 +181,28 @@ def _run(connection: sqlalchemy.Connection, url: URL) -> SchemaState:
 
 
 def read_compatible_from(revision: str) -> str:
-    """Return the oldest revision whose code can use a database of a revision since 0019; see `migrations/env.py`."""
+    """Return the oldest revision whose code can use a database of a revision; see `migrations/env.py`."""
     step = ScriptDirectory.from_config(config()).get_revision(revision)
     assert step is not None
     return str(step.module.compatible_from)
 
 
-def _refuse_newer(found: SchemaState, url: URL) -> None:
+def _refuse_unknown(found: SchemaState, url: URL) -> None:
     if found.revision is None:
         return
     try:
         ScriptDirectory.from_config(config()).get_revision(found.revision)
     except CommandError as exc:
+        shown = url.render_as_string(hide_password=True)
+        if found.revision < head():
+            raise SchemaVersionError(
+                f"the database {shown} is at schema {found.revision}, which belongs to no release, so this version "
+                f"cannot upgrade it: first upgrade it with a version that knows this schema (for those before "
+                f"{FIRST_RELEASE}: 0.1.0), or begin with a new database"
+            ) from exc
         needed = f", for code of {found.compatible_from} or newer" if found.compatible_from else ""
         raise SchemaVersionError(
-            f"the database {url.render_as_string(hide_password=True)} was written by a newer fedplat "
+            f"the database {shown} was written by a newer fedplat "
             f"(schema {found.revision}{needed}; this version has {head()}): install that version or newer"
         ) from exc
 

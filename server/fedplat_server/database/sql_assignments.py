@@ -8,7 +8,6 @@ from typing import Any
 
 import sqlalchemy
 from sqlalchemy import ColumnElement, and_, cast, func, or_, select
-from typing_extensions import override
 
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.rounds.states import OPEN_STATES, AssignmentState
@@ -21,10 +20,12 @@ from fedplat_server.database.assignments import (
     LabelledCount,
     OutcomeCount,
 )
-from fedplat_server.database.ports import MAX_EXAMPLE_BYTES, AssignmentStore
 from fedplat_server.database.tables import assignments, attempts, clients, jobs
 from fedplat_server.database.tallies import counts_for
 from fedplat_server.database.transactions import Database
+
+MAX_EXAMPLE_BYTES = 300
+"""Maximum size of a client's text that is shown as an example."""
 
 _TIMES = ("assigned_unix_s", "deadline_unix_s", "downloaded_unix_s", "uploading_unix_s", "ended_unix_s")
 _RECORD_DOWNLOAD = (
@@ -40,29 +41,32 @@ _RECORD_DOWNLOAD = (
 )
 
 
-class SqlAssignments(AssignmentStore):
-    """The adapter of `ports.AssignmentStore`."""
+class AssignmentStore:
+    """Lists and outcomes of assignments, which `JobStore.save` writes."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    @override
     async def list_assignments(
         self, which: AssignmentFilter, *, after: AssignmentPlace | None = None, limit: int | None = None
     ) -> list[AssignmentRecord]:
+        """Return the first `limit` assignments after a position, in the order of the filter."""
         same = and_(*(assignments.c[name] == attempts.c[name] for name in ("job_id", "round", "number")))
         query = select(assignments, attempts.c.kind).join(attempts, same).where(*_matches(which)).limit(limit)
         if after is not None:
             query = query.where(_is_later(which, after))
         return [_record(row) for row in await self._database.fetch(query.order_by(*_order(which)))]
 
-    @override
     async def count_assignments(self, which: AssignmentFilter) -> int:
+        """Return the number of assignments that satisfy a filter."""
         query = select(func.count()).select_from(assignments).where(*_matches(which))
         return (await self._database.fetch(query))[0][0]
 
-    @override
     async def list_outcomes(self, key: AttemptKey) -> list[OutcomeCount]:
+        """Return how assignments of an attempt ended without contributing, the most frequent first.
+
+        Each has a text of one of the clients, of at most `MAX_EXAMPLE_BYTES`.
+        """
         has_ended = assignments.c.state.not_in(sorted(OPEN_STATES | {AssignmentState.MERGED}))
         example = func.max(func.substr(cast(assignments.c.text, sqlalchemy.Text), 1, MAX_EXAMPLE_BYTES))
         group = (assignments.c.state, assignments.c.reason)
@@ -79,8 +83,11 @@ class SqlAssignments(AssignmentStore):
             for row in found
         ]
 
-    @override
     async def count_labels(self, key: AttemptKey, limit: int) -> list[LabelledCount]:
+        """Return the assignments of an attempt by the present labels of their clients and by state.
+
+        At most `limit` combinations are returned.
+        """
         labels = cast(clients.c.labels, sqlalchemy.Text)
         query = (
             select(labels.label("labels"), assignments.c.state, func.count().label("total"))
@@ -95,8 +102,8 @@ class SqlAssignments(AssignmentStore):
             for row in found
         ]
 
-    @override
     async def record_downloads(self, downloaded_unix_s: Mapping[AssignmentId, float]) -> None:
+        """Store the times at which clients had the model of their assignment; the first time is kept."""
         # In the order of the keys, so that two writers cannot deadlock.
         values = [
             dict(zip(("this_job", "this_round", "this_number", "this_client"), (*key, client_id), strict=True))

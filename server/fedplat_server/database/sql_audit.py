@@ -6,14 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from sqlalchemy import ColumnElement, Connection, func, select
-from typing_extensions import override
 
 from fedplat_server.database import rows
-from fedplat_server.database.ports import AuditStore
 from fedplat_server.database.tables import audit_head, audit_log
 from fedplat_server.database.transactions import Clock, Database, appended_rows
 from fedplat_server.records import audit
-from fedplat_server.records.audit import ALL_ROWS, AuditEntry, AuditFilter, AuditHead, AuditRow
+from fedplat_server.records.audit import ALL_ROWS, AuditAction, AuditEntry, AuditFilter, AuditHead, AuditRow
 
 
 def append_entries(connection: Connection, entries: Sequence[AuditEntry], unix_s: float) -> None:
@@ -31,21 +29,21 @@ def append_entries(connection: Connection, entries: Sequence[AuditEntry], unix_s
     appended_rows(connection).audit_actions += [entry.action.value for entry in entries]
 
 
-class SqlAudit(AuditStore):
-    """The adapter of `ports.AuditStore`."""
+class AuditStore:
+    """The audit log. Its rows are never changed or removed."""
 
     def __init__(self, database: Database, clock: Clock) -> None:
         self._database = database
         self._clock = clock
 
-    @override
     async def append(self, entries: Sequence[AuditEntry]) -> None:
+        """Append entries, all or none, as consecutive rows of the chain."""
         await self._database.write(lambda connection: append_entries(connection, entries, self._clock()))
 
-    @override
     async def list_rows(
         self, after_sequence: int = 0, limit: int = 1000, which: AuditFilter = ALL_ROWS
     ) -> list[AuditRow]:
+        """Return rows after a sequence number; with `newest_first`, those before it, or the last ones if it is 0."""
         query = select(audit_log).where(*_matches(which)).limit(limit)
         if which.newest_first:
             query = query.order_by(audit_log.c.sequence.desc())
@@ -54,18 +52,27 @@ class SqlAudit(AuditStore):
             query = query.order_by(audit_log.c.sequence).where(audit_log.c.sequence > after_sequence)
         return [rows.to_record(row, AuditRow) for row in await self._database.fetch(query)]
 
-    @override
     async def count_rows(self, after_sequence: int = 0, which: AuditFilter = ALL_ROWS) -> int:
+        """Return the number of rows after a sequence number that satisfy a filter."""
         if which.is_total:  # the rows are numbered without gaps
             return max((await self.read_head()).num_rows - after_sequence, 0)
         later = audit_log.c.sequence > after_sequence
         query = select(func.count()).select_from(audit_log).where(later, *_matches(which))
         return (await self._database.fetch(query))[0][0]
 
-    @override
     async def read_head(self) -> AuditHead:
+        """Return the stored head of the log."""
         (row,) = await self._database.fetch(select(audit_head))
         return AuditHead(row.num_rows, row.hash)
+
+
+async def list_creators(log: AuditStore) -> dict[str, str]:
+    """Return the names of the operators that have made jobs, by the ids of these."""
+    which, creators, last = AuditFilter(action=AuditAction.JOB_CREATED), dict[str, str](), 0
+    while page := await log.list_rows(last, which=which):
+        creators |= {row.subject: row.actor for row in page}
+        last = page[-1].sequence
+    return creators
 
 
 def _matches(which: AuditFilter) -> list[ColumnElement[bool]]:

@@ -8,12 +8,10 @@ from typing import Any
 
 import sqlalchemy
 from sqlalchemy import Connection, and_, func, select
-from typing_extensions import override
 
 from fedplat.rounds.states import OPEN_STATES
 from fedplat_server import crash_points
 from fedplat_server.database import json_lists, rows
-from fedplat_server.database.client_ports import ClientStore
 from fedplat_server.database.clients import (
     ALL_CLIENTS,
     ClientFilter,
@@ -37,8 +35,8 @@ MAX_LOOKED_UP = 1000
 _SEEN = func.coalesce(clients.c.seen_unix_s, clients.c.enrolled_unix_s)
 
 
-class SqlClients(ClientStore):
-    """The adapter of `ports.ClientStore`."""
+class ClientStore:
+    """Enrollment tokens and clients. The expiry of a token is on the wall clock: it outlives the server."""
 
     def __init__(self, database: Database, clock: Clock) -> None:
         self._database = database
@@ -46,10 +44,10 @@ class SqlClients(ClientStore):
 
     # --- enrollment tokens ------------------------------------------------------------------------------------
 
-    @override
     async def add_enrollment_token(
         self, token: EnrollmentToken, token_hash: bytes, audit: Sequence[AuditEntry] = ()
     ) -> None:
+        """Add a token."""
         insert = enrollment_tokens.insert().values({**dataclasses.asdict(token), "token_hash": token_hash})
 
         def transaction(connection: Connection) -> None:
@@ -58,21 +56,21 @@ class SqlClients(ClientStore):
 
         await self._database.write(transaction)
 
-    @override
     async def revoke_enrollment_token(self, token_id: str, audit: Sequence[AuditEntry] = ()) -> EnrollmentToken | None:
+        """Revoke a token permanently and return it; None if it is unknown. Keeps the time of the first revocation."""
         mine = enrollment_tokens.c.token_id == token_id
         row = await self._change(enrollment_tokens, mine, _revocation(enrollment_tokens, self._clock()), audit)
         return rows.to_record(row, EnrollmentToken) if row is not None else None
 
-    @override
     async def find_enrollment_token(self, token_hash: bytes) -> EnrollmentToken | None:
+        """Return the token with this hash; None if it is unknown."""
         found = await self._database.fetch(
             select(enrollment_tokens).where(enrollment_tokens.c.token_hash == token_hash)
         )
         return rows.to_record(found[0], EnrollmentToken) if found else None
 
-    @override
     async def list_enrollment_tokens(self, *, after: str = "", limit: int | None = None) -> list[EnrollmentToken]:
+        """Return the first `limit` tokens created after the token with the id `after`; [] if that is unknown."""
         query = select(enrollment_tokens).order_by(enrollment_tokens.c.sequence).limit(limit)
         if after:
             tokens = enrollment_tokens.alias()
@@ -80,14 +78,20 @@ class SqlClients(ClientStore):
             query = query.where(enrollment_tokens.c.sequence > last)
         return [rows.to_record(row, EnrollmentToken) for row in await self._database.fetch(query)]
 
-    @override
     async def count_enrollment_tokens(self) -> int:
+        """Return the number of tokens."""
         return (await self._database.fetch(select(func.count()).select_from(enrollment_tokens)))[0][0]
 
     # --- clients ---------------------------------------------------------------------------------------------
 
-    @override
     async def enroll(self, enrollment: Enrollment, audit: NewEntries = no_entries) -> ClientRecord:
+        """Add a client and use its token once.
+
+        If a client has this idempotency key and public key, updates its labels and version and returns it, whatever the
+        state of the token, and appends no entries. Raises `TokenRefusedError` if the token is unknown, of another
+        population or no longer usable, and `EnrollmentConflictError` if the public key or the idempotency key belongs
+        to another client, or if this client is enrolled in another population.
+        """
         now = self._clock()
         mutable = {"labels": dict(enrollment.labels), "software_version": enrollment.software_version}
         values = {
@@ -135,12 +139,12 @@ class SqlClients(ClientStore):
         with crash_points.step("enroll"):
             return await self._database.write(transaction)
 
-    @override
     async def find_clients(self, client_ids: Sequence[str]) -> dict[str, ClientRecord]:
+        """Return the clients with these ids, by id; unknown ids are left out."""
         return _by_id(await self._database.fetch(_select_by_id(client_ids)))
 
-    @override
     async def begin_sessions(self, client_ids: Sequence[str]) -> dict[str, ClientRecord]:
+        """Count a session for each of these distinct clients; return the updated ones that exist, by id."""
         update = clients.update().where(clients.c.client_id.in_(client_ids))
 
         def transaction(connection: Connection) -> Sequence[rows.Row]:
@@ -150,8 +154,8 @@ class SqlClients(ClientStore):
         with crash_points.step("begin_sessions"):
             return _by_id(await self._database.write(transaction))
 
-    @override
     async def revoke_client(self, client_id: str, audit: Sequence[AuditEntry] = ()) -> ClientRecord | None:
+        """Revoke a client permanently and return it; None if it is unknown. Keeps the time of the first revocation."""
         mine, now = clients.c.client_id == client_id, self._clock()
         update = clients.update().where(mine).values(_revocation(clients, now))
 
@@ -168,10 +172,14 @@ class SqlClients(ClientStore):
 
         return await self._database.write(transaction)
 
-    @override
     async def revoke_clients_of(
         self, token_id: str, after: str, limit: int, audit: NewEntries = no_entries
     ) -> list[ClientRecord]:
+        """Revoke the first `limit` clients that enrolled with a token, after the client `after` ("": all).
+
+        Returns them all, including those revoked before, so that a caller that lost the answer can repeat the call.
+        Those keep their time of revocation, and `audit` is only called for the others.
+        """
         page = _later(select(clients).where(clients.c.token_id == token_id), after).limit(limit)
         now = self._clock()
 
@@ -189,22 +197,22 @@ class SqlClients(ClientStore):
 
         return await self._database.write(transaction)
 
-    @override
     async def update_client(self, client_id: str, labels: Mapping[str, str], software_version: str) -> None:
+        """Replace the labels and the software version of a client."""
         values = {"labels": dict(labels), "software_version": software_version}
         with crash_points.step("update_client"):
             if await self._change(clients, clients.c.client_id == client_id, values) is None:
                 raise StoreError(f"there is no client {client_id}")
 
-    @override
     async def list_clients(
         self, which: ClientFilter = ALL_CLIENTS, *, after: str = "", limit: int | None = None
     ) -> list[ClientRecord]:
+        """Return the first `limit` clients that enrolled after the client `after`; [] if that is unknown."""
         query = _later(select(clients).where(*self._matches(which)), after).limit(limit)
         return [rows.to_record(row, ClientRecord) for row in await self._database.fetch(query)]
 
-    @override
     async def count_clients(self, which: ClientFilter = ALL_CLIENTS) -> int:
+        """Return the number of clients that satisfy a filter."""
         query = select(func.count()).select_from(clients).where(*self._matches(which))
         return (await self._database.fetch(query))[0][0]
 
@@ -228,23 +236,23 @@ class SqlClients(ClientStore):
 
     # --- idle clients ----------------------------------------------------------------------------------------
 
-    @override
     async def record_seen(self, seen_unix_s: Mapping[str, float]) -> None:
+        """Store the times at which clients were last seen."""
         this = clients.c.client_id == sqlalchemy.bindparam("this_client")
         values = [{"this_client": client_id, "seen_unix_s": seen} for client_id, seen in sorted(seen_unix_s.items())]
         statement = clients.update().where(this)
         if values:
             await self._database.write(lambda connection: connection.execute(statement, values))
 
-    @override
     async def list_idle_clients(self, before_unix_s: float) -> list[str]:
+        """Return the clients that were last seen before a time and have no open assignment, oldest first."""
         busy = select(assignments.c.client_id).where(assignments.c.client_id == clients.c.client_id, STILL_OPEN)
         query = select(clients.c.client_id).where(before_unix_s > _SEEN, ~busy.exists()).order_by(clients.c.sequence)
         query = query.where(clients.c.client_id.not_in(_between_steps()))
         return [row.client_id for row in await self._database.fetch(query)]
 
-    @override
     async def remove_clients(self, client_ids: Collection[str], before_unix_s: float) -> int:
+        """Remove those of the clients last seen before a time; return their number. Their assignments are kept."""
         delete = clients.delete().where(clients.c.client_id.in_(client_ids), before_unix_s > _SEEN)
         return await self._database.write(lambda connection: connection.execute(delete).rowcount)
 

@@ -8,10 +8,8 @@ from collections.abc import Collection, Sequence
 
 import sqlalchemy
 from sqlalchemy import Connection, func, select
-from typing_extensions import override
 
 from fedplat_server.database import rows
-from fedplat_server.database.event_ports import EVENTS_BATCH, EventStore
 from fedplat_server.database.tables import STILL_PENDING, deliveries, event_head, events, webhooks
 from fedplat_server.database.transactions import Clock, Database, appended_rows
 from fedplat_server.records.events import AlertFacts, EventEntry, EventRow, EventType, alert_event
@@ -24,6 +22,9 @@ _ADVANCE = (
     .returning(event_head.c.last_sequence)
 )
 _INSERT = events.insert()
+
+EVENTS_BATCH = 1000
+"""Maximum number of events that one transaction removes."""
 
 
 def append_events(connection: Connection, entries: Sequence[EventEntry], unix_s: float) -> int:
@@ -45,18 +46,20 @@ def append_events(connection: Connection, entries: Sequence[EventEntry], unix_s:
     return last
 
 
-class SqlEvents(EventStore):
-    """The adapter of `ports.EventStore`."""
+class EventStore:
+    """The events, numbered without gaps in the order in which they become visible."""
 
     def __init__(self, database: Database, clock: Clock) -> None:
         self._database = database
         self._clock = clock
 
-    @override
     def next_append(self) -> asyncio.Event:
+        """Return an event that is set after the next commit of this process that appends events.
+
+        It is not set by other processes, or if the reply of the database was lost: readers must also poll.
+        """
         return self._database.next_append()
 
-    @override
     async def list_events(
         self,
         after: int = 0,
@@ -66,6 +69,10 @@ class SqlEvents(EventStore):
         newest_first: bool = False,
         limit: int = 250,
     ) -> list[EventRow]:
+        """Return events after a sequence number, oldest first; with `newest_first` those before it (0: all).
+
+        Only those of some types (empty: all), and of one job (empty: of all).
+        """
         query = select(events).limit(limit)
         if newest_first:
             query = query.order_by(events.c.sequence.desc())
@@ -78,28 +85,31 @@ class SqlEvents(EventStore):
             query = query.where(events.c.job_id == job_id)
         return [rows.to_record(row, EventRow) for row in await self._database.fetch(query)]
 
-    @override
     async def find_last_sequence(self) -> int:
+        """Return the number of the last event; 0 without any."""
         (row,) = await self._database.fetch(select(event_head.c.last_sequence))
         return row.last_sequence
 
-    @override
     async def record_alerts(self, raised: Sequence[AlertFacts], ended: Sequence[AlertFacts]) -> None:
+        """Append the events of alerts that were raised, and of those that have ended."""
         entries = [alert_event(EventType.ALERT_RAISED, alert) for alert in raised]
         entries += [alert_event(EventType.ALERT_ENDED, alert) for alert in ended]
         if entries:
             await self._database.write(lambda connection: append_events(connection, entries, self._clock()))
 
-    @override
     async def list_raised_alerts(self) -> list[EventRow]:
+        """Return the last event of each alert that is raised now, oldest first."""
         changes = events.c.type.in_([EventType.ALERT_RAISED, EventType.ALERT_ENDED])
         last = select(func.max(events.c.sequence)).where(changes)
         last = last.group_by(events.c.subject, events.c.job_id, events.c.population)
         query = select(events).where(events.c.sequence.in_(last), events.c.type == EventType.ALERT_RAISED)
         return [rows.to_record(row, EventRow) for row in await self._database.fetch(query.order_by(events.c.sequence))]
 
-    @override
     async def remove_events(self, before_unix_s: float, limit: int = EVENTS_BATCH) -> int:
+        """Remove the first `limit` events before a time, with their ended deliveries; return the number of events.
+
+        Keeps events that a webhook still needs, and all later ones.
+        """
         oldest = select(events.c.sequence, events.c.unix_s).order_by(events.c.sequence).limit(limit)
 
         def transaction(connection: Connection) -> int:

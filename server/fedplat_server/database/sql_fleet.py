@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sqlalchemy import case, select
-from typing_extensions import override
 
 from fedplat_server.database import rows
-from fedplat_server.database.client_ports import FleetStore
 from fedplat_server.database.fleet import AvailabilityHour, ClientTraits
 from fedplat_server.database.tables import availability, clients
 from fedplat_server.database.transactions import Database
 
 
-class SqlFleet(FleetStore):
-    """The adapter of `ports.FleetStore`."""
+class FleetStore:
+    """Traits of all clients, and the availability of populations by hour."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    @override
     async def list_traits(self, after_sequence: int, limit: int) -> list[ClientTraits]:
+        """Return the first `limit` clients after a sequence number."""
         columns = (clients.c.sequence, clients.c.population, clients.c.labels, clients.c.software_version)
         query = select(*columns, clients.c.revoked_unix_s).where(clients.c.sequence > after_sequence)
         found = await self._database.fetch(query.order_by(clients.c.sequence).limit(limit))
@@ -30,8 +28,8 @@ class SqlFleet(FleetStore):
             for row in found
         ]
 
-    @override
     async def record_availability(self, hours: Sequence[AvailabilityHour]) -> None:
+        """Store hours; of each number the larger one of the stored and the new value is kept."""
         statement = rows.insert(self._database.dialect, availability)
         larger = {
             name: case(
@@ -44,15 +42,15 @@ class SqlFleet(FleetStore):
         if values:
             await self._database.write(lambda connection: connection.execute(upsert, values))
 
-    @override
     async def list_availability(self, since_unix_s: float, population: str = "") -> list[AvailabilityHour]:
+        """Return the hours that began at a time or later, of one population or of all (""), oldest first."""
         query = select(availability).where(availability.c.hour_unix_s >= since_unix_s)
         if population:
             query = query.where(availability.c.population == population)
         query = query.order_by(availability.c.hour_unix_s, availability.c.population)
         return [rows.to_record(row, AvailabilityHour) for row in await self._database.fetch(query)]
 
-    @override
     async def remove_availability(self, before_unix_s: float) -> int:
+        """Remove the hours that began before a time; return their number."""
         delete = availability.delete().where(availability.c.hour_unix_s < before_unix_s)
         return await self._database.write(lambda connection: connection.execute(delete).rowcount)

@@ -8,7 +8,6 @@ from typing import Any
 
 import sqlalchemy
 from sqlalchemy import Connection, and_, func, select, tuple_
-from typing_extensions import override
 
 from fedplat.rounds import (
     Assignment,
@@ -19,6 +18,7 @@ from fedplat.rounds import (
     ModelVersion,
     Participation,
     rebuild_attempt,
+    rounds_to_recall,
 )
 from fedplat.rounds.influence import MAX_CLAIMS
 from fedplat.rounds.records import Claim
@@ -35,7 +35,6 @@ from fedplat_server.database.jobs import (
     VersionRecord,
     spaced_positions,
 )
-from fedplat_server.database.ports import MAX_TALLIED, JobStore
 from fedplat_server.database.sql_audit import append_entries
 from fedplat_server.database.sql_events import append_events
 from fedplat_server.database.tables import (
@@ -53,6 +52,11 @@ from fedplat_server.errors import StoreError
 from fedplat_server.records.audit import AuditEntry
 from fedplat_server.records.events import EventEntry, EventType
 
+MAX_TALLIED = 20_000
+"""Maximum number of assignments, more or less, whose outcomes one sample of rounds counts."""
+ROUNDS_PER_QUERY = 50
+"""Number of rounds in one query for participations, which limits the memory for a job with many large rounds."""
+
 # Built once: each watch runs it after each transaction of its job, and building it costs more than running it.
 _LATER = (
     select(history)
@@ -62,15 +66,14 @@ _LATER = (
 )
 
 
-class SqlJobs(JobStore):
-    """The adapter of `ports.JobStore`."""
+class JobStore:
+    """Jobs with their attempts, assignments, model versions and append-only history."""
 
     def __init__(self, database: Database, clock: Clock, files: JobFileReader) -> None:
         self._database = database
         self._clock = clock
         self._files = files
 
-    @override
     async def create_job(
         self,
         state: JobState,
@@ -79,6 +82,12 @@ class SqlJobs(JobStore):
         audit: Sequence[AuditEntry] = (),
         expected: int | None = None,
     ) -> JobRecord:
+        """Add a job (status DRAFT, version 0) with a history row and, if it is private, its calibrated `[privacy]`.
+
+        If a job was created with this idempotency key, returns that job unchanged, and appends no entries. Raises
+        `StoreError` if the `[privacy]` of a private job is not calibrated, and `PopulationChangedError` if its
+        population is not at the `expected` revision (None: any).
+        """
         now = self._clock()
         values = {
             **rows.job_values(state),
@@ -107,8 +116,8 @@ class SqlJobs(JobStore):
         with crash_points.step("create_job"):
             return await self._database.write(transaction)
 
-    @override
     async def change_job_file(self, job_id: str, job_file: str, audit: Sequence[AuditEntry] = ()) -> None:
+        """Replace the file of an existing job, with its audit entries."""
         update = jobs.update().where(jobs.c.job_id == job_id).values(job_file=job_file)
 
         def transaction(connection: Connection) -> None:
@@ -118,21 +127,33 @@ class SqlJobs(JobStore):
 
         await self._database.write(transaction)
 
-    @override
     async def find_job(self, idempotency_key: str) -> JobRecord | None:
+        """Return the job that was created with this key."""
         now, mine = self._clock(), jobs.c.idempotency_key == idempotency_key
         found = await self._database.read(lambda connection: self._load_jobs(connection, now, mine))
         return found[0] if found else None
 
-    @override
     async def load_jobs(self, now: float = 0.0) -> list[JobRecord]:
+        """Return every job in the order of creation, in its last state.
+
+        It has its last attempt, the assignments of that attempt, those carried over (`rounds.rebuild_attempt`), its
+        latest version, and the durations (`took_s`, oldest first, at most `reporting.MAX_DURATIONS`) of its
+        assignments that were reported in attempts of kind TRAIN. The times of assignments (`…_at`) are on a clock whose
+        current time is `now`, as accurate as the wall clock; all other times are zero or None.
+        """
         epoch_unix_s = self._clock() - now
         return await self._database.read(lambda connection: self._load_jobs(connection, epoch_unix_s))
 
-    @override
     async def save(
         self, changes: Sequence[Change], now: float, *, save_id: str = "", audit: Sequence[AuditEntry] = ()
     ) -> None:
+        """Write changes in order, all or none: job, attempt, assignments, version, ledger and history.
+
+        `now` is the current time on the clock of the changes. Raises `StoreError` if a version of a private job has no
+        ledger row or if a rollback refers to removed files, `StaleRevisionError` if a job is not at the expected
+        revision, and `ParticipationError` if a client of a private job would take part too often according to the
+        stored assignments. After `StoreUnavailableError` the outcome is unknown until `find_last_save` answers.
+        """
         batch = writes.Batch.flatten(changes, self._clock(), now, save_id)
 
         def transaction(connection: Connection) -> None:
@@ -144,8 +165,8 @@ class SqlJobs(JobStore):
             with crash_points.step("save"):
                 await self._database.write(transaction)
 
-    @override
     async def find_last_save(self, job_id: str) -> str:
+        """Return the id of the last save of a job. Waits for a save in progress, of any process."""
         # A save holds the lock on its jobs' rows until its outcome is certain, even if its caller is gone.
         locked = select(jobs.c.save_id).where(jobs.c.job_id == job_id).with_for_update()
 
@@ -156,15 +177,15 @@ class SqlJobs(JobStore):
 
     # --- attempts and assignments ----------------------------------------------------------------------------
 
-    @override
     async def find_assignment(self, token_hash: bytes) -> Assignment | None:
+        """Return the assignment with this token, however old, with times of zero."""
         found = await self._database.fetch(_with_kind().where(assignments.c.token_hash == token_hash))
         return rows.assignment(found[0]) if found else None
 
-    @override
     async def list_attempts(
         self, which: AttemptFilter, *, after: tuple[int, int] | None = None, limit: int | None = None
     ) -> list[AttemptRecord]:
+        """Return the first `limit` attempts after a round and number, in the order of the filter."""
         place = (attempts.c.round, attempts.c.number)
         query = select(attempts).where(*_matches(which)).limit(limit)
         if after is not None:
@@ -172,13 +193,13 @@ class SqlJobs(JobStore):
         query = query.order_by(*(column.desc() if which.newest_first else column for column in place))
         return await self._database.read(lambda connection: _with_counts(connection, connection.execute(query).all()))
 
-    @override
     async def count_attempts(self, which: AttemptFilter) -> int:
+        """Return the number of attempts that satisfy a filter."""
         query = select(func.count()).select_from(attempts).where(*_matches(which))
         return (await self._database.fetch(query))[0][0]
 
-    @override
     async def find_attempts(self, keys: Collection[AttemptKey]) -> dict[AttemptKey, AttemptRecord]:
+        """Return the attempts with these keys, by key; unknown ones are left out."""
         query, values = _attempts_of_keys(self._database.dialect), json_lists.key_values(keys)
 
         def transaction(connection: Connection) -> dict[AttemptKey, AttemptRecord]:
@@ -187,8 +208,11 @@ class SqlJobs(JobStore):
 
         return await self._database.read(transaction) if keys else {}
 
-    @override
     async def sample_attempts(self, job_id: str, most: int) -> tuple[list[AttemptRecord], int]:
+        """Return evenly spaced committed rounds of training, with the first and the last one, and their whole number.
+
+        At most `most`, and fewer if their cohorts are so large that more than `MAX_TALLIED` assignments would be read.
+        """
         mine = (attempts.c.job_id == job_id, ONE_COMMIT, attempts.c.round > 0)
         size = select(func.count(), func.max(attempts.c.target)).where(*mine)
         position = func.row_number().over(order_by=attempts.c.round).label("position")
@@ -205,8 +229,11 @@ class SqlJobs(JobStore):
 
         return await self._database.read(transaction)
 
-    @override
     async def list_participations(self, job_id: str, rounds: range) -> list[Participation]:
+        """Return the assignments of a job's attempts to train in these rounds.
+
+        They are ordered by round and attempt; within an attempt, by report, then those without a report.
+        """
         mine = assignments.c
         query = (
             select(mine.client_id, mine.round, mine.number, mine.num_examples, mine.took_s, mine.metrics)
@@ -223,28 +250,32 @@ class SqlJobs(JobStore):
 
     # --- versions and history --------------------------------------------------------------------------------
 
-    @override
     async def find_version(self, job_id: str, version: int) -> ModelVersion | None:
+        """Return the version of a job that has this number."""
         mine = (model_versions.c.job_id == job_id) & (model_versions.c.version == version)
         found = await self._database.fetch(select(model_versions).where(mine))
         return rows.to_record(found[0], ModelVersion) if found else None
 
-    @override
     async def list_versions(self, job_id: str, *, after: int = -1, limit: int | None = None) -> list[VersionRecord]:
+        """Return the first `limit` model versions after a number, oldest first."""
         later = (model_versions.c.job_id == job_id) & (model_versions.c.version > after)
         query = select(model_versions).where(later).order_by(model_versions.c.version).limit(limit)
         return [rows.version_record(row) for row in await self._database.fetch(query)]
 
-    @override
     async def list_versions_of_rounds(self, job_id: str, rounds: Collection[int]) -> list[VersionRecord]:
+        """Return the model versions that these rounds made, oldest first."""
         mine = (model_versions.c.job_id == job_id) & model_versions.c.round.in_(rounds)
         if 0 not in rounds:
             mine &= OF_ROUNDS  # else the index is not used
         query = select(model_versions).where(mine).order_by(model_versions.c.version)
         return [rows.version_record(row) for row in await self._database.fetch(query)]
 
-    @override
     async def set_version_metrics(self, job_id: str, version: int, metrics: Mapping[str, float]) -> None:
+        """Store the metrics of a version by the server's evaluator, with a history row.
+
+        The row has the entity "version", the version's number as both states, its round and attempt, and the metrics.
+        Repetition with the same metrics has no effect.
+        """
         now = self._clock()
         # Locked, so that the rows of a job's history become visible in the order of their numbers.
         lock = select(jobs).where(jobs.c.job_id == job_id).with_for_update()
@@ -269,20 +300,20 @@ class SqlJobs(JobStore):
         with crash_points.step("metrics"):
             await self._database.write(transaction)
 
-    @override
     async def list_history(self, job_id: str, after_sequence: int = 0, limit: int = 250) -> list[HistoryRecord]:
+        """Return history rows after a sequence number, oldest first. `tables.Words` and `Metrics` limit their size."""
         values = {"this_job": job_id, "after": after_sequence, "most": limit}
         found = await self._database.read(lambda connection: connection.execute(_LATER, values).all())
         return [rows.history_record(row) for row in found]
 
-    @override
     async def last_sequence(self, job_id: str) -> int:
+        """Return the sequence number of a job's last history row; 0 without rows."""
         query = select(func.max(history.c.sequence).label("last")).where(history.c.job_id == job_id)
         (row,) = await self._database.fetch(query)
         return row.last or 0
 
-    @override
     async def find_populations(self, digest: str) -> frozenset[str]:
+        """Return the populations of the jobs that keep a version, or a delta, with this digest."""
         named = (model_versions.c.digest == digest) | (model_versions.c.delta_digest == digest)
         has_file = model_versions.c.model_removed_unix_s.is_(None) & ~model_versions.c.is_held_by_clients
         mine = (model_versions.c.job_id == jobs.c.job_id) & named & has_file
@@ -309,6 +340,15 @@ class SqlJobs(JobStore):
         barred = sql_messages.list_barred(connection, row.job_id, last.attempt) if rows.may_be_secure(row) else ()
         past = rows.ReportHistory(_durations(connection, row.job_id), _claims(connection, row.job_id), unmasked, barred)
         return rows.job_record(row, self._files, version, last, past)
+
+
+async def recall_participations(store: JobStore, job: JobState) -> list[Participation]:
+    """Return the participations in a job that the coordinator needs after a restart."""
+    rounds = rounds_to_recall(job)
+    participations: list[Participation] = []
+    for start in range(0, len(rounds), ROUNDS_PER_QUERY):
+        participations += await store.list_participations(job.job_id, rounds[start : start + ROUNDS_PER_QUERY])
+    return participations
 
 
 @functools.cache  # to build it takes longer than to run it

@@ -8,11 +8,9 @@ from typing import TypeVar
 import sqlalchemy
 from sqlalchemy import Connection, Float, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
-from typing_extensions import override
 
 from fedplat_server.database import rows, schema
 from fedplat_server.database.engine import WRITES, async_url, create_engine, translate_errors
-from fedplat_server.database.ports import LeaseStore
 from fedplat_server.database.tables import leases
 from fedplat_server.errors import LeadershipLostError
 from fedplat_server.records import lease as rules
@@ -39,26 +37,31 @@ def require_term(connection: Connection, term: int) -> None:
         raise LeadershipLostError(f"another daemon leads in term {found}; the term of this daemon was {term}")
 
 
-async def open_leases(database: str, timeout_s: float = TIMEOUT_S) -> SqlLeases:
+async def open_leases(database: str, timeout_s: float = TIMEOUT_S) -> LeaseStore:
     """Open the lease of a database. Raises the errors of `open_store`."""
     url = async_url(database)
     await schema.require_usable(url)
-    return SqlLeases(create_engine(url, timeout_s=timeout_s))
+    return LeaseStore(create_engine(url, timeout_s=timeout_s))
 
 
-class SqlLeases(LeaseStore):
-    """The adapter of `ports.LeaseStore`, returned by `open_leases`."""
+class LeaseStore:
+    """The lease of the leading daemon, returned by `open_leases`.
+
+    It has its own connections: a renewal must neither wait for the writes of rounds, nor have their time limit. Its
+    methods raise `StoreUnavailableError` if the database does not answer within a short time.
+    """
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._writing = engine.execution_options(**{WRITES: True})
 
-    @override
     async def read(self) -> LeaseReading:
+        """Return the current lease."""
         return await self._run(self._engine, _read)
 
-    @override
     async def acquire(self, candidate: Candidate, secret: str, valid_s: float) -> Lease | None:
+        """Give the lease to the candidate, in a new term; None if it is not free."""
+
         async def transaction(connection: AsyncConnection) -> Lease | None:
             no_holder = {"holder": "", "address": "", "term": 0, "secret": "", "renewed_unix_s": 0.0}
             first = rows.insert(connection.dialect.name, leases).values(name=NAME, expires_unix_s=0.0, **no_holder)
@@ -74,8 +77,9 @@ class SqlLeases(LeaseStore):
 
         return await self._run(self._writing, transaction)
 
-    @override
     async def renew(self, lease: Lease, valid_s: float) -> bool:
+        """Extend a term to `valid_s` from now; False if it is over."""
+
         async def transaction(connection: AsyncConnection) -> bool:
             now = _now(connection)
             update = leases.update().where(_MINE, leases.c.term == lease.term, leases.c.holder == lease.holder)
@@ -84,8 +88,8 @@ class SqlLeases(LeaseStore):
 
         return await self._run(self._writing, transaction)
 
-    @override
     async def release(self, lease: Lease) -> None:
+        """End a term, unless it is over."""
         update = leases.update().where(_MINE, leases.c.term == lease.term).values(holder="", secret="")
 
         async def transaction(connection: AsyncConnection) -> None:
@@ -93,8 +97,8 @@ class SqlLeases(LeaseStore):
 
         await self._run(self._writing, transaction)
 
-    @override
     async def close(self) -> None:
+        """Close all connections."""
         await self._engine.dispose()
 
     async def _run(self, engine: AsyncEngine, transaction: Callable[[AsyncConnection], Awaitable[_T]]) -> _T:

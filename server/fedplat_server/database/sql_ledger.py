@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sqlalchemy import Connection, func, select
-from typing_extensions import override
 
 from fedplat.job import is_unreadable, plan_charge
 from fedplat.job.privacy import charges
@@ -14,7 +13,6 @@ from fedplat.rounds.states import ENDED_JOBS, JobStatus
 from fedplat_server.database import rows
 from fedplat_server.database.job_files import JobFileReader
 from fedplat_server.database.ledger import Account, Budget, LedgerRow, Population, decode_mechanism
-from fedplat_server.database.ports import LedgerStore
 from fedplat_server.database.sql_audit import append_entries
 from fedplat_server.database.sql_events import append_events
 from fedplat_server.database.tables import attempts, jobs, ledger, populations
@@ -24,26 +22,26 @@ from fedplat_server.records.audit import AuditEntry
 from fedplat_server.records.events import EventEntry, EventType
 
 
-class SqlLedger(LedgerStore):
-    """The adapter of `ports.LedgerStore`."""
+class LedgerStore:
+    """Private releases, and the budgets of populations. `JobStore.save` adds the releases."""
 
     def __init__(self, database: Database, clock: Clock, files: JobFileReader) -> None:
         self._database = database
         self._clock = clock
         self._files = files
 
-    @override
     async def list_releases(self, job_id: str) -> list[LedgerRow]:
+        """Return the releases of a job, oldest first."""
         query = select(ledger).where(ledger.c.job_id == job_id).order_by(ledger.c.version)
         found = await self._database.fetch(query)
         return [LedgerRow(row.version, row.round, decode_mechanism(row.mechanism), row.unix_s) for row in found]
 
-    @override
     async def load_population(self, name: str) -> Population:
+        """Return a population; an unknown one is empty."""
         return await self._database.read(lambda connection: self._population(connection, name))
 
-    @override
     async def load_populations(self) -> list[Population]:
+        """Return all populations with jobs or a budget, by name."""
         names = select(jobs.c.population).union(select(populations.c.population))
 
         def transaction(connection: Connection) -> list[Population]:
@@ -52,10 +50,13 @@ class SqlLedger(LedgerStore):
 
         return await self._database.read(transaction)
 
-    @override
     async def set_budget(
         self, population: str, budget: Budget | None, expected_revision: int, audit: Sequence[AuditEntry] = ()
     ) -> None:
+        """Set the budget of a population, or remove it.
+
+        Raises `PopulationChangedError` if the population is not at the expected revision.
+        """
         values: rows.Values = {
             "epsilon": None if budget is None else budget.epsilon,
             "delta": None if budget is None else budget.delta,

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, or_, select
 
 from fedplat.rounds import Attempt, AttemptKey
 from fedplat.rounds.changes import MESSAGE_KINDS, SentMessage
-from fedplat.rounds.secure import MAX_BARRED
+from fedplat.rounds.protocols.secure_phases import MAX_BARRED
 from fedplat.rounds.states import Reason
 from fedplat_server.database import rows
 from fedplat_server.database.tables import assignments, secure_messages

@@ -6,10 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from sqlalchemy import Connection, select
-from typing_extensions import override
 
 from fedplat_server.database import rows
-from fedplat_server.database.ports import OperatorStore
 from fedplat_server.database.sql_audit import append_entries
 from fedplat_server.database.sql_events import append_events
 from fedplat_server.database.tables import operators
@@ -20,15 +18,15 @@ from fedplat_server.records.events import EventEntry, EventType
 from fedplat_server.records.operators import OperatorRecord, Role, require_another_admin
 
 
-class SqlOperators(OperatorStore):
-    """The adapter of `ports.OperatorStore`."""
+class OperatorStore:
+    """The operators that may use the services of `admin.proto`."""
 
     def __init__(self, database: Database, clock: Clock) -> None:
         self._database = database
         self._clock = clock
 
-    @override
     async def add_operator(self, operator: OperatorRecord, token_hash: bytes, audit: Sequence[AuditEntry] = ()) -> None:
+        """Add an operator. Raises `OperatorError` if the name is taken."""
         values = {**dataclasses.asdict(operator), "token_hash": token_hash}
         insert = rows.insert(self._database.dialect, operators).values(values)
         insert = insert.on_conflict_do_nothing(index_elements=["name"])
@@ -43,10 +41,14 @@ class SqlOperators(OperatorStore):
 
         await self._database.write(transaction)
 
-    @override
     async def remove_operator(
         self, name: str, audit: Sequence[AuditEntry] = (), *, keep_an_admin: bool = False
     ) -> None:
+        """Remove an operator. Raises `OperatorError` if the name is unknown.
+
+        With `keep_an_admin`, raises `LastAdminError` if it is the only one with the role admin and a valid token, also
+        if others are removed concurrently.
+        """
         removed = EventEntry(EventType.OPERATOR_REMOVED, subject=name, text=f"operator {name} was removed")
         # Locks the rows in one order: if two admins remove each other, the second waits here and finds one admin less.
         admins = select(operators).where(operators.c.role == Role.ADMIN).order_by(operators.c.name).with_for_update()
@@ -62,13 +64,13 @@ class SqlOperators(OperatorStore):
 
         await self._database.write(transaction)
 
-    @override
     async def find_operator(self, token_hash: bytes) -> OperatorRecord | None:
+        """Return the operator with this token, valid or expired."""
         found = await self._database.fetch(select(operators).where(operators.c.token_hash == token_hash))
         return _operator(found[0]) if found else None
 
-    @override
     async def list_operators(self, *, after: str = "", limit: int | None = None) -> list[OperatorRecord]:
+        """Return the first `limit` operators after a name, by name."""
         # In the order of code points, as in SQLite and Python, whatever the collation of the database is.
         name = operators.c.name.collate("C") if self._database.dialect == "postgresql" else operators.c.name
         later = select(operators).where(name > after).order_by(name).limit(limit)

@@ -6,13 +6,11 @@ from collections.abc import Collection
 
 import sqlalchemy
 from sqlalchemy import Connection, func, select
-from typing_extensions import override
 
 from fedplat.rounds import AttemptKey, ModelVersion
 from fedplat_server import crash_points
 from fedplat_server.database import rows
 from fedplat_server.database.jobs import Removable, RetainedVersions
-from fedplat_server.database.ports import BATCH, RetentionStore
 from fedplat_server.database.tables import (
     STILL_OPEN,
     assignments,
@@ -29,20 +27,26 @@ _V = model_versions.c
 _KEEPS_MODEL = _V.model_removed_unix_s.is_(None) & ~_V.is_held_by_clients
 _KEEPS_STATE = (_V.state_digest != "") & _V.state_removed_unix_s.is_(None)
 
+BATCH = 1000
+"""Maximum number of versions, attempts or digests in one transaction of the retention."""
 
-class SqlRetention(RetentionStore):
-    """The adapter of `ports.RetentionStore`."""
+
+class RetentionStore:
+    """Removal of old files and history. A row records that its files are removed before they are removed."""
 
     def __init__(self, database: Database, clock: Clock) -> None:
         self._database = database
         self._clock = clock
 
-    @override
     async def list_removable(self, job_id: str, keep: RetainedVersions, limit: int = BATCH) -> list[Removable]:
+        """Return the oldest versions with files to remove."""
         return await self._database.read(lambda connection: _removable(connection, job_id, keep, limit))
 
-    @override
     async def mark_removed(self, job_id: str, found: Collection[Removable]) -> frozenset[str]:
+        """Record that the files of these versions are removed; return their digests that are no longer referenced.
+
+        Skips files that have become needed since `list_removable`.
+        """
         now = self._clock()
         # The lock serializes this with a rollback to one of these versions.
         lock = select(jobs.c.job_id).where(jobs.c.job_id == job_id).with_for_update()
@@ -63,38 +67,38 @@ class SqlRetention(RetentionStore):
         with crash_points.step("retention.give_up"):
             return await self._database.write(transaction)
 
-    @override
     async def list_referenced(self) -> frozenset[str]:
+        """Return the digests of all kept models, deltas and server optimizer states."""
         models = select(_V.digest.label("digest")).where(_KEEPS_MODEL)
         deltas = select(_V.delta_digest).where(_V.delta_digest != "", _KEEPS_MODEL)
         states = select(_V.state_digest).where(_KEEPS_STATE)
         return frozenset(row.digest for row in await self._database.fetch(models.union(states, deltas)))
 
-    @override
     async def list_digests(self) -> StoredDigests:
+        """Return the digests of all models, deltas and server optimizer states, also of those that were given up."""
         referenced, all_of = await self.list_referenced(), (_V.digest, _V.delta_digest, _V.state_digest)
         found = await self._database.fetch(sqlalchemy.union(*(select(each.label("digest")) for each in all_of)))
         return StoredDigests(referenced, frozenset(row.digest for row in found if row.digest) - referenced)
 
-    @override
     async def list_recent_attempts(self, since_unix_s: float) -> list[AttemptKey]:
+        """Return the attempts that are open or have ended since a time."""
         ended = attempts.c.ended_unix_s
         query = select(attempts.c.job_id, attempts.c.round, attempts.c.number)
         found = await self._database.fetch(query.where(ended.is_(None) | (ended >= since_unix_s)))
         return [AttemptKey(row.job_id, row.round, row.number) for row in found]
 
-    @override
     async def read_database_id(self) -> str:
+        """Return the id of this database. A copy of a database has the same id."""
         (row,) = await self._database.fetch(select(database_identity.c.database_id))
         return row.database_id
 
-    @override
     async def find_unreferenced(self, digests: Collection[str]) -> frozenset[str]:
+        """Return those of the digests that no version references."""
         # A write transaction, which is fenced: a former leader must not remove what the next leader has written.
         return await self._database.write(lambda connection: _find_unreferenced(connection, digests))
 
-    @override
     async def list_old_attempts(self, job_id: str, before_unix_s: float, limit: int = BATCH) -> list[AttemptKey]:
+        """Return the oldest attempts that still have a history, ended before a time and have no open assignment."""
         busy = select(assignments.c.client_id).where(
             assignments.c.job_id == attempts.c.job_id,
             assignments.c.round == attempts.c.round,
@@ -111,8 +115,11 @@ class SqlRetention(RetentionStore):
         found = await self._database.fetch(query)
         return [AttemptKey(job_id, row.round, row.number) for row in found]
 
-    @override
     async def remove_history(self, keys: Collection[AttemptKey], *, metrics: bool) -> int:
+        """Remove the history rows of attempts and their assignments, and record that; return the number of rows.
+
+        With `metrics`, also clear the metrics and texts of their assignments.
+        """
         now = self._clock()
 
         def transaction(connection: Connection) -> int:

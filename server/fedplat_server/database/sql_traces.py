@@ -11,12 +11,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, and_, case, func, select
-from typing_extensions import override
 
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.rounds.states import BUSY_STATES, OPEN_PHASES, AssignmentState, AttemptKind, AttemptPhase
 from fedplat_server.database import newer_states
-from fedplat_server.database.ports import TraceStore
 from fedplat_server.database.rows import Row
 from fedplat_server.database.tables import assignments, history
 from fedplat_server.database.traces import EndedAssignment, EndedAttempt, PhaseStart
@@ -40,21 +38,24 @@ class _Window(NamedTuple):
     last: int
 
 
-class SqlTraces(TraceStore):
-    """The adapter of `ports.TraceStore`."""
+class TraceStore:
+    """The attempts that have ended, as rows of the history tell, whose numbers grow over all jobs."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    @override
     async def find_last_sequence(self) -> int:
+        """Return the number of the last history row; 0 in an empty history."""
         found = await self._database.fetch(select(_H.sequence).order_by(_H.sequence.desc()).limit(1))
         return found[0].sequence if found else 0
 
-    @override
     async def list_ended_attempts(
         self, after_sequence: int, *, since_unix_s: float = 0.0, limit: int = 10, max_assignments: int = 100
     ) -> list[EndedAttempt]:
+        """Return the first `limit` attempts that ended after a history row and since a time, in the order of their end.
+
+        Attempts whose history was removed are left out.
+        """
         ends = (
             select(*[_H[name] for name in ("sequence", "job_id", "round", "attempt", "kind")])
             .where(_H.sequence > after_sequence, _ENDS_ATTEMPT, _H.unix_s >= since_unix_s)

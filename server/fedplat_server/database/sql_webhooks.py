@@ -10,11 +10,9 @@ from typing import Any
 
 import sqlalchemy
 from sqlalchemy import Connection, func, select, tuple_
-from typing_extensions import override
 
 from fedplat_server import crash_points
 from fedplat_server.database import rows
-from fedplat_server.database.event_ports import WebhookStore
 from fedplat_server.database.sql_audit import append_entries
 from fedplat_server.database.sql_events import append_events
 from fedplat_server.database.tables import STILL_PENDING, deliveries, event_head, events, webhooks
@@ -34,8 +32,12 @@ from fedplat_server.records.webhooks import (
 _TOO_MANY = f"there were more than {MAX_PENDING:,} pending deliveries"
 
 
-class SqlWebhooks(WebhookStore):
-    """The adapter of `ports.WebhookStore`."""
+class WebhookStore:
+    """Webhooks, and the deliveries of events to them.
+
+    A transaction schedules the deliveries of all events after a webhook's cursor and advances the cursor. So each event
+    has exactly one delivery for each webhook that receives its type.
+    """
 
     def __init__(self, database: Database, clock: Clock) -> None:
         self._database = database
@@ -43,8 +45,8 @@ class SqlWebhooks(WebhookStore):
 
     # --- webhooks ----------------------------------------------------------------------------------------------
 
-    @override
     async def add_webhook(self, webhook: WebhookRecord, audit: Sequence[AuditEntry] = ()) -> None:
+        """Add a webhook, which receives later events only. Raises `WebhookError` if there are `MAX_WEBHOOKS`."""
         origin = parse_url(webhook.url).origin
         added = EventEntry(
             EventType.WEBHOOK_ADDED, subject=webhook.webhook_id, text=f"a webhook for {origin} was added"
@@ -63,8 +65,8 @@ class SqlWebhooks(WebhookStore):
 
         await self._database.write(transaction)
 
-    @override
     async def list_webhooks(self, *, after: str = "", limit: int | None = None) -> list[WebhookRecord]:
+        """Return the first `limit` webhooks added after the one with the id `after`; [] if that is unknown."""
         query = select(webhooks).order_by(webhooks.c.sequence).limit(limit)
         if after:
             others = webhooks.alias()
@@ -81,18 +83,18 @@ class SqlWebhooks(WebhookStore):
 
         return await self._database.read(transaction)
 
-    @override
     async def list_ids(self) -> list[str]:
+        """Return the ids of all webhooks, oldest first. Unlike `list_webhooks` it costs little with many deliveries."""
         found = await self._database.fetch(select(webhooks.c.webhook_id).order_by(webhooks.c.sequence))
         return [row.webhook_id for row in found]
 
-    @override
     async def find_webhook(self, webhook_id: str) -> WebhookRecord | None:
+        """Return a webhook, without counting its pending deliveries."""
         found = await self._database.fetch(select(webhooks).where(webhooks.c.webhook_id == webhook_id))
         return _webhook(found[0]) if found else None
 
-    @override
     async def remove_webhook(self, webhook_id: str, audit: Sequence[AuditEntry] = ()) -> None:
+        """Remove a webhook with its deliveries. Raises `WebhookError` if it is unknown."""
         mine = webhooks.c.webhook_id == webhook_id
         lock = select(webhooks.c.url).where(mine).with_for_update()
 
@@ -109,16 +111,16 @@ class SqlWebhooks(WebhookStore):
 
         await self._database.write(transaction)
 
-    @override
     async def find_failing_webhooks(self, since_unix_s: float) -> list[WebhookRecord]:
+        """Return the webhooks that no attempt has reached since a time or longer, though one was made."""
         failing = webhooks.c.failing_since_unix_s <= since_unix_s
         found = await self._database.fetch(select(webhooks).where(failing).order_by(webhooks.c.sequence))
         return [_webhook(row) for row in found]
 
     # --- deliveries --------------------------------------------------------------------------------------------
 
-    @override
     async def schedule_deliveries(self, limit: int = 250) -> int:
+        """Add deliveries of the next `limit` events, due now; return the number of events (0: all are scheduled)."""
         now = self._clock()
         last = select(event_head.c.last_sequence)
         behind = select(webhooks).where(webhooks.c.cursor < sqlalchemy.bindparam("last"))
@@ -148,16 +150,16 @@ class SqlWebhooks(WebhookStore):
         with crash_points.step("delivery.schedule"):
             return await self._database.write(transaction)
 
-    @override
     async def find_next_delivery(self, webhook_id: str) -> DeliveryRecord | None:
+        """Return the pending delivery of a webhook that is due first; None without one."""
         query = _with_event().where(deliveries.c.webhook_id == webhook_id, STILL_PENDING)
         found = await self._database.fetch(
             query.order_by(deliveries.c.next_unix_s, deliveries.c.event_sequence).limit(1)
         )
         return _delivery(found[0]) if found else None
 
-    @override
     async def record_attempt(self, delivery: DeliveryRecord) -> None:
+        """Store a pending delivery after an attempt. Has no effect if the webhook was removed."""
         is_over = delivery.state is DeliveryState.DELIVERED
         since = func.coalesce(webhooks.c.failing_since_unix_s, delivery.last_unix_s)
         tried = webhooks.update().where(webhooks.c.webhook_id == delivery.webhook_id)
@@ -181,10 +183,13 @@ class SqlWebhooks(WebhookStore):
         with crash_points.step("delivery.record"):
             await self._database.write(transaction)
 
-    @override
     async def list_deliveries(
         self, *, webhook_id: str = "", state: str = "", before: tuple[int, str] | None = None, limit: int = 250
     ) -> list[DeliveryRecord]:
+        """Return deliveries, the latest event first: those before an event's number and a webhook's id (None: all).
+
+        Only those of one webhook (empty: of all), and in one state (empty: in any).
+        """
         key = (deliveries.c.event_sequence, deliveries.c.webhook_id)
         query = _with_event().order_by(*(column.desc() for column in key)).limit(limit)
         if webhook_id:
@@ -195,8 +200,8 @@ class SqlWebhooks(WebhookStore):
             query = query.where(tuple_(*key) < before)
         return [_delivery(row) for row in await self._database.fetch(query)]
 
-    @override
     async def limit_pending(self, most: int = MAX_PENDING) -> int:
+        """Fail the oldest pending deliveries of each webhook that has more than `most`; return their number."""
         counts = select(deliveries.c.webhook_id).where(STILL_PENDING).group_by(deliveries.c.webhook_id)
         crowded = counts.having(func.count() > most)
 

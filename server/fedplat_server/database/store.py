@@ -1,4 +1,14 @@
-"""The store in a SQL database, SQLite or PostgreSQL: one adapter for each port, on the same transactions."""
+"""The store in a SQL database, SQLite or PostgreSQL: one class for each kind of record, on the same transactions.
+
+Every method of `JobStore`, `ClientStore` and the others is one transaction. If a method has a parameter `audit`, the
+same transaction appends these entries to the audit log. Changes of jobs, clients, operators, budgets and webhooks also
+append their events (`records.events`). The contract tests `tests/server/store/test_contract*.py` run on both databases.
+
+Errors are `StoreUnavailableError` (try again later), `StaleRevisionError`, `PopulationChangedError` and
+`ParticipationError` (read again first) and `LeadershipLostError`; those of a database library are translated.
+Stored times are seconds since 1970 on the wall clock. They are for people, and a restart restores the deadlines of
+assignments from them; a running server makes no decisions based on them.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +20,18 @@ from fedplat.plugins import BUILTIN, Plugins
 from fedplat_server.database import drivers, schema
 from fedplat_server.database.engine import async_url
 from fedplat_server.database.job_files import JobFileReader
-from fedplat_server.database.sql_assignments import SqlAssignments
-from fedplat_server.database.sql_audit import SqlAudit
-from fedplat_server.database.sql_clients import SqlClients
-from fedplat_server.database.sql_events import SqlEvents
-from fedplat_server.database.sql_fleet import SqlFleet
-from fedplat_server.database.sql_jobs import SqlJobs
+from fedplat_server.database.sql_assignments import AssignmentStore
+from fedplat_server.database.sql_audit import AuditStore
+from fedplat_server.database.sql_clients import ClientStore
+from fedplat_server.database.sql_events import EventStore
+from fedplat_server.database.sql_fleet import FleetStore
+from fedplat_server.database.sql_jobs import JobStore
 from fedplat_server.database.sql_leases import require_term
-from fedplat_server.database.sql_ledger import SqlLedger
-from fedplat_server.database.sql_operators import SqlOperators
-from fedplat_server.database.sql_retention import SqlRetention
-from fedplat_server.database.sql_traces import SqlTraces
-from fedplat_server.database.sql_webhooks import SqlWebhooks
+from fedplat_server.database.sql_ledger import LedgerStore
+from fedplat_server.database.sql_operators import OperatorStore
+from fedplat_server.database.sql_retention import RetentionStore
+from fedplat_server.database.sql_traces import TraceStore
+from fedplat_server.database.sql_webhooks import WebhookStore
 from fedplat_server.database.transactions import Clock, Database
 from fedplat_server.instruments import Instruments
 
@@ -31,7 +41,7 @@ async def open_store(
     clock: Clock = time.time,
     plugins: Plugins = BUILTIN,
     instruments: Instruments | None = None,
-) -> SqlStore:
+) -> Store:
     """Open the database at a path or URL. `plugins` are those of this process, with which it reads job files.
 
     Raises `ConfigError` if that is invalid, `SchemaVersionError` if the database has another schema than this code,
@@ -39,26 +49,26 @@ async def open_store(
     """
     url = async_url(database)
     await schema.require_usable(url)
-    return SqlStore(Database(drivers.for_url(url), instruments), clock, plugins)
+    return Store(Database(drivers.for_url(url), instruments), clock, plugins)
 
 
-class SqlStore:
-    """The adapter of `ports.Store` for SQL databases, returned by `open_store`, which checks the schema first."""
+class Store:
+    """A database, returned by `open_store`, which checks the schema first, and operations that concern all records."""
 
     def __init__(self, database: Database, clock: Clock, plugins: Plugins = BUILTIN) -> None:
         self._database = database
         files = JobFileReader(plugins)
-        self.jobs = SqlJobs(database, clock, files)
-        self.assignments = SqlAssignments(database)
-        self.clients = SqlClients(database, clock)
-        self.fleet = SqlFleet(database)
-        self.operators = SqlOperators(database, clock)
-        self.audit = SqlAudit(database, clock)
-        self.ledger = SqlLedger(database, clock, files)
-        self.retention = SqlRetention(database, clock)
-        self.events = SqlEvents(database, clock)
-        self.webhooks = SqlWebhooks(database, clock)
-        self.traces = SqlTraces(database)
+        self.jobs = JobStore(database, clock, files)
+        self.assignments = AssignmentStore(database)
+        self.clients = ClientStore(database, clock)
+        self.fleet = FleetStore(database)
+        self.operators = OperatorStore(database, clock)
+        self.audit = AuditStore(database, clock)
+        self.ledger = LedgerStore(database, clock, files)
+        self.retention = RetentionStore(database, clock)
+        self.events = EventStore(database, clock)
+        self.webhooks = WebhookStore(database, clock)
+        self.traces = TraceStore(database)
 
     async def close(self) -> None:
         """Wait for running transactions and close all connections."""
@@ -69,7 +79,10 @@ class SqlStore:
         await self._database.fetch(select(1))
 
     async def fence(self, term: int) -> None:
-        """Reject every later write with `LeadershipLostError` once the lease has another term."""
+        """Reject every later write with `LeadershipLostError` once the lease has a term other than this.
+
+        Raises that error at once if the term has already changed.
+        """
         self._database.fence(lambda connection: require_term(connection, term))
         await self._database.write(lambda _: None)
 

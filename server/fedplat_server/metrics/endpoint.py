@@ -33,7 +33,6 @@ _PRIVATE_DOMAINS = (".internal", ".local", ".localhost", ".svc")
 """Domains in which the owner of a public site cannot have a name."""
 STOP_S = 0.5
 """The time in which open responses can end when the daemon stops."""
-_UNKNOWN_HOST = b"unknown host name; use an address, or a name of --metrics, --advertise or the server's certificate\n"
 _PAGE = b"fedplat-server: the metrics for Prometheus are at /metrics\n"
 
 _Scope: TypeAlias = MutableMapping[str, Any]

@@ -17,7 +17,7 @@ from fedplat_server import logs
 from fedplat_server.coordination import accountant
 from fedplat_server.coordination.accountant import Accountant
 from fedplat_server.database.ledger import Population
-from fedplat_server.database.ports import LedgerStore
+from fedplat_server.database.sql_ledger import LedgerStore
 from fedplat_server.errors import LeadershipLostError, StoreError
 
 MIN_PAUSE_S = 5.0

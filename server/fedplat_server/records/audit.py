@@ -149,13 +149,6 @@ def hash_of(row: AuditRow) -> str:
     return hashlib.sha256(json.dumps(fields, separators=(",", ":")).encode()).hexdigest()
 
 
-def check_chain(rows: Iterable[AuditRow], head: AuditHead) -> list[str]:
-    """Return the problems of a whole log, one sentence each; an empty list if it is unchanged."""
-    log = list(rows)
-    end = head_after(log[-1]) if log else AuditHead()
-    return [*check_rows(log, AuditHead()), *check_end(end, head)]
-
-
 def check_rows(rows: Iterable[AuditRow], at: AuditHead) -> Iterator[str]:
     """Yield the problems of rows that follow the head `at`."""
     for row in rows:

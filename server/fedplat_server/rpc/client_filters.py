@@ -7,8 +7,8 @@ import dataclasses
 from fedplat.rounds import Coordinator
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.config import Limits
-from fedplat_server.database.client_ports import ClientStore
 from fedplat_server.database.clients import ClientFilter
+from fedplat_server.database.sql_clients import ClientStore
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.rpc import validation
 

@@ -10,8 +10,9 @@ from msgspec import structs
 from fedplat.codecs import container
 from fedplat.job import JobSpec, Scalar
 from fedplat.loaded_plugins import PluginVersion
-from fedplat.rounds import JobState, ModelVersion, ssp
+from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.commands import RetryWindow
+from fedplat.rounds.protocols import ssp
 from fedplat.rounds.states import (
     BUSY_STATES,
     REASON_TEXTS,

@@ -29,7 +29,7 @@ from fedplat.gossip.steps import (
 )
 from fedplat.rounds import Assignment, AttemptKey, JobState
 from fedplat.rounds.events import SiloReported
-from fedplat.rounds.exchange import state_of
+from fedplat.rounds.protocols.gossip import state_of
 from fedplat.rounds.states import AssignmentState, Reason
 from fedplat.secure_aggregation.messages import KEY_BYTES, SIGNATURE_BYTES
 from fedplat.secure_aggregation.primitives import is_signature

@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2
 
 from fedplat_server import logs
 from fedplat_server.coordination.runner import Runner
-from fedplat_server.database.ports import Store
+from fedplat_server.database.store import Store
 from fedplat_server.errors import StoreError
 
 LIVENESS = "liveness"

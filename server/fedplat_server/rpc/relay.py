@@ -11,7 +11,7 @@ from pathlib import Path
 from fedplat import durable
 from fedplat.gossip import steps
 from fedplat.rounds import Assignment
-from fedplat.rounds.exchange import state_of
+from fedplat.rounds.protocols.gossip import state_of
 from fedplat.secure_aggregation.relay import sealed_bytes
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.errors import Code, RefusedError

@@ -6,7 +6,8 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from fedplat.rounds import AssignmentId, AttemptKey, JobState, Participation, warm_start
+from fedplat.rounds import AssignmentId, AttemptKey, JobState, Participation
+from fedplat.rounds.protocols import warm_start
 from fedplat.rounds.states import ENDED_JOBS, AttemptKind, Reason
 from fedplat_server.aggregation.secure_attempts import SecureAttempts
 from fedplat_server.auth.addresses import Origins
@@ -31,7 +32,7 @@ from fedplat_server.coordination.revocation import Revocation
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.coordination.silence import SilenceMonitor
 from fedplat_server.database.jobs import JobRecord
-from fedplat_server.database.ports import Store
+from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.instruments import Instruments
 from fedplat_server.records.lease import Lease

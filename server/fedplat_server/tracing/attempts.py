@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from fedplat import durable
 from fedplat.rounds import Change
 from fedplat_server import logs
-from fedplat_server.database.ports import TraceStore
+from fedplat_server.database.sql_traces import TraceStore
 from fedplat_server.errors import LeadershipLostError, StoreError
 from fedplat_server.tracing import ids
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from fedplat_server import crash_points, logs
-from fedplat_server.database.ports import Store
+from fedplat_server.database.store import Store
 from fedplat_server.errors import LeadershipLostError, StoreError
 from fedplat_server.instruments import Instruments
 from fedplat_server.records import webhooks

@@ -224,17 +224,6 @@ def test_two_fetches_of_one_digest_take_turns(silos: Silos) -> None:
     assert silos.files() == [f"{silos.digest}.safetensors"]
 
 
-def test_only_the_files_of_an_exchange_are_kept(silos: Silos) -> None:
-    fetcher = PeerFetcher(silos.fetched, silos.options)
-    with silos.offer(2):
-        silos.fetch(2)
-    (silos.fetched / f"{'0' * 64}.part").touch()
-    fetcher.keep_only([silos.digest])
-    assert silos.files() == [f"{silos.digest}.safetensors"]
-    fetcher.keep_only([])
-    assert not silos.files()
-
-
 # --- chunks in memory ------------------------------------------------------------------------------------------------
 
 CHUNK_NAME = "c" * 64

@@ -33,13 +33,14 @@ from fedplat.aggregate import (
     state_schema,
     weighted_mean,
 )
+from fedplat.aggregate.private import Release, privatize
 from fedplat.aggregate.robust import Bucketing, NearestNeighbours
 from fedplat.aggregate.state import Columns
 from fedplat.codecs.container import Format
 from fedplat.errors import ModelError
 from fedplat.model import BLOCK, WINDOW, Bytes, Carry, ModelFile, Parameters, Values
 from fedplat.model.shards import ShardReduce, Terms, shards, single_shard
-from fedplat.privacy import KEY_BYTES, Noise, PublishedMetrics, Release, Tree, privatize
+from fedplat.privacy import KEY_BYTES, Noise, PublishedMetrics, Tree
 from support.robust_cases import CASES as ROBUST
 from support.robust_cases import contributions
 from support.rule_cases import CASES, make_options

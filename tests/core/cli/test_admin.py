@@ -81,6 +81,14 @@ def test_a_job_of_objects_is_submitted(state: State, client: AdminClient):
         client.submit_job(msgspec.structs.replace(job, rounds=0), model)
 
 
+@pytest.mark.parametrize("lost", ["CreateJob", "StartJob"])
+def test_a_job_of_objects_is_created_once_if_an_answer_is_lost(state: State, client: AdminClient, lost: str):
+    state.lost_answers = {lost}
+    made = client.submit_job(parse_job(JOB), Parameters.from_arrays({"weight": np.ones(3, np.float32)}))
+    assert made.status == S.JOB_STATUS_RUNNING
+    assert list(state.jobs) == [made.job_id]
+
+
 def test_a_failure_of_the_server_points_to_its_log(state: State, server: FakeServer, client: AdminClient):
     state.refusal = (grpc.StatusCode.INTERNAL, "disk full")
     with pytest.raises(ServerRefusedError) as caught:

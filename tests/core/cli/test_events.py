@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 
 from fedplat.admin import AdminClient
+from fedplat.admin.patience import Patience
 from fedplat.cli.events import EventReader, describe
 from fedplat.cli.output import Output
-from fedplat.cli.patience import Patience
 from fedplat.errors import ServerUnreachableError
 from fedplat.wire.v1 import events_pb2
 

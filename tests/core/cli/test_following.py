@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from fedplat.admin import AdminClient
+from fedplat.admin.patience import Patience
 from fedplat.cli import following, formats
 from fedplat.cli.output import Output
-from fedplat.cli.patience import Patience
 from fedplat.cli.session import CommandSession
 from fedplat.errors import ServerUnreachableError
 from fedplat.wire.v1 import admin_pb2

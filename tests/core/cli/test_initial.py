@@ -172,7 +172,7 @@ def test_a_module_named_like_an_imported_one_does_not_replace_it(tmp_path: Path)
 def test_torch_is_not_imported_for_a_model_of_arrays(tmp_path: Path):
     (tmp_path / "plain.py").write_text("import numpy as np\ndef build():\n    return {'w': np.ones(1)}\n")
     code = (
-        "import sys, pathlib; from fedplat import admin, initial; from fedplat.cli import submission; "
+        "import sys, pathlib; from fedplat import admin, initial; from fedplat.cli import job_files; "
         f"initial.resolve('plain:build', pathlib.Path({str(tmp_path)!r})); "
         "print(sorted({'torch', 'typer', 'rich', 'sqlalchemy'} & set(sys.modules)))"
     )

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from fedplat.admin import AdminClient, connection
+from fedplat.admin.patience import Patience
 from fedplat.admin.profile import Profile
 from fedplat.cli.app import app
-from fedplat.cli.patience import Patience
 from fedplat.errors import ServerRefusedError, ServerUnreachableError
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2

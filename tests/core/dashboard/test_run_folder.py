@@ -106,17 +106,17 @@ async def test_an_action_is_refused(pages: Visitor) -> None:
 def test_the_files_are_read_as_they_grow(run: Path) -> None:
     source = RunFolderSource(run)
     request = admin_pb2.ListRoundsRequest(all_attempts=True)
-    assert [(each.round, each.attempt) for each in source.list_rounds(request).rounds] == [(1, 1), (2, 1), (2, 2)]
-    assert source.list_rounds(request).rounds[2].mean_staleness == 1.0
-    assert dict(source.list_rounds(request).rounds[2].server_metrics) == {}  # it was not finite
+    assert [(each.round, each.attempt) for each in source.page(request).rounds] == [(1, 1), (2, 1), (2, 2)]
+    assert source.page(request).rounds[2].mean_staleness == 1.0
+    assert dict(source.page(request).rounds[2].server_metrics) == {}  # it was not finite
     line = folders.format_line(attempt(3))
     add_line(run, line[:40])
-    assert len(source.list_rounds(request).rounds) == 3
+    assert len(source.page(request).rounds) == 3
     add_line(run, line[40:])
-    assert len(source.list_rounds(request).rounds) == 4
+    assert len(source.page(request).rounds) == 4
     with folders.Lines(run) as lines:  # a resumed run begins again
         lines.add(attempt(1))
-    assert len(source.list_rounds(request).rounds) == 1
+    assert len(source.page(request).rounds) == 1
     assert source.show_job("run").status == admin_pb2.JOB_STATUS_RUNNING
     finish(run)
     assert source.show_job("digits").status == admin_pb2.JOB_STATUS_COMPLETED
@@ -137,16 +137,16 @@ def test_lists_have_pages_and_samples(run: Path) -> None:
     request = admin_pb2.ListRoundsRequest(newest_first=True)
     seen: list[int] = []
     while True:
-        page = source.list_rounds(request)
+        page = source.page(request)
         assert page.total == 600
         seen += [each.round for each in page.rounds]
         request.page_token = page.next_page_token
         if not request.page_token:
             break
     assert seen == list(range(600, 0, -1))
-    sample = source.list_rounds(admin_pb2.ListRoundsRequest(num_samples=10))
+    sample = source.page(admin_pb2.ListRoundsRequest(num_samples=10))
     assert (len(sample.rounds), sample.rounds[0].round, sample.rounds[-1].round) == (10, 1, 600)
-    assert [each.round for each in source.list_versions("run", 3)] == [600, 599, 598]
+    assert [each.round for each in source.list_latest_versions("run", 3)] == [600, 599, 598]
 
 
 def test_a_watch_reports_a_change_and_ends(run: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 def test_a_damaged_file_is_named(run: Path) -> None:
     add_line(run, "{}\n")
     with pytest.raises(DataError, match=r"rounds\.jsonl is not the file of a run"):
-        RunFolderSource(run).list_rounds(admin_pb2.ListRoundsRequest())
+        RunFolderSource(run).page(admin_pb2.ListRoundsRequest())
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -209,9 +209,9 @@ def test_the_folder_of_a_stranger_gives_one_error(run: Path, kind: str) -> None:
 
     def show() -> None:
         source = RunFolderSource(run)
-        source.list_rounds(admin_pb2.ListRoundsRequest(all_attempts=True))
+        source.page(admin_pb2.ListRoundsRequest(all_attempts=True))
         source.show_job("run")
-        source.list_jobs(admin_pb2.ListJobsRequest())
+        source.page(admin_pb2.ListJobsRequest())
 
     with pytest.raises(DataError, match=str(run)):
         show()

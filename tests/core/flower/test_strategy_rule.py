@@ -18,10 +18,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, Metadata, Metric
 from flwr.serverapp import Grid, strategy
 
 from fedplat.aggregate import (
-    FLOWER_STRATEGIES,
     Accumulator,
     Contribution,
-    FlowerAggregation,
     read_columns,
     read_memory,
     read_scalars,
@@ -29,6 +27,8 @@ from fedplat.aggregate import (
 )
 from fedplat.errors import FedplatError, FlowerError, JobFileError, MissingExtraError, PluginError, UserCodeError
 from fedplat.flower import app, identity
+from fedplat.flower.rule import FlowerAggregation
+from fedplat.flower.strategies import FLOWER_STRATEGIES
 from fedplat.job import JobSpec, build_rule, job_file, parse_job
 from fedplat.loaded_plugins import load_plugins
 from fedplat.model import ModelFile, Parameters

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from fedplat.errors import JobFileError
+from fedplat.rounds import attempts
 from fedplat.rounds.commands import Commit, RunWarmStart
 from fedplat.rounds.events import (
     AggregationFailed,
@@ -196,7 +197,7 @@ def test_a_rollback_is_refused() -> None:
 def test_candidates_that_come_too_late_are_not_assigned() -> None:
     driver = make()
     driver.check_in(*COHORT)
-    assert not driver.job.fills_cohort
+    assert not attempts.selects(driver.job)
     with pytest.raises(AssertionError):
         driver.do(CandidatesDrawn("j", ("c0",)))
 

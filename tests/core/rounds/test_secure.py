@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from fedplat.rounds import secure
 from fedplat.rounds.commands import Abandon, Commit, Fold, NextStep, Restart
 from fedplat.rounds.events import AggregationFailed, AssignmentFailed, ClientRevoked, JobAction, UpdateRejected
+from fedplat.rounds.protocols import secure_phases
 from fedplat.rounds.states import AttemptPhase, JobStatus, Reason
 from fedplat.secure_aggregation.setup import FEATURE
 from support.rounds.driver import aborted, assigned, commands_of, make_client, make_job, names
@@ -493,4 +493,4 @@ def test_two_jobs_do_not_mix_their_clients() -> None:
     first = driver.coordinator.jobs["a"].attempt
     assert first is not None
     assert (first.phase, len(first.busy)) == (ADVERTISING, 3)
-    assert secure.list_groups(first) == []
+    assert secure_phases.list_groups(first) == []

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from fedplat.rounds import Verdict, secure
+from fedplat.rounds import Verdict
 from fedplat.rounds.events import AssignmentFailed, JobAction, JobEvent, KeysAdvertised, UpdateReported, UploadStarted
+from fedplat.rounds.protocols import secure_phases
 from fedplat.rounds.states import AttemptPhase, Reason
 from fedplat.secure_aggregation.messages import KeyAdvertisement
 from support.rounds.driver import collecting, names
@@ -265,4 +266,4 @@ def test_a_message_in_an_ordinary_job_is_stale(step: AttemptPhase) -> None:
     assert driver.states()["c0"] == "TRAINING"
     driver.report("c0")
     assert driver.verdict(STEPS[step](driver.key, "c0")).reason is Reason.STALE
-    assert secure.list_groups(driver.attempt) == []
+    assert secure_phases.list_groups(driver.attempt) == []

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fedplat.rounds import secure
 from fedplat.rounds.commands import Commit, Fold
+from fedplat.rounds.protocols import secure_phases
 from fedplat.rounds.states import AttemptPhase, Reason
 from support.rounds.driver import commands_of, names
 from support.rounds.secure_driver import SecureDriver, advertising, answer_event, keys_event, shares_event
@@ -135,4 +135,6 @@ def test_a_server_that_was_killed_while_a_client_was_revoked_folds_only_the_surv
     driver.crash()
     proposal = driver.report_masked("c5")
     assert names(proposal) == ["Fold", "NextStep"]
-    assert [len(found.survivors) for found in map(secure.find_survivors, secure.list_groups(driver.attempt))] == [6]
+    assert [
+        len(found.survivors) for found in map(secure_phases.find_survivors, secure_phases.list_groups(driver.attempt))
+    ] == [6]

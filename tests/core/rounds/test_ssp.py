@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedplat.rounds import clock_set
-from fedplat.rounds.clock_set import CLEAN_CLOCKS, ClockSet, Lapse, clocks_from_builtins, clocks_to_builtins
 from fedplat.rounds.events import ClientRevoked, UpdateReported
-from fedplat.rounds.ssp import list_withheld
+from fedplat.rounds.protocols import clock_set
+from fedplat.rounds.protocols.clock_set import CLEAN_CLOCKS, ClockSet, Lapse, clocks_from_builtins, clocks_to_builtins
+from fedplat.rounds.protocols.ssp import list_withheld
 from fedplat.rounds.states import JobStatus, Reason
 from support.rounds.driver import Driver, assigned, make_job, make_spec
 

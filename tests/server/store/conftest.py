@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedplat_server.database.store import SqlStore, open_store
+from fedplat_server.database.store import Store, open_store
 from support import databases
 from support.store.driver import Ticks
 
@@ -56,7 +56,7 @@ def database(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-async def store(database: str) -> AsyncGenerator[SqlStore]:
+async def store(database: str) -> AsyncGenerator[Store]:
     """A store in each kind of database."""
     store = await open_store(database, Ticks())
     yield store

@@ -14,7 +14,7 @@ from fedplat_server.database.clients import ClientFilter, EnrollmentToken
 from fedplat_server.database.clients import Enrollment as ClientEnrollment
 from fedplat_server.database.fleet import AvailabilityHour
 from fedplat_server.database.jobs import AttemptFilter, spaced_positions
-from fedplat_server.database.ports import Store
+from fedplat_server.database.store import Store
 from fedplat_server.records.audit import AuditAction, AuditEntry, AuditFilter
 from support.store.driver import JOB_FILE, Driver, eventful
 

@@ -8,7 +8,7 @@ from fedplat.rounds import AttemptKey
 from fedplat.rounds.events import AssignmentFailed, JobAction, ServerRestarted, UpdateReported, UploadStarted
 from fedplat.rounds.states import AssignmentState, AttemptKind, Reason
 from fedplat_server.database.jobs import AttemptFilter, Staleness
-from fedplat_server.database.ports import Store
+from fedplat_server.database.store import Store
 from support.store.driver import JOB_FILE, Driver, check_invariants, digest_of
 
 BUFFERED = JOB_FILE.replace("rounds = 3", "rounds = 9") + '[mode]\nkind = "buffered"\nconcurrency = 6\n'

@@ -10,8 +10,7 @@ import pytest
 from fedplat.rounds.events import JobAction
 from fedplat_server.database.jobs import AttemptFilter
 from fedplat_server.database.ledger import Budget
-from fedplat_server.database.ports import Store
-from fedplat_server.database.store import open_store
+from fedplat_server.database.store import Store, open_store
 from fedplat_server.errors import WebhookError
 from fedplat_server.records.audit import AuditAction, AuditEntry
 from fedplat_server.records.events import EventRow, EventType

@@ -11,8 +11,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from fedplat_server.database.engine import async_url, create_engine
-from fedplat_server.database.ports import LeaseStore
-from fedplat_server.database.sql_leases import SqlLeases, open_leases, require_term
+from fedplat_server.database.sql_leases import LeaseStore, open_leases, require_term
 from fedplat_server.database.store import open_store
 from fedplat_server.errors import LeadershipLostError, StoreUnavailableError
 from fedplat_server.records.lease import Candidate
@@ -148,7 +147,7 @@ async def test_a_write_of_an_older_term_is_rejected(database: str) -> None:
 @pytest.mark.fault("F19", "F20")
 async def test_a_term_ends_only_after_the_writes_that_passed_its_fence(postgres: str) -> None:
     leases = await open_leases(postgres)
-    old: SqlLeases = await open_leases(postgres)
+    old: LeaseStore = await open_leases(postgres)
     try:
         lease = await leases.acquire(ONE, "s1", 0.0)
         assert lease is not None

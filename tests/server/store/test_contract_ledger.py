@@ -18,7 +18,7 @@ from fedplat_server.database import tables
 from fedplat_server.database.engine import async_url, create_engine
 from fedplat_server.database.jobs import AttemptFilter
 from fedplat_server.database.ledger import Account, Budget, Population
-from fedplat_server.database.ports import Store
+from fedplat_server.database.store import Store
 from fedplat_server.errors import PopulationChangedError, StaleRevisionError, StoreError
 from fedplat_server.records.audit import AuditAction as Noted
 from fedplat_server.records.audit import AuditEntry

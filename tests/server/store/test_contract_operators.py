@@ -9,13 +9,13 @@ import dataclasses
 import pytest
 
 from fedplat.rounds.events import JobAction, OperatorCommand
-from fedplat_server.database.ports import Store
-from fedplat_server.database.store import open_store
+from fedplat_server.database.store import Store, open_store
 from fedplat_server.errors import LastAdminError, OperatorError, StaleRevisionError
-from fedplat_server.records.audit import SERVER, AuditEntry, AuditHead, check_chain
+from fedplat_server.records.audit import SERVER, AuditEntry, AuditHead
 from fedplat_server.records.audit import AuditAction as Noted
 from fedplat_server.records.operators import OperatorRecord, Role
 from support.access import ADMIN_NAME
+from support.store import audit_log
 from support.store.driver import JOB_FILE, NOW, Driver, Ticks, draft
 
 ANNA = OperatorRecord("anna", Role.ADMIN, 1.5)
@@ -32,7 +32,7 @@ async def operators(store: Store) -> list[OperatorRecord]:
 
 
 async def problems(store: Store) -> list[str]:
-    return check_chain(await store.audit.list_rows(limit=10_000), await store.audit.read_head())
+    return audit_log.find_problems(await store.audit.list_rows(limit=10_000), await store.audit.read_head())
 
 
 async def test_operators_come_and_go(store: Store) -> None:

@@ -9,7 +9,8 @@ from msgspec import structs
 
 from fedplat.rounds import Participation, ParticipationHistory
 from fedplat.rounds.events import UpdateReported
-from fedplat_server.database.ports import ROUNDS_PER_QUERY, JobStore, Store, recall_participations
+from fedplat_server.database.sql_jobs import ROUNDS_PER_QUERY, JobStore, recall_participations
+from fedplat_server.database.store import Store
 from support.store.driver import JOB_FILE, Driver, digest_of, draft, eventful
 
 REMEMBERS = JOB_FILE.replace("min_fraction = 0.6", "min_fraction = 0.6, sampling = { policy = 'weighted' }")

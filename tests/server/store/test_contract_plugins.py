@@ -12,14 +12,14 @@ from fedplat.loaded_plugins import PluginVersion, load_plugins
 from fedplat.plugins import BUILTIN, has_absent, name_of
 from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.events import JobAction, OperatorCommand
-from fedplat_server.database.store import SqlStore, open_store
+from fedplat_server.database.store import Store, open_store
 from support import plugins
 from support.store.driver import JOB_FILE, Driver, digest_of
 
 TEXT = JOB_FILE + '[aggregation]\nrule = "scaled"\nfactor = 3.0\n[compression]\nuplink = { codec = "halves" }\n'
 
 
-async def test_versions_are_kept_and_replaced(store: SqlStore, database: str, tmp_path: Path) -> None:
+async def test_versions_are_kept_and_replaced(store: Store, database: str, tmp_path: Path) -> None:
     loaded = plugins.load(plugins.write_file(tmp_path), "rules.scaled", "codecs.halves")
     spec = parse_job(TEXT, loaded.table)
     assert loaded.find_used(spec) == loaded.versions
@@ -47,7 +47,7 @@ async def test_versions_are_kept_and_replaced(store: SqlStore, database: str, tm
     await reader.close()
 
 
-async def test_a_job_without_plugins_has_none(store: SqlStore) -> None:
+async def test_a_job_without_plugins_has_none(store: Store) -> None:
     await Driver(store).create("j")
     (record,) = await store.jobs.load_jobs()
     assert (record.state.plugins, record.problem) == ((), "")

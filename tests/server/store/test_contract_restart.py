@@ -11,8 +11,7 @@ from fedplat.rounds import Attempt
 from fedplat.rounds.events import JobAction, OperatorCommand, UpdateReported, UploadStarted
 from fedplat_server.database import tables
 from fedplat_server.database.engine import WRITES, async_url, create_engine
-from fedplat_server.database.ports import Store
-from fedplat_server.database.store import open_store
+from fedplat_server.database.store import Store, open_store
 from fedplat_server.errors import StaleRevisionError
 from support.store.driver import NOW, Driver, digest_of
 

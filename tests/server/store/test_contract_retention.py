@@ -10,7 +10,7 @@ from fedplat.rounds.events import AssignmentFailed, AttemptAggregated, JobAction
 from fedplat.rounds.states import Reason
 from fedplat_server.database.assignments import AssignmentFilter
 from fedplat_server.database.jobs import AttemptFilter, Removable, RetainedVersions
-from fedplat_server.database.ports import Store
+from fedplat_server.database.store import Store
 from fedplat_server.errors import StoreError
 from support.store.driver import JOB_FILE, Driver, digest_of, draft, eventful, run_to_the_end
 

@@ -12,7 +12,7 @@ from fedplat.rounds import AttemptKey, Change, reporting
 from fedplat.rounds.events import AttemptAggregated, JobAction, OperatorCommand, UpdateReported
 from fedplat.rounds.states import AttemptPhase, JobStatus
 from fedplat_server.database.jobs import AttemptFilter
-from fedplat_server.database.ports import Store
+from fedplat_server.database.store import Store
 from fedplat_server.errors import StaleRevisionError, StoreError
 from support.store.driver import (
     JOB_FILE,

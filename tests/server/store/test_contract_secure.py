@@ -19,7 +19,7 @@ from fedplat_server.database import tables
 from fedplat_server.database.clients import Enrollment, EnrollmentToken
 from fedplat_server.database.engine import async_url, create_engine
 from fedplat_server.database.jobs import AttemptFilter
-from fedplat_server.database.ports import Store
+from fedplat_server.database.store import Store
 from support.rounds.secure_driver import answer_event, confirmation_event, keys_event, report_event, shares_event
 from support.store.driver import check_invariants
 from support.store.secure import CLIENTS, FILE, PRIVATE, SecureDriver, finish, play

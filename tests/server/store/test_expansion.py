@@ -21,6 +21,14 @@ async def test_each_step_since_the_first_release_only_adds(empty_database: str) 
     assert await expansion.lint(empty_database, LAST) == []
 
 
+async def test_the_first_step_makes_the_schema_of_the_first_release(
+    empty_database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = await expansion.read_schema(empty_database, schema.FIRST_RELEASE)
+    monkeypatch.setattr(schema, "_MIGRATIONS", releases.unpack_migrations(releases.names()[0], tmp_path))
+    assert await expansion.read_schema(empty_database, schema.FIRST_RELEASE) == ours
+
+
 def test_this_version_continues_where_the_last_release_stopped() -> None:
     assert schema.head() >= LAST
     assert schema.read_compatible_from(schema.head()) <= LAST

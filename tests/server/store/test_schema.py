@@ -130,7 +130,7 @@ async def test_an_upgrade_that_fails_leaves_nothing_behind(
         pytest.raises(PowerFailureError),
     ):
         pool.submit(schema.upgrade, empty_database).result()
-    assert created == ["clients", "jobs", "attempts"]
+    assert created == ["clients", "enrolment_tokens", "jobs", "attempts"]
     engine = create_engine(async_url(empty_database))
     async with engine.connect() as connection:
         left = await connection.run_sync(lambda sync: sqlalchemy.inspect(sync).get_table_names())
@@ -167,6 +167,20 @@ async def test_a_newer_database_is_not_opened_nor_upgraded(database: str) -> Non
         concurrent.futures.ThreadPoolExecutor(1) as pool,
         pytest.raises(SchemaVersionError, match="newer fedplat"),
     ):
+        pool.submit(schema.upgrade, database).result()
+
+
+@pytest.mark.parametrize("revision", ["0012", "0021"])
+async def test_a_database_between_releases_is_not_opened_nor_upgraded(database: str, revision: str) -> None:
+    await _run(
+        database,
+        f"UPDATE alembic_version SET version_num = '{revision}'",
+        "UPDATE schema_compatibility SET compatible_from = '0019'",
+    )
+    expected = f"at schema {revision}, which belongs to no release.*first upgrade it with a version that knows"
+    with pytest.raises(SchemaVersionError, match=expected):
+        await open_store(database)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, pytest.raises(SchemaVersionError, match=expected):
         pool.submit(schema.upgrade, database).result()
 
 

@@ -21,7 +21,7 @@ from fedplat.texts import shorten
 from fedplat_server.database import drivers as transactions
 from fedplat_server.database.engine import async_url, create_engine
 from fedplat_server.database.jobs import AttemptFilter
-from fedplat_server.database.store import SqlStore, open_store
+from fedplat_server.database.store import Store, open_store
 from fedplat_server.database.transactions import MAX_TRIES, Database
 from fedplat_server.errors import StoreError, StoreUnavailableError
 from support.databases import execute_sql
@@ -36,7 +36,7 @@ SHORT_JOB = JOB_FILE.replace("rounds = 3", "rounds = 1").replace("goal = 3", "go
 
 
 @contextlib.asynccontextmanager
-async def opened(database: str) -> AsyncGenerator[SqlStore]:
+async def opened(database: str) -> AsyncGenerator[Store]:
     store = await open_store(database)
     try:
         yield store
@@ -48,7 +48,7 @@ async def opened(database: str) -> AsyncGenerator[SqlStore]:
 
 
 @pytest.mark.slow
-async def test_forty_writers_and_forty_readers(store: SqlStore, database: str) -> None:
+async def test_forty_writers_and_forty_readers(store: Store, database: str) -> None:
     drivers = [Driver(store, prefix=f"job {n} ", check=False) for n in range(40)]
 
     async def write(n: int) -> None:
@@ -71,7 +71,7 @@ async def test_forty_writers_and_forty_readers(store: SqlStore, database: str) -
 async def test_two_servers_write_to_one_database(database: str) -> None:
     async with opened(database) as one, opened(database) as two:
 
-        async def work(store: SqlStore, name: str) -> None:
+        async def work(store: Store, name: str) -> None:
             driver = Driver(store, prefix=name, check=False)
             await driver.create(name, SHORT_JOB)
             await run_to_the_end(driver, name, name)
@@ -97,7 +97,7 @@ async def test_two_that_save_the_same_jobs_in_other_orders(database: str) -> Non
         await driver.check()
 
 
-async def test_a_cancelled_save_happens_or_not(store: SqlStore, database: str) -> None:
+async def test_a_cancelled_save_happens_or_not(store: Store, database: str) -> None:
     """In both cases the store continues to work."""
     driver = Driver(store)
     await driver.create("one")
@@ -134,7 +134,7 @@ async def test_history_is_numbered_in_the_order_in_which_it_appears(database: st
                 if last and not page:
                     return
 
-        async def note(store: SqlStore) -> None:
+        async def note(store: Store) -> None:
             for number in range(25):
                 await store.jobs.set_version_metrics("one", 0, {"n": float(number)})
 
@@ -163,7 +163,7 @@ async def test_a_full_disk_is_unavailability_and_passes(sqlite: str) -> None:
         connection.exec_driver_sql(f"PRAGMA max_page_count = {limit[0]}")
 
     event.listen(ways.engine, "begin", on_begin)
-    store = SqlStore(Database(ways), time.time)
+    store = Store(Database(ways), time.time)
     await store.jobs.create_job(draft("one"), JOB_FILE, "one")
     limit[0] = 1
     with pytest.raises(StoreUnavailableError, match="database or disk is full"):
@@ -175,7 +175,7 @@ async def test_a_full_disk_is_unavailability_and_passes(sqlite: str) -> None:
     await store.close()
 
 
-async def test_a_broken_database_is_no_unavailability(store: SqlStore, database: str) -> None:
+async def test_a_broken_database_is_no_unavailability(store: Store, database: str) -> None:
     engine = create_engine(async_url(database))
     async with engine.begin() as connection:
         await connection.execute(text("DROP TABLE history"))
@@ -186,7 +186,7 @@ async def test_a_broken_database_is_no_unavailability(store: SqlStore, database:
     assert await store.jobs.load_jobs() == []
 
 
-async def test_a_nul_in_a_clients_text_is_replaced(store: SqlStore) -> None:
+async def test_a_nul_in_a_clients_text_is_replaced(store: Store) -> None:
     driver = Driver(store, check=False)
     await driver.create("one")
     await driver.check_in(*"abcde")
@@ -200,7 +200,7 @@ async def test_a_nul_in_a_clients_text_is_replaced(store: SqlStore) -> None:
 
 @pytest.mark.fault("F46", "F47")
 @pytest.mark.slow
-async def test_what_was_stored_too_large_is_read_shortened(store: SqlStore, database: str) -> None:
+async def test_what_was_stored_too_large_is_read_shortened(store: Store, database: str) -> None:
     """Rows of earlier versions, which kept a client's text in full: 9 MiB of text, and as much of metrics."""
     driver = Driver(store, check=False)
     await driver.create("one")
@@ -242,7 +242,7 @@ async def test_what_was_stored_too_large_is_read_shortened(store: SqlStore, data
 @pytest.mark.parametrize(
     ("job_file", "mistake"), [("no TOML", "is not valid TOML"), (JOB_FILE + "\n[privacy]\nnew = 1", "do not agree")]
 )
-async def test_what_is_no_job_file_is_named(store: SqlStore, job_file: str, mistake: str) -> None:
+async def test_what_is_no_job_file_is_named(store: Store, job_file: str, mistake: str) -> None:
     with pytest.raises(StoreError, match=f"job file of one cannot be read by this version.*{mistake}"):
         await store.jobs.create_job(draft("one"), job_file, "one")
     assert await store.jobs.load_jobs() == []

@@ -127,10 +127,25 @@ class FakeServer:
         )
         return self._answer("status", status)
 
-    def list_jobs(self, request: admin_pb2.ListJobsRequest) -> admin_pb2.ListJobsResponse:
+    def page(self, request: Any) -> Any:
+        """One page of a list, as `AdminClient.page`."""
+        lists: dict[type, Callable[[Any], Any]] = {
+            admin_pb2.ListJobsRequest: self._list_jobs,
+            admin_pb2.ListRoundsRequest: self._list_rounds,
+            admin_pb2.ListAssignmentsRequest: self._list_assignments,
+            admin_pb2.ListClientsRequest: self._list_clients,
+            admin_pb2.ListAuditRequest: self._list_audit,
+            admin_pb2.ListEnrollmentsRequest: self._list_enrollments,
+            events_pb2.ListEventsRequest: self._list_events,
+            events_pb2.ListWebhooksRequest: self._list_webhooks,
+            events_pb2.ListDeliveriesRequest: self._list_deliveries,
+        }
+        return lists[type(request)](request)
+
+    def _list_jobs(self, request: admin_pb2.ListJobsRequest) -> admin_pb2.ListJobsResponse:
         chosen = [job for job in self.jobs if not request.statuses or job.status in request.statuses]
         chosen = [job for job in chosen if request.search in job.name]
-        rows, token = page(chosen, request)
+        rows, token = page_of(chosen, request)
         response = admin_pb2.ListJobsResponse(jobs=rows, total=len(chosen), next_page_token=token)
         response.num_by_status["RUNNING"] = len(self.jobs)
         return self._answer("list_jobs", response)
@@ -141,18 +156,18 @@ class FakeServer:
             raise refused(grpc.StatusCode.NOT_FOUND, "there is no such job")
         return self._answer("show_job", found[0])
 
-    def list_rounds(self, request: admin_pb2.ListRoundsRequest) -> admin_pb2.ListRoundsResponse:
+    def _list_rounds(self, request: admin_pb2.ListRoundsRequest) -> admin_pb2.ListRoundsResponse:
         total = len(self.rounds)
         if request.num_samples:
             step = max(1, -(-total // request.num_samples))
             return self._answer("list_rounds", admin_pb2.ListRoundsResponse(rounds=self.rounds[::step], total=total))
-        rows, token = page(self.rounds[::-1] if request.newest_first else self.rounds, request)
+        rows, token = page_of(self.rounds[::-1] if request.newest_first else self.rounds, request)
         return self._answer(
             "list_rounds", admin_pb2.ListRoundsResponse(rounds=rows, total=total, next_page_token=token)
         )
 
-    def show_round(self, request: admin_pb2.ShowRoundRequest) -> admin_pb2.RoundDetails:
-        found = [each for each in self.rounds if each.round == request.round]
+    def show_round(self, job: str, round_: int, attempt: int = 0) -> admin_pb2.RoundDetails:
+        found = [each for each in self.rounds if each.round == round_]
         if not found:
             raise refused(grpc.StatusCode.NOT_FOUND, "there is no such round")
         details = admin_pb2.RoundDetails(round=found[-1], num_attempts=2)
@@ -166,11 +181,11 @@ class FakeServer:
         details.labels.add(name="region", value="eu", assigned=8, reported=7, merged=3)
         return self._answer("show_round", details)
 
-    def list_assignments(self, request: admin_pb2.ListAssignmentsRequest) -> admin_pb2.ListAssignmentsResponse:
+    def _list_assignments(self, request: admin_pb2.ListAssignmentsRequest) -> admin_pb2.ListAssignmentsResponse:
         rows = [make_assignment(number) for number in range(min(request.page_size, 40))]
         return self._answer("list_assignments", admin_pb2.ListAssignmentsResponse(assignments=rows, total=len(rows)))
 
-    def list_versions(self, job: str, limit: int) -> list[admin_pb2.ModelVersion]:
+    def list_latest_versions(self, job: str, limit: int) -> list[admin_pb2.ModelVersion]:
         model = model_pb2.ModelRef(version=3, digest="d" * 64, size_bytes=1000)
         return self._answer("list_versions", [admin_pb2.ModelVersion(model=model, round=3, created_unix_s=T0)] * limit)
 
@@ -201,7 +216,7 @@ class FakeServer:
         fleet.versions.add(value="0.1.0", count=3)
         return self._answer("show_fleet", fleet)
 
-    def list_clients(self, request: admin_pb2.ListClientsRequest) -> admin_pb2.ListClientsResponse:
+    def _list_clients(self, request: admin_pb2.ListClientsRequest) -> admin_pb2.ListClientsResponse:
         size = min(request.page_size, self.num_clients)
         rows = [make_client(f"c-{number:016x}") for number in range(size)]
         return self._answer(
@@ -214,28 +229,26 @@ class FakeServer:
     def show_client(self, client_id: str) -> admin_pb2.Client:
         return self._answer("show_client", make_client(client_id))
 
-    def list_audit(self, request: admin_pb2.ListAuditRequest) -> admin_pb2.ListAuditResponse:
+    def _list_audit(self, request: admin_pb2.ListAuditRequest) -> admin_pb2.ListAuditResponse:
         response = admin_pb2.ListAuditResponse(total=request.page_size)
         for number in range(request.page_size):
             response.events.add(sequence=number + 1, unix_s=T0, actor="ada", action="job.started", subject="j" * 32)
         return self._answer("list_audit", response)
 
-    def list_enrollments(self, request: admin_pb2.ListEnrollmentsRequest) -> admin_pb2.ListEnrollmentsResponse:
+    def _list_enrollments(self, request: admin_pb2.ListEnrollmentsRequest) -> admin_pb2.ListEnrollmentsResponse:
         response = admin_pb2.ListEnrollmentsResponse(total=1)
         response.enrollments.add(enrollment_id=ENROLLMENT_ID, population="demo", num_uses=2, num_left=1, state="open")
         return self._answer("list_enrollments", response)
 
-    def list_operators(self, request: admin_pb2.ListOperatorsRequest) -> admin_pb2.ListOperatorsResponse:
-        response = admin_pb2.ListOperatorsResponse()
-        response.operators.add(name="ada", role="admin", created_unix_s=T0)
-        return self._answer("list_operators", response)
+    def list_operators(self) -> Sequence[admin_pb2.Operator]:
+        return self._answer("list_operators", [admin_pb2.Operator(name="ada", role="admin", created_unix_s=T0)])
 
     def _optional(self, call: str, message: Any) -> Any:
         if self.optional_error is not None:
             raise self.optional_error
         return self._answer(call, message)
 
-    def list_events(self, request: events_pb2.ListEventsRequest) -> events_pb2.ListEventsResponse:
+    def _list_events(self, request: events_pb2.ListEventsRequest) -> events_pb2.ListEventsResponse:
         response = events_pb2.ListEventsResponse()
         for number in range(request.page_size):
             response.events.add(
@@ -243,12 +256,12 @@ class FakeServer:
             )
         return self._optional("list_events", response)
 
-    def list_webhooks(self, request: events_pb2.ListWebhooksRequest) -> events_pb2.ListWebhooksResponse:
+    def _list_webhooks(self, request: events_pb2.ListWebhooksRequest) -> events_pb2.ListWebhooksResponse:
         response = events_pb2.ListWebhooksResponse()
         response.webhooks.add(webhook_id="w-1", url="https://example.org/hook", num_pending=2, last_result="503")
         return self._optional("list_webhooks", response)
 
-    def list_deliveries(self, request: events_pb2.ListDeliveriesRequest) -> events_pb2.ListDeliveriesResponse:
+    def _list_deliveries(self, request: events_pb2.ListDeliveriesRequest) -> events_pb2.ListDeliveriesResponse:
         response = events_pb2.ListDeliveriesResponse()
         event = events_pb2.Event(sequence=1, type="job.failed")
         for _ in range(request.page_size):
@@ -273,7 +286,7 @@ class FakeServer:
         self._answer(call, None)
 
 
-def page(rows: Sequence[Any], request: Any) -> tuple[Sequence[Any], str]:
+def page_of(rows: Sequence[Any], request: Any) -> tuple[Sequence[Any], str]:
     """One page of rows, and the token of the next one."""
     start = int(request.page_token or 0)
     end = start + request.page_size

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedplat.admin import AdminClient
-from fedplat.cli import submission
+from fedplat.admin import AdminClient, submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat_client import Client, Task, TrainResult

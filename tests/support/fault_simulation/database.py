@@ -23,8 +23,8 @@ from typing_extensions import override
 from fedplat_server.database import drivers, engine, sql_leases
 from fedplat_server.database.drivers import ThreadedSqlite
 from fedplat_server.database.engine import WRITES, async_url, create_blocking_engine, translate_errors
-from fedplat_server.database.sql_leases import SqlLeases
-from fedplat_server.database.store import SqlStore
+from fedplat_server.database.sql_leases import LeaseStore
+from fedplat_server.database.store import Store
 from fedplat_server.database.tables import leases
 from fedplat_server.errors import StoreUnavailableError
 from fedplat_server.leadership import election
@@ -55,15 +55,15 @@ class DatabaseServer:
         ThreadedSqlite._write = functools.partialmethod(_write, self)  # pyright: ignore
         ThreadedSqlite._read = functools.partialmethod(_read, self, ThreadedSqlite._read)  # pyright: ignore
         election.open_leases = self._open_leases
-        fence = SqlStore.fence
+        fence = Store.fence
 
-        async def note_and_fence(store: SqlStore, term: int) -> None:
+        async def note_and_fence(store: Store, term: int) -> None:
             process = PROCESS.get()
             assert process is not None
             self._terms[process] = term
             await fence(store, term)
 
-        cast(Any, SqlStore).fence = note_and_fence
+        cast(Any, Store).fence = note_and_fence
 
     def _create_engine(self, url: sqlalchemy.engine.URL) -> sqlalchemy.Engine:
         made = create_blocking_engine(url)
@@ -138,7 +138,7 @@ class DatabaseServer:
             current[0].abandoned = exc.OperationalError("", None, said)
             self._writer = None
 
-    async def _open_leases(self, database: str, timeout_s: float = sql_leases.TIMEOUT_S) -> SqlLeases:
+    async def _open_leases(self, database: str, timeout_s: float = sql_leases.TIMEOUT_S) -> LeaseStore:
         process = PROCESS.get()
         assert process is not None
         return _Leases(self, process, self._create_engine(async_url(database)), timeout_s)
@@ -174,7 +174,7 @@ def _run(server: DatabaseServer, writing: sqlalchemy.Engine, transaction: Callab
     return result
 
 
-class _Leases(SqlLeases):
+class _Leases(LeaseStore):
     """The lease, with transactions in threads of the simulation."""
 
     def __init__(

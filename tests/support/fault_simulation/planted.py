@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from fedplat import durable
-from fedplat_server.database.sql_jobs import SqlJobs
+from fedplat_server.database.sql_jobs import JobStore
 from fedplat_server.database.transactions import Database
 from fedplat_server.storage import blob_folder, blobs, spool, spool_file
 
@@ -67,9 +67,9 @@ def _acknowledge_before_the_update_is_synced() -> None:
 
 def _acknowledge_before_the_transaction() -> None:
     """The runner answers while the changes are still being written."""
-    save = SqlJobs.save
+    save = JobStore.save
 
-    async def save_later(self: SqlJobs, *args: Any, **named: Any) -> None:
+    async def save_later(self: JobStore, *args: Any, **named: Any) -> None:
         async def run() -> None:
             await asyncio.sleep(LATE_S / 10)
             await save(self, *args, **named)
@@ -77,7 +77,7 @@ def _acknowledge_before_the_transaction() -> None:
         behind = asyncio.ensure_future(run())
         behind.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    SqlJobs.save = save_later
+    JobStore.save = save_later
 
 
 def _check_the_lease_before_the_write() -> None:

@@ -29,8 +29,7 @@ from fedplat_server import crash_points
 from fedplat_server.config import Limits, ServerConfig
 from fedplat_server.daemon import Daemon
 from fedplat_server.database import schema
-from fedplat_server.database.ports import Store
-from fedplat_server.database.store import open_store
+from fedplat_server.database.store import Store, open_store
 from fedplat_server.errors import BlobError, BlobUnavailableError, LeadershipLostError, StoreUnavailableError
 from fedplat_server.rpc import health
 from support.crash import scenario

@@ -28,12 +28,14 @@ from fedplat.rounds import (
     Participation,
     ParticipationHistory,
     Proposal,
+    attempts,
     participations_of,
     rebuild_attempt,
 )
-from fedplat.rounds.clock_set import clocks_from_builtins, clocks_to_builtins
 from fedplat.rounds.commands import Abandon, Assign, Commit, Fold, Refuse, Restart
 from fedplat.rounds.events import ClientCheckedIn, Event, ServerRestarted, TimerFired, UpdateReported
+from fedplat.rounds.protocols.base import read_state, write_state
+from fedplat.rounds.protocols.clock_set import clocks_from_builtins, clocks_to_builtins
 from fedplat.rounds.records import NO_ASSIGNMENTS, SecureMessages
 from fedplat.rounds.selection import Demand, make_demand
 from fedplat.rounds.states import (
@@ -168,7 +170,9 @@ class Ledger:
             if job.gossip is not None:
                 exchange = state_from_builtins(json.loads(json.dumps(state_to_builtins(job.gossip))), job.gossip.rules)
                 assert exchange == job.gossip
-            self.jobs[job_id] = structs.replace(self.jobs[job_id], clocks=stored_clocks, gossip=exchange)
+            kept = None if job.protocol is None else json.loads(json.dumps(write_state(job.protocol)))
+            kinds = {"clocks": stored_clocks, "gossip": exchange, "protocol": read_state(job.spec, kept)}
+            self.jobs[job_id] = structs.replace(self.jobs[job_id], **kinds)
             recalled = structs.replace(self.jobs[job_id], attempt=last, carried_over=carried)
             coordinator.add(recalled, self.participations(job_id))
 
@@ -219,7 +223,7 @@ class Ledger:
         for job_id, job in self.coordinator.jobs.items():
             self._check_rows(job)
             self._check_memory(job)
-            assert timers.get(job_id) == job.next_deadline, f"{job_id} would sleep forever, or wake for nothing"
+            assert timers.get(job_id) == attempts.next_deadline(job), f"{job_id} would sleep, or wake for nothing"
             if job.attempt is not None:
                 self._check_attempt(job, job.attempt)
         for event in events:
@@ -444,7 +448,7 @@ class Ledger:
         if job.spec.gossip is not None:
             self._check_exchange(job, attempt)
         elif attempt.num_busy or (attempt.phase is AttemptPhase.COLLECTING and job.spec.buffered is None):
-            waits = attempt.num_busy or attempt.closes_at is not None or job.fills_cohort
+            waits = attempt.num_busy or attempt.closes_at is not None or attempts.selects(job)
             assert waits, "no client is left to wait for"
             secured = attempt.kind is AttemptKind.TRAIN and job.spec.secure_aggregation is not None
             assert attempt.phase in (WORKING_PHASES if secured else (AttemptPhase.COLLECTING,))

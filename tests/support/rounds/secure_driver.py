@@ -6,7 +6,7 @@ import hashlib
 from typing import Any
 
 from fedplat.job import JobSpec
-from fedplat.rounds import AttemptKey, Proposal, secure
+from fedplat.rounds import AttemptKey, Proposal
 from fedplat.rounds.events import (
     ClientCheckedIn,
     KeysAdvertised,
@@ -16,6 +16,7 @@ from fedplat.rounds.events import (
     UpdateReported,
     UploadStarted,
 )
+from fedplat.rounds.protocols import secure_phases
 from fedplat.rounds.states import AssignmentState, AttemptPhase
 from fedplat.secure_aggregation.messages import KeyAdvertisement
 from fedplat.secure_aggregation.setup import FEATURE
@@ -120,13 +121,13 @@ class SecureDriver(Driver):
 
     def groups(self) -> list[list[str]]:
         """The members of each group."""
-        return [[each.client_id for each in members] for members in secure.list_groups(self.attempt)]
+        return [[each.client_id for each in members] for members in secure_phases.list_groups(self.attempt)]
 
     def survivors(self) -> list[tuple[list[str], list[str]]]:
         """The survivors of each group, and those that dropped out."""
         found: list[tuple[list[str], list[str]]] = []
-        for members in secure.list_groups(self.attempt):
-            sets = secure.find_survivors(members)
+        for members in secure_phases.list_groups(self.attempt):
+            sets = secure_phases.find_survivors(members)
             found.append(
                 (
                     sorted(members[place].client_id for place in sets.survivors),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fedplat.job.secure import group_minimum, require_secure
-from fedplat.rounds import Attempt, AttemptKey, JobState, secure
+from fedplat.rounds import Attempt, AttemptKey, JobState
+from fedplat.rounds.protocols import secure_phases
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase
 from fedplat.secure_aggregation.graph import Graph
 
@@ -51,35 +52,39 @@ class SecureSets:
 
     def _check_attempt(self, job: JobState, attempt: Attempt) -> None:
         reached = _PHASES.index(attempt.phase)
-        groups = secure.list_groups(attempt)
+        groups = secure_phases.list_groups(attempt)
         working = {each.state for each in attempt.assignments.values() if each.is_open}
         assert working <= _STATES[attempt.phase]
         assert bool(groups) == (reached >= 2)
         if reached >= 2:
-            self._fix(attempt, "roster", [[(m.client_id, secure.messages_of(m).keys) for m in g] for g in groups])
+            self._fix(
+                attempt, "roster", [[(m.client_id, secure_phases.messages_of(m).keys) for m in g] for g in groups]
+            )
             sizes = [len(members) for members in groups]
             assert max(sizes) - min(sizes) <= 1
             assert max(sizes) <= require_secure(job.spec).group
         if reached >= 3:
-            self._fix(attempt, "shares", [[secure.messages_of(m).shares for m in g] for g in groups])
+            self._fix(attempt, "shares", [[secure_phases.messages_of(m).shares for m in g] for g in groups])
         if reached >= 4:
             self._check_survivors(job, attempt)
         if reached >= 5:
-            self._fix(attempt, "confirmations", [[secure.messages_of(m).confirmation for m in g] for g in groups])
+            self._fix(
+                attempt, "confirmations", [[secure_phases.messages_of(m).confirmation for m in g] for g in groups]
+            )
             assert attempt.num_survivors >= group_minimum(job.spec)
         if reached >= 6:
-            self._fix(attempt, "answers", [[secure.messages_of(m).answer for m in g] for g in groups])
+            self._fix(attempt, "answers", [[secure_phases.messages_of(m).answer for m in g] for g in groups])
 
     def _check_survivors(self, job: JobState, attempt: Attempt) -> None:
-        found = [secure.find_survivors(members) for members in secure.list_groups(attempt)]
+        found = [secure_phases.find_survivors(members) for members in secure_phases.list_groups(attempt)]
         self._fix(attempt, "survivors", found)
-        for members, sets in zip(secure.list_groups(attempt), found, strict=True):
+        for members, sets in zip(secure_phases.list_groups(attempt), found, strict=True):
             graph = Graph.of(require_secure(job.spec), len(members))
             assert not set(sets.survivors) & set(sets.dropped)
             assert len(sets.survivors) >= max(group_minimum(job.spec), graph.threshold)
-            assert all(secure.messages_of(members[place]).shares for place in (*sets.survivors, *sets.dropped))
+            assert all(secure_phases.messages_of(members[place]).shares for place in (*sets.survivors, *sets.dropped))
             if attempt.phase is AttemptPhase.COMMITTING:
-                answered = [place for place, each in enumerate(members) if secure.messages_of(each).answer]
+                answered = [place for place, each in enumerate(members) if secure_phases.messages_of(each).answer]
                 assert graph.is_recoverable((*sets.survivors, *sets.dropped), answered)
 
     def _fix(self, attempt: Attempt, name: str, found: object) -> None:

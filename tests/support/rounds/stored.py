@@ -8,7 +8,6 @@ from msgspec import structs
 
 from fedplat.gossip.storage import state_to_builtins
 from fedplat.rounds import Assignment, Attempt, HistoryRow, JobState, ModelVersion, Participation, invariants
-from fedplat.rounds.clock_set import clocks_to_builtins
 from fedplat.rounds.invariants.records import (
     AssignmentRow,
     AttemptRow,
@@ -20,6 +19,7 @@ from fedplat.rounds.invariants.records import (
     StoredJob,
     VersionRow,
 )
+from fedplat.rounds.protocols.clock_set import clocks_to_builtins
 from fedplat.rounds.states import JobStatus
 
 WITHOUT_FILES = [

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedplat.rounds import AttemptKey, JobState, ModelVersion, Proposal, warm_start
+from fedplat.rounds import AttemptKey, JobState, ModelVersion, Proposal
 from fedplat.rounds.commands import Abandon, RunWarmStart
 from fedplat.rounds.events import Event, ServerRestarted
+from fedplat.rounds.protocols import warm_start
 from fedplat.rounds.states import AttemptKind, AttemptPhase
 
 

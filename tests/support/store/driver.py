@@ -42,7 +42,8 @@ from fedplat.rounds.events import (
 )
 from fedplat.rounds.records import NO_FUTILE, SecureMessages
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
-from fedplat_server.database.ports import Store, recall_participations
+from fedplat_server.database.sql_jobs import recall_participations
+from fedplat_server.database.store import Store
 from fedplat_server.verify import checks, inspection
 
 _Crew = TypeVar("_Crew", bound=AssignmentSet)

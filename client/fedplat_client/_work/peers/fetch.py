@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Generator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -49,11 +49,10 @@ class _Turn:
 class PeerFetcher:
     """Fetches files of peers into a folder of its own; thread-safe. Two fetches of the same digest take turns.
 
-    Files stay until `keep_only`: also those of an exchange that a restart interrupted.
+    Files stay until `SiloFolder.tidy`: also those of an exchange that a restart interrupted.
     """
 
     def __init__(self, folder: Path, options: ClientOptions) -> None:
-        self._folder = folder
         self._cache = ModelCache(folder, options.cache_limit_bytes, evicts=False)
         self._options = options
         self._lock = threading.Lock()
@@ -87,12 +86,6 @@ class PeerFetcher:
                         f"the file of the peer {file.client_id} has the digest {part.digest}; expected {file.digest}",
                     )
                 return self._cache.admit(part, file.digest)
-
-    def keep_only(self, digests: Collection[str]) -> None:
-        """Delete the files with other digests than these, also incomplete ones."""
-        for path in self._folder.iterdir():
-            if path.stem not in digests:
-                path.unlink()
 
     @contextlib.contextmanager
     def _turn(self, file: PeerFile, timeout_s: float) -> Generator[None]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from fedplat_client._auth.peer_access import PeerAccess, PeerCredentials
-from fedplat_client._work.peers.listener import PeerListener
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import CallError, PeerError
+
+if TYPE_CHECKING:  # most clients have neither
+    from fedplat_client._auth.peer_access import PeerAccess, PeerCredentials
+    from fedplat_client._work.peers.listener import PeerListener
 
 
 @dataclass(frozen=True)

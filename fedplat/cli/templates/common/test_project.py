@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 from fedplat import initial
-from fedplat.simulation import simulate
+from fedplat import simulate
 from fedplat_client import Task
 
 import client

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from fedplat.learner import Config
-from fedplat.model import Parameters
+from fedplat import Parameters
 
 import data
 

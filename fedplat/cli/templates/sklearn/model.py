@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedplat.model import Parameters
+from fedplat import Parameters
 from fedplat.sklearn import SklearnLearner
 
 import data

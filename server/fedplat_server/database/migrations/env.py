@@ -1,9 +1,11 @@
 """The script that alembic runs for each command: the migrations, on the connection of `database.schema`.
 
 A new step is a handwritten file `versions/NNNN_….py`; `tests/server/store/test_schema.py` prints its differences
-from `database/tables.py`. There are no downgrades: restore the backup that was made before the upgrade.
+from `database/tables.py`. There are no downgrades: restore the backup that was made before the upgrade. The first step
+makes the schema of the oldest release. Steps that are in no release yet may be merged into one, which keeps the number
+of the last.
 
-Each step since 0019 states in `compatible_from` the oldest revision whose code can use the database after it. A step
+Each step states in `compatible_from` the oldest revision whose code can use the database after it. A step
 that only adds ("expand": tables, nullable columns or ones with a server default, indexes that are not unique) repeats
 that of the step before it, so that daemons of the previous release continue during the upgrade. A step that removes or
 changes something ("contract") names the revision of the first release whose code no longer uses it. That release must

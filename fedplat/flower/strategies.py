@@ -1,29 +1,14 @@
-"""The rule `flower`: a strategy of Flower (https://flower.ai), or one that is written for it, makes the next version.
-
-This file has the options. `fedplat.flower.strategy_rule` calls the strategy, and is imported when it is first used:
-only the server, or a simulation, needs `flwr`.
-"""
+"""The names of Flower's strategies in a job file, and those that are written for it: nothing here imports `flwr`."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import importlib
 from collections.abc import Mapping
-from types import ModuleType
-from typing import Annotated, ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import msgspec
-from msgspec import Meta
 
-from fedplat.aggregate.algebra import BaseRule, ClientRequirements, Partial, Rule
-from fedplat.aggregate.mean import weighted_mean
-from fedplat.aggregate.robust.inputs import keep_updates
-from fedplat.errors import FedplatError
-from fedplat.model import Blocks, Schema
 from fedplat.plugins import Kind, by_name, define
-
-Value = bool | int | float | Annotated[str, Meta(max_length=1000)]
 
 
 @runtime_checkable
@@ -145,39 +130,3 @@ define(
         adapt=_make_record,
     )
 )
-
-
-def _import_rule() -> ModuleType:
-    """Import the code that calls strategies. Raises `MissingExtraError` without `flwr`."""
-    # By their names, because these modules are in a layer above, and only they import flwr.
-    importlib.import_module("fedplat.flower.app").check_version()
-    return importlib.import_module("fedplat.flower.strategy_rule")
-
-
-class FlowerAggregation(BaseRule, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="flower"):
-    """Options of the rule `flower` (extra "flower" of the server)."""
-
-    strategy: FlowerStrategy
-    """Class of the strategy, such as `strategy = "FedAdam"`."""
-    options: dict[str, Value] = msgspec.field(default_factory=dict[str, Value])
-    """Arguments of the class, such as `options = { eta = 0.01 }`."""
-
-    def build(self) -> Rule:
-        """Return the rule with these options. It imports `flwr` when it is used."""
-
-        def gather(state: Mapping[str, Blocks], partial: Partial) -> Partial:
-            return _import_rule().aggregate(self.strategy, self.options, partial)
-
-        def misfit(schema: Schema) -> str:
-            try:
-                _import_rule().make_strategy(self.strategy, self.options)
-            except FedplatError as exc:
-                return str(exc)
-            return ""
-
-        return dataclasses.replace(
-            keep_updates(weighted_mean()),
-            gather=gather,
-            keeps_memory=True,
-            requirements=ClientRequirements(misfit=misfit),
-        )

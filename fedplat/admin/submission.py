@@ -1,51 +1,29 @@
-"""Submission: from a job file to a job on the server."""
+"""Submission: from a job and its initial model to a job on the server."""
 
 from __future__ import annotations
 
 import dataclasses
 import uuid
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fedplat import initial, submission_checks
-from fedplat.admin import AdminClient, ProgressCallback
-from fedplat.admin.transfer import chunks
-from fedplat.cli.patience import Patience
-from fedplat.errors import FedplatError, JobFileError, ModelError, ServerUnreachableError
+from fedplat.admin.patience import Patience
+from fedplat.admin.transfer import ProgressCallback, chunks
+from fedplat.errors import FedplatError, ServerUnreachableError
 from fedplat.job import JobSpec
 from fedplat.model import Parameters
-from fedplat.simulation.scenario import file as simulation_file
 from fedplat.wire.v1 import admin_pb2
+
+if TYPE_CHECKING:
+    from fedplat.admin import AdminClient
 
 
 @dataclasses.dataclass(frozen=True)
 class Submission:
-    """A valid job file, and the model that it starts from."""
+    """A valid job file, and the model that it starts from, with the tensors that its rule adds."""
 
     text: str
     spec: JobSpec
     parameters: Parameters
-
-
-def load(path: Path, server_plugins: frozenset[tuple[str, str]] = frozenset()) -> Submission:
-    """Read a job file, or the job of a simulation file, and build its initial model.
-
-    Raises `JobFileError`, also for what every server refuses (`fedplat.submission_checks`).
-
-    `server_plugins` are kinds and names that only the server knows, and whose options only the server checks. The table
-    `[simulation]` is checked and then removed: it is not sent to the server.
-    """
-    text, folder = simulation_file.read_text(path), path.absolute().parent
-    spec, sent = simulation_file.parse(text, folder, absent=server_plugins).job, simulation_file.job_text(text)
-    submission_checks.check_size(sent)
-    submission_checks.check_job(spec)
-    parameters = initial.of_job(spec, folder)
-    try:
-        submission_checks.check_initial_model(parameters, spec)
-        if (size_bytes := parameters.schema.file_size_bytes) > submission_checks.MAX_MODEL_BYTES:
-            raise ModelError(f"it has {size_bytes} bytes; a server accepts {submission_checks.MAX_MODEL_BYTES}")
-    except ModelError as exc:
-        raise JobFileError(f"model.initial = {spec.model.initial!r}: {exc}") from exc
-    return Submission(sent, spec, parameters)
 
 
 def submit(

@@ -1,4 +1,4 @@
-"""The rules of a job with a buffer (`[mode] kind = "buffered"`): FedBuff. Pure functions.
+"""A job with a buffer (`[mode] kind = "buffered"`): FedBuff.
 
 Nguyen et al. 2022, arXiv 2106.06639, Algorithm 1. An attempt to train fills one buffer. While it collects, the job
 draws clients until `concurrency` are at work, and each begins with the latest version. `goal` reports close the
@@ -12,28 +12,67 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from fedplat.rounds import assignments, reporting
+from fedplat.rounds import assignments, attempts, closing, reporting, restart, selection
 from fedplat.rounds.commands import Command
+from fedplat.rounds.events import CandidatesDrawn
+from fedplat.rounds.protocols.base import Ending, register
+from fedplat.rounds.protocols.record import RoundProtocol
 from fedplat.rounds.records import Assignment, AssignmentSet, Attempt, JobState, make_assignment_set
-from fedplat.rounds.states import (
-    ATTEMPT_TRANSITIONS,
-    AssignmentState,
-    AttemptPhase,
-    Reason,
-    require,
-)
+from fedplat.rounds.states import ATTEMPT_TRANSITIONS, AssignmentState, AttemptPhase, Reason, require
 from fedplat.rounds.transition import Context, Transition
+
+
+def advance(job: JobState, attempt: Attempt, context: Context) -> Transition | None:
+    """Take over what was carried over, and close at once if enough reports were waiting."""
+    if attempt.phase is AttemptPhase.SELECTING and has_carried_over(job):
+        return take_over(job, context)
+    if attempt.phase is AttemptPhase.COLLECTING and attempt.num_reported >= attempt.goal:
+        return closing.close(job, (), context)
+    return None
+
+
+def demand(job: JobState, attempt: Attempt, min_eligible: int = 1) -> selection.Demand | None:
+    """Demand clients while it collects, and take them in the order of their arrival."""
+    free = attempt.target - attempt.num_busy
+    if attempt.phase not in (AttemptPhase.SELECTING, AttemptPhase.COLLECTING) or free <= 0:
+        return None
+    return selection.training_demand(job, attempt, free, min_eligible)
+
+
+def on_drawn(job: JobState, attempt: Attempt, event: CandidatesDrawn, context: Context) -> Transition:
+    """Assign the drawn clients; if none was available in time, close with the reports, or fail."""
+    if not event.client_ids:
+        return closing.close_without_clients(job, context)
+    return attempts.assign(job, attempt, event.client_ids, context)
+
+
+def judge_end(job: JobState, attempt: Attempt, context: Context) -> Ending:
+    """Close when the buffer is full. A client that fails is replaced by another."""
+    if attempt.num_reported >= attempt.goal:
+        return Ending.CLOSE
+    return Ending.WAIT if attempt.num_busy else Ending.WAIT_FOR_CLIENTS
+
+
+def release_busy(job: JobState, attempt: Attempt) -> tuple[JobState, Attempt, tuple[Command, ...]]:
+    """Carry busy clients over into the next round; after the last they are surplus."""
+    if attempt.key.round < job.spec.rounds:
+        return *carry_over(job, attempt), ()
+    job, commands = closing.drop_carried_over(job, Reason.SURPLUS)
+    job, attempt, more = closing.release_surplus(job, attempt)
+    return job, attempt, commands + more
+
+
+def resume(job: JobState, attempt: Attempt, context: Context) -> Transition:
+    """Continue with the busy clients although the updates in memory are lost, unless the attempt commits."""
+    if job.spec.durability != "memory" or attempt.phase is AttemptPhase.COMMITTING:
+        return restart.resume(job, attempt, context)
+    job = restart.forget_updates(restart.bound_deadlines(job, context.now))
+    return restart.go_on(job, (), context)
 
 
 def has_carried_over(job: JobState) -> bool:
     """Return whether the job has open assignments that the next attempt must take over."""
     return job.carried_over.num_busy > 0 or job.carried_over.num_reported > 0
-
-
-def hold_report(job: JobState, reported: Assignment) -> JobState:
-    """Queue the report of a carried-over assignment for the next attempt."""
-    waiting = structs.replace(reported, report_number=job.carried_over.next_report)
-    return structs.replace(job, carried_over=job.carried_over.with_assignments([waiting]))
 
 
 def carry_over(job: JobState, attempt: Attempt) -> tuple[JobState, Attempt]:
@@ -85,20 +124,19 @@ def stop_stale(job: JobState) -> tuple[JobState, tuple[Command, ...]]:
     return structs.replace(job, carried_over=job.carried_over.with_assignments(late)), assignments.abort_commands(late)
 
 
-def forget_updates(job: JobState) -> JobState:
-    """Drop the accepted updates, which a job with `durability = "memory"` loses in a crash. Busy clients continue."""
-
-    def drop(group: AssignmentSet) -> list[Assignment]:
-        return [assignments.end(each, AssignmentState.DROPPED, Reason.ATTEMPT_ABANDONED) for each in group.reported]
-
-    attempt = job.attempt
-    if attempt is not None and reporting.fills_buffer(job, attempt) and attempt.num_reported:
-        attempt = attempt.with_assignments(drop(attempt))
-    carried = (
-        job.carried_over.with_assignments(drop(job.carried_over)) if job.carried_over.num_reported else job.carried_over
-    )
-    return structs.replace(job, attempt=attempt, carried_over=carried)
-
-
 def _open(group: AssignmentSet) -> list[Assignment]:
     return [each for each in group.assignments.values() if each.is_open]
+
+
+BUFFERED = register(
+    RoundProtocol(
+        name="buffered",
+        advance=advance,
+        demand=demand,
+        on_drawn=on_drawn,
+        judge_end=judge_end,
+        release_busy=release_busy,
+        on_committed=lambda job, event: Transition(*stop_stale(job)),
+        resume=resume,
+    )
+)

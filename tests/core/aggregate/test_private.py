@@ -20,8 +20,9 @@ from fedplat.aggregate import (
     state_from_bytes,
     state_to_bytes,
 )
+from fedplat.aggregate.private import Release, privatize
 from fedplat.model import WINDOW, Parameters, VectorBlocks
-from fedplat.privacy import KEY_BYTES, Noise, PublishedMetrics, Release, Tree, privatize
+from fedplat.privacy import KEY_BYTES, Noise, PublishedMetrics, Tree
 
 SIZE = 12
 NOISE = Noise(bytes(KEY_BYTES))

@@ -1,4 +1,4 @@
-"""The rules of a stale synchronous parallel job (`[mode] kind = "ssp"`). Pure functions.
+"""A stale synchronous parallel job (`[mode] kind = "ssp"`).
 
 Ho et al. 2013, NIPS, section 3: a worker at clock c continues only if the slowest is at c - s or later. Such a job is a
 buffered one (`buffered`) whose buffer holds one update, with a clock set (`clock_set`) that decides who may be drawn.
@@ -15,13 +15,18 @@ waits, and is never withheld.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
 
 from msgspec import structs
 
+from fedplat.rounds import attempts, selection
 from fedplat.rounds.changes import find_changed
-from fedplat.rounds.events import RollCalled
-from fedplat.rounds.records import Assignment, JobState
+from fedplat.rounds.eligible import Gate
+from fedplat.rounds.events import CandidatesDrawn, JobEvent, RollCalled
+from fedplat.rounds.protocols import buffered
+from fedplat.rounds.protocols.base import Roll, register
+from fedplat.rounds.protocols.record import Membership
+from fedplat.rounds.records import Assignment, Attempt, JobState
 from fedplat.rounds.states import AssignmentState, AttemptKind, JobStatus, Reason
 from fedplat.rounds.transition import Context, Transition
 
@@ -29,15 +34,32 @@ _ENDED_BY_CLIENT = frozenset({AssignmentState.LATE, AssignmentState.FAILED, Assi
 _ENDED_BY_SERVER = frozenset({AssignmentState.DROPPED, AssignmentState.SURPLUS})
 
 
-class Gate(NamedTuple):
-    """Who may be drawn: none of `withheld`, and only `members` if the set has no room for others."""
+def _demand(job: JobState, attempt: Attempt) -> selection.Demand | None:
+    """Demand whom the clocks admit; an empty clock set begins with several clients."""
+    needed = max(job.spec.selection.wait_for, 1) if not job.clocks.clocks else 1
+    demand = buffered.demand(job, attempt, needed)
+    return dataclasses.replace(demand, gate=make_gate(job)) if demand is not None else None
 
-    withheld: frozenset[str]
-    members: frozenset[str] | None
 
-    def admits(self, client_id: str) -> bool:
-        """Return whether a client may be drawn."""
-        return client_id not in self.withheld and (self.members is None or client_id in self.members)
+def _on_drawn(job: JobState, attempt: Attempt, event: CandidatesDrawn, context: Context) -> Transition:
+    if not event.client_ids:
+        return buffered.on_drawn(job, attempt, event, context)
+    return attempts.assign(job, attempt, admit(job, event.client_ids), context)
+
+
+def _event_of_revocation(job: JobState, client_id: str) -> JobEvent | None:
+    return RollCalled(job.job_id, revoked=frozenset({client_id})) if client_id in job.clocks.clocks else None
+
+
+def _roll(job: JobState, context: Context) -> Roll | None:
+    """Call all members when the time of one of them is over, or that of all: no client came in time."""
+    if not job.clocks.clocks or job.status is not JobStatus.RUNNING:
+        return None
+    attempt, moment = job.open_attempt, job.clocks.next_expected
+    is_over = attempt is not None and attempts.selects(job) and attempt.selection_ends_at <= context.now
+    is_last = is_over and attempt is not None and attempt.kind is AttemptKind.TRAIN
+    is_time = is_last or (moment is not None and moment <= context.now)
+    return Roll(job.clocks.clocks, is_last) if is_time else None
 
 
 def make_gate(job: JobState) -> Gate | None:
@@ -121,3 +143,22 @@ def on_roll_call(job: JobState, event: RollCalled, context: Context) -> Transiti
 
 def _has_left(ended: Assignment) -> bool:
     return ended.state in _ENDED_BY_CLIENT or ended.reason is Reason.REVOKED
+
+
+SSP = register(
+    dataclasses.replace(
+        buffered.BUFFERED,
+        name="ssp",
+        handlers={RollCalled: on_roll_call},
+        demand=_demand,
+        on_drawn=_on_drawn,
+        membership=Membership(
+            awaits=lambda job, client_id: client_id in job.clocks.clocks,
+            revoked=_event_of_revocation,
+            roll=_roll,
+            follow=follow,
+            expect=expect_members,
+            next_moment=lambda job: job.clocks.next_expected,
+        ),
+    )
+)

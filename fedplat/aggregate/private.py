@@ -19,8 +19,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from fedplat.aggregate import AdaptiveClip, ClientRequirements, Contribution, Partial, Rule, State, Wrapper
-from fedplat.aggregate.adaptive_clip import CLIP_NORM, WITHIN, next_clip_norm
+from fedplat.aggregate.adaptive_clip import CLIP_NORM, WITHIN, AdaptiveClip, next_clip_norm
+from fedplat.aggregate.algebra import ClientRequirements, Contribution, Partial, Rule, State, Wrapper
 from fedplat.model import Blocks, Schema, Vector
 from fedplat.privacy.noise import Noise, Normals
 from fedplat.privacy.options import PublishedMetrics

@@ -1,6 +1,6 @@
-"""The rules of a job with `[warm_start]`. Pure functions.
+"""Warm start (`[warm_start]`): the server trains the initial model before round 1.
 
-Before round 1 the server trains the initial model on its own data, and the result is version 1. This is an attempt
+It does so on its own data, and the result is version 1. This is an attempt
 without a cohort, in round 0; it is committed, fails and is retried like others. It is not a private release, because it
 does not use data of clients. In a job with a Flower app it runs the app until it sends its first messages.
 """
@@ -11,14 +11,11 @@ from msgspec import structs
 
 from fedplat.job import JobSpec
 from fedplat.rounds.commands import RunWarmStart
+from fedplat.rounds.protocols.base import AttemptSizes, Ending, register
+from fedplat.rounds.protocols.record import RoundProtocol
 from fedplat.rounds.records import Attempt, AttemptKey, JobState
 from fedplat.rounds.states import FIRST_PHASES, AttemptKind
 from fedplat.rounds.transition import Context, Transition
-
-
-def is_warm_start(attempt: Attempt) -> bool:
-    """Return whether an attempt is a warm start."""
-    return attempt.kind is AttemptKind.WARM_START
 
 
 def is_wanted(spec: JobSpec) -> bool:
@@ -31,8 +28,10 @@ def is_due(job: JobState) -> bool:
     return is_wanted(job.spec) and job.latest.version == 0
 
 
-def begin(job: JobState, context: Context) -> Transition:
-    """Open the attempt, and start its training."""
+def begin(job: JobState, context: Context) -> Transition | None:
+    """Open the attempt, and start its training, unless the job has it behind it."""
+    if not is_due(job):
+        return None
     number = job.attempt.key.number + 1 if job.attempt is not None else 1
     attempt = Attempt(
         key=AttemptKey(job.job_id, 0, number),
@@ -49,6 +48,27 @@ def begin(job: JobState, context: Context) -> Transition:
     return Transition(after, (make_command(attempt),))
 
 
+def describe(job: JobState, attempt: Attempt) -> str:
+    """Return what the attempt is, for a reason."""
+    return "the start of the app" if job.spec.flower is not None else "the warm start"
+
+
 def make_command(attempt: Attempt) -> RunWarmStart:
     """Return the command that runs the training of an attempt, at its start and again after a restart."""
     return RunWarmStart(attempt.key, attempt.base_version)
+
+
+WARM_START = register(
+    RoundProtocol(
+        name="warm_start",
+        folds=False,
+        finishes=False,
+        begin=begin,
+        sizes=lambda job: AttemptSizes(0, 0, 0),
+        describe=describe,
+        demand=lambda job, attempt: None,
+        judge_end=lambda job, attempt, context: Ending.WAIT,
+        on_aggregation_failed=lambda job, attempt, event: (job, event.text),
+        resume=lambda job, attempt, context: Transition(job, (make_command(attempt),)),
+    )
+)

@@ -1,4 +1,4 @@
-"""The rounds of a decentralised job (`[mode] kind = "gossip"`), which make no versions. Pure functions.
+"""A decentralised job (`[mode] kind = "gossip"`): silos exchange models, and rounds make no versions.
 
 `fedplat.gossip.coordinator` decides what happens: which silos exchange models, what counts, and when the job ends. Its
 state is part of the job's (`JobState.gossip`). This module gives that coordinator a place among the others: each of its
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from msgspec import structs
 
 from fedplat.gossip import coordinator as gossip
-from fedplat.gossip import shares
+from fedplat.gossip import shares, steps
 from fedplat.gossip.messages import (
     BeginRound,
     EndJob,
@@ -32,9 +32,11 @@ from fedplat.gossip.messages import (
 )
 from fedplat.gossip.state import GossipPhase, GossipRules, GossipState
 from fedplat.job import JobSpec
-from fedplat.rounds import assignments, closing, futility, privacy_rules, reporting
+from fedplat.rounds import assignments, closing, futility, privacy_rules, reporting, selection
 from fedplat.rounds.commands import Assign, Command, NextStep
-from fedplat.rounds.events import CandidatesDrawn, SiloReported, SilosLost
+from fedplat.rounds.events import CandidatesDrawn, JobEvent, SiloReported, SilosLost
+from fedplat.rounds.protocols.base import Ending, register
+from fedplat.rounds.protocols.record import Membership, RoundProtocol
 from fedplat.rounds.records import NO_FUTILE, Assignment, Attempt, AttemptKey, JobState, ModelVersion
 from fedplat.rounds.states import (
     ASSIGNMENT_TRANSITIONS,
@@ -70,24 +72,20 @@ def make_rules(spec: JobSpec) -> GossipRules:
     )
 
 
-def is_gossip(job: JobState) -> bool:
-    """Return whether the job is a decentralised one."""
-    return job.spec.gossip is not None
-
-
 def wants_silos(attempt: Attempt) -> bool:
     """Return whether silos that check in still take part in the round."""
     return attempt.phase in (AttemptPhase.SELECTING, AttemptPhase.COLLECTING)
 
 
-def advance(job: JobState, context: Context) -> Transition | None:
-    """Begin a round, continue a paused one, or process a timer that has passed; None if there is nothing to do."""
-    attempt, state = job.open_attempt, job.gossip
-    if attempt is not None:
-        is_over = attempt.step_ends_at is not None and attempt.step_ends_at <= context.now
-        return _step(job, TimerPassed(state_of(job).timer), context) if is_over else None
-    if job.status is not JobStatus.RUNNING:
-        return None
+def advance(job: JobState, attempt: Attempt, context: Context) -> Transition | None:
+    """Process a timer that has passed; None if there is nothing to do."""
+    is_over = attempt.step_ends_at is not None and attempt.step_ends_at <= context.now
+    return _step(job, TimerPassed(state_of(job).timer), context) if is_over else None
+
+
+def begin(job: JobState, context: Context) -> Transition | None:
+    """Begin a round, or continue a paused one."""
+    state = job.gossip
     if state is None:
         state, _ = gossip.begin(make_rules(job.spec))
     elif job.attempt is not None and job.attempt.key.round == state.round:
@@ -102,11 +100,8 @@ def state_of(job: JobState) -> GossipState:
     return job.gossip
 
 
-def assign(job: JobState, event: CandidatesDrawn, context: Context) -> Transition:
+def assign(job: JobState, attempt: Attempt, event: CandidatesDrawn, context: Context) -> Transition:
     """Give silos that have checked in their part in the round."""
-    attempt = job.open_attempt
-    assert attempt is not None
-    attempt = attempt.count_draw(event.num_waiting, event.num_eligible)
     left = _remaining_s(attempt, context)
     made: list[Assignment] = []
     commands: list[Command] = []
@@ -177,16 +172,13 @@ def on_lost(job: JobState, event: SilosLost, context: Context) -> Transition:
     return structs.replace(after, commands=tuple(commands))
 
 
-def on_ended(job: JobState, client_id: str, context: Context) -> Transition:
+def on_ended(job: JobState, assignment: Assignment, context: Context) -> Transition:
     """Continue without a silo whose assignment has ended: it failed, or was revoked."""
-    return _step(job, SiloDeparted(client_id), context) if job.open_attempt is not None else Transition(job)
+    return _step(job, SiloDeparted(assignment.client_id), context) if job.open_attempt is not None else Transition(job)
 
 
-def restart(job: JobState, context: Context) -> Transition:
+def resume(job: JobState, attempt: Attempt, context: Context) -> Transition:
     """Give the open phase its whole time again after a restart of the server: silos have to reconnect."""
-    attempt = job.open_attempt
-    if attempt is None:
-        return Transition(job)
     return Transition(_set_timer(job, context.now + _phase_s(state_of(job))))
 
 
@@ -372,3 +364,44 @@ def _end(job: JobState, before: GossipState, end: EndJob, context: Context) -> t
 
 def _remaining_s(attempt: Attempt, context: Context) -> float:
     return max(attempt.step_ends_at - context.now, 0.0) if attempt.step_ends_at is not None else 0.0
+
+
+# --- the record --------------------------------------------------------------------------------------------
+
+
+def _demand(job: JobState, attempt: Attempt) -> selection.Demand | None:
+    """Demand silos while models are announced; they are assigned as they arrive."""
+    free = attempt.target - attempt.num_busy
+    wants = wants_silos(attempt) and free > 0
+    return selection.training_demand(job, attempt, free, 1) if wants else None
+
+
+def _awaits(job: JobState, client_id: str) -> bool:
+    return job.gossip is not None and client_id in job.gossip.members | job.gossip.away
+
+
+def _event_of_revocation(job: JobState, client_id: str) -> JobEvent | None:
+    is_member = job.gossip is not None and client_id in job.gossip.members
+    return SilosLost(job.job_id, (client_id,)) if is_member else None
+
+
+GOSSIP = register(
+    RoundProtocol(
+        name="gossip",
+        keeps_updates=False,
+        features=frozenset({steps.FEATURE}),
+        handlers={SiloReported: on_reported, SilosLost: on_lost},
+        begin=begin,
+        advance=advance,
+        demand=_demand,
+        selects=lambda job, attempt: False,
+        on_drawn=assign,
+        on_reclaimed=reassign,
+        on_ended=on_ended,
+        judge_end=lambda job, attempt, context: Ending.WAIT,  # `_follow` ends it
+        on_deadline=lambda job, context: Transition(job),  # that of the attempt: `advance`
+        resume=resume,
+        deadlines=lambda job, attempt: (attempt.step_ends_at,),
+        membership=Membership(awaits=_awaits, revoked=_event_of_revocation),
+    )
+)

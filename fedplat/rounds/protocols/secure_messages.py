@@ -15,8 +15,8 @@ from fedplat.errors import SecureAggregationError
 from fedplat.job.secure import require_secure
 from fedplat.rounds import assignments, reporting
 from fedplat.rounds.events import KeysAdvertised, MasksAnswered, SharesSent, SurvivorsConfirmed, UpdateReported
+from fedplat.rounds.protocols.secure_phases import messages_of
 from fedplat.rounds.records import Assignment, Attempt, JobState
-from fedplat.rounds.secure import messages_of
 from fedplat.rounds.states import (
     ASSIGNMENT_TRANSITIONS,
     REASON_TEXTS,

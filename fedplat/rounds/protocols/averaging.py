@@ -1,0 +1,75 @@
+"""Synchronous rounds (`[mode] kind = "sync"`): a cohort starts from one version, and its updates make the next.
+
+Its functions are the defaults of the record (`record.RoundProtocol`).
+"""
+
+from __future__ import annotations
+
+from fedplat.rounds import attempts, closing, influence, selection
+from fedplat.rounds.events import AggregationFailed, CandidatesDrawn
+from fedplat.rounds.protocols.base import AttemptSizes, Ending
+from fedplat.rounds.records import Assignment, Attempt, JobState
+from fedplat.rounds.states import WORKING_PHASES, AttemptKind, AttemptPhase, JobStatus
+from fedplat.rounds.transition import Context, Transition
+
+
+def begin(job: JobState, context: Context) -> Transition:
+    """Open the next round, or end the job after the last."""
+    if job.round >= job.spec.rounds:
+        return Transition(closing.set_status(job, JobStatus.COMPLETED, ""))
+    return Transition(attempts.open_attempt(job, AttemptKind.TRAIN, context))
+
+
+def size_cohort(job: JobState) -> AttemptSizes:
+    """Return the sizes in the job file."""
+    selection = job.spec.selection
+    return AttemptSizes(selection.goal, selection.minimum, job.spec.num_wanted)
+
+
+def demand_cohort(job: JobState, attempt: Attempt) -> selection.Demand | None:
+    """Demand a cohort while the attempt selects.
+
+    Trials per client have no target to wait for: only `wait_for` determines when enough clients are waiting.
+    """
+    if attempt.phase is not AttemptPhase.SELECTING:
+        return None
+    options = job.spec.selection
+    enough = options.wait_for or None if options.sampling.is_trial else max(options.wait_for, attempt.target)
+    return selection.training_demand(job, attempt, attempt.target, enough)
+
+
+def count_candidates(job: JobState, attempt: Attempt, event: CandidatesDrawn) -> tuple[int, int]:
+    """Count the drawn clients; the last draw must have the minimum."""
+    return len(event.client_ids), attempt.minimum if event.final else 1
+
+
+def judge_end(job: JobState, attempt: Attempt, context: Context) -> Ending:
+    """Close at the goal, or when no client is left to wait for; with `close = "deadline"` wait for all."""
+    if attempt.num_reported + attempt.num_busy < attempt.minimum:
+        return Ending.FAIL
+    waits_for_all = job.spec.selection.close == "deadline"
+    return Ending.WAIT if attempt.num_busy and (attempt.num_reported < attempt.goal or waits_for_all) else Ending.CLOSE
+
+
+def weigh(job: JobState, reported: Assignment, staleness: int) -> float:
+    """Return the weight of an update by the current claims."""
+    return job.spec.weight(reported.num_examples, staleness, influence.limit_by_claims(job))
+
+
+def longest_s(job: JobState, assignment: Assignment) -> float:
+    """Return the longest time that a client may still train after a restart; an adaptive deadline gave less."""
+    return min(job.spec.deadlines.training_s, assignment.deadline_at - assignment.assigned_at)
+
+
+def list_deadlines(job: JobState, attempt: Attempt) -> tuple[float | None, ...]:
+    """Return the moments at which the attempt changes without an event."""
+    if attempt.awaits_clients:
+        return (attempt.selection_ends_at,)
+    if attempt.phase in WORKING_PHASES:
+        return attempt.next_deadline if attempt.num_busy else None, attempt.closes_at
+    return (attempt.step_ends_at,)
+
+
+def describe_failure(job: JobState, attempt: Attempt, event: AggregationFailed) -> tuple[JobState, str]:
+    """Return why the attempt has failed; no client is to blame."""
+    return job, f"aggregation failed: {event.text}"

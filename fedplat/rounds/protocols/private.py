@@ -1,0 +1,51 @@
+"""Private jobs (`[privacy]`): a wrapper around the protocol of their training (`fedplat.rounds.privacy_rules`).
+
+It changes what makes a release: when a round may begin, how many clients it needs, and when it may close. Which numbers
+of a client are stored or shown is not part of it: that holds for all attempts of a job, also for its evaluations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fedplat.rounds import closing, privacy_rules
+from fedplat.rounds.events import CandidatesDrawn
+from fedplat.rounds.protocols.base import AttemptSizes, Ending
+from fedplat.rounds.protocols.record import RoundProtocol
+from fedplat.rounds.records import Attempt, JobState
+from fedplat.rounds.states import JobStatus
+from fedplat.rounds.transition import Context, Transition
+
+
+def wrap(inner: RoundProtocol) -> RoundProtocol:
+    """Return the protocol of jobs that train as `inner`, privately."""
+
+    def begin(job: JobState, context: Context) -> Transition | None:
+        """Pause instead of opening a round for which the budget does not suffice."""
+        begun = inner.begin(job, context)
+        if begun is None or begun.job.open_attempt is None:
+            return begun
+        spent = privacy_rules.describe_spent_budget(job)
+        return Transition(closing.set_status(job, JobStatus.PAUSED, spent)) if spent else begun
+
+    def judge_end(job: JobState, attempt: Attempt, context: Context) -> Ending:
+        """Close an attempt that hides its sample only at its moment."""
+        if attempt.closes_at is None:
+            return inner.judge_end(job, attempt, context)
+        return Ending.WAIT if context.now < attempt.closes_at else Ending.CLOSE
+
+    def sizes(job: JobState) -> AttemptSizes:
+        return inner.sizes(job)._replace(minimum=privacy_rules.minimum(job))
+
+    def count_candidates(job: JobState, attempt: Attempt, event: CandidatesDrawn) -> tuple[int, int]:
+        return privacy_rules.count_candidates(job, event)
+
+    return dataclasses.replace(
+        inner,
+        name=f"private {inner.name}",
+        begin=begin,
+        sizes=sizes,
+        count_candidates=count_candidates,
+        closes_at=privacy_rules.closes_at,
+        judge_end=judge_end,
+    )

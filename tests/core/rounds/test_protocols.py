@@ -1,0 +1,34 @@
+"""Each kind of job has a protocol, each event a handler, and a wrapper changes only what it names."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import get_args, get_type_hints
+
+import pytest
+
+from fedplat.job.tables import JobTables
+from fedplat.rounds import sync
+from fedplat.rounds.events import JobEvent
+from fedplat.rounds.protocols import base, registry
+from fedplat.rounds.protocols.private import wrap
+from fedplat.rounds.protocols.record import RoundProtocol
+
+MODES = {mode.__struct_config__.tag for mode in get_args(get_type_hints(JobTables)["mode"])}
+FUNCTIONS = [field.name for field in dataclasses.fields(RoundProtocol)]
+
+
+def test_each_mode_has_a_protocol() -> None:
+    assert MODES | {"secure", "flower_app", "evaluation", "warm_start"} <= set(base.list_registered())
+
+
+def test_each_event_has_one_handler() -> None:
+    own = [event for protocol in registry.ALL for event in protocol.handlers if not protocol.name.startswith("private")]
+    assert sorted(event.__name__ for event in (*sync.COMMON, *own)) == sorted(e.__name__ for e in get_args(JobEvent))
+
+
+@pytest.mark.parametrize("inner", [registry.AVERAGING, registry.SECURE], ids=lambda inner: inner.name)
+def test_privacy_changes_only_what_makes_a_release(inner: RoundProtocol) -> None:
+    wrapped = wrap(inner)
+    changed = {name for name in FUNCTIONS if getattr(wrapped, name) is not getattr(inner, name)}
+    assert changed == {"name", "begin", "sizes", "count_candidates", "closes_at", "judge_end"}
