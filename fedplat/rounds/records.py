@@ -125,13 +125,15 @@ class Assignment(Struct, frozen=True):
 class AssignmentSet(Struct, frozen=True, kw_only=True):
     """Assignments by client.
 
-    `counts` holds the number of assignments by state; no assignment is late before `next_deadline`. Both are kept up to
-    date by `with_assignments`, so that a report does not iterate over all of them.
+    `counts` holds the number of assignments by state, and `last_report` the largest number of a report; no assignment
+    is late before `next_deadline`. All are kept up to date by `with_assignments`, so that a report does not iterate
+    over all of them.
     """
 
     assignments: Mapping[str, Assignment] = field(default_factory=PersistentMap[Assignment])
     counts: Mapping[AssignmentState, int] = field(default_factory=dict[AssignmentState, int])
     next_deadline: float | None = None
+    last_report: int = 0
 
     @property
     def reported(self) -> list[Assignment]:
@@ -163,14 +165,17 @@ class AssignmentSet(Struct, frozen=True, kw_only=True):
 
     @property
     def next_report(self) -> int:
-        """A number above that of every report so far, including those that were dropped later."""
+        """A number above that of every report so far, including those that were dropped later.
+
+        After a restart assignments that have ended may be missing, but those that are open keep their numbers.
+        """
         ended = (AssignmentState.REJECTED, AssignmentState.DROPPED)
-        return 1 + self.num_reported + sum(self.counts.get(state, 0) for state in ended)
+        return 1 + max(self.last_report, self.num_reported + sum(self.counts.get(state, 0) for state in ended))
 
     def with_assignments(self, changed: Iterable[Assignment]) -> Self:
         """Return this set with some assignments added or replaced."""
         latest = {assignment.client_id: assignment for assignment in changed}
-        counts, next_deadline = Counter(self.counts), self.next_deadline
+        counts, next_deadline, last_report = Counter(self.counts), self.next_deadline, self.last_report
         for assignment in latest.values():
             if (before := self.assignments.get(assignment.client_id)) is not None:
                 counts[before.state] -= 1
@@ -178,8 +183,11 @@ class AssignmentSet(Struct, frozen=True, kw_only=True):
             if assignment.is_busy:
                 earlier = assignment.deadline_at if next_deadline is None else next_deadline
                 next_deadline = min(assignment.deadline_at, earlier)
+            last_report = max(last_report, assignment.report_number or 0)
         assignments = to_persistent(self.assignments).update(latest)
-        return structs.replace(self, assignments=assignments, counts=counts, next_deadline=next_deadline)
+        return structs.replace(
+            self, assignments=assignments, counts=counts, next_deadline=next_deadline, last_report=last_report
+        )
 
     def find(self, key: AttemptKey, client_id: str) -> Assignment | None:
         """Return the client's assignment of an attempt, if it is in the set."""

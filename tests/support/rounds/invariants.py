@@ -155,6 +155,7 @@ class Ledger:
             "closes_at": None,
             "step_ends_at": None,
             "num_awaited": 0,
+            "last_report": 0,
         }
         self.attempts = {key: structs.replace(attempt, **moments) for key, attempt in self.attempts.items()}
         for job_id, job in self.jobs.items():
@@ -470,7 +471,7 @@ class Ledger:
     def _check_deadlines(self, job: JobState, now: float) -> None:
         """Once the timer has fired nothing is open past its deadline."""
         attempt = job.open_attempt
-        if attempt is not None and attempt.awaits_clients:
+        if attempt is not None and attempt.awaits_clients and job.spec.gossip is None:
             assert attempt.selection_ends_at > now
         if attempt is not None and attempt.phase is AttemptPhase.COLLECTING and attempt.closes_at is not None:
             assert attempt.closes_at > now

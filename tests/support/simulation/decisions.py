@@ -118,6 +118,9 @@ def _describe_kind(job: JobState) -> Iterator[object]:
     yield [sorted(cohort_of(job)), sorted(job.barred), list(job.unmasked)]
     yield [clocks.minimum, clocks.clocks, clocks.ahead, _numbers(clocks.expected)]
     yield [[name, lapse.times, lapse.at] for name, lapse in clocks.lapses.items()]
+    if (state := job.gossip) is not None:
+        yield [state.phase.value, state.round, state.attempt, state.timer, state.failures, state.reason]
+        yield [sorted(state.announced), sorted(state.away), sorted(state.members), sorted(state.edges)]
 
 
 def _describe_attempt(attempt: Attempt) -> Iterator[object]:
