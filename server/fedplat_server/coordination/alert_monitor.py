@@ -115,8 +115,6 @@ class AlertMonitor:
         """Include the object store of the spool."""
         self._health = health
 
-    # --- the past of jobs ------------------------------------------------------------------------------------
-
     async def restore(self, store: Store) -> None:
         """Read the last rounds of open jobs, and the times at which jobs failed."""
         failed: list[AttemptKey] = []
@@ -165,8 +163,6 @@ class AlertMonitor:
         if job_id not in self._jobs:
             self._jobs[job_id] = _JobTimes(self._now(), self._now())
         return self._jobs[job_id]
-
-    # --- evaluation ------------------------------------------------------------------------------------------
 
     def evaluate(self, disk: DiskSpace) -> Sequence[tuple[alerts.Alert, float]]:
         """Return the present alerts, the most severe first, each with the time since which it lasts."""
@@ -235,8 +231,6 @@ class AlertMonitor:
             failed_s=self._unix_s() - self._failed_unix_s[job.job_id] if has_failed else None,
             option="--exchange-models" if spec.gossip is not None else "",
         )
-
-    # --- privacy budgets -------------------------------------------------------------------------------------
 
     def begin(self, store: Store) -> None:
         """Start to compute the spent privacy budgets once a minute."""

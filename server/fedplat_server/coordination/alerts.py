@@ -152,9 +152,6 @@ def evaluate(server: ServerFacts, jobs: Iterable[JobFacts]) -> list[Alert]:
     return sorted(found, key=lambda alert: (-alert.severity, alert.name, alert.population, alert.job_id))
 
 
-# --- rules of jobs -----------------------------------------------------------------------------------------
-
-
 def usual_round_s(job: JobFacts) -> float:
     """Return the median time of the last rounds; of a job without rounds, the longest time that a round may take."""
     durations = sorted(each.seconds for each in job.rounds)
@@ -288,9 +285,6 @@ JOB_RULES: Sequence[Callable[[JobFacts], Alert | None]] = (
 )
 
 
-# --- rules of the server -----------------------------------------------------------------------------------
-
-
 def _check_certificate(server: ServerFacts) -> Alert | None:
     left_s = server.certificate_s
     if left_s is None or left_s >= CERTIFICATE_S:
@@ -414,9 +408,6 @@ def _start_clients(job: JobFacts) -> str:
 
 def _short(reason: str) -> str:
     return shorten(reason, _MAX_REASON_BYTES).rstrip(". \n") or "no reason is known"
-
-
-# --- changes -----------------------------------------------------------------------------------------------
 
 
 class AlertChanges(NamedTuple):

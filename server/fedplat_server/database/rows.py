@@ -67,9 +67,6 @@ def field_names(record: type[Any]) -> tuple[str, ...]:
     return record._fields  # of a NamedTuple
 
 
-# --- versions ----------------------------------------------------------------------------------------------
-
-
 def version_values(job_id: str, version: ModelVersion, unix_s: float) -> Values:
     """Return a row of `model_versions`."""
     return to_values(version) | {"job_id": job_id, "created_unix_s": unix_s, "metrics": {}}
@@ -101,9 +98,6 @@ def mechanism_of(spec: JobSpec, num_survivors: int) -> Mechanism | None:
     if spec.privacy is not None and spec.privacy.trust == "none" and num_survivors:
         return find_mechanism_of(spec, num_survivors)
     return find_mechanism(spec)
-
-
-# --- attempts and assignments ------------------------------------------------------------------------------
 
 
 def attempt_values(attempt: Attempt, unix_s: float) -> Values:
@@ -268,9 +262,6 @@ def _secure_messages(row: Row, messages: Mapping[str, bytes]) -> SecureMessages 
     return SecureMessages(row.secure_group, row.secure_position, **messages)
 
 
-# --- jobs --------------------------------------------------------------------------------------------------
-
-
 def job_values(state: JobState) -> Values:
     """Return the mutable columns of `jobs`; of a job that was not read as a whole, without those that may be more."""
     values: Values = {
@@ -390,9 +381,6 @@ def adds_own_noise(row: Row) -> bool:
 def may_be_secure(row: Row) -> bool:
     """Return whether a job may have secure aggregation; without reading its file."""
     return "secure_aggregation" in row.job_file
-
-
-# --- history -----------------------------------------------------------------------------------------------
 
 
 def history_values(job_id: str, row: HistoryRow, unix_s: float) -> Values:
