@@ -17,8 +17,9 @@ from cryptography import x509
 from fedplat.admin import profile
 from fedplat_server.auth import pki_folder
 from fedplat_server.auth.tls import load, utc_now
-from fedplat_server.cli import main
+from fedplat_server.cli import commands, main
 from fedplat_server.cli.options import database_url, with_store
+from fedplat_server.config import ServerConfig
 from fedplat_server.records.audit import AuditRow
 from fedplat_server.records.operators import OperatorRecord, hash_token
 
@@ -293,6 +294,37 @@ def test_certificates_are_shown_and_renewed(run: Run, data: Path) -> None:
     shown = run("certificates", "show")[1]
     assert ("two.example.org" in shown, "fed.example.org" in shown) == (True, False)
     assert [row.subject for row in audit_of(data) if row.action == "certificates changed"] == ["init", "renew", "renew"]
+
+
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        ((), ""),
+        (("--database", "other.sqlite"), " --database FOLDER/other.sqlite"),
+        (("--database", "@url"), " --database @FOLDER/url"),
+        (("--database", "postgresql://me:hunter2@db/fed"), " --database @FILE"),
+    ],
+    ids=["the default", "a file", "a file with a URL", "a password"],
+)
+def test_a_daemon_knows_the_options_that_find_its_data(
+    run: Run, data: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], place: str
+) -> None:
+    """Its alerts have commands, which are typed in other folders than the daemon's."""
+    assert run("init")[0] == 0
+    configs: list[ServerConfig] = []
+
+    def serve(config: ServerConfig, *_: object, **__: object) -> None:
+        configs.append(config)
+
+    monkeypatch.setattr(commands, "serve", serve)
+    monkeypatch.chdir(data.parent)
+    Path("url").write_text("postgresql://me:hunter2@db/fed")
+    run("run", *options)
+    expected = f" --data-dir {data}" + place.replace("FOLDER", str(data.parent))
+    (config,) = configs
+    assert config.place == config.prune_options == expected
+    assert config.tls is not None
+    assert config.tls.renewal == f"fedplat-server certificates renew{expected}"
 
 
 @pytest.mark.parametrize("command", ["show", "renew", "rotate-ca"])
