@@ -14,8 +14,8 @@ from typing import Final
 from msgspec import NODEFAULT, Struct, structs
 
 from fedplat.aggregate.easgd import NAME as _EASGD
+from fedplat.config.plugins import name_of
 from fedplat.job.tables import JobTables
-from fedplat.plugins import name_of
 
 SYNC: Final = 'mode.kind = "sync"'
 BUFFERED: Final = 'mode.kind = "buffered"'

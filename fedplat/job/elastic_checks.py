@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 
 from fedplat import codecs
 from fedplat.aggregate.easgd import NAME
+from fedplat.config.plugins import name_of
 from fedplat.job.combinations import DOWNLINK, ELASTIC, explain
 from fedplat.job.tables import JobTables
 from fedplat.modes import Buffered, ConstantStaleness
-from fedplat.plugins import name_of
 
 REASONS: Mapping[str, str] = {
     "privacy": (

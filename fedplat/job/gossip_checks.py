@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from fedplat import aggregate
 from fedplat.aggregate import feddyn, scaffold
+from fedplat.config.plugins import name_of
 from fedplat.gossip.options import MIN_RING, Gossip
 from fedplat.job.combinations import DOWNLINK, GOSSIP, OF_CLIENTS, explain
 from fedplat.job.sections import Selection, Updates
 from fedplat.job.tables import JobTables
-from fedplat.plugins import name_of
 from fedplat.sampling import Uniform
 
 _NO_TABLES = {

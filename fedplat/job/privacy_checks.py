@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from fedplat import codecs, privacy
+from fedplat.config.plugins import name_of
 from fedplat.flower.rule import FlowerAggregation
 from fedplat.job import secure
 from fedplat.job.combinations import BUFFERED, OF_CLIENTS, STALE_SYNCHRONOUS, explain
 from fedplat.job.sections import Updates
 from fedplat.job.secure_checks import RULES_ON_MEAN
 from fedplat.job.tables import JobTables
-from fedplat.plugins import name_of
 from fedplat.sampling import Poisson, Uniform
 
 _CLOSES_EARLY = 'expected "sync", since a buffer closes at a number of reports'

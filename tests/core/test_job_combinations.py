@@ -9,11 +9,11 @@ from typing import Any, get_args
 import pytest
 from msgspec import NODEFAULT, Struct, structs
 
+from fedplat.config.toml import read_record
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec, checks, combinations
 from fedplat.job.combinations import BUFFERED, COMBINES, DISTILL, ELASTIC, GOSSIP, STALE_SYNCHRONOUS, SYNC, may_combine
 from fedplat.job.tables import JobTables
-from fedplat.toml import read_record
 
 Table = dict[str, Any]
 BASE: Table = {

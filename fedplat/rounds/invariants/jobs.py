@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import msgspec
 
+from fedplat.config.plugins import has_absent
 from fedplat.gossip.state import GossipState
 from fedplat.job import build_rule
-from fedplat.plugins import has_absent
 from fedplat.rounds.invariants.records import (
     Location,
     ParticipationRounds,

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 
 from msgspec import structs
 
-from fedplat.decoding import require_known
+from fedplat.config.decoding import require_known
 from fedplat.gossip import coordinator as gossip
 from fedplat.gossip import shares, steps
 from fedplat.gossip.messages import (

@@ -13,10 +13,10 @@ import msgspec
 import sqlalchemy
 from sqlalchemy.dialects import postgresql, sqlite
 
-from fedplat.decoding import require_known
+from fedplat.config.decoding import require_known
+from fedplat.config.loaded_plugins import PluginVersion, versions_to_builtins
 from fedplat.job import JobSpec, find_mechanism, is_unreadable, read_newer
 from fedplat.job.privacy import find_mechanism_of
-from fedplat.loaded_plugins import PluginVersion, versions_to_builtins
 from fedplat.privacy import Mechanism
 from fedplat.rounds import (
     Assignment,
