@@ -29,10 +29,10 @@ from grpc import aio
 import crowd
 from crowd import Member
 from fedplat.admin import AdminClient, profile
-from fedplat.auth import Ticket
 from fedplat.cli import submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
+from fedplat.wire.auth import Ticket
 from fedplat_server.auth.pki_folder import PkiFolder
 from processes import free_port
 from report import Cell, JsonOption, Report, SaveOption, finish

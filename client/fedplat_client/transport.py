@@ -12,8 +12,8 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import grpc
 from google.protobuf.message import Message
 
-from fedplat import auth, wire
-from fedplat.wire import pieces, proxies
+from fedplat import wire
+from fedplat.wire import auth, pieces, proxies
 from fedplat.wire.v1 import fleet_pb2, model_pb2, peer_pb2
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import (

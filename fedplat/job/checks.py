@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from fedplat import aggregate, codecs, modes
 from fedplat.aggregate.easgd import NAME as EASGD
+from fedplat.config.plugins import build_checked, has_absent, name_of
 from fedplat.job import elastic_checks, gossip_checks, privacy_checks, secure_checks
 from fedplat.job.pool import PoolOptions, ServerLearning, ServerStep
 from fedplat.job.sections import Compression, Evaluation, Updates
 from fedplat.job.secure_checks import RULES_ON_MEAN
 from fedplat.job.tables import JobTables
 from fedplat.parallel import Parallel
-from fedplat.plugins import build_checked, has_absent, name_of
 from fedplat.sampling import Uniform
 
 NO_PRIVACY = (

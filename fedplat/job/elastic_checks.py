@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from fedplat import codecs
 from fedplat.aggregate.easgd import NAME
+from fedplat.config.plugins import name_of
 from fedplat.job.tables import JobTables
 from fedplat.modes import Buffered, ConstantStaleness
-from fedplat.plugins import name_of
 
 
 def check_elastic(spec: JobTables) -> None:

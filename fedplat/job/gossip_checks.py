@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fedplat import aggregate
 from fedplat.aggregate import feddyn, scaffold
+from fedplat.config.plugins import name_of
 from fedplat.gossip.options import MIN_RING, Gossip
 from fedplat.job.sections import Retention, Selection, Updates
 from fedplat.job.tables import JobTables
-from fedplat.plugins import name_of
 from fedplat.sampling import Uniform
 
 _TABLES = {

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fedplat import codecs, privacy
+from fedplat.config.plugins import name_of
 from fedplat.flower.rule import FlowerAggregation
 from fedplat.job import secure
 from fedplat.job.sections import Updates
 from fedplat.job.secure_checks import RULES_ON_MEAN
 from fedplat.job.tables import JobTables
-from fedplat.plugins import name_of
 from fedplat.sampling import Poisson, Uniform
 
 

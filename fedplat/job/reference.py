@@ -17,8 +17,8 @@ from typing import Any
 from msgspec import NODEFAULT, Struct
 from msgspec import inspect as types
 
+from fedplat.config.plugins import find_kind
 from fedplat.job.spec import JobSpec
-from fedplat.plugins import find_kind
 
 _HEAD = """\
 # Job file reference

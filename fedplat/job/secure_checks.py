@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fedplat import aggregate
+from fedplat.config.plugins import build_checked, name_of
 from fedplat.job import secure
 from fedplat.job.sections import Updates
 from fedplat.job.tables import JobTables
-from fedplat.plugins import build_checked, name_of
 from fedplat.secure_aggregation.options import MIN_GROUP, SecureAggregation
 from fedplat.secure_aggregation.setup import MIN_CLIP
 

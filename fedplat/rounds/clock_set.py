@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Self
 import msgspec
 from msgspec import Struct, field, structs
 
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 
 CLEAN_CLOCKS = 16
 """The clocks of the minimum after a client's rest that forgive it one of the times that it has left."""

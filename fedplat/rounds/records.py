@@ -16,9 +16,9 @@ from typing import NamedTuple, Self
 from msgspec import Struct, field, structs
 
 from fedplat.aggregate import Contribution
+from fedplat.config.loaded_plugins import PluginVersion
 from fedplat.gossip.state import GossipState
 from fedplat.job import JobSpec
-from fedplat.loaded_plugins import PluginVersion
 from fedplat.rounds.clock_set import NO_CLOCKS, ClockSet
 from fedplat.rounds.persistent_map import PersistentMap, to_persistent
 from fedplat.rounds.states import (

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from fedplat.claims import MetricLimits
-from fedplat.loaded_plugins import NO_PLUGINS, LoadedPlugins
+from fedplat.config.loaded_plugins import NO_PLUGINS, LoadedPlugins
 from fedplat.submission_checks import MAX_JOB_FILE_BYTES, MAX_MODEL_BYTES
 
 DEFAULT_CACHE_BYTES = 8 << 30

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from uuid import uuid4
 
+from fedplat.config.loaded_plugins import describe_versions
 from fedplat.job.sections import Retention
-from fedplat.loaded_plugins import describe_versions
 from fedplat.rounds import Change, Coordinator, HistoryRow, JobState, ModelVersion, selection
 from fedplat.rounds.commands import (
     Abandon,

@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from fedplat.auth import Ticket
 from fedplat.cli import submission, watch
 from fedplat.cli.patience import Patience
 from fedplat.job import parse_job
 from fedplat.model import Parameters
+from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult
 from support import processes

@@ -214,7 +214,7 @@ def test_an_exception_that_is_not_needed_or_has_no_reason_is_found(text: str, re
 )
 def test_a_record_whose_type_is_not_prepared(call: str, is_accepted: bool) -> None:
     text = f"class A:\n    def f(self):\n        {call}\n"
-    found = [*records.check(Sources({SERVER: text, CLIENT: f"x = {call}\n", "fedplat/decoding.py": text}))]
+    found = [*records.check(Sources({SERVER: text, CLIENT: f"x = {call}\n", "fedplat/config/decoding.py": text}))]
     assert [(each.path, each.line) for each in found] == ([] if is_accepted else [(SERVER, 3)])
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import grpc
 
-from fedplat import auth, wire
-from fedplat.auth import Ticket
+from fedplat import wire
 from fedplat.model import Parameters
+from fedplat.wire import auth
+from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc, model_pb2
 
 PIECE = 10_000

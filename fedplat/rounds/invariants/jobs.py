@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import msgspec
 
+from fedplat.config.plugins import has_absent
 from fedplat.gossip.storage import state_from_builtins
 from fedplat.job import build_rule
-from fedplat.plugins import has_absent
 from fedplat.rounds import warm_start
 from fedplat.rounds.clock_set import clocks_from_builtins
 from fedplat.rounds.exchange import make_rules

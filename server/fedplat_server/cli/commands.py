@@ -13,11 +13,11 @@ import typer
 import typer.core
 from typing_extensions import override
 
-from fedplat import user_code
 from fedplat.claims import check_metrics
+from fedplat.config import user_code
+from fedplat.config.loaded_plugins import LoadedPlugins, PluginVersion, load_plugins, parse_plugins
 from fedplat.errors import FedplatError, PluginError, UserCodeError
 from fedplat.flower.app import check_version, describe_app, read_app
-from fedplat.loaded_plugins import LoadedPlugins, PluginVersion, load_plugins, parse_plugins
 from fedplat.texts import NAME_PATTERN
 from fedplat_server import __version__, dashboard_process
 from fedplat_server.auth import addresses

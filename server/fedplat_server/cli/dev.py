@@ -18,9 +18,9 @@ import typer
 
 from fedplat import durable
 from fedplat.admin import profile
-from fedplat.auth import Ticket, is_address
 from fedplat.errors import ProfileError, TicketError
 from fedplat.extras import install_command
+from fedplat.wire.auth import Ticket, is_address
 from fedplat_server import dashboard_process
 from fedplat_server.auth.client_directory import ClientDirectory
 from fedplat_server.auth.enrollment import Enrollments, Trust

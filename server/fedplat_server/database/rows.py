@@ -13,11 +13,11 @@ import msgspec
 import sqlalchemy
 from sqlalchemy.dialects import postgresql, sqlite
 
+from fedplat.config.loaded_plugins import versions_to_builtins
 from fedplat.gossip.state import GossipState
 from fedplat.gossip.storage import state_from_builtins, state_to_builtins
 from fedplat.job import JobSpec, find_mechanism, read_newer
 from fedplat.job.privacy import find_mechanism_of
-from fedplat.loaded_plugins import versions_to_builtins
 from fedplat.privacy import Mechanism
 from fedplat.rounds import (
     Assignment,

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from msgspec import structs
 
 from fedplat.codecs import container
+from fedplat.config.loaded_plugins import PluginVersion
 from fedplat.job import JobSpec, Scalar
-from fedplat.loaded_plugins import PluginVersion
 from fedplat.rounds import JobState, ModelVersion, ssp
 from fedplat.rounds.commands import RetryWindow
 from fedplat.rounds.states import (

@@ -10,9 +10,9 @@ from typing import TypeVar
 from msgspec import structs
 from typing_extensions import override
 
+from fedplat.config.loaded_plugins import describe_versions
 from fedplat.gossip.steps import MAX_SILOS
 from fedplat.job import JobSpec
-from fedplat.loaded_plugins import describe_versions
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.events import JobAction, OperatorCommand, RollbackOrdered, SpecChanged
 from fedplat.rounds.states import ENDED_JOBS

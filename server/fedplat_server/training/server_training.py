@@ -20,11 +20,11 @@ import msgspec
 from msgspec import structs
 
 from fedplat import texts
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
+from fedplat.config.loaded_plugins import PluginReference, PluginVersion, select_references
+from fedplat.config.plugins import name_of
 from fedplat.errors import FedplatError
 from fedplat.job import JobSpec, PoolOptions
-from fedplat.loaded_plugins import PluginReference, PluginVersion, select_references
-from fedplat.plugins import name_of
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import RunWarmStart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
