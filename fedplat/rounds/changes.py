@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.persistent_map import to_persistent
-from fedplat.rounds.privacy_rules import shown_metrics
 from fedplat.rounds.records import (
     Assignment,
     AssignmentId,
@@ -120,7 +120,9 @@ def _history(
     for assignment in changed:
         earlier = before.find(assignment.key, assignment.client_id)
         if earlier is None or earlier.state is not assignment.state:  # otherwise only its token changed
-            rows.append(_assignment_row(earlier, assignment, shown_metrics(after, assignment.metrics)))
+            rows.append(
+                _assignment_row(earlier, assignment, disclosure_of(after.spec).shown_metrics(assignment.metrics))
+            )
     if attempt is not None:
         same = before.attempt is not None and before.attempt.key == attempt.key
         phase = before.attempt.phase if same and before.attempt is not None else ""

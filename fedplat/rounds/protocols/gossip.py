@@ -34,8 +34,9 @@ from fedplat.gossip.messages import (
 from fedplat.gossip.state import GossipPhase, GossipRules, GossipState
 from fedplat.gossip.storage import state_from_builtins, state_to_builtins
 from fedplat.job import JobSpec
-from fedplat.rounds import assignments, closing, futility, privacy_rules, reporting, selection
+from fedplat.rounds import assignments, closing, futility, reporting, selection
 from fedplat.rounds.commands import Assign, Command, NextStep
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.events import CandidatesDrawn, JobEvent, SiloReported, SilosLost
 from fedplat.rounds.protocols.base import Ending, register
 from fedplat.rounds.protocols.record import Membership, RoundProtocol
@@ -303,7 +304,7 @@ def _advertise(job: JobState, announced: SiloAnnounced, event: SiloReported, con
         digest=model.digest,
         num_examples=model.num_examples,
         weight=model.num_examples if state_of(job).rules.by_examples else 1.0,
-        metrics=privacy_rules.kept_metrics(job, event.metrics),
+        metrics=disclosure_of(job.spec).kept_metrics(event.metrics),
         took_s=context.now - assignment.assigned_at,
         staleness=0,
     )

@@ -14,6 +14,7 @@ from fedplat.config.loaded_plugins import describe_versions
 from fedplat.gossip.steps import MAX_SILOS
 from fedplat.job import JobSpec
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.events import JobAction, OperatorCommand, RollbackOrdered, SpecChanged
 from fedplat.rounds.protocols import gossip
 from fedplat.rounds.states import ENDED_JOBS
@@ -245,10 +246,11 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         (message,) = await self._rounds(job.job_id, [record])
         outcomes = await store.assignments.list_outcomes(record.key)
         groups = await store.assignments.count_labels(record.key, round_details.MAX_LABEL_SETS)
+        is_private = not disclosure_of(job.spec).shows_clients
         return admin_pb2.RoundDetails(
             round=message,
             reasons=round_details.reasons(outcomes),
-            labels=await asyncio.to_thread(round_details.labels, groups, is_private=job.spec.privacy is not None),
+            labels=await asyncio.to_thread(round_details.labels, groups, is_private=is_private),
             num_attempts=last.key.number,
         )
 
@@ -417,7 +419,7 @@ def _rule_state(job: JobState, version: ModelVersion, record: VersionRecord) -> 
     """Return the source of the rule's state after a rollback, as in `RollbackJobResponse.rule_state`."""
     if not (record.version.state_digest or job.latest.state_digest):
         return "none"
-    if job.spec.privacy is not None:
+    if not disclosure_of(job.spec).keeps_states:
         return "latest"
     return "kept" if version.state_digest else "initial"
 
