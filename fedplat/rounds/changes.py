@@ -14,7 +14,6 @@ from fedplat.rounds.records import (
     Attempt,
     JobState,
     ModelVersion,
-    ProtocolState,
     SecureMessages,
 )
 
@@ -56,8 +55,7 @@ class SentMessage(NamedTuple):
 class Change:
     """All changes of one step. A store writes them in one transaction, if it still holds `expected_revision`.
 
-    `messages` are those that the assignments have gained: a store keeps each until its attempt ends. `protocol` is the
-    job's state of its protocol if that is another one now; None: the stored one stays as it is.
+    `messages` are those that the assignments have gained: a store keeps each until its attempt ends.
     """
 
     job: JobState
@@ -67,7 +65,6 @@ class Change:
     version: ModelVersion | None
     history: tuple[HistoryRow, ...]
     messages: tuple[SentMessage, ...] = ()
-    protocol: ProtocolState | None = None
 
 
 def difference(before: JobState, after: JobState) -> Change:
@@ -84,7 +81,6 @@ def difference(before: JobState, after: JobState) -> Change:
         version=version,
         history=_history(before, after, attempt, changed),
         messages=tuple(_find_messages(before, changed)),
-        protocol=after.protocol if after.protocol is not before.protocol else None,
     )
 
 

@@ -16,11 +16,9 @@ from typing import NamedTuple, Self
 from msgspec import Struct, field, structs
 
 from fedplat.aggregate import Contribution
-from fedplat.gossip.state import GossipState
 from fedplat.job import JobSpec
 from fedplat.loaded_plugins import PluginVersion
 from fedplat.rounds.persistent_map import PersistentMap, to_persistent
-from fedplat.rounds.protocols.clock_set import NO_CLOCKS, ClockSet
 from fedplat.rounds.states import (
     BUSY_STATES,
     OPEN_PHASES,
@@ -314,13 +312,6 @@ class FutileAttempts(NamedTuple):
 NO_FUTILE = FutileAttempts()
 
 
-class ProtocolState(Struct, frozen=True):
-    """Base of what a job keeps for the protocol of its training, beyond its attempts; each is in that protocol's file.
-
-    It needs no tag: the job file determines which protocol a job has (`protocols.base.training_name`).
-    """
-
-
 class JobState(Struct, frozen=True):
     """The state of a job.
 
@@ -330,13 +321,12 @@ class JobState(Struct, frozen=True):
     change; the store refuses a change to a revision other than its own. `carried_over` are assignments to train that
     have outlived their attempt, while no other attempt to train collects. `claims` holds the latest claim of each
     client, in order, if the job judges reports by more than one attempt (`influence.looks_back`). `plugins` are the
-    versions of the plugins that it runs with. `cohort` are the clients that the Flower app of a job has drawn for the
-    next round. It is empty before the app has begun and after it has ended. `unmasked` are the numbers of survivors
+    versions of the plugins that it runs with. `unmasked` are the numbers of survivors
     (`Attempt.num_survivors`) of all attempts of a job with `privacy.trust = "none"` whose masks were requested: each is
     a release, whether its attempt has committed or not. `barred` are clients that a job with secure aggregation
-    does not draw again, because their messages were invalid (`REJECTED_MESSAGE`) in an earlier attempt. `clocks` is the
-    clock set of a stale synchronous parallel job; the moments in it are not stored. `gossip` is the state of a
-    decentralised job that has begun. `protocol` is what the protocol of the job's training keeps.
+    does not draw again, because their messages were invalid (`REJECTED_MESSAGE`) in an earlier attempt.
+    `protocol` is what only the protocol of its training reads and writes
+    (`RoundProtocol.read_state`).
     """
 
     job_id: str
@@ -354,12 +344,9 @@ class JobState(Struct, frozen=True):
     carried_over: AssignmentSet = NO_ASSIGNMENTS
     claims: tuple[Claim, ...] = ()
     plugins: tuple[PluginVersion, ...] = ()
-    cohort: tuple[str, ...] = ()
     unmasked: tuple[int, ...] = ()
     barred: tuple[str, ...] = ()
-    clocks: ClockSet = NO_CLOCKS
-    gossip: GossipState | None = None
-    protocol: ProtocolState | None = None
+    protocol: object = None
 
     @property
     def algorithms(self) -> frozenset[str]:

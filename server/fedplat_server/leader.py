@@ -144,9 +144,9 @@ class LeaderParts:
         )
         budgets = Budgets(store)
         alerts = AlertMonitor(runner.coordinator, jobs.record, budgets.accountant, loop.time)
-        alerts.watch_disk(metrics.instruments.full_writes)
+        alerts.watch_disk(metrics.instruments.full_writes, config.prune_options)
         if (certificates := endpoint.certificates) is not None:
-            alerts.watch_certificate(lambda: certificates.days_left)
+            alerts.watch_certificate(lambda: certificates.days_left, certificates.renewal)
         if health is not None:
             alerts.watch_store(health)
         secure = SecureAttempts(blobs, store.clients, store.audit)

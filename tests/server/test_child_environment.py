@@ -29,8 +29,16 @@ SECRETS = {
     "HF_TOKEN": "hunter2",
     "Some_api_key": "hunter2",
     "CACHE": "redis://:hunter2@cache/0",
+    "DB_PASS": "hunter2",
+    "REDISCLI_AUTH": "hunter2",
+    "DBPASSWORD": "hunter2",
+    "CLIENTSECRET": "hunter2",
+    "JWT_SIGNING_KEY": "hunter2",
+    "STRIPE_KEY": "hunter2",
+    "GITHUB_PAT": "hunter2",
+    "ERRORS_TO": "https://hunter2@errors.example/7",
 }
-PLAIN = {"TOKENIZERS_PARALLELISM": "false", "KEYBOARD": "us"}
+PLAIN = {"TOKENIZERS_PARALLELISM": "false", "KEYBOARD": "us", "KEYS_OF": "x", "PASSES": "3", "AUTHOR": "me@host"}
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from fedplat.job import JobSpec, Scalar
 from fedplat.loaded_plugins import PluginVersion
 from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.commands import RetryWindow
-from fedplat.rounds.protocols import ssp
+from fedplat.rounds.protocols import gossip, ssp
 from fedplat.rounds.states import (
     BUSY_STATES,
     REASON_TEXTS,
@@ -125,7 +125,7 @@ def clocks(state: JobState) -> admin_pb2.Clocks | None:
     """Encode the clock set of a stale synchronous parallel job; None for the other modes."""
     if state.spec.stale_synchronous is None:
         return None
-    found, withheld = state.clocks, ssp.list_withheld(state)
+    found, withheld = ssp.clocks_of(state), ssp.list_withheld(state)
     return admin_pb2.Clocks(
         minimum=found.minimum,
         maximum=found.maximum,
@@ -138,7 +138,7 @@ def clocks(state: JobState) -> admin_pb2.Clocks | None:
 
 def exchange(state: JobState) -> admin_pb2.Exchange | None:
     """Encode the exchanges of a decentralised job; None for other jobs, and before it begins."""
-    mode, found = state.spec.gossip, state.gossip
+    mode, found = state.spec.gossip, gossip.find_state(state)
     if mode is None or found is None:
         return None
     relative = found.consensus.relative
