@@ -120,9 +120,8 @@ def _history(
     for assignment in changed:
         earlier = before.find(assignment.key, assignment.client_id)
         if earlier is None or earlier.state is not assignment.state:  # otherwise only its token changed
-            rows.append(
-                _assignment_row(earlier, assignment, disclosure_of(after.spec).shown_metrics(assignment.metrics))
-            )
+            metrics = disclosure_of(after.spec).shown_metrics(assignment.metrics)
+            rows.append(_assignment_row(earlier, assignment, metrics))
     if attempt is not None:
         same = before.attempt is not None and before.attempt.key == attempt.key
         phase = before.attempt.phase if same and before.attempt is not None else ""

@@ -15,10 +15,10 @@ from fedplat.job import JobSpec
 class Disclosure:
     """The limits of a job; the defaults are those of jobs without `[privacy]`.
 
-    `shows_clients`: the numbers and failures of single clients may be shown. `shows_cohorts`: so may who takes part, and
-    how many do; otherwise the privacy guarantee depends on hiding it. `keeps_states`: the optimizer's states of earlier
-    versions may be kept; those of a private job may hold seeds of its noise. `named_metrics`: the metrics of a client
-    that may be stored with its name (None: all).
+    `shows_clients`: the numbers and failures of single clients may be shown. `shows_cohorts`: so may who takes part and
+    how many do; otherwise the privacy guarantee depends on hiding it. `keeps_states`: the states of the optimizer of
+    earlier versions may be kept; those of a private job may hold seeds of its noise. `named_metrics`: the metrics of a
+    client that may be stored with its name (None: all).
     """
 
     shows_clients: bool = True

@@ -15,7 +15,7 @@ from fedplat.rounds.events import ClientRevoked, UpdateReported
 from fedplat.rounds.protocols import clock_set
 from fedplat.rounds.protocols.clock_set import CLEAN_CLOCKS, ClockSet, Lapse, clocks_from_builtins, clocks_to_builtins
 from fedplat.rounds.protocols.ssp import clocks_of, list_withheld
-from fedplat.rounds.states import JobStatus, Reason
+from fedplat.rounds.states import AttemptKind, JobStatus, Reason
 from support.rounds.driver import Driver, assigned, make_job, make_spec
 
 
@@ -67,6 +67,16 @@ def test_without_slack_all_begin_each_clock_with_the_same_version() -> None:
             driver.check_in(*names)
     assert driver.job.status is JobStatus.COMPLETED
     assert clocks(driver) == dict.fromkeys(("c0", "c1", "c2"), 3)
+
+
+def test_clocks_decide_who_trains_and_not_who_evaluates() -> None:
+    """The clock set is full, so no other client may train; the version is evaluated by those that are free."""
+    driver = begin(2, slack=0, evaluation={"clients": {"evaluator": "digits-eval", "goal": 2}})
+    assert assigned(driver.check_in("c2", "c3")) == []
+    driver.report("c0")
+    assert sorted(assigned(driver.commit())) == ["c2", "c3"]
+    assert driver.attempt.kind is AttemptKind.EVALUATE
+    assert clocks(driver) == {"c0": 1, "c1": 0}
 
 
 def test_the_slowest_dies_and_comes_back_at_the_minimum() -> None:
