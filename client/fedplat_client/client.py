@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from fedplat import texts
-from fedplat.auth import Ticket
-from fedplat.loaded_plugins import CLIENT_KINDS, load_plugins
+from fedplat.config.loaded_plugins import CLIENT_KINDS, load_plugins
 from fedplat.secure_aggregation import setup
+from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import cancellation, transport
 from fedplat_client._auth import tickets

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from uuid import uuid4
 
+from fedplat.config.loaded_plugins import describe_versions
 from fedplat.job.sections import Retention
-from fedplat.loaded_plugins import describe_versions
 from fedplat.rounds import Change, Coordinator, HistoryRow, JobState, ModelVersion, selection
 from fedplat.rounds.commands import (
     Abandon,
@@ -141,9 +141,9 @@ class LeaderParts:
         )
         budgets = Budgets(store)
         alerts = AlertMonitor(runner.coordinator, jobs.record, budgets.accountant, loop.time)
-        alerts.watch_disk(metrics.instruments.full_writes)
+        alerts.watch_disk(metrics.instruments.full_writes, config.prune_options)
         if (certificates := endpoint.certificates) is not None:
-            alerts.watch_certificate(lambda: certificates.days_left)
+            alerts.watch_certificate(lambda: certificates.days_left, certificates.renewal)
         if health is not None:
             alerts.watch_store(health)
         secure = SecureAttempts(blobs, store.clients, store.audit)

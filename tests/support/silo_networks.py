@@ -14,10 +14,10 @@ from typing import Any, cast
 
 import grpc
 
-from fedplat import auth
 from fedplat.gossip.steps import Contact
 from fedplat.secure_aggregation.primitives import KeyPair
 from fedplat.secure_aggregation.relay import RelayExchange, RelayMember
+from fedplat.wire import auth
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import ClientOptions
 from fedplat_client._auth.authenticator import CallCredentials

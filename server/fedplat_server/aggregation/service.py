@@ -19,10 +19,11 @@ from pathlib import Path
 
 from msgspec import structs
 
-from fedplat import codecs, user_code
+from fedplat import codecs
 from fedplat.codecs.container import Format
+from fedplat.config import user_code
+from fedplat.config.loaded_plugins import PluginReference
 from fedplat.errors import FedplatError, SecureAggregationError
-from fedplat.loaded_plugins import PluginReference
 from fedplat.model import ModelFile
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold, Restart

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import TypeAlias
 
-from fedplat import auth, claims
+from fedplat import claims
 from fedplat.errors import GossipError, SecureAggregationError
 from fedplat.gossip import ring, steps
 from fedplat.gossip.messages import Announcement
@@ -33,6 +33,7 @@ from fedplat.rounds.states import AssignmentState, Reason
 from fedplat.secure_aggregation.messages import KEY_BYTES, SIGNATURE_BYTES
 from fedplat.secure_aggregation.primitives import is_signature
 from fedplat.secure_aggregation.relay import RelayExchange, RelayKey, RelayMember
+from fedplat.wire import auth
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.coordination.check_in import RETRY_SOON
 from fedplat_server.database.clients import ClientRecord

@@ -11,7 +11,7 @@ from typing_extensions import override
 from fedplat.gossip import steps
 from fedplat.gossip.options import Gossip
 from fedplat.rounds import Assignment, AttemptKey, Change, JobState, Verdict
-from fedplat.rounds.protocols.gossip import state_of
+from fedplat.rounds.protocols.gossip import find_state, state_of
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
@@ -98,7 +98,7 @@ def _mode(job: JobState) -> Gossip:
 
 def _show_exchange(job: JobState) -> admin_pb2.Exchange | None:
     """Return the exchanges of a job; None before it begins."""
-    mode, found = _mode(job), job.gossip
+    mode, found = _mode(job), find_state(job)
     if found is None:
         return None
     relative = found.consensus.relative

@@ -11,7 +11,7 @@ from pathlib import Path
 from fedplat import durable
 from fedplat.gossip import steps
 from fedplat.rounds import Assignment
-from fedplat.rounds.protocols.gossip import state_of
+from fedplat.rounds.protocols.gossip import find_state, state_of
 from fedplat.secure_aggregation.relay import sealed_bytes
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.errors import Code, RefusedError
@@ -108,12 +108,12 @@ class Relay:
     def _find_limit(self, assignment: Assignment, key: RelayedFile) -> int | None:
         """Return the bytes that a file may have; None if the silo may not send it now."""
         job = self._parts.job(key.attempt.job_id)
-        current = job.find(*assignment.id)
-        if job.gossip is None or current is None or not current.is_busy:
+        current, state = job.find(*assignment.id), find_state(job)
+        if state is None or current is None or not current.is_busy:
             return None
         waiting = self._list_waiting(job.job_id)
         mean_bytes = job.latest.size_bytes
-        size_bytes = steps.relayed_bytes(job.gossip, key.sender, key.receiver, key.name, waiting, mean_bytes)
+        size_bytes = steps.relayed_bytes(state, key.sender, key.receiver, key.name, waiting, mean_bytes)
         return None if size_bytes is None else sealed_bytes(size_bytes)
 
     def _find_total_limit(self, key: RelayedFile) -> int:

@@ -18,7 +18,7 @@ class StaleSynchronousHalf(ServerHalf):
 
     @override
     def show(self, job: JobState) -> admin_pb2.Job:
-        found, withheld = job.clocks, ssp.list_withheld(job)
+        found, withheld = ssp.clocks_of(job), ssp.list_withheld(job)
         clocks = admin_pb2.Clocks(
             minimum=found.minimum,
             maximum=found.maximum,

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from msgspec import structs
 
 from fedplat.codecs import container
+from fedplat.config.loaded_plugins import PluginVersion
 from fedplat.job import JobSpec, Scalar
-from fedplat.loaded_plugins import PluginVersion
 from fedplat.rounds import ModelVersion
 from fedplat.rounds.commands import RetryWindow
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.states import (
     BUSY_STATES,
     REASON_TEXTS,
@@ -178,7 +179,7 @@ def version(record: VersionRecord, spec: JobSpec) -> admin_pb2.ModelVersion:
         round=record.version.round,
         created_unix_s=record.created_unix_s,
         num_updates=record.version.num_updates,
-        total_weight=record.version.total_weight if spec.privacy is None else 0.0,
+        total_weight=record.version.total_weight if disclosure_of(spec).shows_clients else 0.0,
         delta_size_bytes=record.version.delta_size_bytes,
         metrics=dict(record.metrics),
         restored_from=record.version.restored_from,

@@ -16,8 +16,8 @@ from typing_extensions import override
 from fedplat import rounds, wire
 from fedplat.rounds import Assignment, AssignmentId, JobState, ModelVersion
 from fedplat.rounds.commands import Assign, Refuse, RetryWindow
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.events import AssignmentFailed, ClientCheckedIn
-from fedplat.rounds.privacy_rules import hides_sample
 from fedplat.rounds.states import FAILURES, AssignmentState, Reason
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import __version__, logs
@@ -305,7 +305,7 @@ class FleetService(EnrollmentService):
 
     def _count_model_bytes(self, job: JobState | None, form: str, num_bytes: int) -> None:
         instruments = self._services.instruments
-        if job is None or not hides_sample(job):
+        if job is None or disclosure_of(job.spec).shows_cohorts:
             labels = instruments.jobs.of(job.job_id if job is not None else "")
             instruments.model_bytes.labels(*labels, form).inc(num_bytes)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedplat import user_code
+from fedplat.config import user_code
 from fedplat.model import Parameters
 from fedplat_client import Task
 from fedplat_client._protocols.gossip.model import SiloModel

@@ -13,10 +13,10 @@ from google.protobuf.message import DecodeError
 from msgspec import structs
 
 from fedplat.codecs import Codec
+from fedplat.config.plugins import build_checked
 from fedplat.errors import CodecError, GossipError, PluginError, UserCodeError
 from fedplat.gossip import steps
 from fedplat.gossip.steps import ExchangeSetup, Progress
-from fedplat.plugins import build_checked
 from fedplat.secure_aggregation.messages import KEY_BYTES
 from fedplat.secure_aggregation.primitives import KeyPair
 from fedplat.secure_aggregation.relay import RelayExchange, RelayMember
