@@ -326,7 +326,8 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         return self._encode(record, next(iter(found.values()), None))
 
     def _encode(self, record: JobRecord, last: AttemptRecord | None) -> admin_pb2.Job:
-        return convert.job(record, self._round(last, {}) if last is not None else None)
+        shown = self._services.halves.training_of(record.state).show(record.state)
+        return convert.job(record, self._round(last, {}) if last is not None else None, shown)
 
     async def _rounds(self, job_id: str, attempts: Sequence[AttemptRecord]) -> list[admin_pb2.Round]:
         """Encode attempts of a job, with the metrics of the versions that they committed."""
