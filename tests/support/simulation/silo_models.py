@@ -1,4 +1,4 @@
-"""The models of the silos of decentralised jobs, as digests (`silo_models.json`); all silos take part, and none is late.
+"""Digests of the models of decentralised jobs (`silo_models.json`) in which all silos take part, and none is late.
 
 PYTHONPATH=tests python -m support.simulation.silo_models --write
 """
