@@ -12,13 +12,11 @@ their assignment, stop at an abort, and check in again at once, or after a back-
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from fedplat.job import JobSpec
-from fedplat.job.secure import num_groups
 from fedplat.rounds import AttemptKey, Change, Context, Coordinator, JobState, Proposal, Verdict
 from fedplat.rounds.commands import (
     Abandon,
@@ -36,39 +34,22 @@ from fedplat.rounds.events import (
     AssignmentFailed,
     Event,
     JobAction,
-    KeysAdvertised,
-    MasksAnswered,
     OperatorCommand,
-    SharesSent,
-    SurvivorsConfirmed,
     TimerFired,
     UpdateRejected,
     UpdateReported,
-    UploadStarted,
 )
-from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
+from fedplat.rounds.states import AssignmentState, AttemptKind, JobStatus
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.availability import Always
 from fedplat.simulation.clients.device import DeviceAssignment, Load, Planner
-from fedplat.simulation.clients.event_queue import EventQueue
-from fedplat.simulation.clients.idle import IdleClients
 from fedplat.simulation.federated.interface import TrainingModel
+from fedplat.simulation.protocols.base import COORDINATOR, PLANS, ClientWork, make_rng
+from fedplat.simulation.protocols.registry import make_behaviours
 from fedplat.simulation.recording.result import describe_end
 from fedplat.simulation.recording.statistics import RunStatistics
-from fedplat.simulation.secure.costs import KEYS_BYTES
-from fedplat.simulation.secure.steps import SecureStep, StepPlanner
 
 Trace = Callable[[Sequence[Event], float, Proposal], None]
-_PLANS, _COORDINATOR, _CLIENTS, _DROP_OUTS = range(1, 5)
-_STEP_EVENTS: Mapping[AttemptPhase, Callable[[AttemptKey, str, bytes], Event]] = {
-    AttemptPhase.ADVERTISING: KeysAdvertised,
-    AttemptPhase.SHARING: SharesSent,
-    AttemptPhase.CONFIRMING: SurvivorsConfirmed,
-    AttemptPhase.UNMASKING: MasksAnswered,
-}
-_AFTER_REPORT = (AttemptPhase.CONFIRMING, AttemptPhase.UNMASKING)
-_TIMEOUTS = (Reason.TRAIN_TIMEOUT, Reason.STEP_TIMEOUT, Reason.UPLOAD_TIMEOUT)
-
 MAX_FAILURES = 20
 """Failed attempts in a row that end a simulation, if all clients were back meanwhile."""
 LONGEST_PERIOD_S = 8 * 86_400.0
@@ -99,23 +80,22 @@ class Driver:
         seed: int,
         trace: Trace | None = None,
     ) -> None:
-        self.now = 0.0
         self.coordinator = Coordinator([JobState(spec.name, spec, training.first_version())])
         self._spec, self._training, self._statistics, self._trace = spec, training, statistics, trace
         self._rng, self._tokens = coordinator_rng(seed), Tokens()
         self._deadline_at = np.inf
-        self._idle = IdleClients(fleet, spec, _rng(seed, _CLIENTS))
-        self._planner = Planner(fleet, Load.from_config(spec.config), int(_rng(seed, _PLANS).integers(2**63)))
-        self._steps: StepPlanner | None = None
-        if spec.secure_aggregation is not None:
-            drop_outs = int(_rng(seed, _DROP_OUTS).integers(2**63))
-            self._steps = StepPlanner(spec, fleet, training.num_entries, drop_outs)
-        self._under_way: dict[int, SecureStep] = {}
-        self._away_s, self._failing_since = fleet.options.away_s, 0.0
-        self._patience_s = 2 * self._away_s + (0.0 if isinstance(fleet.availability, Always) else LONGEST_PERIOD_S)
-        self._queue: EventQueue[tuple[Callable[[Any], Event | None], Any]] = EventQueue()
-        self._tasks: dict[int, DeviceAssignment] = {}
+        self._work = ClientWork(spec, fleet, training, statistics, seed)
+        self._behaviours = make_behaviours(self._work)
+        self._planner = Planner(fleet, Load.from_config(spec.config), int(make_rng(seed, PLANS).integers(2**63)))
+        self._failing_since = 0.0
+        is_always = isinstance(fleet.availability, Always)
+        self._patience_s = 2 * fleet.options.away_s + (0.0 if is_always else LONGEST_PERIOD_S)
         self._settled: AttemptKey | None = None
+
+    @property
+    def now(self) -> float:
+        """The virtual time, in seconds."""
+        return self._work.now
 
     @property
     def job(self) -> JobState:
@@ -130,16 +110,17 @@ class Driver:
         self._process([OperatorCommand(self._spec.name, JobAction.START)])
         stopped = ""
         while self.job.status is JobStatus.RUNNING and not stopped:
-            moment = min(self._deadline_at, self._queue.first(), self._idle.next_batch())
+            moment = min(self._deadline_at, self._work.next_action(), self._work.idle.next_batch())
             if moment > until_s:
                 stopped = describe_end(until_s)
             elif moment == np.inf:
                 stopped = f"no client ever checks in again; {self.job.reason or 'round 1 waits for clients'}"
             else:
-                self.now = max(self.now, moment)
+                self._work.now = max(self.now, moment)
                 self._step()
                 stopped = self._describe_standstill()
-        self._statistics.check_ins, self._statistics.refused = self._idle.num_check_ins, self._idle.num_refused
+        idle = self._work.idle
+        self._statistics.check_ins, self._statistics.refused = idle.num_check_ins, idle.num_refused
         return stopped
 
     def _describe_standstill(self) -> str:
@@ -158,14 +139,12 @@ class Driver:
 
     def _step(self) -> None:
         """Process everything due now: first check-ins and departures, then clients at work, then the deadline."""
-        events = self._idle.events(self.now)
-        for make_event, subject in self._queue.due(self.now):
-            event = make_event(subject)
-            if event is not None:
-                events.append(event)
-                if self._training.one_at_a_time:
-                    self._process(events)
-                    events = []
+        events = self._work.idle.events(self.now)
+        for event in self._work.act():
+            events.append(event)
+            if self._training.one_at_a_time:
+                self._process(events)
+                events = []
         if self._deadline_at <= self.now:
             self._deadline_at = np.inf
             events.append(TimerFired(self._spec.name))
@@ -187,103 +166,25 @@ class Driver:
             self._deadline_at = np.inf if deadline_at is None else deadline_at
         self._apply_commands(proposal.commands)
 
-    def _upload(self, task: DeviceAssignment) -> Event | None:
-        if task.is_over:
-            return None
-        self._queue.put(task.report_at, (self._report, task))
-        return UploadStarted(task.key, task.client_id)
-
-    def _report(self, task: DeviceAssignment) -> Event | None:
-        return None if task.is_over else self._training.report(task)
-
-    def _fail(self, task: DeviceAssignment) -> Event | None:
-        if task.is_over:
-            return None
-        return AssignmentFailed(task.key, task.client_id, Reason.TRAINER_ERROR, "a simulated failure")
-
-    def _go_offline(self, task: DeviceAssignment) -> None:
-        """Take a client offline without a report; when it is back, it reclaims its assignment if that is still open."""
-        if not task.is_over:
-            self._statistics.lost += 1
-            self._count_dropped(task)
-            self._end(task)
-            self._idle.schedule_check_ins(np.array([task.client]), np.array([task.returns_at]))
-
     def _record(self, event: Event) -> Event:
         return event
 
-    def _take_step(self, step: SecureStep) -> Event | None:
-        task = step.task
-        if task.is_over or self._under_way.get(task.client) is not step:  # a later phase has begun meanwhile
-            return None
-        return _STEP_EVENTS[step.phase](task.key, task.client_id, self._training.take_step(task))
-
-    def _begin_step(self, command: NextStep) -> None:
-        """Plan the steps of clients in the phase of a secure aggregation that has begun."""
-        attempt, steps = self.job.attempt, self._steps
-        assert attempt is not None
-        assert steps is not None
-        if (attempt.key, attempt.phase) != (command.key, command.phase):
-            return  # another event of the batch has ended the attempt
-        self._training.begin_step(attempt)
-        if attempt.phase is AttemptPhase.UNMASKING:
-            self._statistics.on_unmasking(num_groups(self._spec), steps.server_s(attempt))
-        for step in steps.plan(attempt, self._tasks, self.now):
-            task = step.task
-            task.phase, self._under_way[task.client] = step.phase, step
-            if step.gone_at < np.inf:
-                task.returns_at = min(task.returns_at, step.gone_at + self._away_s)
-                self._queue.put(step.gone_at, (self._go_offline, task))
-            if step.phase is not AttemptPhase.COLLECTING:
-                self._queue.put(step.at, (self._take_step, step))
-                continue
-            task.report_at = step.at
-            uploads = step.uploads_at < np.inf
-            self._queue.put(min(step.uploads_at, step.at), (self._upload if uploads else self._report, task))
-
-    def _count_dropped(self, task: DeviceAssignment) -> None:
-        if self._steps is not None and task.kind is AttemptKind.TRAIN:
-            self._statistics.on_dropped(task)
-
     def _deliver_verdicts(self, events: Sequence[Event], verdicts: Sequence[Verdict]) -> None:
         """Answer messages, reports and failures. A client is idle again after its last one, or if it was refused."""
+        of_training = self._behaviours[AttemptKind.TRAIN]
         for event, verdict in zip(events, verdicts, strict=True):
             if isinstance(event, UpdateReported | UpdateRejected | AssignmentFailed):
-                task = self._tasks[int(event.client_id)]
-                accepted = isinstance(event, UpdateReported) and verdict.accepted
-                if accepted and (step := self._under_way.get(task.client)) is not None:
-                    task.client_task = None  # the update is with the server, while the client still has to answer
-                    self._complete_step(step)
-                    continue
+                task = self._work.tasks[int(event.client_id)]
+                accepted, behaviour = (
+                    isinstance(event, UpdateReported) and verdict.accepted,
+                    self._behaviours[task.kind],
+                )
                 if not accepted:
-                    self._count_dropped(task)
-                    self._training.drop(task)
-                self._finish(task, failed=not accepted)
-            elif isinstance(event, KeysAdvertised | SharesSent | SurvivorsConfirmed | MasksAnswered):
-                step = self._under_way[int(event.client_id)]
-                if verdict.accepted:
-                    self._complete_step(step)
-                elif step.phase is not AttemptPhase.CONFIRMING:  # else it still has to answer
-                    self._training.drop(step.task)
-                    self._finish(step.task, failed=False)
-
-    def _complete_step(self, step: SecureStep) -> None:
-        assert self._steps is not None
-        self._statistics.on_step(step)
-        del self._under_way[step.task.client]
-        if step.phase is AttemptPhase.UNMASKING:
-            self._finish(step.task, failed=False)
-        else:
-            step.task.phase = self._steps.phase_after(step.phase)
-
-    def _finish(self, task: DeviceAssignment, *, failed: bool) -> None:
-        self._forget(task)
-        self._idle.on_finished(task.client, self.now, failed=failed)
-
-    def _forget(self, task: DeviceAssignment) -> None:
-        task.is_over = True
-        del self._tasks[task.client]
-        self._under_way.pop(task.client, None)
+                    behaviour.on_lost(task)
+                if not accepted or behaviour.on_reported(task):
+                    behaviour.finish(task, failed=not accepted)
+            elif isinstance(event, of_training.answers):
+                of_training.on_answered(event, verdict)
 
     def _apply_changes(self, changes: Sequence[Change]) -> None:
         """Count stored changes; a committed version becomes the one to train on."""
@@ -297,16 +198,9 @@ class Driver:
             if attempt is None or attempt.is_open or attempt.key == self._settled:
                 continue
             self._settled = attempt.key
-            self._release_survivors(attempt.key)
+            self._behaviours[attempt.kind].on_attempt_ended(change.job, attempt)
             version = change.job.latest.version if change.version is not None else None
             self._statistics.on_attempt_ended(change.job, attempt, self._training.settle(attempt.key, version))
-
-    def _release_survivors(self, key: AttemptKey) -> None:
-        """Release the clients that still wait to be asked for their shares, or whose answer was not needed."""
-        if self._steps is not None:
-            for task in [task for task in self._tasks.values() if task.key == key and task.phase in _AFTER_REPORT]:
-                self._training.drop(task)
-                self._finish(task, failed=False)
 
     def _apply_commands(self, commands: Sequence[Command]) -> None:
         assigns: list[Assign] = []
@@ -320,7 +214,7 @@ class Driver:
                 case _:
                     self._carry_out(command)
         if refusals:
-            self._idle.on_refused(refusals, self.now)
+            self._work.idle.on_refused(refusals, self.now)
         if assigns:
             self._assign(assigns)
 
@@ -330,70 +224,43 @@ class Driver:
                 self._abort(command)
             case Fold():
                 if (failed := self._training.fold(command)) is not None:
-                    self._queue.put(self.now, (self._record, failed))
+                    self._work.schedule(self.now, self._record, failed)
             case NextStep():
-                self._begin_step(command)
+                self._behaviours[AttemptKind.TRAIN].on_next_step(command, self.job)
             case Restart():
                 self._training.restart(command)
             case Commit():
                 outcome = self._training.commit(command, self.job)
-                self._queue.put(self.now, (self._record, outcome))
+                self._work.schedule(self.now, self._record, outcome)
             case RunWarmStart():
-                self._queue.put(self.now, (self._record, self._training.warm_start(command)))
+                self._work.schedule(self.now, self._record, self._training.warm_start(command))
             case Abandon():
                 pass  # `settle` has discarded the updates of the attempt
 
     def _abort(self, command: Abort) -> None:
-        task = self._tasks.get(int(command.client_id))
-        if task is None or task.key != command.key:
-            return  # the client is offline
-        if command.reason in _TIMEOUTS:
-            self._count_dropped(task)
-        self._end(task)
-        self._idle.on_finished(task.client, self.now, failed=False)
-
-    def _end(self, task: DeviceAssignment) -> None:
-        self._forget(task)
-        self._training.drop(task)
+        task = self._work.tasks.get(int(command.client_id))
+        if task is not None and task.key == command.key:  # else the client is offline
+            self._behaviours[task.kind].stop(task, command)
 
     def _assign(self, assigns: Sequence[Assign]) -> None:
-        until = self._idle.on_assigned(np.array([int(command.client_id) for command in assigns]))
-        sizes = self._training.sizes
-        if self._steps is not None:  # the first message of a client has its keys
-            sizes = sizes._replace(update=float(KEYS_BYTES))
+        until = self._work.idle.on_assigned(np.array([int(command.client_id) for command in assigns]))
+        sizes = self._behaviours[AttemptKind.TRAIN].first_sizes()
         tasks, bytes_down = self._planner.plan(assigns, self.now, until, sizes)
         for task, size in zip(tasks, bytes_down.tolist(), strict=True):
             self._statistics.on_assigned(task.key, self.now, size)
-            self._tasks[task.client] = task
-            if task.fails_at < min(task.gone_at, task.report_at):
-                self._queue.put(task.fails_at, (self._fail, task))
-                continue
-            if task.gone_at < np.inf:
-                self._queue.put(task.gone_at, (self._go_offline, task))
-            if self._steps is not None and task.kind is AttemptKind.TRAIN:
-                step = self._under_way[task.client] = self._steps.plan_first(task)
-                self._queue.put(step.at, (self._take_step, step))
-            elif task.begins_upload_at < np.inf:
-                self._queue.put(task.begins_upload_at, (self._upload, task))
-            else:
-                self._queue.put(task.report_at, (self._report, task))
+            self._work.tasks[task.client] = task
+        for kind, group in itertools.groupby(tasks, key=lambda task: task.kind):
+            self._behaviours[kind].begin([*group])
         self._training.expect(self._select_useful(tasks))
 
     def _select_useful(self, tasks: Sequence[DeviceAssignment]) -> list[DeviceAssignment]:
-        """Return the tasks whose reports should arrive in time and before the goal is reached, as predicted now.
-
-        A buffered job has no surplus: a report that arrives when the buffer is full counts for the next buffer.
-        """
+        """Return the tasks whose reports should arrive in time and before the goal is reached, as predicted now."""
         attempt = self.job.attempt
         assert attempt is not None
         in_time = sorted((task for task in tasks if task.in_time), key=lambda task: task.report_at)
-        return in_time if self._spec.buffered is not None else in_time[: attempt.goal]
+        return in_time[: attempt.goal] if self._behaviours[AttemptKind.TRAIN].has_surplus else in_time
 
 
 def coordinator_rng(seed: int) -> np.random.Generator:
     """Return the generator of the coordinator's randomness."""
-    return _rng(seed, _COORDINATOR)
-
-
-def _rng(seed: int, purpose: int) -> np.random.Generator:
-    return np.random.default_rng(np.random.SeedSequence([seed, purpose]))
+    return make_rng(seed, COORDINATOR)

@@ -25,6 +25,7 @@ from fedplat.simulation.federated.interface import NoTraining, TrainingModel, co
 from fedplat.simulation.federated.training import RealTraining
 from fedplat.simulation.gossip.mixing import mix_without_training
 from fedplat.simulation.gossip.run import GossipRun, run_gossip
+from fedplat.simulation.protocols.registry import kind_of
 from fedplat.simulation.recording.replay_log import ReplayLog
 from fedplat.simulation.recording.result import Result
 from fedplat.simulation.recording.statistics import Observer, RunStatistics, count_staleness, measure_groups
@@ -61,7 +62,7 @@ class Simulation:
     @property
     def runs_protocol(self) -> bool:
         """True if the cryptography of a secure aggregation is computed."""
-        if self.spec.secure_aggregation is None or self.engine is None or self.secure_aggregation == "model":
+        if not kind_of(self.spec).has_masks or self.engine is None or self.secure_aggregation == "model":
             return False
         return self.secure_aggregation == "real" or self.spec.selection.target <= MAX_REAL
 
@@ -186,17 +187,18 @@ def _extend_initial(spec: JobSpec, initial: Parameters) -> Parameters:
         raise ValueError(f"the initial model does not fit the job's rule: {exc}") from exc
 
 
-def _build_protocol(simulation: Simulation) -> SecureProtocol:
+def _build_protocol(simulation: Simulation) -> SecureProtocol | None:
+    """Return what masks updates; None if clients do not mask them."""
     if not simulation.runs_protocol:
-        return ModelledProtocol()
+        return ModelledProtocol() if kind_of(simulation.spec).has_masks else None
     from fedplat.simulation.secure.real import RealProtocol
 
     return RealProtocol(simulation.seed)
 
 
 def _masked_bytes(simulation: Simulation) -> int | None:
-    """Return the size of a masked update; None without secure aggregation."""
-    if simulation.spec.secure_aggregation is None:
+    """Return the size of a masked update; None if clients do not mask them."""
+    if not kind_of(simulation.spec).has_masks:
         return None
     setup = setup_of(simulation.spec, AttemptKey("", 1, 1), 0, count_entries(_model_bytes(simulation)))
     return encoding.file_bytes(setup)

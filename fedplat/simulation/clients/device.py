@@ -61,6 +61,11 @@ class DeviceAssignment:
     phase: AttemptPhase = AttemptPhase.ADVERTISING
 
     @property
+    def trains(self) -> bool:
+        """True if the client trains, and does not only score a model."""
+        return self.kind is AttemptKind.TRAIN
+
+    @property
     def id(self) -> AssignmentId:
         """The identity of the assignment, and of its update."""
         return AssignmentId(self.key, self.client_id)

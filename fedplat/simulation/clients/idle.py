@@ -10,7 +10,7 @@ from fedplat.job import JobSpec
 from fedplat.rounds import pacing
 from fedplat.rounds.commands import Refuse
 from fedplat.rounds.events import ClientCheckedIn, ClientLeft, Event
-from fedplat.secure_aggregation.setup import FEATURE
+from fedplat.rounds.protocols.base import list_registered, training_name
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.availability import Clients
 from fedplat.simulation.clients.distributions import Floats
@@ -44,7 +44,7 @@ class IdleClients:
         self._trainers = frozenset({spec.trainer})
         self._evaluators = frozenset[str]() if evaluation is None else frozenset({evaluation.evaluator})
         self._codecs = spec.compression.names
-        self._features = frozenset[str]() if spec.secure_aggregation is None else frozenset({FEATURE})
+        self._features = list_registered()[training_name(spec)].features
         self.num_check_ins = self.num_refused = 0
         arrive_s = fleet.options.arrive_s or pacing.idle_window(fleet.num_clients).max_s
         self.schedule_check_ins(np.arange(fleet.num_clients), rng.uniform(0.0, arrive_s, fleet.num_clients))

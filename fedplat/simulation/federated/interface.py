@@ -16,7 +16,6 @@ from fedplat.rounds.events import (
     UpdateRejected,
     UpdateReported,
 )
-from fedplat.rounds.states import AttemptKind
 from fedplat.simulation.clients.device import DeviceAssignment, Sizes
 from fedplat.simulation.secure.protocol import stand_in
 
@@ -133,8 +132,8 @@ class NoTraining(TrainingModel):
 
     @override
     def report(self, task: DeviceAssignment) -> Report:
-        update_bytes = int(self.sizes.update) if task.kind is AttemptKind.TRAIN else 0
-        num_examples = 1.0 if self._is_secure and task.kind is AttemptKind.TRAIN else task.examples
+        update_bytes = int(self.sizes.update) if task.trains else 0
+        num_examples = 1.0 if self._is_secure and task.trains else task.examples
         return UpdateReported(task.key, task.client_id, "update", num_examples, update_bytes=update_bytes)
 
     @property

@@ -20,7 +20,6 @@ from fedplat.privacy import KEY_BYTES, Noise
 from fedplat.rounds import Assignment, AssignmentId, Attempt, AttemptKey, JobState, ModelVersion, Verdict, influence
 from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated, UpdateRejected, UpdateReported
-from fedplat.rounds.states import AttemptKind
 from fedplat.secure_aggregation.encoding import Decoded
 from fedplat.simulation.clients.device import DeviceAssignment, Sizes
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
@@ -71,7 +70,7 @@ class RealTraining(TrainingModel):
         seed: int,
         protocol: SecureProtocol | None = None,
     ) -> None:
-        """Begin a job. A job with secure aggregation needs a `protocol`."""
+        """Begin a job. With a `protocol` clients mask their updates, as secure aggregation needs it."""
         self.model = initial
         self._spec, self._engine, self._seed = spec, engine, seed
         self._claims_rule = build_rule(spec)
@@ -83,8 +82,7 @@ class RealTraining(TrainingModel):
         self._retention = UpdateRetention() if influence.may_need_refold(spec) else None
         self._models = BaseModels(engine)
         self._masked: MaskedUpdates | None = None
-        if spec.secure_aggregation is not None:
-            assert protocol is not None
+        if protocol is not None:
             self._masked = MaskedUpdates(spec, initial.schema.num_floating, seed, protocol)
         self._sizes = self._first_sizes(initial)
         rule, _ = self._build_rule(AttemptKey(spec.name, 0, 0))
@@ -141,7 +139,7 @@ class RealTraining(TrainingModel):
         assert task.client_task is not None
         trained = self._engine.result(task.client_task)
         verdict = report_validation.validate_claims(self._claims_rule, task.kind, trained.num_examples, trained.metrics)
-        if task.kind is AttemptKind.EVALUATE:
+        if not task.trains:
             return self._report_scores(task, trained, verdict)
         if verdict.accepted:
             verdict = report_validation.validate_schema(trained.update.schema, self.model.schema)
@@ -294,7 +292,7 @@ class RealTraining(TrainingModel):
 
     def _make_client_task(self, task: DeviceAssignment) -> ClientTask:
         self._models.begin_task(task.version)
-        if task.kind is AttemptKind.EVALUATE:
+        if not task.trains:
             return ClientTask(task.client, task.version, seed=0, scores=True)
         return ClientTask(task.client, task.version, training_seed(self._seed, task.client, task.number), task.fraction)
 
