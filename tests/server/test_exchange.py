@@ -222,6 +222,10 @@ async def test_the_steps_are_those_of_decentralised_jobs_only(folder: Path) -> N
         assert work.exchange_setup == b""
         with pytest.raises(aio.AioRpcError, match="is not a decentralised one"):
             await client.exchange_step(work.token, 0.0)
+        with pytest.raises(aio.AioRpcError, match="has no secure aggregation"):
+            await client.secure_step(work.token, 0.0)
+        with pytest.raises(aio.AioRpcError, match="has not sent the file yet"):
+            await client.receive_file(work.token, "another", "file", 0.0)
         assert (await client.exchange_step("unknown", 0.0)).HasField("refusal")
 
 
