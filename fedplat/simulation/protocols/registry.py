@@ -28,6 +28,7 @@ KINDS: Mapping[str, SimulatedKind] = {
     "sync": _AVERAGING,
     "private sync": _AVERAGING,
     "flower_app": _AVERAGING,
+    "cyclic": _AVERAGING,
     "buffered": _BUFFERED,
     "ssp": _BUFFERED,
     "secure": _SECURE,

@@ -80,6 +80,7 @@ KINDS: Final[Mapping[str, Callable[[int], JobSpec]]] = {
         6, 6 * n, mode={"kind": "buffered", "concurrency": 20}, durability="memory", evaluation=_evaluate(5)
     ),
     "ssp": lambda n: job(1, 15 * n, mode={"kind": "ssp", "concurrency": 8, "slack": 2}),
+    "cyclic": lambda n: job(1, 15 * n, mode={"kind": "cyclic", "clients": 10}),
     "secure": lambda n: secure_job(8, 3 * n),
     "secure, groups, confirmation": lambda n: secure_job(12, 2 * n, secure={"confirm": True, "group": 6}),
     "private, fixed": lambda n: _private(3 * n, selection=_AT_DEADLINE),
