@@ -142,7 +142,7 @@ class LeaderParts:
         )
         budgets = Budgets(store)
         alerts = AlertMonitor(runner.coordinator, jobs.record, budgets.accountant, loop.time)
-        alerts.watch_disk(metrics.instruments.full_writes, config.prune_options)
+        alerts.watch_disk(metrics.instruments.full_writes, config.prune_options, is_alone=not config.is_shared)
         if (certificates := endpoint.certificates) is not None:
             alerts.watch_certificate(lambda: certificates.days_left, certificates.renewal)
         if health is not None:
