@@ -342,7 +342,7 @@ async def _open_blobs(config: ServerConfig, store: Store, instruments: Instrumen
         set_aside.warn(f"{config.blobs or config.data_dir / 'blobs'}/{set_aside.FOLDER}", num_aside)
     if found.missing:
         logs.get().error(
-            "blobs are missing; run fedplat-server verify with the options of this daemon",
+            "models are missing: check --blobs (FEDPLAT_BLOBS), and run fedplat-server verify with the same options",
             missing=len(found.missing),
             first=min(found.missing),
         )
