@@ -222,7 +222,7 @@ class LeaderParts:
         def open_backend(
             job: JobState, find_job: Callable[[], JobState], inputs: AttemptInputs, blobs: BlobStore
         ) -> AggregationBackend:
-            return halves.training_of(job).open_backend(job, find_job, inputs, blobs)
+            return halves.training_of(job.spec).open_backend(job, find_job, inputs, blobs)
 
         aggregation = Aggregation(
             blobs,
@@ -271,10 +271,10 @@ class LeaderParts:
                 self._aggregation.submit(services.jobs.state(command.key.job_id), command)
             case RunWarmStart():
                 job = services.jobs.state(command.key.job_id)
-                services.halves.training_of(job).begin_alone(job, command)
+                services.halves.training_of(job.spec).begin_alone(job, command)
             case Abandon():
                 services.long_polls.advance(command.key)
-                services.halves.training_of(services.jobs.state(command.key.job_id)).end(command.key)
+                services.halves.training_of(services.jobs.state(command.key.job_id).spec).end(command.key)
                 self._aggregation.end(command.key)
 
     def on_stored(self, changes: Sequence[Change]) -> None:
@@ -298,7 +298,7 @@ class LeaderParts:
             if change.version is not None:
                 if change.attempt is not None and change.version.restored_from is None:
                     self._aggregation.end(change.attempt.key)
-                    halves.training_of(change.job).end(change.attempt.key)
+                    halves.training_of(change.job.spec).end(change.attempt.key)
                 self._score(change.job, change.version)
             options, known = change.job.spec.retention, self._retention_options.get(job_id)
             if change.version is not None or change.job.status in ENDED_JOBS or options is not known:

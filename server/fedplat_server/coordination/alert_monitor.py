@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from fedplat.rounds import AttemptKey, Change, Coordinator, JobState, privacy_rules
+from fedplat.rounds.protocols.base import protocol_of
 from fedplat.rounds.states import ENDED_JOBS, AssignmentState, AttemptKind, AttemptPhase, JobStatus
 from fedplat_server import logs
 from fedplat_server.coordination import alerts
@@ -156,7 +157,7 @@ class AlertMonitor:
                 book.waiting_since = now
             if attempt.phase is AttemptPhase.COMMITTED and attempt.kind is not AttemptKind.EVALUATE:
                 began, book.idle_since = book.idle_since, now
-                if attempt.kind is AttemptKind.TRAIN:
+                if protocol_of(job, attempt.kind).folds:
                     counts = attempt.counts
                     seconds = now - (attempt.opened_at or began)  # after a restart the time of its opening is not known
                     late = counts.get(AssignmentState.LATE, 0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from fedplat import submission_checks
@@ -15,7 +15,6 @@ from fedplat.config import bounded_toml
 from fedplat.config.plugins import BUILTIN, Plugins
 from fedplat.config.toml_text import change_text
 from fedplat.errors import JobFileError, ModelError, PluginError, UserCodeError
-from fedplat.gossip.topology import describe_edges_problem, describe_unknown
 from fedplat.job import JobSpec, parse_job
 from fedplat.model import Parameters
 from fedplat_server.errors import Code, RefusedError
@@ -59,31 +58,25 @@ def change(job_file: str, changes: Sequence[str], max_bytes: int, plugins: Plugi
     return changed, parse(changed, max_bytes, plugins)
 
 
-def check_is_runnable(
-    spec: JobSpec, evaluators: Sequence[str], trainers: Sequence[str], flower_apps: Sequence[str] = ()
-) -> None:
-    """Check that the server has the job's evaluator, trainers and Flower app, and supports its `durability`."""
+def check_is_runnable(spec: JobSpec, evaluators: Sequence[str], trainers: Sequence[str]) -> None:
+    """Check that the server has the job's evaluator and trainers, and supports its `durability`.
+
+    What only one kind of job needs is checked by its half (`ServerHalf.check_job`).
+    """
     evaluator = spec.evaluation.server
     if evaluator is not None and evaluator not in evaluators:
         raise RefusedError(
             Code.NO_SUCH_EVALUATOR,
-            f"{evaluator!r}; {_list(evaluators)}. Start it with --evaluator {evaluator}=module:function, "
+            f"{evaluator!r}; {list_names(evaluators)}. Start it with --evaluator {evaluator}=module:function, "
             "or leave evaluation.server out of the job file",
         )
     for table, learning in (("warm_start", spec.warm_start), ("server_step", spec.server_step)):
         if learning is not None and learning.trainer not in trainers:
             raise RefusedError(
                 Code.NO_SUCH_TRAINER,
-                f"{table}.trainer = {learning.trainer!r}; {_list(trainers)}. Start it with --trainer "
+                f"{table}.trainer = {learning.trainer!r}; {list_names(trainers)}. Start it with --trainer "
                 f"{learning.trainer}=module:object, or leave [{table}] out of the job file",
             )
-    if spec.flower is not None and spec.flower.app not in flower_apps:
-        app = spec.flower.app
-        raise RefusedError(
-            Code.INVALID_JOB_FILE,
-            f"flower.app = {app!r}: the server has no such Flower app; {_list(flower_apps)}. Start it with "
-            f"--flower-app {app}=FOLDER",
-        )
     if spec.durability == "memory" and not spool_file.CAN_KEEP_IN_MEMORY:
         raise RefusedError(
             Code.INVALID_JOB_FILE,
@@ -91,22 +84,8 @@ def check_is_runnable(
         )
 
 
-def check_silos(spec: JobSpec, silos: Collection[str]) -> None:
-    """Check the names in the edges of a decentralised job; `silos` are those of them that can take part."""
-    mode = spec.gossip
-    if mode is None or mode.topology != "edges":
-        return
-    if unknown := describe_unknown(mode, silos):
-        raise RefusedError(
-            Code.INVALID_JOB_FILE,
-            f"{unknown} in population {spec.population}; expected ids of its clients, as `fedplat client list "
-            f"--population {spec.population}` shows them",
-        )
-    if problem := describe_edges_problem(mode, spec.selection.goal):
-        raise RefusedError(Code.INVALID_JOB_FILE, problem)
-
-
-def _list(names: Sequence[str]) -> str:
+def list_names(names: Sequence[str]) -> str:
+    """Return what the server has, for a message."""
     return f"it has {', '.join(names)}" if names else "it has none"
 
 

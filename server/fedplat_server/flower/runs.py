@@ -121,6 +121,11 @@ class FlowerRuns:
         self._made: dict[AttemptKey, list[str]] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the apps, in their order."""
+        return sorted(self._apps)
+
     def begin(self, job: JobState, command: RunWarmStart) -> None:
         """Start the app of a job; its first exchange is posted as the job's first version."""
         task = asyncio.create_task(self._begin(job, command.key), name=f"Flower app {command.key}")

@@ -12,7 +12,8 @@ from typing_extensions import override
 
 from fedplat.rounds import Coordinator, JobState
 from fedplat.rounds.disclosure import disclosure_of
-from fedplat.rounds.states import ENDED_JOBS, AttemptKind, JobStatus
+from fedplat.rounds.protocols.base import protocol_of
+from fedplat.rounds.states import ENDED_JOBS, JobStatus
 from fedplat_server import __version__
 from fedplat_server.auth.tls import Certificates
 from fedplat_server.instruments import Instruments
@@ -138,5 +139,6 @@ class DaemonCollector(Collector):
 def _count_available(coordinator: Coordinator, job: JobState) -> int:
     """Return the number of clients that the job has, or could have: in its open attempt, or waiting for it."""
     attempt = job.open_attempt
-    num_reported = attempt.num_reported if attempt is not None and attempt.kind is AttemptKind.TRAIN else 0
+    is_training = attempt is not None and protocol_of(job, attempt.kind).folds
+    num_reported = attempt.num_reported if attempt is not None and is_training else 0
     return job.num_busy + num_reported + coordinator.room.num_available(job.job_id)

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing_extensions import override
 
 from fedplat import report_validation
+from fedplat.job import JobSpec
 from fedplat.job.sections import Flower
 from fedplat.rounds import Assignment, AttemptKey, Change, JobState
 from fedplat.rounds.commands import RunWarmStart
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.aggregation.flower import AppAggregation
+from fedplat_server.coordination.job_checks import list_names
+from fedplat_server.errors import Code, RefusedError
 from fedplat_server.protocols.half import ServerHalf, Validate
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.workers.attempt_inputs import AttemptInputs
@@ -22,6 +25,17 @@ from fedplat_server.workers.attempt_inputs import AttemptInputs
 
 class FlowerAppHalf(ServerHalf):
     """Jobs with a Flower app: it makes the versions of the replies, and how many rounds there are."""
+
+    @override
+    async def check_job(self, spec: JobSpec) -> None:
+        assert spec.flower is not None
+        app, apps = spec.flower.app, self._parts.flower.names
+        if app not in apps:
+            raise RefusedError(
+                Code.INVALID_JOB_FILE,
+                f"flower.app = {app!r}: the server has no such Flower app; {list_names(apps)}. Start it with "
+                f"--flower-app {app}=FOLDER",
+            )
 
     @override
     async def size_limit(self, job: JobState, assignment: Assignment) -> int:

@@ -10,6 +10,8 @@ from typing_extensions import override
 
 from fedplat.gossip import steps
 from fedplat.gossip.options import Gossip
+from fedplat.gossip.topology import describe_edges_problem, describe_unknown
+from fedplat.job import JobSpec
 from fedplat.rounds import Assignment, AttemptKey, Change, JobState, Verdict
 from fedplat.rounds.protocols.gossip import find_state, state_of
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
@@ -19,6 +21,7 @@ from fedplat_server.protocols.exchange_steps import ExchangeSteps
 from fedplat_server.protocols.half import HalfParts, ServerHalf
 from fedplat_server.protocols.relay import Relay
 from fedplat_server.protocols.silence import SilenceMonitor
+from fedplat_server.rpc import validation
 from fedplat_server.rpc.streams import UploadMessage
 
 MAX_NAMED = 10
@@ -35,6 +38,29 @@ class GossipHalf(ServerHalf):
         self._silence = SilenceMonitor(
             parts.runner.coordinator, parts.clients, parts.runner.post, asyncio.get_running_loop().time
         )
+
+    @override
+    async def check_job(self, spec: JobSpec) -> None:
+        """Check the names in the edges of the job."""
+        mode = spec.gossip
+        assert mode is not None
+        if mode.topology != "edges":
+            return
+        if unknown := describe_unknown(mode, await self._find_silos(spec, mode.named_silos[: steps.MAX_SILOS + 1])):
+            raise RefusedError(
+                Code.INVALID_JOB_FILE,
+                f"{unknown} in population {spec.population}; expected ids of its clients, as `fedplat client list "
+                f"--population {spec.population}` shows them",
+            )
+        if problem := describe_edges_problem(mode, spec.selection.goal):
+            raise RefusedError(Code.INVALID_JOB_FILE, problem)
+
+    async def _find_silos(self, spec: JobSpec, names: Sequence[str]) -> set[str]:
+        """Return those of the named silos that can take part in a job."""
+        known = [name for name in names if validation.is_client_id(name)]
+        found = await self._parts.store.clients.find_clients(known) if known else {}
+        able = (each for each in found.values() if each.population == spec.population and each.revoked_unix_s is None)
+        return {each.client_id for each in able}
 
     @override
     async def set_up(self, job: JobState, key: AttemptKey) -> fleet_pb2.Assignment:

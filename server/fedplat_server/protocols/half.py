@@ -71,6 +71,9 @@ class ServerHalf:
     def __init__(self, parts: HalfParts) -> None:
         self._parts = parts
 
+    async def check_job(self, spec: JobSpec) -> None:
+        """Raise `RefusedError` for a new job that this server cannot run. Asked by `jobs`."""
+
     # --- its assignments: fleet ---
 
     def make_task(self, spec: JobSpec) -> fleet_pb2.Assignment:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from fedplat.job import JobSpec
 from fedplat.rounds import Change, JobState
 from fedplat.rounds.protocols import base, registry
 from fedplat.rounds.states import AttemptKind
@@ -34,9 +35,9 @@ class ServerHalves:
         self._halves = {name: make(parts) for name, make in HALVES.items()}
         self._inner = {each.name: each.name.removeprefix("private ") for each in registry.PRIVATE}
 
-    def training_of(self, job: JobState) -> ServerHalf:
-        """Return the half of a job's training."""
-        return self._find(base.training_name(job.spec))
+    def training_of(self, spec: JobSpec) -> ServerHalf:
+        """Return the half of the training of jobs with a job file."""
+        return self._find(base.training_name(spec))
 
     def of(self, job: JobState, kind: AttemptKind) -> ServerHalf:
         """Return the half of a job's attempts, or assignments, of a kind."""

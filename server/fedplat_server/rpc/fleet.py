@@ -270,12 +270,12 @@ class FleetService(EnrollmentService):
             traceparent=ids.traceparent(assignment, spec.num_wanted) if self._services.is_tracing else "",
         )
         message.MergeFrom(self._services.halves.of(job, command.kind).make_task(spec))
-        message.MergeFrom(await self._services.halves.training_of(job).set_up(job, command.key))
+        message.MergeFrom(await self._services.halves.training_of(job.spec).set_up(job, command.key))
         return message
 
     def _half_of(self, assignment: Assignment) -> ServerHalf:
         """Return the half of the training of an assignment's job."""
-        return self._services.halves.training_of(self._services.jobs.state(assignment.key.job_id))
+        return self._services.halves.training_of(self._services.jobs.state(assignment.key.job_id).spec)
 
     async def _note_download(self, client: ClientRecord, digest: str) -> None:
         """Record that a client has received a whole file, if it is the model of its assignment or the step to it."""

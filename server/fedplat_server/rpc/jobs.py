@@ -11,7 +11,6 @@ from msgspec import structs
 from typing_extensions import override
 
 from fedplat.config.loaded_plugins import describe_versions
-from fedplat.gossip.steps import MAX_SILOS
 from fedplat.job import JobSpec
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.disclosure import disclosure_of
@@ -81,11 +80,8 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         services, max_bytes = self._services, self._services.config.limits.max_job_file_bytes
         plugins = services.config.plugins
         spec = await self._run_alone(job_checks.parse, request.job_file, max_bytes, plugins.table)
-        config = services.config
-        job_checks.check_is_runnable(
-            spec, services.evaluation.names, sorted(config.trainers), sorted(config.flower_apps)
-        )
-        job_checks.check_silos(spec, await self._find_silos(spec))
+        job_checks.check_is_runnable(spec, services.evaluation.names, sorted(services.config.trainers))
+        await services.halves.training_of(spec).check_job(spec)
         digest = validation.digest(request.initial_digest)
         if not await self._has_done(audit.AuditAction.MODEL_UPLOADED, digest):  # or the version of a job of others
             raise RefusedError(Code.INVALID_MODEL, UPLOAD_FIRST)
@@ -102,14 +98,6 @@ class JobsService(admin_pb2_grpc.JobsServicer):
             raise RefusedError(Code.INVALID_REQUEST, "idempotency_key was used by another operator; choose a new one")
         services.jobs.add(record, creator=current_operator())
         return await self._job(services.jobs.find(record.state.job_id))
-
-    async def _find_silos(self, spec: JobSpec) -> set[str]:
-        """Return those of the silos that a job names which can take part in it."""
-        names = spec.gossip.named_silos[: MAX_SILOS + 1] if spec.gossip is not None else []
-        known = [name for name in names if validation.is_client_id(name)]
-        found = await self._services.store.clients.find_clients(known) if known else {}
-        able = (each for each in found.values() if each.population == spec.population and each.revoked_unix_s is None)
-        return {each.client_id for each in able}
 
     @override
     async def ListJobs(self, request: admin_pb2.ListJobsRequest, context: Context) -> admin_pb2.ListJobsResponse:
@@ -326,7 +314,7 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         return self._encode(record, next(iter(found.values()), None))
 
     def _encode(self, record: JobRecord, last: AttemptRecord | None) -> admin_pb2.Job:
-        shown = self._services.halves.training_of(record.state).show(record.state)
+        shown = self._services.halves.training_of(record.state.spec).show(record.state)
         return convert.job(record, self._round(last, {}) if last is not None else None, shown)
 
     async def _rounds(self, job_id: str, attempts: Sequence[AttemptRecord]) -> list[admin_pb2.Round]:
