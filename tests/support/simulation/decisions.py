@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
+from typing_extensions import override
 
 from fedplat.rounds import Assignment, Attempt, AttemptKey, Change, JobState, ModelVersion, Proposal, Verdict
 from fedplat.rounds.changes import HistoryRow
@@ -27,6 +28,7 @@ from fedplat.rounds.commands import (
     RunWarmStart,
 )
 from fedplat.rounds.events import Event
+from fedplat.rounds.protocols.gossip import state_of
 
 Line = list[Any]
 _encode = msgspec.json.Encoder(order="deterministic").encode
@@ -58,6 +60,20 @@ class Decisions:
     def digest(self) -> str:
         """The first half of the SHA-256 of all lines."""
         return hashlib.sha256(b"\n".join(self.lines)).hexdigest()[:32]
+
+
+class RoundedDecisions(Decisions):
+    """Decisions about models: metrics are sums over their entries, whose last bits depend on the processor."""
+
+    @override
+    def write(self, sort: str, *values: object) -> None:
+        super().write(sort, *map(_round, values))
+
+
+def _round(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: f"{number:.2e}" for name, number in cast(dict[str, float], value).items()}
+    return value
 
 
 def _describe_verdict(verdict: Verdict) -> Line:
@@ -116,6 +132,10 @@ def _describe_kind(job: JobState) -> Iterator[object]:
     yield [sorted(job.cohort), sorted(job.barred), list(job.unmasked)]
     yield [clocks.minimum, clocks.clocks, clocks.ahead, _numbers(clocks.expected)]
     yield [[name, lapse.times, lapse.at] for name, lapse in clocks.lapses.items()]
+    if job.spec.gossip is not None and job.attempt is not None:
+        silos = state_of(job)
+        yield [str(silos.phase.value), silos.round, silos.attempt, silos.timer, silos.failures, silos.confirmed]
+        yield [sorted(silos.members), sorted(silos.away), sorted(silos.announced), sorted(map(list, silos.edges))]
 
 
 def _describe_attempt(attempt: Attempt) -> Iterator[object]:

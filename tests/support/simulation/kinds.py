@@ -34,7 +34,7 @@ from fedplat.simulation.recording.result import AttemptResult
 from fedplat.simulation.run import Hooks, Simulation, drive, run
 from support.rounds.silos import silo_spec
 from support.simulation.cases import BAD, job, make_fleet
-from support.simulation.decisions import Decisions
+from support.simulation.decisions import Decisions, RoundedDecisions
 from support.simulation.least_squares import LeastSquares, initial
 from support.simulation.secure import secure_job
 
@@ -109,9 +109,10 @@ def summarize(kind: str, size: str) -> dict[str, object]:
 def decide(kind: str, size_name: str) -> tuple[Decisions, str]:
     """Run a simulation; return its decisions, and how it has ended."""
     size = SIZES[size_name]
-    spec, decisions = KINDS[kind](size), Decisions()
+    spec = KINDS[kind](size)
     if spec.gossip is not None:
-        return decisions, _run_silos(spec, decisions)
+        return _run_silos(spec)
+    decisions = Decisions()
     fleet = make_fleet(100 * size, **_EXACT)
     simulation = Simulation(spec=spec, fleet=fleet, seed=SEED, until_s=1e6, model_bytes=MODEL_BYTES)
     hooks = Hooks(trace=decisions.record)
@@ -124,8 +125,9 @@ def decide(kind: str, size_name: str) -> tuple[Decisions, str]:
     return decisions, f"{result.status} {result.reason}".strip()
 
 
-def _run_silos(spec: JobSpec, decisions: Decisions) -> str:
-    """Run a decentralised job, whose simulator has no trace: its rounds are the decisions."""
+def _run_silos(spec: JobSpec) -> tuple[Decisions, str]:
+    """Run a decentralised job, whose silos have models."""
+    decisions = RoundedDecisions()
     fleet = build_fleet(FleetOptions(num_clients=8, speed=UniformRange(1.0, 20.0), fails=0.05), SEED)
 
     def observe(each: AttemptResult) -> None:
@@ -140,11 +142,11 @@ def _run_silos(spec: JobSpec, decisions: Decisions) -> str:
     simulation = Simulation(
         spec=spec, fleet=fleet, engine=LeastSquares(8), initial=initial(), seed=SEED, links=_FAULTS, until_s=1e6
     )
-    result = run(simulation, Hooks(observe=observe))
+    result = run(simulation, Hooks(observe=observe, trace=decisions.record))
     decisions.write("merged", result.participation.merged.tolist())
     if result.model is not None:
         decisions.write("model", [f"{weight:.2e}" for weight in result.model["weight"]])
-    return f"{result.status} {result.reason}".strip()
+    return decisions, f"{result.status} {result.reason}".strip()
 
 
 class WarmTraining(NoTraining):
