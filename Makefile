@@ -75,7 +75,7 @@ faults-page: $(STAMP) ## the same, and write the table into docs/reliability.md
 compat: $(STAMP) ## this version beside the releases in tests/compat/releases: programs, protocol, databases, a rolling upgrade
 	$(PYTEST) -n auto -m "slow or not slow" tests/compat tests/server/store/test_expansion.py tests/server/test_newer_jobs.py
 
-planted-faults: $(STAMP) ## plant known faults one at a time, and show which test catches each; about 7 CPU-minutes
+planted-faults: $(STAMP) ## plant known faults one at a time, and show which test catches each; about 8 CPU-minutes
 	$(BIN)/python tests/planted_faults/run.py
 
 hostile: $(STAMP) ## 100,000 malformed messages to a daemon with honest clients, on SQLite and on PostgreSQL

@@ -29,9 +29,9 @@ from grpc import aio
 import crowd
 from crowd import Member
 from fedplat.admin import AdminClient, profile, submission
-from fedplat.auth import Ticket
 from fedplat.job import parse_job
 from fedplat.model import Parameters
+from fedplat.wire.auth import Ticket
 from fedplat_server.auth.pki_folder import PkiFolder
 from processes import free_port
 from report import Cell, JsonOption, Report, SaveOption, finish

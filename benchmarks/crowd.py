@@ -19,8 +19,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from google.protobuf.message import Message
 from grpc import aio
 
-from fedplat import auth, wire
-from fedplat.auth import Ticket
+from fedplat import wire
+from fedplat.wire import auth
+from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import fleet_pb2
 
 FLEET = "/fedplat.wire.v1.Fleet/"

@@ -21,7 +21,7 @@ from typing import Any
 import crowd
 from crowd import FLEET, Member
 from fedplat import wire
-from fedplat.auth import Ticket
+from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 
 INLINE_BYTES = 256 * 1024

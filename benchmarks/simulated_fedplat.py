@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fedplat.config.toml import read_record
 from fedplat.job import JobSpec
 from fedplat.pytorch import models
 from fedplat.pytorch.training import Learner, LocalOptions
@@ -24,7 +25,6 @@ from fedplat.simulation.engines.processes import ProcessEngine
 from fedplat.simulation.engines.ray.engine import RayEngine
 from fedplat.simulation.engines.vmap import VmapEngine
 from fedplat.simulation.run import Hooks, Simulation, run
-from fedplat.toml import read_record
 
 ENGINES = {"loop": LoopEngine, "processes": ProcessEngine, "ray": RayEngine, "vmap": VmapEngine}
 MODELS = {

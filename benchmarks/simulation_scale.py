@@ -22,10 +22,10 @@ from typing import Annotated
 import msgspec
 import typer
 
+from fedplat.config.toml import read_record, read_toml
 from fedplat.job import JobSpec
 from fedplat.simulation.clients import FleetOptions, build_fleet
 from fedplat.simulation.run import Simulation, run
-from fedplat.toml import read_record, read_toml
 from report import Cell, JsonOption, Report, SaveOption, finish
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "million.toml"

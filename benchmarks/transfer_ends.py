@@ -20,9 +20,9 @@ import numpy as np
 from grpc import aio
 
 from fedplat import wire
-from fedplat.auth import Ticket
 from fedplat.model import Parameters
 from fedplat.wire import process_tuning
+from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import transport
 from fedplat_client._auth.authenticator import SignedAccess

@@ -1,8 +1,8 @@
 """The model that a job starts from: `[model] initial` of a job file, resolved where the job is submitted.
 
-It is a `.safetensors` file or a function (`fedplat/user_code.py`), relative to the job file. The function may return
-`Parameters`, a mapping of NumPy arrays, a torch `state_dict` or an `nn.Module`; torch is imported here only if the
-function's own code has imported it.
+It is a `.safetensors` file or a function (`fedplat/config/user_code.py`), relative to the job file. The function may
+return `Parameters`, a mapping of NumPy arrays, a torch `state_dict` or an `nn.Module`; torch is imported here only if
+the function's own code has imported it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from fedplat import user_code
+from fedplat.config import user_code
+from fedplat.config.plugins import has_absent
 from fedplat.errors import JobFileError, ModelError, UserCodeError
 from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters
-from fedplat.plugins import has_absent
 
 
 def of_job(spec: JobSpec, folder: Path) -> Parameters:

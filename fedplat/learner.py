@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from fedplat.config.toml import format_value
 from fedplat.errors import DataError, JobFileError
 from fedplat.model import Parameters
-from fedplat.toml import format_value
 
 Config: TypeAlias = Mapping[str, bool | int | float | str]
 """A job's `[config]`."""

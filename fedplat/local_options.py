@@ -17,9 +17,9 @@ from fedplat.aggregate import (
     LocalSgd,
 )
 from fedplat.aggregate import options as ranges
+from fedplat.config.plugins import BUILTIN, Plugins, build_checked, name_of
+from fedplat.config.toml import format_value, read_name, read_record, suggest
 from fedplat.errors import JobFileError
-from fedplat.plugins import BUILTIN, Plugins, build_checked, name_of
-from fedplat.toml import format_value, read_name, read_record, suggest
 
 Scalar = bool | int | float | str
 Count = Annotated[int, Meta(ge=1, le=1_000_000_000)]

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
-from fedplat import user_code
+from fedplat.config import user_code
+from fedplat.config.plugins import Kind, by_name, define, name_of
 from fedplat.errors import PluginError
-from fedplat.plugins import Kind, by_name, define, name_of
 
 if TYPE_CHECKING:
     import torch

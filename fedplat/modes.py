@@ -20,9 +20,9 @@ from typing import Annotated, Any, Protocol, cast, runtime_checkable
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from fedplat import user_code
+from fedplat.config import user_code
+from fedplat.config.plugins import AbsentPlugin, Kind, by_name, define, is_builtin, name_of
 from fedplat.errors import PluginError
-from fedplat.plugins import AbsentPlugin, Kind, by_name, define, is_builtin, name_of
 
 Exponent = Annotated[float, Meta(ge=0.0, le=100.0)]
 Slope = Annotated[float, Meta(gt=0.0, le=1e6)]

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 
 Degree = Annotated[int, Meta(ge=1, le=4096)]
 Schedule: TypeAlias = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "pipedream"]

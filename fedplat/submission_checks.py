@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from fedplat import user_code
 from fedplat.codecs.container import Format
+from fedplat.config import user_code
+from fedplat.config.plugins import has_absent, name_of
+from fedplat.config.toml import format_value
 from fedplat.errors import FedplatError, JobFileError, ModelError, PluginError, UserCodeError
 from fedplat.gossip.steps import MAX_SILOS
 from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters
-from fedplat.plugins import has_absent, name_of
-from fedplat.toml import format_value
 
 MAX_JOB_FILE_BYTES = 1 << 18
 MAX_MODEL_BYTES = 64 << 30

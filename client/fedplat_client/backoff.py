@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections.abc import Callable
 from typing import TypeVar
 
+from fedplat.wire import proxies
 from fedplat.wire.v1 import model_pb2
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import CallError, ServerUnavailableError, UnreachableError
 from fedplat_client.options import ClientOptions
 
 _LONGEST_RETRY_S = 86_400.0
+_NOTED, _NOTED_AGAIN = 3, 30
+"""The log has a line at the third failure in a row, and then at each thirtieth."""
 _Answer = TypeVar("_Answer")
+_logger = logging.getLogger(__name__)
 
 
 class Backoff:
@@ -61,6 +66,12 @@ def draw_s(window: model_pb2.RetryWindow, rng: random.Random) -> float:
     return rng.uniform(min(earliest, _LONGEST_RETRY_S), min(latest, _LONGEST_RETRY_S))
 
 
+def note_failures(number: int, text: str) -> None:
+    """Log that a call or a transfer of a task fails again and again; a single failure is nothing unusual."""
+    if number == _NOTED or number % _NOTED_AGAIN == 0:
+        _logger.warning("The server cannot be used, and is tried again: %s", proxies.shorten(text))
+
+
 def retry(
     call: Callable[[], _Answer],
     options: ClientOptions,
@@ -81,6 +92,7 @@ def retry(
             return call()
         except ServerUnavailableError as exc:
             failures += 1
+            note_failures(failures, exc.text)
             if failures >= attempts or options.wait(signal, backoff.next_after(exc, options.clock() - began)):
                 raise
             recover(exc)

@@ -49,6 +49,13 @@ def read_stop(refusal: fleet_pb2.Refusal) -> Stop:
     return Stop(refusal.reason, text, by_server=True, retry=refusal.retry if refusal.HasField("retry") else None)
 
 
+def read_end(text: str) -> Stop:
+    """Return the stop of a task whose assignment has ended at the server; the last word of `text` is the reason."""
+    name = f"REASON_{text.rpartition(' ')[2]}"
+    known = name in model_pb2.Reason.keys()  # noqa: SIM118 -- the type has no `in`
+    return Stop(model_pb2.Reason.Value(name) if known else model_pb2.REASON_UNSPECIFIED, text, by_server=True)
+
+
 class StopSignal:
     """An event that carries a `Stop` and cancels the calls in flight when it is set.
 

@@ -12,9 +12,10 @@ from typing import Any, TypeAlias, TypedDict, Unpack
 
 import click
 
-from fedplat import texts, user_code
+from fedplat import texts
+from fedplat.config import user_code
+from fedplat.config.loaded_plugins import parse_plugins
 from fedplat.errors import FedplatError, MissingExtraError, PluginError, TicketError
-from fedplat.loaded_plugins import parse_plugins
 from fedplat.secure_aggregation.options import MAX_GROUP, MIN_GROUP
 from fedplat.wire import process_tuning
 from fedplat_client import log

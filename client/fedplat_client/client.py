@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from fedplat import texts
-from fedplat.auth import Ticket
-from fedplat.loaded_plugins import CLIENT_KINDS, load_plugins
+from fedplat.config.loaded_plugins import CLIENT_KINDS, load_plugins
 from fedplat.secure_aggregation import setup
+from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import cancellation, transport
 from fedplat_client._auth import tickets
@@ -21,6 +21,7 @@ from fedplat_client._auth.authenticator import SignedAccess
 from fedplat_client._auth.calls import Connection
 from fedplat_client._auth.enrollment import ClientDescription, ClientSession, Endpoints
 from fedplat_client._auth.mtls import CertificateAccess
+from fedplat_client._protocols import registry
 from fedplat_client._state import data_dir as data_directory
 from fedplat_client._state.client_state import ClientStateStore
 from fedplat_client._state.keys import SigningKey
@@ -33,6 +34,7 @@ from fedplat_client._work.failures import CheckInResult
 from fedplat_client._work.model_download import Downloader
 from fedplat_client._work.peers.port import PeerPort
 from fedplat_client._work.training import LocalTrainers
+from fedplat_client._work.work import ClientParts
 from fedplat_client.backoff import Backoff, draw_s, is_cut
 from fedplat_client.errors import (
     CallError,
@@ -46,7 +48,7 @@ from fedplat_client.options import ClientOptions
 from fedplat_client.task import EvaluateFunction, TrainFunction
 
 if TYPE_CHECKING:
-    from fedplat_client._work.silos.worker import SiloWorker
+    from fedplat_client._protocols.gossip.worker import SiloWorker
 
 Function = TypeVar("Function", TrainFunction, EvaluateFunction)
 RunAssignment: TypeAlias = Callable[[fleet_pb2.Assignment], CheckInResult]
@@ -238,8 +240,10 @@ class Client:
             access = stack.enter_context(self._certificates(signed, identity)) if self._options.mtls else signed
             connection = Connection(access, self._options.call_timeout_s)
             port = stack.enter_context(self._peer_port(signed, identity))
-            open_silos = functools.cache(lambda: stack.enter_context(self._open_silos(worker, port, signed)))
-            worker = self._open_worker(connection, key, open_silos)
+            open_silos = functools.cache(lambda: stack.enter_context(self._open_silos(parts, port, signed)))
+            parts = self._open_parts(connection, key)
+            halves = registry.make_halves(open_silos)
+            worker = assignment.AssignmentWorker(parts, lambda each: halves[registry.name_of(each)])
             endpoints = Endpoints(signed, connection)
             session = ClientSession(endpoints, self._directory, identity, self._description(), self._stop)
             is_silo = self._options.takes_exchanges or self._directory.silos.exists()
@@ -256,9 +260,7 @@ class Client:
 
             yield session, prepare, worker.run
 
-    def _open_worker(
-        self, connection: Connection, key: SigningKey, open_silos: Callable[[], SiloWorker]
-    ) -> assignment.AssignmentWorker:
+    def _open_parts(self, connection: Connection, key: SigningKey) -> ClientParts:
         directory, options = self._directory, self._options
         try:
             cache = ModelCache(directory.models, options.cache_limit_bytes)
@@ -266,7 +268,7 @@ class Client:
             raise DataDirectoryError(
                 f"{directory.models} cannot be used: {exc}; free space or make it writable"
             ) from exc
-        return assignment.AssignmentWorker(
+        return ClientParts(
             connection=connection,
             downloader=Downloader(connection, cache, options.max_model_bytes, self._plugins.table),
             residuals=Residuals(directory.residuals, options.cache_limit_bytes, cache.give_way),
@@ -278,27 +280,20 @@ class Client:
                 ledger=PrivacyLedger(directory.privacy, f"{self._server} {self._population}"),
                 plugins=self._plugins.table,
             ),
-            open_silos=open_silos,
             options=options,
             stop=self._stop,
             key=key,
         )
 
-    def _open_silos(self, worker: assignment.AssignmentWorker, port: PeerPort, signed: SignedAccess) -> SiloWorker:
+    def _open_silos(self, client: ClientParts, port: PeerPort, signed: SignedAccess) -> SiloWorker:
         """Return what runs assignments of decentralised jobs; other clients do not load its modules."""
+        from fedplat_client._protocols.gossip.worker import SiloParts, SiloWorker
         from fedplat_client._state.silo_store import SiloStore
-        from fedplat_client._work.silos.worker import SiloParts, SiloWorker
 
         directory, limit_bytes = self._directory, self._options.cache_limit_bytes
         parts = SiloParts(
-            connection=worker.connection,
-            downloader=worker.downloader,
-            store=SiloStore(directory.silos, directory.exports, limit_bytes, worker.downloader.cache.give_way),
-            client_states=worker.client_states,
-            trainers=worker.trainers,
+            store=SiloStore(directory.silos, directory.exports, limit_bytes, client.downloader.cache.give_way),
             port=port,
-            options=self._options,
-            key=worker.key,
             client_id=lambda: signed.client_id,
         )
         return SiloWorker(parts)

@@ -22,6 +22,7 @@ FedplatError
         │   └── RevokedError               an operator has revoked the client
         ├── IncompatibleServerError    the server uses another version of the protocol
         └── CallRefusedError           the server understood the call and refused it
+            └── AssignmentEndedError       the assignment is no longer open, for example since its round has closed
 ```
 `fedplat_client.transport` translates gRPC's errors into these; no other module sees `grpc.RpcError`.
 """
@@ -143,3 +144,7 @@ class IncompatibleServerError(CallError):
 
 class CallRefusedError(CallError):
     """The server understood the call and refused it."""
+
+
+class AssignmentEndedError(CallRefusedError):
+    """The assignment that the call names is no longer open at the server; the text ends with the reason."""

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedplat import auth, wire
+from fedplat import wire
 from fedplat.secure_aggregation.messages import KEY_BYTES
 from fedplat.secure_aggregation.options import MAX_GROUP, MIN_GROUP
+from fedplat.wire import auth
 from fedplat_client.cancellation import StopSignal
 
 if TYPE_CHECKING:

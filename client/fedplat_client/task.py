@@ -9,9 +9,9 @@ from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 from fedplat import claims, texts
 from fedplat.client_state import ClientState
+from fedplat.config.plugins import BUILTIN, Plugins
 from fedplat.errors import ModelError
 from fedplat.model import Parameters, Schema
-from fedplat.plugins import BUILTIN, Plugins
 from fedplat.wire.v1 import model_pb2
 from fedplat_client._state.privacy_ledger import PrivacyLedger
 from fedplat_client.cancellation import Stop, StopSignal

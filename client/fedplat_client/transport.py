@@ -12,11 +12,12 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import grpc
 from google.protobuf.message import Message
 
-from fedplat import auth, wire
-from fedplat.wire import pieces, proxies
+from fedplat import wire
+from fedplat.wire import auth, pieces, proxies
 from fedplat.wire.v1 import fleet_pb2, model_pb2, peer_pb2
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import (
+    AssignmentEndedError,
     CallError,
     CallRefusedError,
     CertificateExpiredError,
@@ -72,6 +73,7 @@ _BY_CODE: dict[str, type[CallError]] = {
     "REVOKED": RevokedError,
     "CERTIFICATE_EXPIRED": CertificateExpiredError,
     "NO_CERTIFICATES": IdentityError,
+    "STALE_ASSIGNMENT": AssignmentEndedError,
 }
 _SERVICE = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name
 PEER_SERVICE = peer_pb2.DESCRIPTOR.services_by_name["Peer"].full_name

@@ -64,7 +64,7 @@ PUBLIC_MODULES = (
     "fedplat.metrics",
     "fedplat.modes",
     "fedplat.trackers",
-    "fedplat.plugins",
+    "fedplat.config.plugins",
     "fedplat.testing",
     "fedplat.errors",
 )

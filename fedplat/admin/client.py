@@ -143,8 +143,8 @@ class AdminClient:
         tries again for `wait_s`, and creates one job even if a reply was lost. Raises `JobFileError` for a job that no
         file can describe.
         """
-        extended = build_rule(job).requirements.extend(initial)
-        wanted = submission.Submission(job_file(job), job, extended)
+        text = job_file(job)
+        wanted = submission.Submission(text, job, build_rule(job).requirements.extend(initial))
         patience = Patience(wait_s, lambda text: None)
         return submission.submit(self, wanted, idempotency_key=idempotency_key, patience=patience)
 

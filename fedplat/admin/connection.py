@@ -13,9 +13,9 @@ from fedplat import texts, wire
 from fedplat._version import __version__
 from fedplat.admin.interrupts import defer_interrupt
 from fedplat.admin.profile import DEFAULT_SERVER, Profile
-from fedplat.auth import METADATA_CODE, is_address
 from fedplat.errors import ServerRefusedError, ServerUnreachableError
 from fedplat.wire import handshake, proxies
+from fedplat.wire.auth import METADATA_CODE, is_address
 
 _CHANNEL_OPTIONS = (
     *wire.CHANNEL_OPTIONS,

@@ -15,7 +15,9 @@ def describe(exchange: admin_pb2.Exchange) -> str:
     if exchange.num_edges:
         text += f", {exchange.num_confirmed:,} of {format_count(exchange.num_edges, 'edge')} confirmed last"
     if exchange.HasField("relative_distance"):
-        text += f"; distance from the mean {exchange.relative_distance:.3g} (tolerance {exchange.tolerance:g})"
+        text += f"; distance from the mean {exchange.relative_distance:.3g}"
+        if exchange.kind != "ring":  # a ring needs none: it computes the mean whatever the distance is
+            text += f" (tolerance {exchange.tolerance:g})"
     if exchange.excluded:
         text += f"; rings leave out {', '.join(exchange.excluded)}"
     return text

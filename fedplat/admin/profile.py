@@ -19,8 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from fedplat import bounded_toml, durable
-from fedplat.decoding import prepare_type
+from fedplat import durable
+from fedplat.config import bounded_toml
+from fedplat.config.decoding import prepare_type
 from fedplat.errors import ProfileError
 
 DEFAULT_SERVER = "127.0.0.1:7443"

@@ -71,8 +71,8 @@ from fedplat.aggregate.state import (
     state_to_bytes,
 )
 from fedplat.aggregate.statistics import average_statistics, describe_statistics
+from fedplat.config.plugins import Kind, by_name, define
 from fedplat.model.vectors import l2_norm, scale_vector
-from fedplat.plugins import Kind, by_name, define
 
 
 @runtime_checkable

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
 """A step size: finite in float32, so never infinite or NaN."""

@@ -13,6 +13,7 @@ import typer
 from fedplat.cli import progress
 from fedplat.cli.output import Output
 from fedplat.cli.session import FAILED, JsonOption, reporting
+from fedplat.config.user_code import wrap_errors
 from fedplat.errors import JobFileError
 from fedplat.job import planning
 from fedplat.simulation import api
@@ -21,7 +22,6 @@ from fedplat.simulation.privacy_audit import Audit
 from fedplat.simulation.recording import folder as folders
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import TABLE, SimulationFile
-from fedplat.user_code import wrap_errors
 
 
 def audit(  # noqa: PLR0913 - a command's parameters are its options

@@ -12,6 +12,7 @@ from fedplat.cli.output import Output, to_record
 from fedplat.cli.session import WRONG_USAGE, FormatOption, JsonOption, ServerOption, session
 from fedplat.cli.tables import ListColumn, ListLayout
 from fedplat.privacy.descriptions import ADJACENCY
+from fedplat.texts import format_count
 from fedplat.wire.v1 import admin_pb2
 
 
@@ -127,7 +128,7 @@ def _of_cost(cost: admin_pb2.PrivacyCost, trust: str) -> str:
 
 
 def _of_population(population: admin_pb2.PopulationPrivacy) -> str:
-    jobs = f"{population.num_private} private jobs"
+    jobs = format_count(population.num_private, "private job")
     if population.num_others:
         jobs += f", {population.num_others} without noise, which no budget covers"
     if not population.HasField("epsilon"):

@@ -6,11 +6,11 @@ import collections
 import time
 from collections.abc import Sequence
 
-from fedplat import label_expressions
 from fedplat.admin import AdminClient
 from fedplat.cli import assignments, formats, job_lists
 from fedplat.cli.output import Output, to_record
 from fedplat.cli.session import CommandSession
+from fedplat.config import label_expressions
 from fedplat.texts import duration, format_count
 from fedplat.wire.v1 import admin_pb2
 

@@ -48,7 +48,7 @@ def dashboard(
             ) from exc
         options = local.LocalDashboardOptions(
             listen,
-            lambda address: _announce(output, address),
+            lambda address: _announce(output, address, is_child=parent_pipe is not None),
             None if no_browser else webbrowser.open,
             parent_pipe,
         )
@@ -69,9 +69,10 @@ def _source(context: typer.Context, run: Path | None, server: str | None) -> Pag
         raise ProfileError(str(exc)) from exc
 
 
-def _announce(output: Output, address: str) -> None:
+def _announce(output: Output, address: str, *, is_child: bool) -> None:
     output.line(address)
+    ended = "the dashboard and the server" if is_child else "the dashboard"
     output.note(
         "The address is valid once, for 60 seconds. For a new one press Enter, or use: "
-        f"kill -USR1 {os.getpid()}. Ctrl-C ends the dashboard."
+        f"kill -USR1 {os.getpid()}. Ctrl-C ends {ended}."
     )

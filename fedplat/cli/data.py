@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from fedplat import user_code
 from fedplat.cli import formats
 from fedplat.cli.session import FAILED, JsonOption, reporting
+from fedplat.config import user_code
 from fedplat.errors import DataError
 from fedplat.packed import PackedIndex, PackedReader, PackedWriter
 

@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from fedplat.auth import is_address
 from fedplat.cli import formats, lists, times
 from fedplat.cli.lists import LimitOption, WatchableCommand, WatchOption
 from fedplat.cli.output import to_record
 from fedplat.cli.session import FormatOption, JsonOption, ServerOption, session
 from fedplat.cli.tables import ListColumn, ListLayout
+from fedplat.wire.auth import is_address
 from fedplat.wire.v1 import admin_pb2
 
 app = typer.Typer(no_args_is_help=True, help="Manage the tokens with which clients enroll.", rich_markup_mode=None)

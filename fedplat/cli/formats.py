@@ -8,7 +8,7 @@ from datetime import datetime
 
 from fedplat import step_profile, texts
 from fedplat.admin import enum_names, exchange, funnel
-from fedplat.loaded_plugins import PluginVersion
+from fedplat.config.loaded_plugins import PluginVersion
 from fedplat.wire.v1 import admin_pb2
 
 NOTHING = "-"

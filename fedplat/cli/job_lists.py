@@ -15,11 +15,11 @@ from fedplat.cli.session import FormatOption, JobArgument, JsonOption, ServerOpt
 from fedplat.cli.tables import ListColumn, ListLayout
 from fedplat.cli.times import SinceOption
 from fedplat.codecs.container import options_to_text
+from fedplat.config.plugins import Plugins
+from fedplat.config.toml import read_record, read_toml
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec
-from fedplat.plugins import Plugins
 from fedplat.texts import format_count
-from fedplat.toml import read_record, read_toml
 from fedplat.wire.v1 import admin_pb2
 
 

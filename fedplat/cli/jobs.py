@@ -202,6 +202,8 @@ def set_job(
     """Change how many files a job keeps, or when it gives up, such as retention.versions=5. It applies at once."""
     with session(context, server, as_json) as command:
         _control(command, lambda client, name: client.set_job(name, changes), job)
+        if command.output.is_for_people:
+            command.output.note(f"set {', '.join(changes)}")
 
 
 _RULE_STATES = {

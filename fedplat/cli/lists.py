@@ -138,8 +138,13 @@ class QueryRows(Generic[Row], Iterator[Row]):
         if self.total > self.num_rows:
             return f"{self.num_rows:,} of {self.total:,}; --limit 0 for all"
         if self.has_more:  # the server does not count
-            return f"{self.num_rows:,} rows, and there are more; --limit 0 for all"
+            return note_more(self.num_rows)
         return ""
+
+
+def note_more(num_rows: int) -> str:
+    """Return the note of a list whose server does not count the rows."""
+    return f"{num_rows:,} rows, and there are more; --limit 0 for all"
 
 
 def show(
@@ -153,14 +158,15 @@ def show(
     output = command.output
     if watch_s is not None:
         return _watch(command, query, layout, limit, watch_s)
-    rows = QueryRows(query, _default(limit, output), output.is_for_people)
+    rows = QueryRows(query, choose_limit(limit, output), output.is_for_people)
     output.rows(rows, layout, query.empty)
     if output.is_for_people and (note := rows.note()):
         output.note(note)
     return None
 
 
-def _default(limit: int | None, output: Output) -> int:
+def choose_limit(limit: int | None, output: Output) -> int:
+    """Return the number of rows of a list: that of `--limit`, or the default of the format; 0 for all."""
     if limit is not None:
         return limit
     return DEFAULT_LIMIT if output.is_for_people else 0

@@ -15,9 +15,9 @@ import typer
 
 from fedplat.cli.output import Output
 from fedplat.cli.session import WRONG_USAGE, JsonOption, reporting
+from fedplat.config.toml import suggest
 from fedplat.simulation.scenario import schema
 from fedplat.texts import NAME_PATTERN
-from fedplat.toml import suggest
 
 TEMPLATES: Mapping[str, tuple[str, str]] = {
     "numpy": ("[cli,plots,dashboard]", ""),

@@ -20,6 +20,7 @@ from fedplat import texts
 from fedplat.cli import example_planning, progress
 from fedplat.cli.output import Output
 from fedplat.cli.session import JsonOption, reporting
+from fedplat.config.user_code import wrap_errors
 from fedplat.errors import JobFileError
 from fedplat.job import planning
 from fedplat.job.planning import NoiseCost, PrivacyPlan
@@ -31,7 +32,6 @@ from fedplat.simulation.recording import folder as folders
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import TABLE, SimulationFile
 from fedplat.simulation.setup import load_data
-from fedplat.user_code import wrap_errors
 
 WITHOUT_NOISE = 1e-9
 """A multiplier that changes no digit of a model."""

@@ -16,6 +16,7 @@ import typer
 from fedplat.cli import progress
 from fedplat.cli.output import Output
 from fedplat.cli.session import FAILED, INTERRUPTED, JsonOption, reporting
+from fedplat.config.user_code import wrap_errors
 from fedplat.errors import JobFileError, MissingExtraError
 from fedplat.simulation import api
 from fedplat.simulation.api import Run
@@ -26,7 +27,6 @@ from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import SimulationFile
 from fedplat.simulation.setup import load_data
 from fedplat.texts import format_count
-from fedplat.user_code import wrap_errors
 
 
 def simulate(  # noqa: PLR0913 - a command's parameters are its options

@@ -16,12 +16,12 @@ from fedplat.cli import formats
 from fedplat.cli.output import Output
 from fedplat.cli.session import INTERRUPTED, JsonOption, reporting
 from fedplat.cli.sweep_progress import SweepBoard, showing
+from fedplat.config.toml_text import format_toml
 from fedplat.errors import MissingExtraError
 from fedplat.simulation.run_folder import CHECKPOINT_S
 from fedplat.sweep import SweepFile, SweepResult, SweepRow, plan
 from fedplat.sweep.api import default_folder
 from fedplat.sweep.runner import WorkerOptions, num_processes
-from fedplat.toml_text import format_toml
 
 
 def sweep(  # noqa: PLR0913 - a command's parameters are its options

@@ -18,8 +18,8 @@ from fedplat import trackers
 from fedplat.admin import AdminClient
 from fedplat.cli.board import AttemptTable
 from fedplat.cli.watch import ENDED
+from fedplat.config.toml import read_toml
 from fedplat.errors import FedplatError
-from fedplat.toml import read_toml
 from fedplat.wire.v1 import admin_pb2
 
 TensorBoardOption = Annotated[

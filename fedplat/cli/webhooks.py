@@ -8,7 +8,7 @@ import typer
 
 from fedplat.cli import formats
 from fedplat.cli.events import TypesOption
-from fedplat.cli.lists import DEFAULT_LIMIT
+from fedplat.cli.lists import LimitOption, choose_limit, note_more
 from fedplat.cli.output import to_record
 from fedplat.cli.session import FAILED, FormatOption, JsonOption, ServerOption, session
 from fedplat.cli.tables import ListColumn, ListLayout
@@ -119,15 +119,19 @@ def list_deliveries(  # noqa: PLR0913 - a command's parameters are its options
     state: Annotated[
         str, typer.Option(metavar="STATE", help="Only deliveries in this state: pending, delivered or failed.")
     ] = "",
-    limit: Annotated[int, typer.Option(metavar="N", min=0, help="Maximum number of rows; 0: all.")] = DEFAULT_LIMIT,
+    limit: LimitOption = None,
     form: FormatOption = None,
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List deliveries of events to webhooks, the latest event first."""
     with session(context, server, as_json, form=form) as command:
-        found = command.client.iter_deliveries(limit or None, webhook_id=webhook, state=state)
-        command.output.rows(found, DELIVERY_LAYOUT, "there are no such deliveries")
+        number = choose_limit(limit, command.output)
+        rows = command.client.iter_deliveries(number + 1 if number else None, webhook_id=webhook, state=state)
+        found = list(rows)  # one more than is shown, since the server does not count them
+        command.output.rows(found[: number or None], DELIVERY_LAYOUT, "there are no such deliveries")
+        if command.output.is_for_people and number and len(found) > number:
+            command.output.note(note_more(number))
 
 
 def _outcome(delivery: events_pb2.Delivery) -> str:

@@ -18,8 +18,8 @@ from fedplat.codecs.feedback import ErrorFeedback, with_error_feedback
 from fedplat.codecs.plain import Plain
 from fedplat.codecs.quantize import Quantize
 from fedplat.codecs.topk import TopK
+from fedplat.config.plugins import Kind, by_name, define
 from fedplat.errors import CodecError
-from fedplat.plugins import Kind, by_name, define
 
 
 @runtime_checkable

@@ -30,10 +30,10 @@ import numpy.typing as npt
 from fedplat import codecs
 from fedplat.codecs import with_error_feedback
 from fedplat.codecs.guard import guard
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
+from fedplat.config.plugins import BUILTIN, Plugins, build_checked, name_of
 from fedplat.errors import CodecError, ModelError
 from fedplat.model import DTYPES, FLOATING, Blocks, ModelFile, Schema, Segment, Values, Vector, blocks, part_of
-from fedplat.plugins import BUILTIN, Plugins, build_checked, name_of
 
 MAGIC = b"fedplat encoded update 1\n"
 _LONGEST_LINE = 1000

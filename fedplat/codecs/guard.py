@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fedplat import user_code
 from fedplat.codecs.codec import Codec, Source
+from fedplat.config import user_code
 from fedplat.errors import PluginError
 from fedplat.model import Blocks, Vector, blocks
 

@@ -98,8 +98,6 @@ class Dashboard:
             found.append(Route(path, self._action_endpoint(action), methods=["POST"]))
         return found
 
-    # --- sessions ------------------------------------------------------------------------------------------------
-
     def _session(self, request: Request, *, is_use: bool = True) -> BrowserSession | None:
         return self.sessions.find(request.cookies.get(COOKIE, ""), is_use=is_use)
 
@@ -154,8 +152,6 @@ class Dashboard:
         if COOKIE in request.cookies:
             response.delete_cookie(COOKIE, secure=True, httponly=True, samesite="strict", path="/")
         return response
-
-    # --- pages ---------------------------------------------------------------------------------------------------
 
     def _page_endpoint(self, function: routes.PageFunction) -> Callable[[Request], Awaitable[Response]]:
         async def serve(request: Request) -> Response:
@@ -226,8 +222,6 @@ class Dashboard:
             status=status,
             sections=routes.list_sections(source, status.role if status is not None else ""),
         )
-
-    # --- live updates --------------------------------------------------------------------------------------------
 
     def _stream(self, request: Request, session: BrowserSession, function: routes.PageFunction) -> Response:
         async def events() -> AsyncIterator[bytes]:

@@ -17,11 +17,11 @@ from pathlib import Path
 import msgspec
 
 from fedplat.admin import Profile
+from fedplat.config.decoding import prepare_type
 from fedplat.dashboard.app import Dashboard
 from fedplat.dashboard.logins import TokenLogin
 from fedplat.dashboard.server_source import AdminSource
 from fedplat.dashboard.serving import bind, make_server, split_address
-from fedplat.decoding import prepare_type
 from fedplat.errors import FedplatError
 
 CERTIFICATE_CHECK_S = 30.0

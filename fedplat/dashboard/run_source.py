@@ -17,14 +17,14 @@ from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import msgspec
 
+from fedplat.config.decoding import prepare_type
+from fedplat.config.toml_text import format_toml
 from fedplat.dashboard.charts import spread
 from fedplat.dashboard.visit import NotFoundError
-from fedplat.decoding import prepare_type
 from fedplat.errors import DataError, JobFileError
 from fedplat.packed.files import open_regular
 from fedplat.simulation.recording import folder as folders
 from fedplat.simulation.recording.result import AttemptResult
-from fedplat.toml_text import format_toml
 from fedplat.wire.v1 import admin_pb2
 
 _P = ParamSpec("_P")

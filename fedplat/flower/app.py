@@ -11,11 +11,11 @@ from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
 
-from fedplat import bounded_toml, user_code
+from fedplat.config import bounded_toml, user_code
+from fedplat.config.loaded_plugins import FLOWER_APPS, PluginVersion
+from fedplat.config.toml import format_value, suggest
 from fedplat.errors import FlowerError, MissingExtraError, UserCodeError
 from fedplat.extras import install_command
-from fedplat.loaded_plugins import FLOWER_APPS, PluginVersion
-from fedplat.toml import format_value, suggest
 
 Config: TypeAlias = dict[str, bool | int | float | str]
 OLDEST, BEFORE = (1, 41), (1, 43)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from flwr.app import Context, Message, RecordDict
 
-from fedplat import user_code
+from fedplat.config import user_code
 from fedplat.errors import FlowerError
 from fedplat.flower import envelopes, identity, records
 from fedplat.flower.app import Config, FlowerApp

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat.errors import FlowerError
 from fedplat.model import Schema, blocks
 from fedplat.model.blocks import WINDOW

@@ -17,10 +17,10 @@ from msgspec import Meta
 from fedplat.aggregate.algebra import BaseRule, ClientRequirements, Partial, Rule
 from fedplat.aggregate.mean import weighted_mean
 from fedplat.aggregate.robust.inputs import keep_updates
+from fedplat.config.plugins import add_builtin
 from fedplat.errors import FedplatError
 from fedplat.flower.strategies import FlowerStrategy
 from fedplat.model import Blocks, Schema
-from fedplat.plugins import add_builtin
 
 Value = bool | int | float | Annotated[str, Meta(max_length=1000)]
 

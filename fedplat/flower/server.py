@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from flwr.app import Context, RecordDict
 
-from fedplat import user_code
+from fedplat.config import user_code
 from fedplat.errors import FedplatError, FlowerError
 from fedplat.flower import durable, identity, records
 from fedplat.flower.app import Config, FlowerApp

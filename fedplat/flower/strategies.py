@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 import msgspec
 
-from fedplat.plugins import Kind, by_name, define
+from fedplat.config.plugins import Kind, by_name, define
 
 
 @runtime_checkable

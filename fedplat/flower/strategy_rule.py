@@ -26,16 +26,16 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from fedplat import user_code
 from fedplat.aggregate import Contribution, Partial
-from fedplat.decoding import prepare_type
+from fedplat.config import user_code
+from fedplat.config.decoding import prepare_type
+from fedplat.config.plugins import name_of
 from fedplat.errors import FedplatError, FlowerError, PluginError
 from fedplat.flower import attributes, envelopes, identity, randomness
 from fedplat.flower.messages import NUM_EXAMPLES
 from fedplat.flower.records import share_arrays
 from fedplat.flower.strategies import FlowerStrategy
 from fedplat.model import FLOATING, Blocks, FlatModel, Parameters, Vector
-from fedplat.plugins import name_of
 from fedplat.texts import format_count, format_numbers, quote
 
 MAX_QUERIES = 10

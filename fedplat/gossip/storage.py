@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat.gossip.state import GossipRules, GossipState
 
 

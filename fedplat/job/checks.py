@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from fedplat import aggregate, codecs, modes
 from fedplat.aggregate.easgd import NAME as EASGD
-from fedplat.job import elastic_checks, gossip_checks, privacy_checks, secure_checks
+from fedplat.config.plugins import build_checked, has_absent, name_of
+from fedplat.job import combinations, elastic_checks, gossip_checks, privacy_checks, secure_checks
+from fedplat.job.combinations import DISTILL, STALE_SYNCHRONOUS, find_contrary
 from fedplat.job.pool import PoolOptions, ServerLearning, ServerStep
-from fedplat.job.sections import Compression, Evaluation, Updates
 from fedplat.job.secure_checks import RULES_ON_MEAN
 from fedplat.job.tables import JobTables
 from fedplat.parallel import Parallel
-from fedplat.plugins import build_checked, has_absent, name_of
 from fedplat.sampling import Uniform
 
 NO_PRIVACY = (
@@ -38,12 +38,13 @@ def check(spec: JobTables) -> None:
         _check_buffered(spec)
     if spec.privacy is not None:
         privacy_checks.check_privacy(spec, spec.privacy)
-    if spec.pool is not None and spec.durability == "memory":
+    if spec.pool is not None and "durability" in find_contrary(spec, "pool"):
         raise ValueError('pool: its ranks read the updates from the spool; expected durability = "spool"')
     if spec.server_step is not None:
         _check_server_step(spec, spec.server_step)
     if spec.pool is not None:
         _check_pool(spec, spec.pool)
+    combinations.check(spec)
 
 
 def _check_owner(spec: JobTables) -> None:
@@ -117,34 +118,15 @@ def _check_stale_synchronous(spec: JobTables, mode: modes.StaleSynchronous) -> N
             f'selection.sampling.policy = "{name_of(selection.sampling)}": the clocks decide who trains next; expected '
             '"uniform" with mode.kind = "ssp"'
         )
-    if spec.robust is not None:
-        raise ValueError(
-            'robust: it compares the updates of a version, and with mode.kind = "ssp" a version has one; expected no '
-            'table [robust], or mode.kind = "buffered"'
-        )
 
 
 def _check_flower(spec: JobTables) -> None:
     """Raise `ValueError` if a job with a Flower app has a table for what the app itself decides."""
-    defaults: dict[str, object] = {
-        "privacy": None,
-        "secure_aggregation": None,
-        "robust": None,
-        "warm_start": None,
-        "server_step": None,
-        "pool": None,
-        "mode": modes.Sync(),
-        "durability": "spool",
-        "updates": Updates(),
-        "compression": Compression(),
-        "aggregation": aggregate.FedAvg(),
-        "evaluation": Evaluation(),
-    }
     if spec.privacy is not None:
         raise ValueError(NO_PRIVACY)
-    for name, default in defaults.items():
-        if getattr(spec, name) != default:
-            raise ValueError(f"{name}: the Flower app decides about it; expected no such key with the table [flower]")
+    for part in find_contrary(spec, "flower"):
+        name = part.partition(".")[0]
+        raise ValueError(f"{name}: the Flower app decides about it; expected no such key with the table [flower]")
     selection = spec.selection
     if selection.sampling != Uniform() or selection.min_separation or selection.wait_for:
         raise ValueError(
@@ -166,15 +148,10 @@ def _check_server_step(spec: JobTables, step: ServerStep) -> None:
             'server_step.method = "distill": each rank computes the outputs of the clients\' whole models; expected '
             '"train", or no table [pool.parallel]'
         )
-    contrary = {
-        'durability = "memory"': spec.durability == "memory",
-        "privacy": spec.privacy is not None,
-        "robust": spec.robust is not None,
-        f'mode.kind = "{name_of(spec.mode)}"': spec.buffered is not None,
-    }
-    if found := [name for name, is_so in contrary.items() if is_so]:
+    for part in find_contrary(spec, DISTILL):
+        name = 'durability = "memory"' if part == "durability" else part
         raise ValueError(
-            f'server_step.method = "distill": it uses the model of each client of a round, which {found[0]} '
+            f'server_step.method = "distill": it uses the model of each client of a round, which {name} '
             'excludes; expected "train"'
         )
 
@@ -205,6 +182,11 @@ def _check_steps(name: str, table: ServerLearning, parallel: Parallel) -> None:
 
 
 def _check_robust(spec: JobTables, robust: aggregate.Robust) -> None:
+    if STALE_SYNCHRONOUS in find_contrary(spec, "robust"):
+        raise ValueError(
+            'robust: it compares the updates of a version, and with mode.kind = "ssp" a version has one; expected no '
+            'table [robust], or mode.kind = "buffered"'
+        )
     if not spec.aggregation.works_on_mean:
         raise ValueError(
             f"robust: expected aggregation.rule = {RULES_ON_MEAN}; {name_of(spec.aggregation)} has a mean of its own"

@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from fedplat import codecs
 from fedplat.aggregate.easgd import NAME
+from fedplat.config.plugins import name_of
+from fedplat.job.combinations import DOWNLINK, ELASTIC, explain
 from fedplat.job.tables import JobTables
 from fedplat.modes import Buffered, ConstantStaleness
-from fedplat.plugins import name_of
+
+REASONS: Mapping[str, str] = {
+    "privacy": (
+        "a client's difference from the centre is not clipped and comes from all its rounds, so the noise of one round "
+        "does not cover it; expected no [privacy], or another rule"
+    ),
+    "secure_aggregation": (
+        "the server decodes a mean of clipped updates, and a client would lose more than that; expected no "
+        "[secure_aggregation], or another rule"
+    ),
+    "robust": (
+        "such a rule leaves out or shortens some of the updates, which their clients have given away; expected no "
+        "[robust], or another rule"
+    ),
+}
+_GAINS_LESS = {DOWNLINK: "the centre would gain less than the clients lose; expected none"}
 
 
 def check_elastic(spec: JobTables) -> None:
     """Raise `ValueError`, with all mistakes in one message, if exchanges would not conserve x̃ + Σ x_i."""
-    if mistakes := [*_table_mistakes(spec), *_change_mistakes(spec)]:
+    if mistakes := [*explain(spec, ELASTIC, REASONS), *_change_mistakes(spec)]:
         raise ValueError(f'aggregation.rule = "{NAME}": ' + "; ".join(mistakes))
-
-
-def _table_mistakes(spec: JobTables) -> Iterator[str]:
-    if spec.privacy is not None:
-        yield (
-            "privacy: a client's difference from the centre is not clipped and comes from all its rounds, so the noise "
-            "of one round does not cover it; expected no [privacy], or another rule"
-        )
-    if spec.secure_aggregation is not None:
-        yield (
-            "secure_aggregation: the server decodes a mean of clipped updates, and a client would lose more than "
-            "that; expected no [secure_aggregation], or another rule"
-        )
-    if spec.robust is not None:
-        yield (
-            "robust: such a rule leaves out or shortens some of the updates, which their clients have given away; "
-            "expected no [robust], or another rule"
-        )
 
 
 def _change_mistakes(spec: JobTables) -> Iterator[str]:
@@ -47,8 +46,7 @@ def _change_mistakes(spec: JobTables) -> Iterator[str]:
             f'compression.uplink: with the codec "{name_of(uplink)}" the centre would not gain exactly what the client '
             'loses; expected none, or { codec = "none", zstd = true }'
         )
-    if spec.compression.downlink is not None:
-        yield "compression.downlink: the centre would gain less than the clients lose; expected none"
+    yield from explain(spec, ELASTIC, _GAINS_LESS)
     if isinstance(spec.mode, Buffered) and spec.mode.staleness != ConstantStaleness():
         yield (
             f'mode.staleness = "{name_of(spec.mode.staleness)}": what stale clients have lost must count as a '

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fedplat import aggregate
 from fedplat.aggregate import feddyn, scaffold
+from fedplat.config.plugins import name_of
 from fedplat.gossip.options import MIN_RING, Gossip
-from fedplat.job.sections import Retention, Selection, Updates
+from fedplat.job.combinations import DOWNLINK, GOSSIP, OF_CLIENTS, explain
+from fedplat.job.sections import Selection, Updates
 from fedplat.job.tables import JobTables
-from fedplat.plugins import name_of
 from fedplat.sampling import Uniform
 
-_TABLES = {
+_NO_TABLES = {
     "privacy": "neighbours read a silo's model, and no server adds noise to a mean, so no guarantee would hold",
     "robust": "no one has the updates of all silos to compare them",
     "secure_aggregation": 'no server adds updates up; expected [mode] exchange = "ring", whose masks hide each model',
@@ -19,15 +22,24 @@ _TABLES = {
     "pool": "the server computes nothing with models",
     "flower": "the app's server would see the messages of all clients",
 }
-"""Tables that a decentralised job must not have, and why."""
+_NO_SCORES = "rounds commit no version to score; silos report the metrics of their training. Expected no such key with"
+_NOTHING_KEPT = "the server keeps no model; expected no such key with"
+REASONS: Mapping[str, str] = {
+    **{name: f"{why}; expected no table [{name}] with {GOSSIP}" for name, why in _NO_TABLES.items()},
+    "durability": f"{_NOTHING_KEPT} {GOSSIP}",
+    "retention": f"{_NOTHING_KEPT} {GOSSIP}",
+    "evaluation.server": f"{_NO_SCORES} {GOSSIP}",
+    OF_CLIENTS: f"{_NO_SCORES} {GOSSIP}",
+    DOWNLINK: "no version is downloaded; expected compression.uplink for what silos send to their neighbours",
+}
+"""Why a decentralised job must not have these parts."""
 _FIELDS = ("over_selection", "wait_for", "min_separation", "close")
 
 
 def check_gossip(spec: JobTables, mode: Gossip) -> None:
     """Raise `ValueError` if a job has a table or key that has no meaning without a server's model."""
-    for name, reason in _TABLES.items():
-        if getattr(spec, name) is not None:
-            raise ValueError(f'{name}: {reason}; expected no table [{name}] with mode.kind = "gossip"')
+    for mistake in explain(spec, GOSSIP, REASONS):
+        raise ValueError(mistake)
     if spec.aggregation != aggregate.FedAvg():
         raise ValueError(
             f'aggregation.rule = "{name_of(spec.aggregation)}": silos mix models, and no rule combines updates; '
@@ -37,15 +49,6 @@ def check_gossip(spec: JobTables, mode: Gossip) -> None:
         raise ValueError(
             f'config.algorithm = "{algorithm}": its other half is a rule of the server, which has no model; expected '
             'an algorithm of clients alone with mode.kind = "gossip", such as "sgd" or "fedprox"'
-        )
-    if spec.durability != "spool" or spec.retention != Retention():
-        name = "retention" if spec.durability == "spool" else "durability"
-        raise ValueError(f'{name}: the server keeps no model; expected no such key with mode.kind = "gossip"')
-    if spec.evaluation.server is not None or spec.evaluation.clients is not None:
-        name = "server" if spec.evaluation.server is not None else "clients"
-        raise ValueError(
-            f"evaluation.{name}: rounds commit no version to score; silos report the metrics of their training. "
-            'Expected no such key with mode.kind = "gossip"'
         )
     _check_selection(spec.selection, mode)
     _check_updates(spec.updates, mode)
@@ -89,11 +92,6 @@ def _check_updates(updates: Updates, mode: Gossip) -> None:
 
 
 def _check_compression(spec: JobTables, mode: Gossip) -> None:
-    if spec.compression.downlink is not None:
-        raise ValueError(
-            "compression.downlink: no version is downloaded; expected compression.uplink for what silos send to their "
-            "neighbours"
-        )
     uplink = spec.compression.uplink
     if uplink is None:
         if mode.gamma is not None:

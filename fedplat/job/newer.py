@@ -11,11 +11,11 @@ from typing import Any
 
 from msgspec import structs
 
+from fedplat.config.plugins import Plugins, name_of
+from fedplat.config.toml import read_record, read_toml, readable_part
 from fedplat.errors import JobFileError
 from fedplat.job.spec import JobSpec
-from fedplat.plugins import Plugins, name_of
 from fedplat.privacy import Privacy
-from fedplat.toml import read_record, read_toml, readable_part
 
 _UNREADABLE = "unreadable"
 _ABSENT = Plugins(absent=frozenset([("rules", _UNREADABLE)]))

@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 from msgspec import Struct, structs
 
+from fedplat.config.toml import normalize
 from fedplat.errors import JobFileError
 from fedplat.job import secure
 from fedplat.job.privacy import build_mechanism, calibrate, find_mechanism
@@ -24,7 +25,6 @@ from fedplat.privacy.accounting import epsilon, epsilon_rdp, epsilons, max_relea
 from fedplat.privacy.descriptions import describe_adjacency
 from fedplat.privacy.losses import FINE, ROUGH, Precision
 from fedplat.sampling import Poisson
-from fedplat.toml import normalize
 
 PARTS_OF_ROUNDS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)

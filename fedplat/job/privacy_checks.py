@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from fedplat import codecs, privacy
+from fedplat.config.plugins import name_of
 from fedplat.flower.rule import FlowerAggregation
 from fedplat.job import secure
+from fedplat.job.combinations import BUFFERED, OF_CLIENTS, STALE_SYNCHRONOUS, explain
 from fedplat.job.sections import Updates
 from fedplat.job.secure_checks import RULES_ON_MEAN
 from fedplat.job.tables import JobTables
-from fedplat.plugins import name_of
 from fedplat.sampling import Poisson, Uniform
+
+_CLOSES_EARLY = 'expected "sync", since a buffer closes at a number of reports'
+REASONS: Mapping[str, str] = {
+    BUFFERED: _CLOSES_EARLY,
+    STALE_SYNCHRONOUS: _CLOSES_EARLY,
+    "robust": "expected none, since the influence of one client on the result of such a rule has no small bound",
+    OF_CLIENTS: "expected none, since its results would be releases without noise",
+}
 
 
 def check_privacy(spec: JobTables, options: privacy.Privacy) -> None:
@@ -55,12 +64,7 @@ def _other_mistakes(spec: JobTables) -> Iterator[str]:
             f'aggregation.rule = "{name_of(spec.aggregation)}": expected {RULES_ON_MEAN}; others have a mean of '
             "their own"
         )
-    if spec.robust is not None:
-        yield "robust: expected none, since the influence of one client on the result of such a rule has no small bound"
-    if spec.buffered is not None:
-        yield f'mode.kind = "{name_of(spec.mode)}": expected "sync", since a buffer closes at a number of reports'
-    if spec.evaluation.clients is not None:
-        yield "evaluation.clients: expected none, since its results would be releases without noise"
+    yield from explain(spec, "privacy", REASONS)
     if (codec := spec.compression.uplink) is not None and type(codec) not in codecs.CODECS.values():
         # Clipping reads an update twice, and its bound holds for each update alone.
         yield (

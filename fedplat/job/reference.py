@@ -17,8 +17,9 @@ from typing import Any
 from msgspec import NODEFAULT, Struct
 from msgspec import inspect as types
 
+from fedplat.config.plugins import find_kind
+from fedplat.job.combinations import COMBINES, is_mode, may_combine
 from fedplat.job.spec import JobSpec
-from fedplat.plugins import find_kind
 
 _HEAD = """\
 # Job file reference
@@ -30,11 +31,33 @@ its value and the expected values. A table `[simulation]` beside these is for
 """
 
 
+_COMBINATIONS = """
+## Combinations
+
+What is not listed may be combined, and a key that has its default with everything. `fedplat job check` has the reasons.
+The values of two tables that may be combined must also fit together.
+
+| | not together with |
+|---|---|
+"""
+
+
 def render() -> str:
     """Return the page in Markdown."""
     job = types.type_info(JobSpec)
     assert isinstance(job, types.StructType)
-    return _HEAD + "".join(f"\n{section}\n" for section in _sections(job))
+    return _HEAD + "".join(f"\n{section}\n" for section in _sections(job)) + _COMBINATIONS + _list_contraries()
+
+
+def _list_contraries() -> str:
+    """Return a row for each part of a job, with those that must not be combined with it."""
+    rows = list[str]()
+    for part in COMBINES:
+        contraries = [f"`{other}`" for other in COMBINES if other != part and not may_combine(part, other)]
+        if is_mode(part):  # a job has one mode anyway
+            contraries = [name for name in contraries if not is_mode(name.strip("`"))]
+        rows.append(f"| `{part}` | {', '.join(contraries) or '-'} |\n")
+    return "".join(rows)
 
 
 def describe_fields(record: type[Struct]) -> dict[str, str]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from fedplat import aggregate, codecs, privacy, user_code
+from fedplat import aggregate, codecs, privacy
 from fedplat.aggregate import private
+from fedplat.config import user_code
+from fedplat.config.plugins import build_checked, name_of
 from fedplat.errors import JobFileError, SecureAggregationError
 from fedplat.job import secure
 from fedplat.job.privacy import build_release, calibrate
 from fedplat.job.spec import JobSpec
 from fedplat.model import Schema
-from fedplat.plugins import build_checked, name_of
 
 
 def build_rule(

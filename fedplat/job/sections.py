@@ -12,12 +12,13 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from fedplat import aggregate, codecs, label_expressions, sampling
+from fedplat import aggregate, codecs, sampling
+from fedplat.config import label_expressions
+from fedplat.config.plugins import name_of
+from fedplat.config.toml import format_value
 from fedplat.errors import LabelError
-from fedplat.plugins import name_of
 from fedplat.sampling import Policy, Uniform
 from fedplat.texts import NAME_PATTERN
-from fedplat.toml import format_value
 
 Scalar = bool | int | float | str
 Name = Annotated[str, Meta(pattern=f"^{NAME_PATTERN}$")]

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from fedplat import aggregate
+from fedplat.config.plugins import build_checked, name_of
 from fedplat.job import secure
+from fedplat.job.combinations import BUFFERED, DISTILL, OF_CLIENTS, STALE_SYNCHRONOUS, UPLINK, explain
 from fedplat.job.sections import Updates
 from fedplat.job.tables import JobTables
-from fedplat.plugins import build_checked, name_of
 from fedplat.secure_aggregation.options import MIN_GROUP, SecureAggregation
 from fedplat.secure_aggregation.setup import MIN_CLIP
 
 RULES_ON_MEAN = ", ".join(name for name, each in aggregate.RULES.items() if each.works_on_mean)
 """The built-in rules that need only the mean of the updates."""
+_SHARED_MASKS = 'expected "sync", since clients share masks for one attempt'
+REASONS: Mapping[str, str] = {
+    BUFFERED: _SHARED_MASKS,
+    STALE_SYNCHRONOUS: _SHARED_MASKS,
+    "robust": "expected none, since such a rule compares the updates of single clients",
+    UPLINK: "expected none, since masked updates cannot be compressed",
+    OF_CLIENTS: "expected none, since these metrics would reach the server without masks",
+    DISTILL: 'expected "train", since it uses the model of each client',
+    "pool": "expected none, since masked updates are added by the server's own process",
+}
 
 
 def check_secure(spec: JobTables, options: SecureAggregation) -> None:
     """Raise `ValueError`, with all mistakes in one message, if the server would need the updates of single clients."""
     mistakes = [
         *_updates_mistakes(spec),
-        *_rule_mistakes(spec),
-        *_other_mistakes(spec),
+        *_policy_mistakes(spec),
+        *explain(spec, "secure_aggregation", REASONS),
         *_group_mistakes(spec, options),
         *_privacy_mistakes(spec, options),
     ]
@@ -43,11 +54,9 @@ def _updates_mistakes(spec: JobTables) -> Iterator[str]:
     for name in ("max_norm", "outlier_factor", "max_weight_factor"):
         if value := getattr(updates, name):
             yield f"updates.{name} = {value:g}: expected 0, since the server cannot compare updates"
-    if spec.compression.uplink is not None:
-        yield "compression.uplink: expected none, since masked updates cannot be compressed"
 
 
-def _rule_mistakes(spec: JobTables) -> Iterator[str]:
+def _policy_mistakes(spec: JobTables) -> Iterator[str]:
     name = name_of(spec.aggregation)
     if not spec.aggregation.works_on_mean:
         yield f'aggregation.rule = "{name}": expected {RULES_ON_MEAN}; others need the update of each client'
@@ -56,24 +65,11 @@ def _rule_mistakes(spec: JobTables) -> Iterator[str]:
             f'aggregation.rule = "{name}": expected a rule that needs no metrics of single clients, and this one needs '
             f"{', '.join(sorted(metrics))}"
         )
-    if spec.robust is not None:
-        yield "robust: expected none, since such a rule compares the updates of single clients"
-    if spec.server_step is not None and spec.server_step.method == "distill":
-        yield 'server_step.method = "distill": expected "train", since it uses the model of each client'
-
-
-def _other_mistakes(spec: JobTables) -> Iterator[str]:
-    if spec.buffered is not None:
-        yield f'mode.kind = "{name_of(spec.mode)}": expected "sync", since clients share masks for one attempt'
-    if spec.evaluation.clients is not None:
-        yield "evaluation.clients: expected none, since these metrics would reach the server without masks"
     if spec.selection.uses_history:
         yield (
             f'selection.sampling.policy = "{name_of(spec.selection.sampling)}": expected a policy that does not use '
             "what single clients reported"
         )
-    if spec.pool is not None:
-        yield "pool: expected none, since masked updates are added by the server's own process"
 
 
 def _group_mistakes(spec: JobTables, options: SecureAggregation) -> Iterator[str]:

@@ -6,13 +6,9 @@ import math
 from collections.abc import Mapping
 
 from fedplat import aggregate
-from fedplat.errors import JobFileError
-from fedplat.job import checks
-from fedplat.job.sections import Scalar
-from fedplat.job.tables import JobTables
-from fedplat.plugin_objects import adopt_fields
-from fedplat.plugins import BUILTIN, Plugins, build_checked, has_absent, name_of
-from fedplat.toml import (
+from fedplat.config.plugin_objects import adopt_fields
+from fedplat.config.plugins import BUILTIN, Plugins, build_checked, has_absent, name_of
+from fedplat.config.toml import (
     format_value,
     normalize,
     read_name,
@@ -21,7 +17,11 @@ from fedplat.toml import (
     shown_key,
     to_table,
 )
-from fedplat.toml_text import write_toml
+from fedplat.config.toml_text import write_toml
+from fedplat.errors import JobFileError
+from fedplat.job import checks
+from fedplat.job.sections import Scalar
+from fedplat.job.tables import JobTables
 
 
 class JobSpec(JobTables, frozen=True, forbid_unknown_fields=True):

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import msgspec
 
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat.errors import ModelError
 from fedplat.model.schema import CARRY_KEY, MAX_TENSORS, METADATA_KEY, Carry, Schema, TensorSpec, check_spec
 from fedplat.texts import format_number, quote

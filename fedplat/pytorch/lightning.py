@@ -21,14 +21,14 @@ import numpy.typing as npt
 from msgspec import Meta, Struct
 from typing_extensions import override
 
-from fedplat import user_code
+from fedplat.config import user_code
+from fedplat.config.toml import read_record
 from fedplat.errors import DataError, JobFileError, MissingExtraError
 from fedplat.extras import install_command
 from fedplat.learner import Config, Data, check_data
 from fedplat.model import Parameters
 from fedplat.pytorch import convert
 from fedplat.pytorch.training import use_seed
-from fedplat.toml import read_record
 
 try:
     from lightning.fabric.utilities.warnings import PossibleUserWarning

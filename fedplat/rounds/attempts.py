@@ -12,6 +12,7 @@ from msgspec import structs
 
 from fedplat.rounds import assignments, closing, influence, pacing, privacy_rules, reporting, selection
 from fedplat.rounds.commands import Assign, Command
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.events import (
     AggregationFailed,
     AssignmentFailed,
@@ -209,17 +210,17 @@ def on_reported(job: JobState, event: UpdateReported, context: Context) -> Trans
 
 def take_report(job: JobState, assignment: Assignment, event: UpdateReported, context: Context) -> Transition:
     """Accept or refuse a report, and close the attempt if it was the last one."""
-    protocol = protocol_of(job, assignment.kind)
+    protocol, limits = protocol_of(job, assignment.kind), disclosure_of(job.spec)
     is_measured = assignment.took_s is not None
     reported = structs.replace(
         assignment,
         state=require(ASSIGNMENT_TRANSITIONS, assignment.state, AssignmentState.REPORTED),
         digest=event.digest,
         num_examples=event.num_examples,
-        metrics=privacy_rules.kept_metrics(job, event.metrics),
+        metrics=limits.kept_metrics(event.metrics),
         took_s=assignment.took_s if is_measured else context.now - assignment.assigned_at,
         update_bytes=event.update_bytes,
-        norm=privacy_rules.kept_norm(job, event.norm),
+        norm=limits.kept_norm(event.norm),
     )
     attempt = job.attempt
     assert attempt is not None

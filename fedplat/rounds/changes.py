@@ -6,15 +6,14 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.persistent_map import to_persistent
-from fedplat.rounds.privacy_rules import shown_metrics
 from fedplat.rounds.records import (
     Assignment,
     AssignmentId,
     Attempt,
     JobState,
     ModelVersion,
-    ProtocolState,
     SecureMessages,
 )
 
@@ -56,8 +55,7 @@ class SentMessage(NamedTuple):
 class Change:
     """All changes of one step. A store writes them in one transaction, if it still holds `expected_revision`.
 
-    `messages` are those that the assignments have gained: a store keeps each until its attempt ends. `protocol` is the
-    job's state of its protocol if that is another one now; None: the stored one stays as it is.
+    `messages` are those that the assignments have gained: a store keeps each until its attempt ends.
     """
 
     job: JobState
@@ -67,7 +65,6 @@ class Change:
     version: ModelVersion | None
     history: tuple[HistoryRow, ...]
     messages: tuple[SentMessage, ...] = ()
-    protocol: ProtocolState | None = None
 
 
 def difference(before: JobState, after: JobState) -> Change:
@@ -84,7 +81,6 @@ def difference(before: JobState, after: JobState) -> Change:
         version=version,
         history=_history(before, after, attempt, changed),
         messages=tuple(_find_messages(before, changed)),
-        protocol=after.protocol if after.protocol is not before.protocol else None,
     )
 
 
@@ -124,7 +120,8 @@ def _history(
     for assignment in changed:
         earlier = before.find(assignment.key, assignment.client_id)
         if earlier is None or earlier.state is not assignment.state:  # otherwise only its token changed
-            rows.append(_assignment_row(earlier, assignment, shown_metrics(after, assignment.metrics)))
+            metrics = disclosure_of(after.spec).shown_metrics(assignment.metrics)
+            rows.append(_assignment_row(earlier, assignment, metrics))
     if attempt is not None:
         same = before.attempt is not None and before.attempt.key == attempt.key
         phase = before.attempt.phase if same and before.attempt is not None else ""

@@ -11,6 +11,7 @@ from msgspec import structs
 
 from fedplat.rounds import assignments, futility, influence, pacing, reporting
 from fedplat.rounds.commands import Abandon, Abort, Command, Commit, Restart
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.protocols.base import Ending, protocol_of
 from fedplat.rounds.records import Assignment, AssignmentSet, Attempt, JobState
 from fedplat.rounds.states import (
@@ -117,7 +118,7 @@ def _fail_for_few(job: JobState, commands: tuple[Command, ...], context: Context
     assert attempt is not None
     found, needed, outcome = attempt.num_reported, attempt.minimum, describe_counts(attempt) or "no client checked in"
     text = f"{found} of at least {needed} needed clients reported ({outcome})"
-    if job.spec.privacy is None and (why := futility.describe(attempt)):  # a private job shows no client alone
+    if disclosure_of(job.spec).shows_clients and (why := futility.describe(attempt)):
         text += f"; {why}"
     if culprits := influence.describe_outliers(attempt):
         text += f"; dropped as outliers: {culprits}"

@@ -21,9 +21,10 @@ from collections.abc import Collection, Iterable, Sequence
 from msgspec import structs
 
 from fedplat.errors import FedplatError
-from fedplat.rounds import attempts, pacing, privacy_rules, selection, sync
+from fedplat.rounds import attempts, pacing, selection, sync
 from fedplat.rounds.changes import Change, difference
 from fedplat.rounds.commands import Assign, Command, Refuse
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.events import (
     AssignmentFailed,
     AssignmentReclaimed,
@@ -199,8 +200,8 @@ class Coordinator:
             num_busy=sum(job.num_busy for job in running),
             num_needed=sum(training_of(job).num_needed(job) for job in running),
             round_s=min((job.spec.deadlines.training_s for job in running), default=0.0),
-            fleet=max((job.spec.selection.wait_for for job in running if privacy_rules.hides_sample(job)), default=0),
-            hides=any(privacy_rules.hides_sample(job) for job in jobs),
+            fleet=max((job.spec.selection.wait_for for job in running if _hides_cohorts(job)), default=0),
+            hides=any(map(_hides_cohorts, jobs)),
         )
         return summary
 
@@ -408,3 +409,7 @@ class Coordinator:
 
 def _refuse_unknown_job(job_id: str) -> Verdict:
     return Verdict(Reason.STALE, f"there is no job {job_id}")
+
+
+def _hides_cohorts(job: JobState) -> bool:
+    return not disclosure_of(job.spec).shows_cohorts

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from enum import StrEnum
 
+from fedplat.config.loaded_plugins import PluginVersion
 from fedplat.gossip.messages import GossipEvent
 from fedplat.job import JobSpec
-from fedplat.loaded_plugins import PluginVersion
 from fedplat.rounds.records import AttemptKey, ModelVersion
 from fedplat.rounds.states import Reason
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from msgspec import structs
 
+from fedplat.config.loaded_plugins import PluginVersion, describe_versions
 from fedplat.job import is_unreadable
-from fedplat.loaded_plugins import PluginVersion, describe_versions
 from fedplat.rounds import closing
 from fedplat.rounds.records import JobState
 from fedplat.rounds.states import ENDED_JOBS, JobStatus, Reason

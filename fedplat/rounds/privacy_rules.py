@@ -10,10 +10,10 @@ calibrated, and is a release as soon as its masks are requested. Who takes part 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from fractions import Fraction
 
 from fedplat.job import secure
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.events import CandidatesDrawn
 from fedplat.rounds.records import JobState
 from fedplat.rounds.states import JobStatus
@@ -36,11 +36,6 @@ def count_candidates(job: JobState, event: CandidatesDrawn) -> tuple[int, int]:
     return len(event.client_ids), needed if event.final else 1
 
 
-def hides_sample(job: JobState) -> bool:
-    """Return whether the privacy guarantee depends on hiding which clients were drawn, and how many."""
-    return job.spec.privacy is not None and job.spec.privacy.participation == "poisson"
-
-
 def closes_at(job: JobState, now: float) -> float | None:
     """Return the only moment at which an attempt to train may close, if it begins to collect (or resumes) now.
 
@@ -48,7 +43,7 @@ def closes_at(job: JobState, now: float) -> float | None:
     not on which clients were drawn, how long they took, or whether they uploaded: it is the latest possible end of an
     upload.
     """
-    if not hides_sample(job):
+    if disclosure_of(job.spec).shows_cohorts:
         return None
     return now + job.spec.deadlines.training_s + job.spec.deadlines.upload_s
 
@@ -78,25 +73,6 @@ def describe_exhaustion(job: JobState, event: CandidatesDrawn, needed: int) -> s
         f"rest, and {len(event.client_ids)} are left; resume the job when there are new clients, or cancel it: the "
         "last version stays available"
     )
-
-
-def kept_metrics(job: JobState, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a client that may be stored with its name; in a private job, those released with noise."""
-    options = job.spec.privacy
-    if options is None:
-        return dict(metrics)
-    named = options.metrics.bounds if options.metrics is not None else {}
-    return {name: value for name, value in metrics.items() if name in named}
-
-
-def kept_norm(job: JobState, norm: float | None) -> float | None:
-    """Return the norm of an update if it may be stored with the name of its client."""
-    return norm if job.spec.privacy is None else None
-
-
-def shown_metrics(job: JobState, metrics: Mapping[str, float]) -> Mapping[str, float]:
-    """Return the metrics of a client that may be shown to anyone; in a private job, none."""
-    return {} if job.spec.privacy is not None else metrics
 
 
 def count_releases(job: JobState) -> Fraction:

@@ -16,11 +16,9 @@ from typing import NamedTuple, Self
 from msgspec import Struct, field, structs
 
 from fedplat.aggregate import Contribution
-from fedplat.gossip.state import GossipState
+from fedplat.config.loaded_plugins import PluginVersion
 from fedplat.job import JobSpec
-from fedplat.loaded_plugins import PluginVersion
 from fedplat.rounds.persistent_map import PersistentMap, to_persistent
-from fedplat.rounds.protocols.clock_set import NO_CLOCKS, ClockSet
 from fedplat.rounds.states import (
     BUSY_STATES,
     OPEN_PHASES,
@@ -127,13 +125,15 @@ class Assignment(Struct, frozen=True):
 class AssignmentSet(Struct, frozen=True, kw_only=True):
     """Assignments by client.
 
-    `counts` holds the number of assignments by state; no assignment is late before `next_deadline`. Both are kept up to
-    date by `with_assignments`, so that a report does not iterate over all of them.
+    `counts` holds the number of assignments by state, and `last_report` the largest number of a report; no assignment
+    is late before `next_deadline`. All are kept up to date by `with_assignments`, so that a report does not iterate
+    over all of them.
     """
 
     assignments: Mapping[str, Assignment] = field(default_factory=PersistentMap[Assignment])
     counts: Mapping[AssignmentState, int] = field(default_factory=dict[AssignmentState, int])
     next_deadline: float | None = None
+    last_report: int = 0
 
     @property
     def reported(self) -> list[Assignment]:
@@ -165,14 +165,17 @@ class AssignmentSet(Struct, frozen=True, kw_only=True):
 
     @property
     def next_report(self) -> int:
-        """A number above that of every report so far, including those that were dropped later."""
+        """A number above that of every report so far, including those that were dropped later.
+
+        After a restart assignments that have ended may be missing, but those that are open keep their numbers.
+        """
         ended = (AssignmentState.REJECTED, AssignmentState.DROPPED)
-        return 1 + self.num_reported + sum(self.counts.get(state, 0) for state in ended)
+        return 1 + max(self.last_report, self.num_reported + sum(self.counts.get(state, 0) for state in ended))
 
     def with_assignments(self, changed: Iterable[Assignment]) -> Self:
         """Return this set with some assignments added or replaced."""
         latest = {assignment.client_id: assignment for assignment in changed}
-        counts, next_deadline = Counter(self.counts), self.next_deadline
+        counts, next_deadline, last_report = Counter(self.counts), self.next_deadline, self.last_report
         for assignment in latest.values():
             if (before := self.assignments.get(assignment.client_id)) is not None:
                 counts[before.state] -= 1
@@ -180,8 +183,11 @@ class AssignmentSet(Struct, frozen=True, kw_only=True):
             if assignment.is_busy:
                 earlier = assignment.deadline_at if next_deadline is None else next_deadline
                 next_deadline = min(assignment.deadline_at, earlier)
+            last_report = max(last_report, assignment.report_number or 0)
         assignments = to_persistent(self.assignments).update(latest)
-        return structs.replace(self, assignments=assignments, counts=counts, next_deadline=next_deadline)
+        return structs.replace(
+            self, assignments=assignments, counts=counts, next_deadline=next_deadline, last_report=last_report
+        )
 
     def find(self, key: AttemptKey, client_id: str) -> Assignment | None:
         """Return the client's assignment of an attempt, if it is in the set."""
@@ -306,13 +312,6 @@ class FutileAttempts(NamedTuple):
 NO_FUTILE = FutileAttempts()
 
 
-class ProtocolState(Struct, frozen=True):
-    """Base of what a job keeps for the protocol of its training, beyond its attempts; each is in that protocol's file.
-
-    It needs no tag: the job file determines which protocol a job has (`protocols.base.training_name`).
-    """
-
-
 class JobState(Struct, frozen=True):
     """The state of a job.
 
@@ -322,13 +321,12 @@ class JobState(Struct, frozen=True):
     change; the store refuses a change to a revision other than its own. `carried_over` are assignments to train that
     have outlived their attempt, while no other attempt to train collects. `claims` holds the latest claim of each
     client, in order, if the job judges reports by more than one attempt (`influence.looks_back`). `plugins` are the
-    versions of the plugins that it runs with. `cohort` are the clients that the Flower app of a job has drawn for the
-    next round. It is empty before the app has begun and after it has ended. `unmasked` are the numbers of survivors
+    versions of the plugins that it runs with. `unmasked` are the numbers of survivors
     (`Attempt.num_survivors`) of all attempts of a job with `privacy.trust = "none"` whose masks were requested: each is
     a release, whether its attempt has committed or not. `barred` are clients that a job with secure aggregation
-    does not draw again, because their messages were invalid (`REJECTED_MESSAGE`) in an earlier attempt. `clocks` is the
-    clock set of a stale synchronous parallel job; the moments in it are not stored. `gossip` is the state of a
-    decentralised job that has begun. `protocol` is what the protocol of the job's training keeps.
+    does not draw again, because their messages were invalid (`REJECTED_MESSAGE`) in an earlier attempt.
+    `protocol` is what only the protocol of its training reads and writes
+    (`RoundProtocol.read_state`).
     """
 
     job_id: str
@@ -346,12 +344,9 @@ class JobState(Struct, frozen=True):
     carried_over: AssignmentSet = NO_ASSIGNMENTS
     claims: tuple[Claim, ...] = ()
     plugins: tuple[PluginVersion, ...] = ()
-    cohort: tuple[str, ...] = ()
     unmasked: tuple[int, ...] = ()
     barred: tuple[str, ...] = ()
-    clocks: ClockSet = NO_CLOCKS
-    gossip: GossipState | None = None
-    protocol: ProtocolState | None = None
+    protocol: object = None
 
     @property
     def algorithms(self) -> frozenset[str]:

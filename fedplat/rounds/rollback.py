@@ -15,6 +15,7 @@ from __future__ import annotations
 from msgspec import structs
 
 from fedplat.rounds import closing
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.events import RollbackOrdered
 from fedplat.rounds.protocols.base import training_of
 from fedplat.rounds.records import NO_FUTILE, JobState, ModelVersion
@@ -42,7 +43,7 @@ def on_rollback(job: JobState, event: RollbackOrdered, context: Context) -> Tran
 
 def make_version(job: JobState, version: ModelVersion) -> ModelVersion:
     """Return the version of a rollback: it belongs to no round, and has no delta."""
-    state_digest = version.state_digest if job.spec.privacy is None else job.latest.state_digest
+    state_digest = (version if disclosure_of(job.spec).keeps_states else job.latest).state_digest
     return ModelVersion(
         version=job.latest.version + 1,
         round=0,

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from fedplat import label_expressions, sampling
+from fedplat import sampling
+from fedplat.config import label_expressions
 from fedplat.rounds.eligible import EligibleClients, Gate
 from fedplat.rounds.events import CandidatesDrawn, ClientCheckedIn
 from fedplat.rounds.participation import ParticipationHistory

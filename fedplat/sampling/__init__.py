@@ -18,9 +18,9 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
-from fedplat import user_code
+from fedplat.config import user_code
+from fedplat.config.plugins import Kind, by_name, define, name_of
 from fedplat.errors import PluginError
-from fedplat.plugins import Kind, by_name, define, name_of
 from fedplat.sampling.candidates import BasePolicy, Candidates, ClientHistory, Labels
 from fedplat.sampling.oort import Oort
 from fedplat.sampling.poisson import Poisson

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat.errors import SecureAggregationError
 from fedplat.privacy import skellam
 from fedplat.secure_aggregation.messages import KEY_BYTES, Member, Survivors

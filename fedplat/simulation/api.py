@@ -17,11 +17,12 @@ import numpy as np
 
 from fedplat import texts
 from fedplat._version import __version__
+from fedplat.config.plugins import digests
+from fedplat.config.toml_text import format_toml
 from fedplat.errors import JobFileError, NoProgressError
 from fedplat.job import JobSpec, charges, find_mechanism
 from fedplat.learner import ArrayLearner
 from fedplat.model import Parameters
-from fedplat.plugins import digests
 from fedplat.privacy.cost import Cost, cost_of, cost_of_charges
 from fedplat.simulation.data import Dataset, Federation
 from fedplat.simulation.engines.registry import AutoOptions
@@ -39,7 +40,6 @@ from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import SimulationFile
 from fedplat.simulation.scenario.options import SimulationOptions
 from fedplat.simulation.setup import RunSetup, prepare
-from fedplat.toml_text import format_toml
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

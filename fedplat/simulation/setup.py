@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, cast
 
 from fedplat import initial
 from fedplat.aggregate import LocalAlgorithmOptions
+from fedplat.config.plugins import name_of
 from fedplat.errors import DataError, JobFileError, ModelError
 from fedplat.job import build_rule, calibrate
 from fedplat.job.advice import describe_coarse_steps
 from fedplat.learner import ArrayLearner
 from fedplat.model import Parameters
-from fedplat.plugins import name_of
 from fedplat.simulation.clients import build_fleet
 from fedplat.simulation.data import Dataset, Federation, divide, federation
 from fedplat.simulation.data.federation import check_finite

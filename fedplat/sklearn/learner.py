@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
+from fedplat.config.toml import format_value, read_record
 from fedplat.errors import DataError, JobFileError, MissingExtraError, ModelError
 from fedplat.extras import install_command
 from fedplat.learner import Config, Data, check_data
@@ -22,7 +23,6 @@ from fedplat.sklearn.logistic import LogisticFit
 from fedplat.sklearn.problem import AfterStep, Arrays, Fit, Problem, Work
 from fedplat.sklearn.scores import score_classifier, score_regressor
 from fedplat.sklearn.statistics import CountsFit, GaussianFit, LeastSquaresFit
-from fedplat.toml import format_value, read_record
 
 
 class _Supported(NamedTuple):

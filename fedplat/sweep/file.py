@@ -9,12 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fedplat import bounded_toml
+from fedplat.config import bounded_toml
+from fedplat.config.plugins import name_of
+from fedplat.config.toml import read_record
 from fedplat.errors import JobFileError, MissingExtraError
 from fedplat.extras import install_command
 from fedplat.local_options import LocalOptions
 from fedplat.metrics import is_smaller_better
-from fedplat.plugins import name_of
 from fedplat.simulation.engines.registry import RayOptions
 from fedplat.simulation.scenario import feasible, unsupported
 from fedplat.simulation.scenario import file as files
@@ -24,7 +25,6 @@ from fedplat.sweep import plan, search
 from fedplat.sweep.options import IntegerRange, Stopping, SweepOptions
 from fedplat.sweep.outcome import VIRTUAL_S, Objective
 from fedplat.sweep.plan import Configuration
-from fedplat.toml import read_record
 
 _CONFIG = "config."
 _ENGINE = "simulation.engine"

@@ -13,8 +13,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedplat.config.toml_text import format_toml
 from fedplat.sweep.options import SweepOptions
-from fedplat.toml_text import format_toml
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedplat import texts
+from fedplat.config.toml_text import format_toml
 from fedplat.simulation.report.plots import MAIN, MIN_BAND_SEEDS, QUIET, STYLES, save
 from fedplat.sweep import plan
 from fedplat.sweep.file import SweepFile
 from fedplat.sweep.table import SweepRow
-from fedplat.toml_text import format_toml
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

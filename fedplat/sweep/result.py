@@ -13,13 +13,13 @@ from typing import Any, cast
 import msgspec
 
 from fedplat import texts
+from fedplat.config.toml import read_toml
+from fedplat.config.toml_text import change_text, format_key, format_toml
 from fedplat.simulation.recording import folder as folders
 from fedplat.sweep import plan
 from fedplat.sweep.file import SweepFile
 from fedplat.sweep.schedule import Evaluated
 from fedplat.sweep.table import SweepRow, make_table
-from fedplat.toml import read_toml
-from fedplat.toml_text import change_text, format_key, format_toml
 
 FORMAT = 1
 """The version of the format of a sweep's `results.json`; it changes when a program that reads it would break."""

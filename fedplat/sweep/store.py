@@ -23,16 +23,16 @@ from typing import Any, cast
 import msgspec
 
 from fedplat import forks
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
+from fedplat.config.plugins import digests
+from fedplat.config.toml import format_value, shown_key
 from fedplat.errors import DataError
-from fedplat.plugins import digests
 from fedplat.simulation.api import versions
 from fedplat.simulation.recording import folder as folders
 from fedplat.sweep.file import SweepFile
 from fedplat.sweep.outcome import Outcome
 from fedplat.sweep.schedule import RunKey
 from fedplat.sweep.worker import OUTCOME
-from fedplat.toml import format_value, shown_key
 
 SWEEP, RUNS = "sweep.json", "runs"
 

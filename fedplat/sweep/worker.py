@@ -16,9 +16,10 @@ from typing import cast
 import msgspec
 
 from fedplat import forks
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
+from fedplat.config.plugins import name_of
+from fedplat.config.user_code import wrap_errors
 from fedplat.errors import DataError, FedplatError, JobFileError, PausedError, PluginError, UserCodeError
-from fedplat.plugins import name_of
 from fedplat.simulation.api import execute, prepare
 from fedplat.simulation.data import Dataset, DataSource, Federation, federation
 from fedplat.simulation.data.sources import SourcePaths
@@ -29,7 +30,6 @@ from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import SimulationFile
 from fedplat.sweep.messages import DoneReply, FailureReply, RoundReply, StepRequest, WorkerReply, WorkerSetup
 from fedplat.sweep.outcome import Objective, Outcome, list_metrics, summarize_attempts
-from fedplat.user_code import wrap_errors
 
 OUTCOME = "outcome.json"
 """The file of a run's outcome, in its run folder."""

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TypeVar
 
-from fedplat import plugins, user_code
+from fedplat.config import plugins, user_code
 from fedplat.errors import FedplatError, MissingExtraError
 
 Subject = TypeVar("Subject")

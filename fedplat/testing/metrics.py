@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import torch
 
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat.errors import PluginError, UserCodeError
 from fedplat.metrics import Metric
 from fedplat.pytorch.training import Scores, Sums

@@ -10,10 +10,11 @@ KEPT = "FEDPLAT_CHILD_VARIABLES"
 _PREFIXES = ("FEDPLAT_", "PG", "AWS_", "AZURE_", "GOOGLE_", "OTEL_")
 """The settings of the daemon and of its database, object store and receiver of traces."""
 _SECRET_NAME = re.compile(
-    r"(^|_)(PASSWORD|PASSWD|PASSPHRASE|PWD|SECRETS?|TOKENS?|CREDENTIALS?|(API|ACCESS|PRIVATE|SECRET)_?KEY)(_|$)",
+    r"PASSWORD|PASSWD|PASSPHRASE|SECRET|CREDENTIAL|TOKENS?(_|$)|(^|_)(PASS|PWD|PAT|AUTH|DSN)(_|$)"
+    r"|(API|ACCESS|PRIVATE|SIGNING|ENCRYPTION)_?KEYS?(_|$)|_KEYS?$",
     re.IGNORECASE,
 )
-_URL_WITH_PASSWORD = re.compile(r"://[^/\s]*:[^/\s]*@")
+_URL_WITH_USER = re.compile(r"://[^/\s@]+@")
 
 
 def child_environment(daemon: Mapping[str, str]) -> dict[str, str]:
@@ -32,4 +33,4 @@ def _is_secret(name: str, value: str) -> bool:
     if name in ("PWD", "OLDPWD"):  # folders
         return False
     is_proxy = name.lower().endswith("_proxy")  # without it, a network may be out of reach
-    return _SECRET_NAME.search(name) is not None or (_URL_WITH_PASSWORD.search(value) is not None and not is_proxy)
+    return _SECRET_NAME.search(name) is not None or (_URL_WITH_USER.search(value) is not None and not is_proxy)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from fedplat.claims import MetricLimits
-from fedplat.loaded_plugins import NO_PLUGINS, LoadedPlugins
+from fedplat.config.loaded_plugins import NO_PLUGINS, LoadedPlugins
 from fedplat.submission_checks import MAX_JOB_FILE_BYTES, MAX_MODEL_BYTES
 
 DEFAULT_CACHE_BYTES = 8 << 30
@@ -20,11 +21,20 @@ DEFAULT_JOB_METRICS = ("loss", "accuracy")
 
 @dataclasses.dataclass(frozen=True)
 class TlsFiles:
-    """PEM files with the certificate chain, its key and, for a private authority, the trusted certificates."""
+    """PEM files with the certificate chain, its key and, for a private authority, the trusted certificates.
+
+    `renewal` is the command that renews the certificate; "" if the files are the owner's own.
+    """
 
     certificate: Path
     key: Path
     ca: Path | None = None
+    renewal: str = "fedplat-server certificates renew"
+
+    @property
+    def advice(self) -> str:
+        """The advice about a certificate that expires, for a message."""
+        return f"renew it with: {self.renewal}" if self.renewal else "replace the files of --tls-certificate, --tls-key"
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -134,6 +144,7 @@ class ServerConfig(msgspec.Struct, frozen=True):
     `blobs` is the URL of an object store, or the folder, for models ("": a folder in `data_dir`); at most
     `blob_cache_bytes` of an object store are also in the data folder.
     `spool` is the URL of an object store for copies of updates, or the folder for updates ("": `data_dir`).
+    `place` are the options with which another command on this host finds the same data and database, for messages.
     """
 
     listen: str
@@ -177,6 +188,12 @@ class ServerConfig(msgspec.Struct, frozen=True):
     blob_cache_bytes: int = DEFAULT_CACHE_BYTES
     spool: str = ""
     health_listen: str = ""
+    place: str = ""
+
+    @property
+    def prune_options(self) -> str:
+        """The options with which `fedplat-server prune` finds the data, for a message."""
+        return self.place + (f" --blobs {shlex.quote(self.blobs)}" if self.blobs else "")
 
     @property
     def upload_dir(self) -> Path:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from uuid import uuid4
 
+from fedplat.config.loaded_plugins import describe_versions
 from fedplat.job.sections import Retention
-from fedplat.loaded_plugins import describe_versions
 from fedplat.rounds import Change, Coordinator, HistoryRow, JobState, ModelVersion, selection
 from fedplat.rounds.commands import (
     Abandon,
@@ -25,10 +25,12 @@ from fedplat.rounds.commands import (
     RunWarmStart,
 )
 from fedplat.rounds.events import ServerRestarted
-from fedplat.rounds.states import ENDED_JOBS, AttemptKind, AttemptPhase
+from fedplat.rounds.protocols.base import protocol_of
+from fedplat.rounds.states import ENDED_JOBS, AttemptPhase
 from fedplat_server import logs
+from fedplat_server.aggregation.backend import AggregationBackend
 from fedplat_server.aggregation.secure_attempts import SecureAttempts
-from fedplat_server.aggregation.service import Accelerators, Aggregation
+from fedplat_server.aggregation.service import Aggregation, AggregationParts
 from fedplat_server.auth.addresses import Origins
 from fedplat_server.auth.audit_limits import BoundedAudit
 from fedplat_server.auth.authentication import Authenticator
@@ -50,17 +52,18 @@ from fedplat_server.coordination.progress import ProgressTracker
 from fedplat_server.coordination.retention import RetentionTask
 from fedplat_server.coordination.revocation import Revocation
 from fedplat_server.coordination.runner import Runner
-from fedplat_server.coordination.silence import SilenceMonitor
 from fedplat_server.database.sql_audit import list_creators
 from fedplat_server.database.sql_jobs import recall_participations
 from fedplat_server.database.store import Store
 from fedplat_server.flower.runs import FlowerRuns
 from fedplat_server.instruments import Instruments
 from fedplat_server.metrics.service import MetricsService
+from fedplat_server.protocols.half import HalfParts
+from fedplat_server.protocols.registry import ServerHalves
 from fedplat_server.records.lease import Lease
 from fedplat_server.rpc import serving
 from fedplat_server.rpc.memory import UploadMemory
-from fedplat_server.rpc.services import JobRegistry, Services, has_pending_warm_start
+from fedplat_server.rpc.services import JobRegistry, Services
 from fedplat_server.storage import set_aside
 from fedplat_server.storage.blob_stores import BlobPlace, reconcile
 from fedplat_server.storage.blobs import BlobStore
@@ -75,6 +78,7 @@ from fedplat_server.training.server_training import ServerTraining
 from fedplat_server.webhooks.addresses import parse_network
 from fedplat_server.webhooks.delivery import DeliveryTask
 from fedplat_server.webhooks.sender import WebhookSender
+from fedplat_server.workers.attempt_inputs import AttemptInputs
 from fedplat_server.workers.client import WorkerPool
 
 
@@ -87,14 +91,10 @@ class LeaderParts:
         self,
         services: Services,
         aggregation: Aggregation,
-        training: ServerTraining,
-        flower: FlowerRuns,
         retention: RetentionTask,
     ) -> None:
         self.services = services
         self._aggregation = aggregation
-        self._training = training
-        self._flower = flower
         self._retention = retention
         self._retention_options: dict[str, Retention] = {}
         self._alert_recorder = AlertRecorder(services.alerts, services.store, services.config.data_dir)
@@ -119,14 +119,11 @@ class LeaderParts:
         health = StoreHealth(config.spool_url) if config.spool_url else None
         spool = await _open_spool(config, store, lease.term, jobs, health)
         relay = await asyncio.to_thread(RelayStore, config.data_dir / "relay")
-        await asyncio.to_thread(relay.keep, jobs.open_exchanges(), await owner.list_attempts(store))
         clients = ClientDirectory(store.clients)
         bounded_audit = BoundedAudit(store.audit, config.limits.notes_per_minute, loop.time)
         if config.plugins.versions:
             logs.get().info("plugins were loaded", plugins=describe_versions(config.plugins.versions))
-        references = config.plugins.references
-        training = ServerTraining(config.trainers, config.data_dir, blobs, runner.post, references)
-        await asyncio.to_thread(training.keep, jobs.pending_warm_starts(), {each.state.job_id for each in jobs.all()})
+        training = ServerTraining(config.trainers, config.data_dir, blobs, runner.post, config.plugins.references)
         waiting = functools.partial(selection.list_able, runner.coordinator.room)
         flower = FlowerRuns(config.flower_apps, config.data_dir, blobs, runner.post, waiting, clients.list_able)
 
@@ -144,12 +141,33 @@ class LeaderParts:
         )
         budgets = Budgets(store)
         alerts = AlertMonitor(runner.coordinator, jobs.record, budgets.accountant, loop.time)
-        alerts.watch_disk(metrics.instruments.full_writes)
+        alerts.watch_disk(metrics.instruments.full_writes, config.prune_options)
         if (certificates := endpoint.certificates) is not None:
-            alerts.watch_certificate(lambda: certificates.days_left)
+            alerts.watch_certificate(lambda: certificates.days_left, certificates.renewal)
         if health is not None:
             alerts.watch_store(health)
         secure = SecureAttempts(blobs, store.clients, store.audit)
+        pool, long_polls, chunks = WorkerPool.at(config.data_dir), LongPolls(), Chunks()
+        quotas, memory = Quotas(config.limits, loop.time), UploadMemory(config.limits)
+        halves = ServerHalves(
+            HalfParts(
+                limits=config.limits,
+                store=store,
+                runner=runner,
+                clients=clients,
+                long_polls=long_polls,
+                quotas=quotas,
+                memory=memory,
+                chunks=chunks,
+                blobs=blobs,
+                relay=relay,
+                secure=secure,
+                training=training,
+                flower=flower,
+                pool=pool,
+            )
+        )
+        await halves.keep([each.state for each in jobs.all()], await owner.list_attempts(store))
         services = Services(
             config=config,
             lease=lease,
@@ -162,21 +180,19 @@ class LeaderParts:
             revocation=Revocation(store.clients, clients),
             issuer=endpoint.issuer,
             peers=endpoint.peers,
-            long_polls=LongPolls(),
+            long_polls=long_polls,
             progress=ProgressTracker(),
             downloads=Downloads(store.assignments),
             blobs=blobs,
-            chunks=Chunks(),
+            chunks=chunks,
             inline_models=InlineModels(blobs),
             spool=spool,
-            relay=relay,
-            silence=SilenceMonitor(runner.coordinator, clients, runner.post, loop.time),
-            secure=secure,
+            halves=halves,
             evaluation=evaluation,
-            quotas=Quotas(config.limits, loop.time),
+            quotas=quotas,
             origins=Origins(config.trusted_proxies, lease.secret),
             bounded_audit=bounded_audit,
-            memory=UploadMemory(config.limits),
+            memory=memory,
             conflicts=Conflicts(store.audit),
             budgets=budgets,
             alerts=alerts,
@@ -193,7 +209,6 @@ class LeaderParts:
             mtls_port=endpoint.mtls_port,
             is_tracing=endpoint.tracing is not None,
         )
-        pool = WorkerPool.at(config.data_dir)
         set_asides = (blobs.expire, spool.expire, relay.expire, training.expire)
         retention = RetentionTask(
             blobs,
@@ -203,11 +218,21 @@ class LeaderParts:
             set_asides,
             lambda: DiskSpace.of(config.data_dir).is_scarce,
         )
-        accelerators = Accelerators(pool, training, references, flower, secure)
+
+        def open_backend(
+            job: JobState, find_job: Callable[[], JobState], inputs: AttemptInputs, blobs: BlobStore
+        ) -> AggregationBackend:
+            return halves.training_of(job).open_backend(job, find_job, inputs, blobs)
+
         aggregation = Aggregation(
-            blobs, spool, store.jobs.find_version, runner.post, accelerators, on_leftovers=retention.schedule_blobs
+            blobs,
+            spool,
+            store.jobs.find_version,
+            runner.post,
+            AggregationParts(open_backend, training, config.plugins.references),
+            on_leftovers=retention.schedule_blobs,
         )
-        parts = cls(services, aggregation, training, flower, retention)
+        parts = cls(services, aggregation, retention)
         if endpoint.tracing is not None:
             parts._traces = AttemptTraces(endpoint.tracing, store.traces, SentMark(config.data_dir))
         return parts
@@ -228,7 +253,7 @@ class LeaderParts:
         services.alerts.begin(services.store)
         await self._alert_recorder.begin()
         services.availability.begin()
-        services.silence.begin()
+        services.halves.begin()
         self._retention.begin()
         self.services.webhooks.begin()
 
@@ -246,11 +271,10 @@ class LeaderParts:
                 self._aggregation.submit(services.jobs.state(command.key.job_id), command)
             case RunWarmStart():
                 job = services.jobs.state(command.key.job_id)
-                (self._training if job.spec.flower is None else self._flower).begin(job, command)
+                services.halves.training_of(job).begin_alone(job, command)
             case Abandon():
                 services.long_polls.advance(command.key)
-                self._training.end(command.key)
-                self._flower.end(command.key)
+                services.halves.training_of(services.jobs.state(command.key.job_id)).end(command.key)
                 self._aggregation.end(command.key)
 
     def on_stored(self, changes: Sequence[Change]) -> None:
@@ -258,12 +282,13 @@ class LeaderParts:
         if self._traces is not None:
             self._traces.on_stored(changes)
         self.services.spool.apply_changes(changes)
-        self.services.relay.apply_changes(changes)
         self.services.progress.drop_ended(changes)
         self.services.downloads.apply_changes(changes)
         self.services.alerts.apply_changes(changes)
+        halves = self.services.halves
         for change in changes:
             job_id = change.job.job_id
+            halves.on_stored(change)
             for row in change.history:
                 logs.get().info(
                     f"{row.entity} {row.from_state or 'new'} -> {row.to_state}",
@@ -273,16 +298,12 @@ class LeaderParts:
             if change.version is not None:
                 if change.attempt is not None and change.version.restored_from is None:
                     self._aggregation.end(change.attempt.key)
-                    self._flower.end(change.attempt.key)
+                    halves.training_of(change.job).end(change.attempt.key)
                 self._score(change.job, change.version)
-            if change.job.spec.flower is not None and change.job.status in ENDED_JOBS:
-                self._flower.forget(job_id)
             options, known = change.job.spec.retention, self._retention_options.get(job_id)
             if change.version is not None or change.job.status in ENDED_JOBS or options is not known:
                 self._retention_options[job_id] = options
                 self._retention.schedule_job(job_id)
-            if change.job.spec.warm_start is not None and not has_pending_warm_start(change.job):
-                self._training.forget(job_id)
             self.services.jobs.notify_watchers(job_id)
 
     async def wait_for_commits(self) -> None:
@@ -301,25 +322,19 @@ class LeaderParts:
         await self._alert_recorder.close()
         await self.services.alerts.close()
         await self.services.availability.close()
-        await self.services.silence.close()
         await self._retention.close()
         await self._aggregation.close()
         await self.services.spool.close()
-        await self.services.relay.close()
         await self.services.evaluation.close()
-        await self._training.close()
-        await self._flower.close()
+        await self.services.halves.close()
         self.services.budgets.accountant.close()
 
     def _is_committing(self) -> bool:
-        jobs = self.services.runner.coordinator.jobs.values()
-        attempts = (job.open_attempt for job in jobs)
-        # A warm start may need hours; it resumes from its last checkpoint.
+        # A warm start does not finish: it may need hours, and resumes from its last checkpoint.
         return any(
-            attempt is not None
-            and attempt.phase is AttemptPhase.COMMITTING
-            and attempt.kind is not AttemptKind.WARM_START
-            for attempt in attempts
+            attempt.phase is AttemptPhase.COMMITTING and protocol_of(job, attempt.kind).finishes
+            for job in self.services.runner.coordinator.jobs.values()
+            if (attempt := job.open_attempt) is not None
         )
 
     def _score(self, job: JobState, version: ModelVersion) -> None:

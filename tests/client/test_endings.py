@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -58,6 +59,30 @@ def test_the_servers_stop_reaches_the_trainer_and_the_client_continues(
     assert caught[0].text == "no longer needed"
     assert "Fail" not in fleet.calls  # the server already knows
     assert [request.token for request in fleet.requests["Report"]] == ["token-2"]
+
+
+@pytest.mark.parametrize("call", ["Upload", "QueryUpload"])
+def test_an_upload_to_an_assignment_that_has_ended_is_no_failure(
+    fleet: FakeFleet,
+    make_client: MakeClient,
+    model: model_pb2.ModelRef,
+    caplog: pytest.LogCaptureFixture,
+    call: str,
+) -> None:
+    """More clients are drawn than a round needs, so that this happens in any round."""
+    fleet.failures[call] = [(grpc.StatusCode.NOT_FOUND, "STALE_ASSIGNMENT")]
+    if call == "QueryUpload":
+        fleet.failures["Upload"] = [grpc.StatusCode.UNAVAILABLE]
+    fleet.refusal = "the assignment is no longer open: SURPLUS"
+    fleet.assign(model)
+    client = make_client(inline_limit_bytes=0)
+    client.trainer("digits")(add_one)
+    with caplog.at_level(logging.INFO):
+        client.run(max_tasks=1)
+    assert not {"Report", "Fail"} & set(fleet.calls)
+    assert "The server stopped the task" in caplog.text
+    assert "the assignment is no longer open: SURPLUS" in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize("swallow", ["returns a result", "raises something else"])

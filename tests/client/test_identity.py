@@ -13,7 +13,7 @@ import grpc
 import msgspec
 import pytest
 
-from fedplat.auth import Ticket
+from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import Client, DataDirectoryError, Task, TrainResult
 from fedplat_client._state.data_dir import DataDirectory, Identity

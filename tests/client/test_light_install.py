@@ -83,7 +83,15 @@ def test_few_modules_are_loaded() -> None:
     output = subprocess.run([sys.executable, "-c", LOADED], check=True, capture_output=True, text=True).stdout
     names = output.split()
     assert len(names) <= MAX_LOADED, sorted(names)
-    needless = ("fedplat.aggregate", "fedplat.gossip", "fedplat.job", "fedplat.rounds", "fedplat_client._work.silos")
+    own = "fedplat_client._protocols"
+    needless = (
+        "fedplat.aggregate",
+        "fedplat.gossip",
+        "fedplat.job",
+        "fedplat.rounds",
+        f"{own}.gossip",
+        f"{own}.secure",
+    )
     assert [name for name in names if name.startswith(needless)] == []
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from fedplat import auth
+from fedplat.wire import auth
 from fedplat_client._auth.request_signing import Signer, sign_challenge
 from fedplat_client._state.keys import SigningKey, new_signing_key
 

@@ -15,11 +15,11 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from fedplat.aggregate import LocalAlgorithm, LossContext
+from fedplat.config.plugins import BUILTIN, Plugins
 from fedplat.errors import JobFileError
 from fedplat.metrics import F1
 from fedplat.model import Parameters
 from fedplat.parallel import Parallel
-from fedplat.plugins import BUILTIN, Plugins
 from fedplat.pytorch import convert as backend
 from fedplat.pytorch.distributed import LaunchedRank
 from fedplat_client import Cancelled, ClientOptions, Task, TrainResult

@@ -144,6 +144,16 @@ def test_a_call_is_repeated_until_the_server_answers() -> None:
     assert recovered == [f"UNAVAILABLE: failure {number}" for number in range(3)]
 
 
+def test_a_call_that_keeps_failing_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Else a client whose server has lost its database is silent in the middle of a task."""
+    retry(failing(2), options_of(Waits()), StopSignal())
+    assert caplog.messages == []
+    retry(failing(65), options_of(Waits()), StopSignal())
+    numbers = [message.rpartition(" ")[2] for message in caplog.messages]
+    assert numbers == ["2", "29", "59"]
+    assert caplog.messages[0] == "The server cannot be used, and is tried again: failure 2"
+
+
 def test_the_last_attempt_is_not_followed_by_a_wait() -> None:
     waits = Waits()
     with pytest.raises(ServerUnavailableError, match="failure 2"):

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from fedplat import bounded_toml
 from fedplat.admin import profile
+from fedplat.config import bounded_toml
+from fedplat.config.toml import read_toml
 from fedplat.errors import FedplatError
 from fedplat.flower.app import read_app
 from fedplat.sweep import file as sweep_file
-from fedplat.toml import read_toml
 
 LONG = ".a" * 5000
 REFUSED = [

@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 
 RACE = """
     import sys, threading
@@ -16,7 +16,7 @@ RACE = """
 
     import msgspec
 
-    from fedplat.decoding import prepare_type
+    from fedplat.config.decoding import prepare_type
 
     sys.setswitchinterval(1e-6)
     size = Annotated[int, msgspec.Meta(ge=0)]

@@ -43,6 +43,14 @@ def test_the_names_are_those_of_their_modules() -> None:
     assert set(HOMES) <= set(dir(fedplat))
 
 
+def test_the_name_that_release_0_1_documented_is_kept() -> None:
+    from fedplat import plugins
+    from fedplat.config.plugins import Plugins
+
+    assert plugins.Plugins is Plugins
+    assert plugins.__all__ == ["Plugins"]
+
+
 def test_an_unknown_name_is_an_error() -> None:
     with pytest.raises(AttributeError, match=r"^module 'fedplat' has no attribute 'simulat'$") as raised:
         getattr(fedplat, "simulat")  # noqa: B009 -- a type checker refuses the attribute

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fedplat import aggregate, model, sampling, toml
+from fedplat import aggregate, model, sampling
+from fedplat.config import toml
 from fedplat.errors import JobFileError
 from fedplat.job import Adaptive, ClientEvaluation, JobSpec, Selection, build_rule, parse_job
 from support.jobs import SMALL

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fedplat import user_code
+from fedplat.config import user_code
+from fedplat.config.plugins import Plugins
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec, build_rule, parse_job
-from fedplat.plugins import Plugins
 
 JOB = """\
 name = "a"

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from fedplat.config.plugins import has_absent
 from fedplat.errors import JobFileError
 from fedplat.job import is_unreadable, parse_job, read_newer
-from fedplat.plugins import has_absent
 from support.jobs import write_job
 
 OURS = write_job("ours", population="eu", rounds=7, retention={"versions": 3})

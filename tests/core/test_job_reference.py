@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from fedplat.config.plugins import find_kind
 from fedplat.job import JobSpec, reference
-from fedplat.plugins import find_kind
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "job-reference.md"
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedplat import label_expressions as labels_module
+from fedplat.config import label_expressions as labels_module
+from fedplat.config.label_expressions import MAX_LENGTH, compile_expression
 from fedplat.errors import LabelError
-from fedplat.label_expressions import MAX_LENGTH, compile_expression
 
 PHONE = {"region": "eu", "memory_mb": "8192", "os": "android-14", "battery": "0.55", "wifi": "yes", "zone": ""}
 

@@ -10,10 +10,16 @@ import msgspec
 import pytest
 
 from fedplat import aggregate
+from fedplat.config.loaded_plugins import (
+    PluginReference,
+    PluginVersion,
+    decode_with_plugins,
+    load_plugins,
+    parse_plugins,
+)
+from fedplat.config.plugins import Plugins, has_absent
 from fedplat.errors import JobFileError, PluginError
 from fedplat.job import JobSpec, parse_job
-from fedplat.loaded_plugins import PluginReference, PluginVersion, decode_with_plugins, load_plugins, parse_plugins
-from fedplat.plugins import Plugins, has_absent
 from support import plugins
 from support.jobs import write_job
 

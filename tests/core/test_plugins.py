@@ -14,10 +14,10 @@ from msgspec import Struct
 
 from fedplat import aggregate, codecs
 from fedplat.codecs.container import options_from_text, options_to_text
+from fedplat.config.plugins import BUILTIN, Plugins, find_entry_points, find_kind, kinds, name_of
 from fedplat.errors import CodecError, DataError, JobFileError, PluginError, UserCodeError
 from fedplat.job import JobSpec, build_rule, parse_job
 from fedplat.model import VectorBlocks
-from fedplat.plugins import BUILTIN, Plugins, find_entry_points, find_kind, kinds, name_of
 from fedplat.privacy import Noise
 from fedplat.sampling import Policy
 from fedplat.simulation.api import simulate

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fedplat import auth
-from fedplat.auth import MAX_TICKET, Ticket
 from fedplat.errors import TicketError
+from fedplat.wire import auth
+from fedplat.wire.auth import MAX_TICKET, Ticket
 
 SECRET = "s3cret" * 7
 SERVERS = st.builds("{}:{}".format, st.from_regex(r"[a-z0-9.-]{1,60}", fullmatch=True), st.integers(1, 65535))

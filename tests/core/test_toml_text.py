@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fedplat.toml_text import change_text, format_toml, write_toml
+from fedplat.config.toml_text import change_text, format_toml, write_toml
 from support.sweeps import BASE
 
 VALUES: list[Any] = [

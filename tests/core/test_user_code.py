@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedplat import user_code
+from fedplat.config import user_code
 from fedplat.errors import UserCodeError
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -36,6 +37,7 @@ from support.images import (
 
 WORKFLOW = ROOT / ".github" / "workflows" / "image.yml"
 SBOM = "/sbom.cdx.json"
+NEWER = "sha256:" + "ab" * 32
 
 each_dockerfile = pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 each_file = pytest.mark.parametrize("path", [*DOCKERFILES, SERVICES], ids=lambda path: path.name)
@@ -99,8 +101,21 @@ def test_images_run_as_a_numbered_user_that_is_not_root(path: Path) -> None:
 def test_whatever_is_installed_is_pinned(path: Path) -> None:
     installs = [" ".join(words) for words in instructions(path) if words[0] == "RUN" and "install" in words]
     pip = [command for line in installs for command in line.split("&&") if "pip install" in command]
-    assert len(pip) == 6
+    assert len(pip) == 8
     assert all("-c constraints.txt" in command or "--no-deps" in command for command in pip)
+
+
+@each_dockerfile
+def test_only_torch_is_from_its_own_index(path: Path) -> None:
+    """With two indexes, pip takes the highest version of any name from either."""
+    text = path.read_text()
+    assert "--extra-index-url" not in text
+    found = [line for line in text.splitlines() if "index-url" in line]
+    assert len(found) == 2
+    for line in found:
+        assert re.fullmatch(
+            r'RUN pip install -c constraints\.txt --no-deps \$\{(\w+):\+--index-url "\$\1"\} torch \\', line
+        ), line
 
 
 @each_dockerfile
@@ -209,6 +224,63 @@ def test_script_names_the_targets_when_it_is_asked_for_another_one(engine: Path)
     assert done.returncode == 2
     assert "no target sever; expected some of: server digits-server" in done.stderr
     assert not engine.with_name("calls").exists()
+
+
+@pytest.fixture
+def pinned(tmp_path: Path) -> Path:
+    """A copy of docker/, with a `docker` whose registry has a newer image of Python, and the pinned ones otherwise."""
+    folder = tmp_path / "copy"
+    shutil.copytree(FOLDER, folder)
+    command = folder / "docker"
+    command.write_text(
+        '#!/bin/sh\n[ "$1 $2 $3" = "buildx imagetools inspect" ] || exit 3\n'
+        f'case $4 in python:*) echo {NEWER} ;; *) grep -rhoE "$4@sha256:[0-9a-f]{{64}}" {FOLDER} | head -n 1 | '
+        "sed 's/.*@//' ;; esac\n"
+    )
+    command.chmod(0o755)
+    return folder
+
+
+def renew(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    command = [folder / "renew.sh", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_an_image_that_its_registry_has_renewed_is_found_and_written(pinned: Path) -> None:
+    before = {path.name: path.read_text() for path in FOLDER.iterdir() if path.is_file()}
+    found = renew(pinned)
+    assert found.returncode == 1
+    assert f"python:3.11-slim has changed to {NEWER}" in found.stdout
+    assert found.stdout.count("is pinned as its registry has it") == 3  # those of compose.scale.yaml
+    assert renew(pinned, "--write").returncode == 0
+    changed = {name for name, text in before.items() if (pinned / name).read_text() != text}
+    assert changed == {path.name for path in (*DOCKERFILES, SERVICES)}
+    for name in changed:
+        assert re.sub(r"sha256:\w+", NEWER, before[name]) == (pinned / name).read_text()
+    assert renew(pinned).returncode == 0
+
+
+def test_a_registry_without_an_answer_changes_nothing(pinned: Path) -> None:
+    (pinned / "docker").write_text("#!/bin/sh\necho '<nil>'\n")
+    before = (pinned / "Dockerfile.server").read_text()
+    found = renew(pinned, "--write")
+    assert (found.returncode, found.stdout) == (2, "")
+    assert "has no digest for chrislusf/seaweedfs:4.48, but <nil>" in found.stderr
+    assert (pinned / "Dockerfile.server").read_text() == before
+
+
+def test_every_image_of_others_is_pinned_and_renewed_each_week() -> None:
+    for path in (*FOLDER.glob("Dockerfile.*"), *FOLDER.glob("compose*.yaml")):
+        for name in re.findall(r"(?:^ARG PYTHON=|^\s+image: \$\{\w+_IMAGE:-)([^}\s]+)", path.read_text(), re.MULTILINE):
+            assert re.fullmatch(r"[\w./-]+:[\w.-]+@sha256:[0-9a-f]{64}", name), f"{path.name}: {name}"
+    workflow = load(WORKFLOW.with_name("renew.yml"))
+    (event,) = workflow[True]["schedule"]  # YAML 1.1 reads the key `on` as true
+    *_, month, weekday = event["cron"].split()
+    assert (month, len(weekday)) == ("*", 1)
+    commands = [step.get("run", "") for job in workflow["jobs"].values() for step in job["steps"]]
+    assert "docker/renew.sh" in commands
+    assert any("pip-audit --requirement constraints.txt" in command for command in commands)
 
 
 def test_workflow_builds_targets_that_exist_for_both_architectures() -> None:

@@ -75,7 +75,7 @@ def sklearn_trainer(estimator: str, **options: Any) -> Make:
 
 def lightning_trainer(client: int, folder: Path) -> TrainFunction:
     pytest.importorskip("lightning")
-    from fedplat import user_code
+    from fedplat.config import user_code
     from fedplat_client.trainers.lightning import LightningTrainer
 
     part, module = PARTS[client], user_code.load("lit.py:Lit", folder)

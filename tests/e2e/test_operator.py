@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import standardwebhooks
 
-from fedplat.auth import Ticket
 from fedplat.model import Parameters
+from fedplat.wire.auth import Ticket
 from fedplat_client import Client, ClientOptions, Task, TrainResult
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import EnrollmentError

@@ -19,11 +19,11 @@ from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedplat.admin import profile, submission
-from fedplat.auth import Ticket
 from fedplat.cli import app as operator
 from fedplat.cli import watch
 from fedplat.job import parse_job
 from fedplat.model import Parameters
+from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.cli import commands
 from support import processes

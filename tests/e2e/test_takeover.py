@@ -12,10 +12,10 @@ import pytest
 
 from fedplat.admin import submission
 from fedplat.admin.patience import Patience
-from fedplat.auth import Ticket
 from fedplat.cli import watch
 from fedplat.job import parse_job
 from fedplat.model import Parameters
+from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult
 from support import processes

@@ -31,9 +31,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from faults import honest_fleet, least_squares
-from fedplat import auth, wire
-from fedplat.auth import Ticket
+from fedplat import wire
 from fedplat.model import Parameters
+from fedplat.wire import auth
+from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2
 from hostile import attacks, half_sent
 from support.raw_client import CHALLENGE, RawClient, digest_of, reason_name

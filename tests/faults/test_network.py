@@ -15,8 +15,8 @@ import pytest
 from grpc import aio
 
 from faults import proxy
-from fedplat.auth import Ticket
 from fedplat.model import Parameters
+from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult
 from support import daemons

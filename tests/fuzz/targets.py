@@ -14,13 +14,13 @@ from google.protobuf.message import DecodeError
 
 from fedplat import claims, codecs, report_validation
 from fedplat.aggregate import state_from_bytes, state_to_bytes
-from fedplat.auth import Ticket
 from fedplat.codecs import Bf16, Eden, Plain, Quantize, TopK
 from fedplat.codecs.container import Format, open_update
+from fedplat.config.label_expressions import compile_expression
 from fedplat.errors import FedplatError
 from fedplat.job import parse_job
-from fedplat.label_expressions import compile_expression
 from fedplat.model import Parameters, VectorBlocks
+from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import model_pb2
 from fedplat_client.backoff import draw_s
 from fedplat_server.config import Limits

@@ -33,10 +33,11 @@ from grpc import aio
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fedplat import auth, wire
+from fedplat import wire
 from fedplat.admin import AdminClient, submission
-from fedplat.auth import Ticket
 from fedplat.job import parse_job
+from fedplat.wire import auth
+from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, fleet_pb2_grpc
 from fedplat_client import Client, Task, TrainResult
 from hostile import attacks, frames, reading

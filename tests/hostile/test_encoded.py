@@ -14,10 +14,10 @@ from grpc import aio
 
 from fedplat import codecs
 from fedplat.admin import AdminClient, submission
-from fedplat.auth import Ticket
 from fedplat.codecs.container import Format
 from fedplat.job import parse_job
 from fedplat.model import BLOCK, Parameters
+from fedplat.wire.auth import Ticket
 from support import processes
 from support.jobs import write_job
 from support.raw_client import RawClient, digest_of, private_key, reason_name

@@ -14,10 +14,18 @@ from typing import Literal, get_args
 
 ROOT = Path(__file__).resolve().parents[2]
 LIST = Path(__file__).with_name("faults.toml")
-Area = Literal["crash", "sql", "protocol", "server", "core", "tools"]
+Area = Literal["crash", "sql", "protocol", "server", "core", "tools", "attack"]
 """What a fault concerns: crashes and durability, SQL, the client and its protocol, the rest of the server, the pure
-core, or commands, dashboard, simulation and training libraries."""
-QUOTAS: Mapping[Area, int] = {"crash": 10, "sql": 10, "protocol": 10, "server": 10, "core": 10, "tools": 5}
+core, commands, dashboard, simulation and training libraries, or what docs/security.md says about attackers."""
+QUOTAS: Mapping[Area, int] = {
+    "crash": 10,
+    "sql": 10,
+    "protocol": 10,
+    "server": 10,
+    "core": 10,
+    "tools": 5,
+    "attack": 10,
+}
 """The smallest number of faults of each area."""
 NUM_FAULTS = 60
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from grpc import aio
 
-from fedplat import auth
+from fedplat.wire import auth
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.auth import addresses, forwarding
 from fedplat_server.auth.addresses import Origin, Origins, origin, parse_network

@@ -120,7 +120,8 @@ PROXIES = ("127.0.0.0/8",)
 @pytest.mark.fault("F38")
 async def test_strangers_have_few_reads_at_a_time_and_clients_go_on(folder: Path, made: list[Reads]) -> None:
     limits = Limits(newcomer_reads=2, newcomer_read_s=3600.0, newcomer_share_s=3600.0)
-    async with daemons.running(folder, limits=limits) as site, another_connection(site) as other:
+    health = f"127.0.0.1:{processes.free_port()}"
+    async with daemons.running(folder, limits=limits, health_listen=health) as site, another_connection(site) as other:
         client = await site.enroll()
         reads = made[0]
         async with silent(site) as calls:
@@ -137,6 +138,10 @@ async def test_strangers_have_few_reads_at_a_time_and_clients_go_on(folder: Path
             assert window == "1 10"
             await client.refusal()  # a client with a session is served
             await site.status()  # and so is an operator
+            async with aio.insecure_channel(health) as channel:  # and so are probes, on their own port
+                probes: Any = health_pb2_grpc.HealthStub(channel)
+                answer = await probes.Check(health_pb2.HealthCheckRequest(service="liveness"))
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
         async def free() -> bool:
             return not reads.num_newcomers

@@ -236,6 +236,22 @@ def test_alerts_of_the_server(case: str) -> None:
     check(alerts.evaluate(facts, [HEALTHY]), expected)
 
 
+def test_commands_of_a_remedy_find_the_data_of_this_server() -> None:
+    """They are typed on the server's host, in any folder, where they must not find another database."""
+    place = " --data-dir /srv/fedplat --database @/etc/fedplat/database"
+    facts = ServerFacts(
+        certificate_s=1.0,
+        disk_total_bytes=GIB,
+        renewal=f"fedplat-server certificates renew{place}",
+        prune=f"fedplat-server prune{place}",
+    )
+    remedies = {alert.name: alert.remedy for alert in alerts.evaluate(facts, [])}
+    assert f"server's host: fedplat-server certificates renew{place}. A" in remedies["certificate_expiring"]
+    assert f"(fedplat-server prune{place} --keep-versions 5)" in remedies["disk_low"]
+    (own,) = alerts.evaluate(ServerFacts(certificate_s=1.0, renewal=""), [])
+    assert own.remedy.startswith("Replace the files of --tls-certificate and --tls-key")
+
+
 def test_every_rule_has_a_case() -> None:
     cases = {name for table in (JOBS, SERVERS) for _, expected in table.values() for name in expected}
     assert cases == {

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,6 +18,8 @@ from fedplat_server.child_environment import child_environment
 from fedplat_server.dashboard_process import DashboardOptions
 from fedplat_server.errors import FlowerRunError
 from fedplat_server.flower.runs import FlowerRuns
+from fedplat_server.workers.local_rank import LocalRank
+from fedplat_server.workers.protocol import WorkerInfo
 from support import daemons
 from support.daemons import update_of
 from support.jobs import job_file
@@ -29,8 +33,16 @@ SECRETS = {
     "HF_TOKEN": "hunter2",
     "Some_api_key": "hunter2",
     "CACHE": "redis://:hunter2@cache/0",
+    "DB_PASS": "hunter2",
+    "REDISCLI_AUTH": "hunter2",
+    "DBPASSWORD": "hunter2",
+    "CLIENTSECRET": "hunter2",
+    "JWT_SIGNING_KEY": "hunter2",
+    "STRIPE_KEY": "hunter2",
+    "GITHUB_PAT": "hunter2",
+    "ERRORS_TO": "https://hunter2@errors.example/7",
 }
-PLAIN = {"TOKENIZERS_PARALLELISM": "false", "KEYBOARD": "us"}
+PLAIN = {"TOKENIZERS_PARALLELISM": "false", "KEYBOARD": "us", "KEYS_OF": "x", "PASSES": "3", "AUTHOR": "me@host"}
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +89,16 @@ async def test_a_flower_app(started: list[dict[str, str]], tmp_path: Path) -> No
     runs = FlowerRuns({"digits": str(tmp_path)}, tmp_path, blobs, *cast(Any, (None, None, None)))
     with pytest.raises(FlowerRunError, match="no process in this test"):
         await runs.advance(cast(Any, job), blobs, {}, {})
+
+
+async def test_the_rank_of_the_servers_own_data(started: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs the trainers of the server's owner."""
+    monkeypatch.setattr(importlib.util, "find_spec", Mock())
+    rank = LocalRank("gloo")
+    with pytest.raises(OSError, match="no process in this test"):
+        async with rank.start_task("train", WorkerInfo(1, "cpu"), Mock()):
+            pass
+    await rank.close()
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from cryptography import x509
@@ -17,8 +18,9 @@ from cryptography import x509
 from fedplat.admin import profile
 from fedplat_server.auth import pki_folder
 from fedplat_server.auth.tls import load, utc_now
-from fedplat_server.cli import main
+from fedplat_server.cli import commands, init, main
 from fedplat_server.cli.options import database_url, with_store
+from fedplat_server.config import ServerConfig
 from fedplat_server.records.audit import AuditRow
 from fedplat_server.records.operators import OperatorRecord, hash_token
 
@@ -293,6 +295,56 @@ def test_certificates_are_shown_and_renewed(run: Run, data: Path) -> None:
     shown = run("certificates", "show")[1]
     assert ("two.example.org" in shown, "fed.example.org" in shown) == (True, False)
     assert [row.subject for row in audit_of(data) if row.action == "certificates changed"] == ["init", "renew", "renew"]
+
+
+@pytest.mark.parametrize(
+    ("host", "url", "options"),
+    [
+        (None, "postgresql://db/fed", "--listen 127.0.0.1:7443"),
+        (["fed.example.org", "10.0.0.7"], "fedplat.sqlite", "--listen 0.0.0.0:7443"),
+        (["fed.example.org"], "postgresql://db/fed", "--listen 0.0.0.0:7443 --advertise fed.example.org:7443"),
+        (["2001:db8::7"], "postgresql://db/fed", "--listen 0.0.0.0:7443 --advertise [2001:db8::7]:7443"),
+    ],
+)
+def test_the_command_after_init_is_one_that_run_accepts(
+    run: Run, monkeypatch: pytest.MonkeyPatch, host: list[str] | None, url: str, options: str
+) -> None:
+    """A daemon of a PostgreSQL needs an address at which the others reach it."""
+    assert init.start_command(host, 7443, url) == f"fedplat-server run {options}"
+    assert run("init")[0] == 0
+    monkeypatch.setattr(commands, "serve", Mock())
+    assert run("run", *options.split(), "--database", url)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        ((), ""),
+        (("--database", "other.sqlite"), " --database FOLDER/other.sqlite"),
+        (("--database", "@url"), " --database @FOLDER/url"),
+        (("--database", "postgresql://me:hunter2@db/fed"), " --database @FILE"),
+    ],
+    ids=["the default", "a file", "a file with a URL", "a password"],
+)
+def test_a_daemon_knows_the_options_that_find_its_data(
+    run: Run, data: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], place: str
+) -> None:
+    """Its alerts have commands, which are typed in other folders than the daemon's."""
+    assert run("init")[0] == 0
+    configs: list[ServerConfig] = []
+
+    def serve(config: ServerConfig, *_: object, **__: object) -> None:
+        configs.append(config)
+
+    monkeypatch.setattr(commands, "serve", serve)
+    monkeypatch.chdir(data.parent)
+    Path("url").write_text("postgresql://me:hunter2@db/fed")
+    run("run", *options)
+    expected = f" --data-dir {data}" + place.replace("FOLDER", str(data.parent))
+    (config,) = configs
+    assert config.place == config.prune_options == expected
+    assert config.tls is not None
+    assert config.tls.renewal == f"fedplat-server certificates renew{expected}"
 
 
 @pytest.mark.parametrize("command", ["show", "renew", "rotate-ca"])

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from fedplat.admin import profile
-from fedplat.auth import Ticket
+from fedplat.wire.auth import Ticket
 from fedplat_server.auth.pki_folder import PkiFolder
 from fedplat_server.auth.tls import load, utc_now
 from fedplat_server.auth.tokens import hash_secret

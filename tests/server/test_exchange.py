@@ -18,8 +18,8 @@ from fedplat.rounds import Coordinator
 from fedplat.rounds.events import SilosLost
 from fedplat.wire.v1 import admin_pb2, model_pb2
 from fedplat_server.coordination import job_checks
-from fedplat_server.coordination.silence import MISSED_HEARTBEATS, SilenceMonitor
 from fedplat_server.errors import Code, RefusedError
+from fedplat_server.protocols.silence import MISSED_HEARTBEATS, SilenceMonitor
 from fedplat_server.verify.checker import verify
 from support import daemons
 from support.daemons import Site, initial_model, until

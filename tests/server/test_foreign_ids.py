@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from grpc import aio
 
-from fedplat import auth
+from fedplat.wire import auth
 from fedplat.wire.v1 import admin_pb2
 from support import daemons
 from support.raw_client import RawClient, private_key

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fedplat import auth
+from fedplat.wire import auth
 from fedplat_server.auth import challenges, replay_window
 from fedplat_server.auth.challenges import MAX_USED, RANDOM_BYTES, VALID_S, Challenges
 from fedplat_server.auth.replay_window import SIZE, ReplayWindow

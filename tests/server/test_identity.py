@@ -11,8 +11,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from grpc import aio
 
-from fedplat import auth, wire
-from fedplat.auth import Ticket
+from fedplat import wire
+from fedplat.wire import auth
+from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
 from fedplat_server.auth.client_directory import ClientDirectory
 from fedplat_server.coordination import revocation

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from typing import Any
 
 import grpc
 import numpy as np
@@ -10,8 +12,12 @@ import pytest
 from grpc import aio
 
 from fedplat.aggregate.scaffold import with_control
+from fedplat.job import JobSpec
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
+from fedplat_server.coordination import job_checks
+from fedplat_server.rpc.jobs import JobsService
+from support import daemons
 from support.daemons import Site, initial_model, reason_name, update_of
 from support.jobs import job_file
 
@@ -31,6 +37,47 @@ async def test_create_is_idempotent(site: Site) -> None:
     assert len({job.job_id for job in together}) == 1
     listed = await site.operator.jobs.ListJobs(admin_pb2.ListJobsRequest())
     assert [job.name for job in listed.jobs] == ["one", "two"]
+
+
+@pytest.mark.calm("counts calls")
+async def test_job_files_are_parsed_one_at_a_time_also_if_their_calls_have_ended(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread cannot be cancelled: callers that give up must not gather threads that take memory."""
+    begun, may_end, running = threading.Event(), threading.Event(), list[int]()
+    parse = job_checks.parse
+
+    def parse_slowly(text: str, *more: Any) -> JobSpec:
+        running.append(running[-1] + 1 if running else 1)
+        begun.set()
+        assert may_end.wait(60.0)
+        running.append(running[-1] - 1)
+        return parse(text, *more)
+
+    come: list[str] = []
+    service: Any = JobsService
+    run_alone = service._run_alone
+
+    async def come_and_run(self: object, function: Any, text: str, *more: Any) -> Any:
+        come.append(text)
+        return await run_alone(self, function, text, *more)
+
+    monkeypatch.setattr(job_checks, "parse", parse_slowly)
+    monkeypatch.setattr(service, "_run_alone", come_and_run)
+    given_up = asyncio.ensure_future(site.operator.create(job_file("one")))
+    assert await asyncio.to_thread(begun.wait, 60.0)
+    given_up.cancel()
+    others = [asyncio.ensure_future(site.operator.create(job_file(name))) for name in ("two", "three")]
+
+    async def all_have_come() -> bool:
+        return len(come) == 3
+
+    await daemons.until(all_have_come, "the calls to come")
+    for _ in range(3):
+        await site.status()
+    may_end.set()
+    await asyncio.gather(*others)
+    assert running == [1, 0] * 3
 
 
 async def test_pause_stops_clients_at_once_and_resume_starts_afresh(site: Site) -> None:

@@ -13,7 +13,7 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from fedplat.auth import peer_host
+from fedplat.wire.auth import peer_host
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, peer_pb2, peer_pb2_grpc
 from fedplat_client import Client, ClientOptions, IdentityError, ListenerError, Task, TrainResult
 from fedplat_client._auth.peer_access import PeerCredentials

@@ -14,9 +14,9 @@ import pytest
 from grpc import aio
 
 from fedplat.codecs.container import Format, options_from_text
-from fedplat.loaded_plugins import LoadedPlugins, load_plugins
+from fedplat.config.loaded_plugins import LoadedPlugins, load_plugins
+from fedplat.config.plugins import kinds
 from fedplat.model import Parameters
-from fedplat.plugins import kinds
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from fedplat_server.config import LeaseTimes
 from fedplat_server.verify.checker import verify

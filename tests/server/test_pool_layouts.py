@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedplat import user_code
+from fedplat.config import user_code
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.pytorch.distributed import Backend

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from google.protobuf.message import Message
 
 from fedplat import wire
-from fedplat.auth import Ticket
+from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc, model_pb2
 from support.access import authorized
 from support.commands import here

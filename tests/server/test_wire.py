@@ -243,8 +243,3 @@ def test_hyper_parameters_keep_their_type(scalar: bool | int | float | str, kind
     value = convert.value(scalar)
     assert value.WhichOneof("kind") == f"{kind}_value"
     assert getattr(value, f"{kind}_value") == scalar
-
-
-def test_every_kind_with_a_cohort_has_a_task() -> None:
-    assert set(convert.TASKS) == set(AttemptKind) - {AttemptKind.WARM_START}
-    assert fleet_pb2.TASK_UNSPECIFIED not in convert.TASKS.values()

@@ -14,8 +14,8 @@ from typing import Any
 import tomli_w
 import yaml
 
+from fedplat.config.plugins import Plugins, kinds
 from fedplat.job import parse_job
-from fedplat.plugins import Plugins, kinds
 from style.sources import Finding, Sources
 from support.docs import commands
 from support.docs.blocks import OWN_TESTS, Block, read, read_all

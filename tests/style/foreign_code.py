@@ -42,7 +42,7 @@ CALLS = frozenset(
 )
 ALLOWED = {
     "importlib.import_module": {
-        "fedplat/user_code.py": "functions that a user's own file, an operator or a client's owner names",
+        "fedplat/config/user_code.py": "functions that a user's own file, an operator or a client's owner names",
         "fedplat/__init__.py": "modules of fedplat, whose names stand there",
         "fedplat/privacy/losses.py": "dp-accounting's modules, whose names stand there",
         "benchmarks/packed_data.py": "the packages of other formats, whose names stand there",

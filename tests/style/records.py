@@ -1,4 +1,4 @@
-"""Every record that is decoded within a function has a type that is built beforehand: see `fedplat/decoding.py`."""
+"""Every record that is decoded in a function has a type that is built beforehand: see `fedplat/config/decoding.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PLAIN = frozenset({"str", "int", "float", "bool", "bytes", "object", "Any", "msg
 
 def check(sources: Sources) -> Iterator[Finding]:
     for source in sources.modules():
-        if source.path != "fedplat/decoding.py":
+        if source.path != "fedplat/config/decoding.py":
             for call in unprepared(source):
                 yield Finding(source.path, call.lineno, f"not in prepare_type(...): {ast.unparse(call)}")
 

@@ -19,8 +19,8 @@ import numpy as np
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fedplat.auth import METADATA_CODE, Ticket
 from fedplat.model import Parameters
+from fedplat.wire.auth import METADATA_CODE, Ticket
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, events_pb2_grpc, fleet_pb2
 from fedplat_server.config import LeaseTimes, Limits, ServerConfig
 from fedplat_server.daemon import Daemon

@@ -12,9 +12,10 @@ from typing import Any
 
 import grpc
 
-from fedplat import auth, wire
-from fedplat.auth import Ticket
+from fedplat import wire
 from fedplat.model import Parameters
+from fedplat.wire import auth
+from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc, model_pb2
 
 PIECE = 10_000
@@ -38,6 +39,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
         self.work: list[fleet_pb2.CheckInResponse] = []
         # A status, or a status with the code that the real server would send along.
         self.failures: dict[str, list[grpc.StatusCode | tuple[grpc.StatusCode, str]]] = defaultdict(list)
+        self.refusal = ""  # the text of these, unless it is empty
         self.retry = ""
         self.lost_replies: dict[str, int] = defaultdict(int)
         self.cut_downloads: list[int] = []
@@ -214,7 +216,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
         if self.failures[call]:
             planned = self.failures[call].pop(0)
             status, code = planned if isinstance(planned, tuple) else (planned, "")
-            _abort(context, status, code, f"planned for {call}", self.retry)
+            _abort(context, status, code, self.refusal or f"planned for {call}", self.retry)
 
     def _leave(self, call: str, context: Any) -> None:
         if self.lost_replies[call]:

@@ -16,7 +16,7 @@ import pytest
 from google.protobuf.message import Message
 from grpc import aio
 
-from fedplat import auth
+from fedplat.wire import auth
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import Client, ClientOptions
 from fedplat_client._state import keys

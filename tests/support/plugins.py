@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedplat.loaded_plugins import LoadedPlugins, load_plugins
+from fedplat.config.loaded_plugins import LoadedPlugins, load_plugins
 
 SOURCE = '''
 import itertools

@@ -10,8 +10,8 @@ from msgspec import structs
 
 from fedplat.aggregate import Contribution
 from fedplat.codecs.container import Format
+from fedplat.config.loaded_plugins import NO_PLUGINS, LoadedPlugins
 from fedplat.job import parse_job
-from fedplat.loaded_plugins import NO_PLUGINS, LoadedPlugins
 from fedplat.model import WINDOW, Parameters
 from fedplat.rounds import JobState, ModelVersion
 from fedplat_server.aggregation.backend import Aggregate, AggregationBackend

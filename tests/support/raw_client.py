@@ -14,8 +14,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from google.protobuf.message import Message
 from grpc import aio
 
-from fedplat import auth, wire
+from fedplat import wire
 from fedplat.model import Parameters
+from fedplat.wire import auth
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc, model_pb2
 
 PATIENCE_S = 60.0

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.aggregate import Contribution, RuleOptions
+from fedplat.config.plugins import BUILTIN
 from fedplat.model import BLOCK, Vector
-from fedplat.plugins import BUILTIN
 
 SIZE = BLOCK + 38  # more than one block, and not a whole number of them; SCAFFOLD has halves
 Wide = npt.NDArray[np.float64]

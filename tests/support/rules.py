@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fedplat.aggregate import Rule, RuleOptions
-from fedplat.plugins import BUILTIN
+from fedplat.config.plugins import BUILTIN
 
 NEEDED: Mapping[str, Mapping[str, int]] = {"scaffold": {"num_clients": 10}, "feddyn": {"num_clients": 10}}
 

@@ -14,21 +14,21 @@ from typing import Any, cast
 
 import grpc
 
-from fedplat import auth
 from fedplat.gossip.steps import Contact
 from fedplat.secure_aggregation.primitives import KeyPair
 from fedplat.secure_aggregation.relay import RelayExchange, RelayMember
+from fedplat.wire import auth
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import ClientOptions
 from fedplat_client._auth.authenticator import CallCredentials
 from fedplat_client._auth.calls import Connection
 from fedplat_client._auth.peer_access import PeerCredentials
+from fedplat_client._protocols.gossip.network import ByteCounter, PeerNetwork, RemoteFile
+from fedplat_client._protocols.gossip.offers import Delivery, Offers, PortOffers, RelayOffers
 from fedplat_client._state.keys import SigningKey, new_signing_key
 from fedplat_client._work.peers.fetch import PeerFetcher
 from fedplat_client._work.peers.listener import PeerListener
 from fedplat_client._work.peers.port import PeerPort
-from fedplat_client._work.silos.network import ByteCounter, PeerNetwork, RemoteFile
-from fedplat_client._work.silos.offers import Delivery, Offers, PortOffers, RelayOffers
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import CallError, NotSentYetError, PeerError
 from fedplat_client.task import Control

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fedplat import auth
+from fedplat.wire import auth
 from fedplat_client import Task, TrainResult, transport
 from fedplat_client._auth import calls
 

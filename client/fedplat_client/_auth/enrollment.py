@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import msgspec
 
 from fedplat import wire
-from fedplat.auth import Ticket
 from fedplat.codecs import CODECS
-from fedplat.loaded_plugins import NO_PLUGINS, LoadedPlugins
+from fedplat.config.loaded_plugins import NO_PLUGINS, LoadedPlugins
 from fedplat.secure_aggregation.setup import FEATURE
 from fedplat.wire import handshake, proxies
+from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client._auth.authenticator import SignedAccess
 from fedplat_client._auth.calls import Connection, version_check

@@ -1,8 +1,8 @@
 """The client's certificate towards other clients: at its own listener, and when it connects to those of peers.
 
 Both ends of such a connection present certificates of the server's authority. The one of a listener has the client's
-DNS name (`fedplat.auth.peer_host`), which the other end verifies. So a peer is who the authority says, whatever address
-it was found at.
+DNS name (`fedplat.wire.auth.peer_host`), which the other end verifies. So a peer is who the authority says, whatever
+address it was found at.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import grpc
 
-from fedplat import auth
+from fedplat.wire import auth
 from fedplat_client import transport
 from fedplat_client._auth.authenticator import SignedAccess
 from fedplat_client._auth.mtls import RENEW_AFTER, connect_signed, request_certificate

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fedplat import auth
+from fedplat.wire import auth
 from fedplat_client._state.keys import SigningKey
 from fedplat_client.transport import Metadata
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fedplat.auth import MAX_TICKET, Ticket
 from fedplat.errors import TicketError
+from fedplat.wire.auth import MAX_TICKET, Ticket
 
 VARIABLE = "FEDPLAT_TICKET"
 FILE_VARIABLE = "FEDPLAT_TICKET_FILE"

@@ -31,8 +31,8 @@ import msgspec
 import platformdirs
 
 from fedplat import durable, forks
-from fedplat.auth import Ticket
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
+from fedplat.wire.auth import Ticket
 from fedplat_client._state.keys import SigningKey, new_signing_key, new_tls_key
 from fedplat_client.errors import DataDirectoryError
 

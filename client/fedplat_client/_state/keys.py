@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
@@ -21,6 +20,8 @@ def new_tls_key() -> bytes:
 
 def make_signing_request(tls_key: bytes) -> bytes:
     """Return a certificate signing request (PKCS #10, DER); the server chooses its name. Raises `ValueError`."""
+    from cryptography import x509  # most clients have no certificate
+
     key = _load_key(tls_key)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ValueError("not an ECDSA key")

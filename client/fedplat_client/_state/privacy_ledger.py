@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from fedplat import durable, forks
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat.privacy import steps
 from fedplat.privacy.steps import StepCharge
 from fedplat_client.errors import DataDirectoryError

@@ -27,7 +27,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fedplat import durable
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat.gossip.messages import Delta, Digest, Number
 from fedplat.model import Parameters
 from fedplat_client._state import lru

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from fedplat import durable
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat_client._state import lru
 
 _logger = logging.getLogger(__name__)

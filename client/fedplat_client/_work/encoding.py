@@ -9,9 +9,9 @@ import numpy as np
 
 from fedplat import codecs
 from fedplat.codecs.container import Format, options_from_text
+from fedplat.config.plugins import Plugins
 from fedplat.errors import CodecError
 from fedplat.model import Values
-from fedplat.plugins import Plugins
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._state.residuals import Residuals
 from fedplat_client._state.two_phase import SentReport, WasMerged

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.codecs.container import Format, options_from_text
+from fedplat.config.plugins import BUILTIN, Plugins
 from fedplat.errors import CodecError, ModelError, PluginError, UserCodeError
 from fedplat.model import ModelFile, Parameters, Read, Segment, Values, apply_step, read_base_values
 from fedplat.model.schema import MESSAGE_KEY
-from fedplat.plugins import BUILTIN, Plugins
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._auth.calls import Connection
 from fedplat_client._state.model_cache import ModelCache

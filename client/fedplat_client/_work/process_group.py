@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Generator, Mapping
 from typing import Protocol
 
-from fedplat.plugins import Plugins
+from fedplat.config.plugins import Plugins
 from fedplat_client import cancellation
 from fedplat_client.task import EvaluateFunction, TrainFunction
 

@@ -10,11 +10,12 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
-from fedplat import forks, texts, user_code
+from fedplat import forks, texts
 from fedplat.client_state import ClientState
+from fedplat.config import user_code
+from fedplat.config.plugins import BUILTIN, Plugins
 from fedplat.errors import FedplatError, PrivacyLimitError
 from fedplat.model import Parameters
-from fedplat.plugins import BUILTIN, Plugins
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._state.client_state import ClientStateStore
 from fedplat_client._state.privacy_ledger import PrivacyLedger

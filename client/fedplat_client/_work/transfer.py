@@ -14,8 +14,15 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._auth.calls import Connection
 from fedplat_client._state.model_cache import PartialDownload
-from fedplat_client.backoff import Backoff, draw_s
-from fedplat_client.errors import CallRefusedError, ServerBusyError, ServerUnavailableError, TransferError
+from fedplat_client.backoff import Backoff, draw_s, note_failures
+from fedplat_client.cancellation import read_end
+from fedplat_client.errors import (
+    AssignmentEndedError,
+    CallRefusedError,
+    ServerBusyError,
+    ServerUnavailableError,
+    TransferError,
+)
 from fedplat_client.task import Control
 
 Source: TypeAlias = model_pb2.ModelRef | fleet_pb2.ModelDelta
@@ -93,7 +100,7 @@ def upload(
 ) -> None:
     """Upload an update; or a file for another client, `receiver`, by its name.
 
-    Raises `TransferError`, `IdentityError`, or `Cancelled` if the task is stopped.
+    Raises `TransferError`, `IdentityError`, or `Cancelled` if the task is stopped, or its assignment has ended.
     """
     digest, size_bytes = content.digest, content.size_bytes
     patience = _Patience(control, "the upload of the update")
@@ -113,6 +120,7 @@ def upload(
         except ServerUnavailableError as exc:
             num_received, error, retry = None, str(exc), exc.retry
         except CallRefusedError as exc:
+            _stop_if_ended(exc, receiver, control)
             if exc.code not in _OFFSET_REFUSED:
                 raise TransferError(f"the server refuses the update: {exc}") from exc
             num_received, error = None, str(exc)
@@ -144,6 +152,7 @@ class _Patience:
             self._backoff.reset()
         else:
             self._idle += 1
+            note_failures(self._idle, why)
         if self._idle >= self._control.options.transfer_attempts:
             raise TransferError(f"{self._name} broke {self._idle} times in a row without progress; last: {why}")
         self._control.wait(self._backoff.next_s(retry))
@@ -167,7 +176,15 @@ def _query(
     except ServerUnavailableError as exc:
         return None, str(exc)
     except CallRefusedError as exc:
+        _stop_if_ended(exc, query.receiver, control)
         raise TransferError(f"the server refuses the update: {exc}") from exc
+
+
+def _stop_if_ended(exc: CallRefusedError, receiver: str, control: Control) -> None:
+    """Raise `Cancelled` if the task's assignment has ended, for example since enough others have reported."""
+    if isinstance(exc, AssignmentEndedError) and not receiver:
+        control.signal.set(read_end(exc.text))
+        control.signal.check()
 
 
 def split_content(content: Content, start: int, clock: Callable[[], float]) -> Iterator[memoryview]:

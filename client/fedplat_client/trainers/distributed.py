@@ -20,12 +20,13 @@ from msgspec import Struct
 from torch import distributed
 from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
-from fedplat import forks, texts, user_code
+from fedplat import forks, texts
 from fedplat.client_state import ClientState
-from fedplat.decoding import prepare_type
+from fedplat.config import user_code
+from fedplat.config.decoding import prepare_type
+from fedplat.config.plugins import Plugins
 from fedplat.errors import FedplatError
 from fedplat.model import Parameters
-from fedplat.plugins import Plugins
 from fedplat.pytorch import training
 from fedplat.pytorch.distributed import (
     COLLECTIVE_S,

@@ -33,7 +33,7 @@ from fedplat.aggregate.robust.krum import Krum, MultiKrum
 from fedplat.aggregate.robust.median import Median
 from fedplat.aggregate.robust.nearest import NearestNeighbours
 from fedplat.aggregate.robust.trimmed_mean import TrimmedMean
-from fedplat.plugins import Kind, by_name, define, name_of
+from fedplat.config.plugins import Kind, by_name, define, name_of
 
 
 @runtime_checkable

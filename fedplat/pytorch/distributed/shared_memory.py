@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat.model import BLOCK, WINDOW, Vector
 from fedplat.pytorch.distributed.group import Ranks
 from fedplat.pytorch.distributed.layout import VectorLayout

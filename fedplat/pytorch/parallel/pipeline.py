@@ -26,7 +26,7 @@ from torch.distributed.pipelining import (
 )
 from typing_extensions import override
 
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat.errors import TrainingError
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.parallel.apply import sharded_modules

@@ -26,7 +26,7 @@ from torch import profiler
 from typing_extensions import override
 
 from fedplat import step_profile
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat.errors import MissingExtraError
 from fedplat.extras import install_command
 from fedplat.pytorch.training import Examples

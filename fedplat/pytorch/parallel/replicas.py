@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat.errors import TrainingError
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.parallel.divided_module import DividedModule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.training import Scores, Sums
 

@@ -7,7 +7,7 @@ import itertools
 import msgspec
 
 from fedplat.client_state import ClientState
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat.model import Parameters
 from fedplat.parallel import Parallel
 from fedplat.pytorch.distributed import Ranks

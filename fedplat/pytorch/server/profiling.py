@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 from torch import profiler
 
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat.errors import MissingExtraError
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.parallel import profiling

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from fedplat.client_state import ClientState
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat.job.pool import ServerStep, WarmStart
 from fedplat.model import Parameters
 from fedplat.parallel import Parallel

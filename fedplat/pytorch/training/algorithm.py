@@ -26,9 +26,9 @@ from fedplat.aggregate.local import (
     StartContext,
     UpdateDirection,
 )
+from fedplat.config.user_code import wrap_errors
 from fedplat.errors import ModelError, PluginError
 from fedplat.local_options import LocalOptions
-from fedplat.user_code import wrap_errors
 
 
 def check_drift(drift: Arrays, shapes: Mapping[str, torch.Size], key: str) -> None:

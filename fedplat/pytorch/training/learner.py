@@ -14,11 +14,11 @@ from torch import nn
 
 from fedplat.aggregate.local import CONTROL, LocalAlgorithm
 from fedplat.client_state import ClientState
+from fedplat.config.plugins import adopt
 from fedplat.errors import ModelError
 from fedplat.local_options import LocalOptions
 from fedplat.metrics import Metric
 from fedplat.model import Parameters
-from fedplat.plugins import adopt
 from fedplat.pytorch import convert as backend
 from fedplat.pytorch.training.examples import Examples
 from fedplat.pytorch.training.hidden_state import HiddenState

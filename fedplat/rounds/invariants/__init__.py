@@ -60,6 +60,7 @@ CHECKS: Sequence[Check] = (
     Check("secure", StoredAttempt, secure.positions_are_unique),
     Check("secure", StoredAttempt, secure.unmasked_above_the_minimum),
     Check("secure", StoredAttempt, secure.messages_are_removed),
+    Check("I9", StoredJob, jobs.state_is_of_its_kind),
     Check("clocks", StoredJob, jobs.clocks_are_close),
     Check("gossip", StoredJob, jobs.gossip_agrees),
     Check("limits", ParticipationRounds, jobs.takes_part_seldom_enough),

@@ -5,15 +5,16 @@ Also the limits on which privacy accounting depends: how often, and how close to
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Iterator
 
 import msgspec
 
-from fedplat.gossip.storage import state_from_builtins
+from fedplat.config.plugins import has_absent
+from fedplat.gossip.state import GossipState
 from fedplat.job import build_rule
-from fedplat.plugins import has_absent
 from fedplat.rounds.invariants.records import (
     Location,
     ParticipationRounds,
@@ -23,8 +24,8 @@ from fedplat.rounds.invariants.records import (
     version_location,
 )
 from fedplat.rounds.protocols import warm_start
-from fedplat.rounds.protocols.clock_set import clocks_from_builtins
-from fedplat.rounds.protocols.gossip import make_rules
+from fedplat.rounds.protocols.base import find_training
+from fedplat.rounds.protocols.clock_set import ClockSet
 from fedplat.rounds.states import ENDED_JOBS, MAKE_VERSIONS, AttemptKind, AttemptPhase, JobStatus
 
 
@@ -189,18 +190,33 @@ def open_attempts_belong_to_jobs_at_work(job: StoredJob) -> Iterator[Violation]:
             )
 
 
+def state_is_of_its_kind(job: StoredJob) -> Iterator[Violation]:
+    """Check that what a job keeps between its attempts can be read as the state of its kind."""
+    try:
+        _read_state(job)
+    except msgspec.ValidationError as exc:
+        expected = "the state of a job of its kind, or none"
+        yield Violation(Location(job.row.job_id), f"its state cannot be read ({exc})", expected)
+
+
+def _read_state(job: StoredJob) -> object:
+    return find_training(job.spec).read_state(job.row.protocol, job.spec) if job.spec is not None else None
+
+
+def _find_state(job: StoredJob) -> object:
+    """Return what a job keeps; None if it cannot be read, for which there is a check of its own."""
+    with contextlib.suppress(msgspec.ValidationError):
+        return _read_state(job)
+    return None
+
+
 def clocks_are_close(job: StoredJob) -> Iterator[Violation]:
     """Check that no clock of a stale synchronous parallel job is further ahead of the slowest than the slack allows.
 
     A client begins at most `slack` clocks ahead and finishes one clock later (Ho et al. 2013, section 3).
     """
-    mode = job.spec.stale_synchronous if job.spec is not None else None
-    if mode is None:
-        return
-    try:
-        found = clocks_from_builtins(job.row.clocks)
-    except msgspec.ValidationError as exc:
-        yield Violation(Location(job.row.job_id), f"its clocks cannot be read ({exc})", "a clock set")
+    mode, found = job.spec.stale_synchronous if job.spec is not None else None, _find_state(job)
+    if mode is None or not isinstance(found, ClockSet):
         return
     most = found.minimum + mode.slack + 1
     for client_id, clock in (found.clocks | found.ahead).items():
@@ -213,20 +229,9 @@ def clocks_are_close(job: StoredJob) -> Iterator[Violation]:
 
 
 def gossip_agrees(job: StoredJob) -> Iterator[Violation]:
-    """Check that the state of a decentralised job is that of its last attempt, and that its version is the mean.
-
-    No other job has such a state.
-    """
-    place = Location(job.row.job_id)
-    if job.row.gossip is None or job.spec is None:
-        return
-    if not job.is_gossip:
-        yield Violation(place, "it has the state of a decentralised job", 'mode.kind = "gossip"')
-        return
-    try:
-        state = state_from_builtins(job.row.gossip, make_rules(job.spec))
-    except msgspec.ValidationError as exc:
-        yield Violation(place, f"the state of its exchange cannot be read ({exc})", "a state")
+    """Check that the state of a decentralised job is that of its last attempt, and that its version is the mean."""
+    place, state = Location(job.row.job_id), _find_state(job)
+    if not isinstance(state, GossipState):
         return
     last = max((row.round for row in job.attempts), default=0)
     begins = not any(row.is_open for row in job.attempts)

@@ -25,8 +25,7 @@ class JobRow:
     revision: int
     privacy: Mapping[str, object] | None
     plugins: Sequence[object] | None = None
-    clocks: Mapping[str, object] | None = None
-    gossip: Mapping[str, object] | None = None
+    protocol: object = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

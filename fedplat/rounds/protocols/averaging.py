@@ -5,6 +5,9 @@ Its functions are the defaults of the record (`record.RoundProtocol`).
 
 from __future__ import annotations
 
+import msgspec
+
+from fedplat.job import JobSpec
 from fedplat.rounds import attempts, closing, influence, selection
 from fedplat.rounds.events import AggregationFailed, CandidatesDrawn
 from fedplat.rounds.protocols.base import AttemptSizes, Ending
@@ -73,3 +76,9 @@ def list_deadlines(job: JobState, attempt: Attempt) -> tuple[float | None, ...]:
 def describe_failure(job: JobState, attempt: Attempt, event: AggregationFailed) -> tuple[JobState, str]:
     """Return why the attempt has failed; no client is to blame."""
     return job, f"aggregation failed: {event.text}"
+
+
+def read_no_state(stored: object, spec: JobSpec) -> None:
+    """Refuse a state: jobs of this kind keep nothing but their attempts."""
+    if stored is not None:
+        raise msgspec.ValidationError(f"Expected `null`, got `{type(stored).__name__}`")

@@ -14,11 +14,8 @@ from collections.abc import Callable, Collection, Mapping
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
-
-from fedplat.decoding import prepare_type
 from fedplat.job import JobSpec
-from fedplat.rounds.records import JobState, ProtocolState
+from fedplat.rounds.records import JobState
 from fedplat.rounds.states import AttemptKind
 from fedplat.rounds.transition import Context, Transition
 
@@ -75,7 +72,12 @@ def training_name(spec: JobSpec) -> str:
 
 def training_of(job: JobState) -> RoundProtocol:
     """Return the protocol of a job's training."""
-    return _PROTOCOLS[training_name(job.spec)]
+    return find_training(job.spec)
+
+
+def find_training(spec: JobSpec) -> RoundProtocol:
+    """Return the protocol of the training of a job with this file."""
+    return _PROTOCOLS[training_name(spec)]
 
 
 _OTHERS: Mapping[AttemptKind, str] = {AttemptKind.EVALUATE: "evaluation", AttemptKind.WARM_START: "warm_start"}
@@ -89,17 +91,6 @@ def protocol_of(job: JobState, kind: AttemptKind) -> RoundProtocol:
 def list_protocols(job: JobState) -> tuple[RoundProtocol, ...]:
     """Return the protocols that may begin the next attempt, in their order."""
     return _PROTOCOLS["warm_start"], _PROTOCOLS["evaluation"], training_of(job)
-
-
-def write_state(state: ProtocolState) -> Any:
-    """Return a state in a form for JSON, for the column `protocol`."""
-    return msgspec.to_builtins(state)
-
-
-def read_state(spec: JobSpec, stored: object) -> ProtocolState | None:
-    """Return the state of a job from its stored form. Raises `msgspec.ValidationError` if it has none."""
-    record = _PROTOCOLS[training_name(spec)].state
-    return msgspec.convert(stored, prepare_type(record)) if stored is not None and record is not None else None
 
 
 def list_registered() -> Mapping[str, RoundProtocol]:

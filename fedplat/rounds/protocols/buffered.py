@@ -79,7 +79,7 @@ def carry_over(job: JobState, attempt: Attempt) -> tuple[JobState, Attempt]:
     """Move the busy assignments of a closing attempt to those that the job carries over."""
     staying = [each for each in attempt.assignments.values() if not each.is_busy]
     carried = make_assignment_set([*_open(job.carried_over), *attempt.busy])
-    bare = structs.replace(attempt, assignments={}, counts={}, next_deadline=None)
+    bare = structs.replace(attempt, assignments={}, counts={}, next_deadline=None, last_report=0)
     return structs.replace(job, carried_over=carried), bare.with_assignments(staying)
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Self
 import msgspec
 from msgspec import Struct, field, structs
 
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type, require_known
 
 CLEAN_CLOCKS = 16
 """The clocks of the minimum after a client's rest that forgive it one of the times that it has left."""
@@ -153,7 +153,10 @@ def clocks_to_builtins(clocks: ClockSet) -> dict[str, Any] | None:
 
 def clocks_from_builtins(stored: object) -> ClockSet:
     """Return a clock set from its stored form. Raises `msgspec.ValidationError` if it has none."""
-    return NO_CLOCKS if stored is None else msgspec.convert(stored, prepare_type(ClockSet))
+    if stored is None:
+        return NO_CLOCKS
+    require_known(stored, ClockSet)
+    return msgspec.convert(stored, prepare_type(ClockSet))
 
 
 NO_CLOCKS = ClockSet()

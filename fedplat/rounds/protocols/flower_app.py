@@ -6,6 +6,7 @@ import dataclasses
 import math
 import sys
 
+import msgspec
 from msgspec import structs
 
 from fedplat.rounds import attempts, closing, selection
@@ -21,6 +22,11 @@ from fedplat.sampling import Uniform
 _NO_ROLLBACK = "cannot roll back a job with a Flower app, which would not know of it; submit a new job instead"
 
 
+def cohort_of(job: JobState) -> tuple[str, ...]:
+    """Return the clients that the app has drawn for its next round: none before it has begun and after its end."""
+    return job.protocol if isinstance(job.protocol, tuple) else ()
+
+
 def fills_cohort(attempt: Attempt) -> bool:
     """Return whether clients that the app has drawn are still to be assigned, while others work already."""
     return attempt.phase is AttemptPhase.COLLECTING and len(attempt.assignments) < attempt.target
@@ -28,14 +34,14 @@ def fills_cohort(attempt: Attempt) -> bool:
 
 def _begin(job: JobState, context: Context) -> Transition:
     """End the job when the app has drawn no one."""
-    if not job.cohort:
+    if not cohort_of(job):
         return Transition(closing.set_status(job, JobStatus.COMPLETED, ""))
     return averaging.begin(job, context)
 
 
 def _size(job: JobState) -> AttemptSizes:
     """Return the size of the cohort that the app has drawn, with the shares in the job file."""
-    target, options = len(job.cohort), job.spec.selection
+    target, options = len(cohort_of(job)), job.spec.selection
     goal = max(1, math.floor(round(target / options.over_selection, 9)))
     return AttemptSizes(goal, options.minimum_of(goal), target)
 
@@ -45,7 +51,7 @@ def _demand(job: JobState, attempt: Attempt) -> selection.Demand | None:
     if attempt.phase is not AttemptPhase.SELECTING and not fills_cohort(attempt):
         return None
     demand = selection.training_demand(job, attempt, attempt.target - len(attempt.assignments), 1)
-    return dataclasses.replace(demand, sampling=Uniform(), cohort=frozenset(job.cohort))
+    return dataclasses.replace(demand, sampling=Uniform(), cohort=frozenset(cohort_of(job)))
 
 
 def _on_drawn(job: JobState, attempt: Attempt, event: CandidatesDrawn, context: Context) -> Transition:
@@ -76,6 +82,9 @@ def _list_deadlines(job: JobState, attempt: Attempt) -> tuple[float | None, ...]
 FLOWER_APP = register(
     RoundProtocol(
         name="flower_app",
+        column="cohort",  # release 0.1.0 reads it there
+        write_state=lambda job: list(cohort_of(job)) or None,
+        read_state=lambda stored, spec: msgspec.convert(stored or (), tuple[str, ...]),
         begin=_begin,
         sizes=_size,
         demand=_demand,
@@ -83,7 +92,7 @@ FLOWER_APP = register(
         selects=lambda job, attempt: attempt.awaits_clients or fills_cohort(attempt),
         on_drawn=_on_drawn,
         judge_end=_judge_end,
-        on_committed=lambda job, event: Transition(structs.replace(job, cohort=event.cohort)),
+        on_committed=lambda job, event: Transition(structs.replace(job, protocol=event.cohort)),
         deadlines=_list_deadlines,
         refuse_rollback=lambda job: _NO_ROLLBACK,
     )

@@ -1,7 +1,7 @@
 """A decentralised job (`[mode] kind = "gossip"`): silos exchange models, and rounds make no versions.
 
 `fedplat.gossip.coordinator` decides what happens: which silos exchange models, what counts, and when the job ends. Its
-state is part of the job's (`JobState.gossip`). This module gives that coordinator a place among the others: each of its
+state is that of the job (`JobState.protocol`). This module gives that coordinator a place among the others: each of its
 rounds is an attempt to train, each silo's part an assignment, and its timer is the deadline of the attempt
 (`step_ends_at`).
 
@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 
 from msgspec import structs
 
+from fedplat.config.decoding import require_known
 from fedplat.gossip import coordinator as gossip
 from fedplat.gossip import shares, steps
 from fedplat.gossip.messages import (
@@ -31,9 +32,11 @@ from fedplat.gossip.messages import (
     TimerPassed,
 )
 from fedplat.gossip.state import GossipPhase, GossipRules, GossipState
+from fedplat.gossip.storage import state_from_builtins, state_to_builtins
 from fedplat.job import JobSpec
-from fedplat.rounds import assignments, closing, futility, privacy_rules, reporting, selection
+from fedplat.rounds import assignments, closing, futility, reporting, selection
 from fedplat.rounds.commands import Assign, Command, NextStep
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.events import CandidatesDrawn, JobEvent, SiloReported, SilosLost
 from fedplat.rounds.protocols.base import Ending, register
 from fedplat.rounds.protocols.record import Membership, RoundProtocol
@@ -85,19 +88,25 @@ def advance(job: JobState, attempt: Attempt, context: Context) -> Transition | N
 
 def begin(job: JobState, context: Context) -> Transition | None:
     """Begin a round, or continue a paused one."""
-    state = job.gossip
+    state = find_state(job)
     if state is None:
         state, _ = gossip.begin(make_rules(job.spec))
     elif job.attempt is not None and job.attempt.key.round == state.round:
         state, _ = gossip.resume(state)  # it was paused
-    opened = _open(structs.replace(job, gossip=state), context)
+    opened = _open(structs.replace(job, protocol=state), context)
     return Transition(_set_timer(opened, context.now + _phase_s(state)))
 
 
 def state_of(job: JobState) -> GossipState:
     """Return the state of a decentralised job that has begun."""
-    assert job.gossip is not None
-    return job.gossip
+    state = find_state(job)
+    assert state is not None
+    return state
+
+
+def find_state(job: JobState) -> GossipState | None:
+    """Return the state of a decentralised job; None for other jobs, and before it begins."""
+    return job.protocol if isinstance(job.protocol, GossipState) else None
 
 
 def assign(job: JobState, attempt: Attempt, event: CandidatesDrawn, context: Context) -> Transition:
@@ -126,7 +135,7 @@ def assign(job: JobState, attempt: Attempt, event: CandidatesDrawn, context: Con
     state = state_of(job)
     for client_id in event.client_ids:
         state, _ = gossip.step(state, SiloReturned(client_id))
-    return Transition(structs.replace(job, attempt=attempt.with_assignments(made), gossip=state), tuple(commands))
+    return Transition(structs.replace(job, attempt=attempt.with_assignments(made), protocol=state), tuple(commands))
 
 
 def reassign(job: JobState, assignment: Assignment, context: Context) -> Transition:
@@ -190,7 +199,7 @@ def _step(job: JobState, event: GossipEvent, context: Context) -> Transition:
     state, commands = gossip.step(before, event)
     if state is before and not commands:
         return Transition(job)
-    after = _follow(structs.replace(job, gossip=state, reason=_explain(job, state)), before, commands, context)
+    after = _follow(structs.replace(job, protocol=state, reason=_explain(job, state)), before, commands, context)
     return _count_failure(after, context) if state.failures > before.failures else after
 
 
@@ -295,7 +304,7 @@ def _advertise(job: JobState, announced: SiloAnnounced, event: SiloReported, con
         digest=model.digest,
         num_examples=model.num_examples,
         weight=model.num_examples if state_of(job).rules.by_examples else 1.0,
-        metrics=privacy_rules.kept_metrics(job, event.metrics),
+        metrics=disclosure_of(job.spec).kept_metrics(event.metrics),
         took_s=context.now - assignment.assigned_at,
         staleness=0,
     )
@@ -369,6 +378,18 @@ def _remaining_s(attempt: Attempt, context: Context) -> float:
 # --- the record --------------------------------------------------------------------------------------------
 
 
+def _write_state(job: JobState) -> object:
+    state = find_state(job)
+    return state_to_builtins(state) if state is not None else None
+
+
+def _read_state(stored: object, spec: JobSpec) -> GossipState | None:
+    if stored is None:
+        return None
+    require_known(stored, GossipState)
+    return state_from_builtins(stored, make_rules(spec))
+
+
 def _demand(job: JobState, attempt: Attempt) -> selection.Demand | None:
     """Demand silos while models are announced; they are assigned as they arrive."""
     free = attempt.target - attempt.num_busy
@@ -377,17 +398,21 @@ def _demand(job: JobState, attempt: Attempt) -> selection.Demand | None:
 
 
 def _awaits(job: JobState, client_id: str) -> bool:
-    return job.gossip is not None and client_id in job.gossip.members | job.gossip.away
+    state = find_state(job)
+    return state is not None and client_id in state.members | state.away
 
 
 def _event_of_revocation(job: JobState, client_id: str) -> JobEvent | None:
-    is_member = job.gossip is not None and client_id in job.gossip.members
+    state = find_state(job)
+    is_member = state is not None and client_id in state.members
     return SilosLost(job.job_id, (client_id,)) if is_member else None
 
 
 GOSSIP = register(
     RoundProtocol(
         name="gossip",
+        write_state=_write_state,
+        read_state=_read_state,
         keeps_updates=False,
         features=frozenset({steps.FEATURE}),
         handlers={SiloReported: on_reported, SilosLost: on_lost},

@@ -9,12 +9,13 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from fedplat.job import JobSpec
 from fedplat.rounds import attempts, closing, restart
 from fedplat.rounds.commands import Command
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated, CandidatesDrawn, JobEvent, UpdateReported
 from fedplat.rounds.protocols import averaging
 from fedplat.rounds.protocols.base import AttemptSizes, Ending, Handler, Roll
-from fedplat.rounds.records import Assignment, Attempt, JobState, ProtocolState, SecureMessages
+from fedplat.rounds.records import Assignment, Attempt, JobState, SecureMessages
 from fedplat.rounds.selection import Demand
 from fedplat.rounds.states import AttemptPhase
 from fedplat.rounds.transition import ACCEPTED, Context, Transition, Verdict
@@ -54,8 +55,12 @@ class RoundProtocol:
     keeps_updates: bool = True
     features: frozenset[str] = frozenset()
     first_phase: AttemptPhase = AttemptPhase.COLLECTING
-    state: type[ProtocolState] | None = None
-    """What the job keeps for it (`JobState.protocol`)."""
+    column: str = "protocol"
+    """The column of `jobs` that keeps its state (`JobState.protocol`) between attempts."""
+    write_state: Callable[[JobState], object] = lambda job: None
+    """Return its state in a form for JSON."""
+    read_state: Callable[[object, JobSpec], object] = averaging.read_no_state
+    """Read its state from that form. Raises `msgspec.ValidationError` if it has none, or is of a newer release."""
     handlers: Mapping[type[Any], Handler] = dataclasses.field(default_factory=dict[type[Any], Handler])
     membership: Membership = Membership()
 

@@ -19,12 +19,14 @@ import dataclasses
 
 from msgspec import structs
 
+from fedplat.job import JobSpec
 from fedplat.rounds import attempts, selection
 from fedplat.rounds.changes import find_changed
 from fedplat.rounds.eligible import Gate
 from fedplat.rounds.events import CandidatesDrawn, JobEvent, RollCalled
 from fedplat.rounds.protocols import buffered
 from fedplat.rounds.protocols.base import Roll, register
+from fedplat.rounds.protocols.clock_set import NO_CLOCKS, ClockSet, clocks_from_builtins, clocks_to_builtins
 from fedplat.rounds.protocols.record import Membership
 from fedplat.rounds.records import Assignment, Attempt, JobState
 from fedplat.rounds.states import AssignmentState, AttemptKind, JobStatus, Reason
@@ -34,9 +36,22 @@ _ENDED_BY_CLIENT = frozenset({AssignmentState.LATE, AssignmentState.FAILED, Assi
 _ENDED_BY_SERVER = frozenset({AssignmentState.DROPPED, AssignmentState.SURPLUS})
 
 
+def clocks_of(job: JobState) -> ClockSet:
+    """Return the clock set of a job; an empty one before it begins."""
+    return job.protocol if isinstance(job.protocol, ClockSet) else NO_CLOCKS
+
+
+def _write_state(job: JobState) -> object:
+    return clocks_to_builtins(clocks_of(job))
+
+
+def _read_state(stored: object, spec: JobSpec) -> ClockSet:
+    return clocks_from_builtins(stored)
+
+
 def _demand(job: JobState, attempt: Attempt) -> selection.Demand | None:
     """Demand whom the clocks admit; an empty clock set begins with several clients."""
-    needed = max(job.spec.selection.wait_for, 1) if not job.clocks.clocks else 1
+    needed = max(job.spec.selection.wait_for, 1) if not clocks_of(job).clocks else 1
     demand = buffered.demand(job, attempt, needed)
     return dataclasses.replace(demand, gate=make_gate(job)) if demand is not None else None
 
@@ -48,23 +63,23 @@ def _on_drawn(job: JobState, attempt: Attempt, event: CandidatesDrawn, context: 
 
 
 def _event_of_revocation(job: JobState, client_id: str) -> JobEvent | None:
-    return RollCalled(job.job_id, revoked=frozenset({client_id})) if client_id in job.clocks.clocks else None
+    return RollCalled(job.job_id, revoked=frozenset({client_id})) if client_id in clocks_of(job).clocks else None
 
 
 def _roll(job: JobState, context: Context) -> Roll | None:
     """Call all members when the time of one of them is over, or that of all: no client came in time."""
-    if not job.clocks.clocks or job.status is not JobStatus.RUNNING:
+    if not clocks_of(job).clocks or job.status is not JobStatus.RUNNING:
         return None
-    attempt, moment = job.open_attempt, job.clocks.next_expected
+    attempt, moment = job.open_attempt, clocks_of(job).next_expected
     is_over = attempt is not None and attempts.selects(job) and attempt.selection_ends_at <= context.now
     is_last = is_over and attempt is not None and attempt.kind is AttemptKind.TRAIN
     is_time = is_last or (moment is not None and moment <= context.now)
-    return Roll(job.clocks.clocks, is_last) if is_time else None
+    return Roll(clocks_of(job).clocks, is_last) if is_time else None
 
 
 def make_gate(job: JobState) -> Gate | None:
     """Return who may be drawn by the clocks of a job; None in the other modes."""
-    mode, clocks = job.spec.stale_synchronous, job.clocks
+    mode, clocks = job.spec.stale_synchronous, clocks_of(job)
     if mode is None:
         return None
     known = {**clocks.ahead, **clocks.clocks}
@@ -80,7 +95,7 @@ def make_gate(job: JobState) -> Gate | None:
 
 def admit(job: JobState, client_ids: tuple[str, ...]) -> tuple[str, ...]:
     """Return the drawn clients that are members, and as many others as the set has places."""
-    mode, members = job.spec.stale_synchronous, job.clocks.clocks
+    mode, members = job.spec.stale_synchronous, clocks_of(job).clocks
     if mode is None:
         return client_ids
     others = [name for name in client_ids if name not in members]
@@ -91,14 +106,14 @@ def admit(job: JobState, client_ids: tuple[str, ...]) -> tuple[str, ...]:
 def list_withheld(job: JobState) -> list[str]:
     """Return the members that wait for slower ones, in the order of their names."""
     gate = make_gate(job)
-    return [] if gate is None else sorted(name for name in job.clocks.clocks if name in gate.withheld)
+    return [] if gate is None else sorted(name for name in clocks_of(job).clocks if name in gate.withheld)
 
 
 def follow(before: JobState, after: JobState, context: Context) -> JobState:
     """Update the clocks after a transition from one state to another."""
     if after.spec.stale_synchronous is None:
         return after
-    clocks, until = after.clocks, context.now + after.spec.deadlines.selection_s
+    clocks, until = clocks_of(after), context.now + after.spec.deadlines.selection_s
     for each in find_changed(before, after):
         if each.kind is not AttemptKind.TRAIN:
             continue
@@ -110,35 +125,35 @@ def follow(before: JobState, after: JobState, context: Context) -> JobState:
             clocks = clocks.leave([each.client_id])
         elif each.state in _ENDED_BY_SERVER:
             clocks = clocks.expect([each.client_id], until)
-    after = structs.replace(after, clocks=clocks) if clocks is not after.clocks else after
+    after = structs.replace(after, protocol=clocks) if clocks is not clocks_of(after) else after
     begins = after.status is JobStatus.RUNNING and before.status is not JobStatus.RUNNING
     return expect_members(after, context) if begins else after
 
 
 def expect_members(job: JobState, context: Context) -> JobState:
     """Give all members without work the whole time to take part again, after a pause or a restart of the server."""
-    if job.status is not JobStatus.RUNNING or not job.clocks.clocks:
+    if job.status is not JobStatus.RUNNING or not clocks_of(job).clocks:
         return job
     working = {each.client_id for each in job.open_assignments}
-    idle = [name for name in job.clocks.clocks if name not in working]
-    return structs.replace(job, clocks=job.clocks.expect(idle, context.now + job.spec.deadlines.selection_s))
+    idle = [name for name in clocks_of(job).clocks if name not in working]
+    return structs.replace(job, protocol=clocks_of(job).expect(idle, context.now + job.spec.deadlines.selection_s))
 
 
 def on_roll_call(job: JobState, event: RollCalled, context: Context) -> Transition:
     """Remove the members that are absent for too long, or only the revoked ones. Those present are expected again."""
     if event.revoked:
         working = {each.client_id for each in job.open_assignments}
-        return Transition(structs.replace(job, clocks=job.clocks.leave(event.revoked - working)))
+        return Transition(structs.replace(job, protocol=clocks_of(job).leave(event.revoked - working)))
     present = event.present | {each.client_id for each in job.open_assignments}
-    expected = job.clocks.expected
+    expected = clocks_of(job).expected
     gone = [
         name
-        for name in job.clocks.clocks
+        for name in clocks_of(job).clocks
         if name not in present and (event.is_last or expected.get(name, context.now) <= context.now)
     ]
     staying = [name for name in expected if name in present]
-    clocks = job.clocks.leave(gone).expect(staying, context.now + job.spec.deadlines.selection_s)
-    return Transition(structs.replace(job, clocks=clocks))
+    clocks = clocks_of(job).leave(gone).expect(staying, context.now + job.spec.deadlines.selection_s)
+    return Transition(structs.replace(job, protocol=clocks))
 
 
 def _has_left(ended: Assignment) -> bool:
@@ -149,16 +164,18 @@ SSP = register(
     dataclasses.replace(
         buffered.BUFFERED,
         name="ssp",
+        write_state=_write_state,
+        read_state=_read_state,
         handlers={RollCalled: on_roll_call},
         demand=_demand,
         on_drawn=_on_drawn,
         membership=Membership(
-            awaits=lambda job, client_id: client_id in job.clocks.clocks,
+            awaits=lambda job, client_id: client_id in clocks_of(job).clocks,
             revoked=_event_of_revocation,
             roll=_roll,
             follow=follow,
             expect=expect_members,
-            next_moment=lambda job: job.clocks.next_expected,
+            next_moment=lambda job: clocks_of(job).next_expected,
         ),
     )
 )

@@ -15,9 +15,9 @@ import numpy.typing as npt
 from msgspec import Meta, Struct
 from typing_extensions import override
 
-from fedplat import user_code
+from fedplat.config import user_code
+from fedplat.config.plugins import Kind, build_checked, by_name, define, is_builtin, name_of
 from fedplat.errors import PluginError
-from fedplat.plugins import Kind, build_checked, by_name, define, is_builtin, name_of
 from fedplat.simulation.clients.distributions import (
     Constant,
     Distribution,

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
-from fedplat import user_code
+from fedplat.config import user_code
+from fedplat.config.plugins import Kind, by_name, define, is_builtin, name_of
 from fedplat.errors import PluginError
-from fedplat.plugins import Kind, by_name, define, is_builtin, name_of
 
 Floats = npt.NDArray[np.float64]
 Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]

@@ -15,8 +15,8 @@ from typing import cast
 
 import numpy as np
 
+from fedplat.config.plugins import name_of
 from fedplat.errors import DataError
-from fedplat.plugins import name_of
 from fedplat.simulation.data import partitioners, sources
 from fedplat.simulation.data.federation import Dataset, Federation, Part
 from fedplat.simulation.data.partitioners import Partition

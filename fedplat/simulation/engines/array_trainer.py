@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
-from fedplat import user_code
+from fedplat.config import user_code
 from fedplat.errors import EngineError, ModelError
 from fedplat.learner import ArrayLearner, Config, Data, check_config, config_of_round
 from fedplat.model import Bytes, Parameters, Schema

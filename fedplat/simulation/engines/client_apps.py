@@ -21,7 +21,7 @@ from typing import Protocol
 import msgspec
 from typing_extensions import override
 
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat.errors import EngineError, FedplatError
 from fedplat.flower import identity, randomness
 from fedplat.flower.client import EMPTY_STATE, ClientAppRunner

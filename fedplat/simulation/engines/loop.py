@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from typing_extensions import override
 
-from fedplat import user_code
+from fedplat.config import user_code
 from fedplat.errors import EngineError, FedplatError, PluginError, UserCodeError
 from fedplat.model import Parameters
 from fedplat.simulation.engines.client_states import ClientStates

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from msgspec import Struct
 
+from fedplat.config.plugins import Kind, build_checked, by_name, define, is_builtin
 from fedplat.errors import EngineError
 from fedplat.learner import ArrayLearner
-from fedplat.plugins import Kind, build_checked, by_name, define, is_builtin
 from fedplat.simulation.engines import malloc
 from fedplat.simulation.engines.interface import Engine
 

@@ -8,7 +8,8 @@ import socket
 import sys
 from typing import NamedTuple
 
-from fedplat import texts, user_code
+from fedplat import texts
+from fedplat.config import user_code
 from fedplat.model import Parameters, Schema
 from fedplat.simulation.engines import malloc, messages
 from fedplat.simulation.engines.interface import ClientTask

@@ -13,7 +13,8 @@ from hashlib import sha256
 
 from typing_extensions import override
 
-from fedplat import label_expressions, report_validation
+from fedplat import report_validation
+from fedplat.config import label_expressions
 from fedplat.errors import FlowerError
 from fedplat.flower.app import FlowerApp
 from fedplat.flower.claims import read_claims

@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from typing_extensions import override
 
-from fedplat import report_validation, user_code
+from fedplat import report_validation
 from fedplat.aggregate import Accumulator, Rule, State, columns_of, rebase, seed_of
 from fedplat.codecs.container import Format
+from fedplat.config import user_code
+from fedplat.config.plugins import name_of
 from fedplat.errors import CodecError, FedplatError, MissingExtraError, PluginError, UserCodeError
 from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters, Values, Vector
-from fedplat.plugins import name_of
 from fedplat.privacy import KEY_BYTES, Noise
 from fedplat.rounds import Assignment, AssignmentId, Attempt, AttemptKey, JobState, ModelVersion, Verdict, influence
 from fedplat.rounds.commands import Commit, Fold, Restart

@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.codecs import Codec
+from fedplat.config.plugins import build_checked
 from fedplat.gossip import combine, compress, mix
 from fedplat.gossip.files import replace_entries
 from fedplat.gossip.fixed_point import add_parts, digest_mean, find_largest, quantize_share, read_mean
 from fedplat.gossip.messages import BeginRing, CommitRow
 from fedplat.job import JobSpec
 from fedplat.model import FLOATING, Parameters, Vector
-from fedplat.plugins import build_checked
 from fedplat.simulation.engines.interface import ClientTask, Engine
 from fedplat.simulation.federated.training import training_seed
 

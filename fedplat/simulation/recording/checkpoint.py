@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from fedplat import durable
 from fedplat.aggregate import memory_from_bytes, state_from_bytes, state_to_bytes
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat.errors import ModelError, ReplayError
 from fedplat.model import Parameters
 from fedplat.simulation.federated.snapshot import Snapshot

@@ -23,10 +23,10 @@ from typing import Any, TextIO, cast
 import msgspec
 
 from fedplat import durable
+from fedplat.config.toml import format_value
 from fedplat.errors import DataError
 from fedplat.packed.files import open_regular
 from fedplat.simulation.recording.result import AttemptResult
-from fedplat.toml import format_value
 
 RUN, ROUNDS, RESULTS, MODEL, PARTICIPATION, EVENTS, MLFLOW, JOURNAL = (
     "run.json",

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fedplat import initial, user_code
+from fedplat import initial
+from fedplat.config import user_code
 from fedplat.errors import JobFileError, MissingExtraError
 from fedplat.extras import install_command
 from fedplat.learner import ArrayLearner

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedplat import label_expressions
+from fedplat.config import label_expressions
+from fedplat.config.toml import format_value
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec
 from fedplat.job.secure import group_minimum, num_groups
 from fedplat.simulation.clients import Fleet, build_fleet
 from fedplat.simulation.clients.availability import Always
 from fedplat.simulation.scenario.file import TABLE, SimulationFile
-from fedplat.toml import format_value
 
 MAX_DRAWN = 100_000
 """The largest fleet that is drawn only to check a file."""

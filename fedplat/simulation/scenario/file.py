@@ -13,14 +13,14 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from fedplat import bounded_toml
+from fedplat.config import bounded_toml
+from fedplat.config.plugin_objects import plugins_in
+from fedplat.config.plugins import BUILTIN, Plugins
+from fedplat.config.toml import format_value, read_record, read_toml, to_table
+from fedplat.config.toml_text import set_key, split_key, write_toml
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec, check_algorithm, check_main, job_file
-from fedplat.plugin_objects import plugins_in
-from fedplat.plugins import BUILTIN, Plugins
 from fedplat.simulation.scenario.options import SimulationOptions
-from fedplat.toml import format_value, read_record, read_toml, to_table
-from fedplat.toml_text import set_key, split_key, write_toml
 
 TABLE = "simulation"
 _EXAMPLES = Path(__file__).resolve().parent / "examples"

@@ -12,14 +12,14 @@ from typing import Any, cast
 
 import numpy as np
 
+from fedplat.config.toml import read_toml, shown_key
+from fedplat.config.toml_text import write_toml
 from fedplat.errors import JobFileError
 from fedplat.flower.app import FlowerApp
 from fedplat.job.checks import NO_PRIVACY
 from fedplat.model import Parameters
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import TABLE, SimulationFile
-from fedplat.toml import read_toml, shown_key
-from fedplat.toml_text import write_toml
 
 FILE = "fedplat.toml"
 INITIAL = "flower.safetensors"

@@ -9,14 +9,14 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 
 from msgspec import Meta, Struct
 
-from fedplat import user_code
+from fedplat.config import user_code
+from fedplat.config.plugins import Kind, by_name, define
+from fedplat.config.toml import format_value
+from fedplat.config.user_code import Reference
 from fedplat.errors import UserCodeError
 from fedplat.learner import ArrayLearner, BaseLearner
 from fedplat.metrics import Metric
-from fedplat.plugins import Kind, by_name, define
 from fedplat.sklearn import SklearnLearner
-from fedplat.toml import format_value
-from fedplat.user_code import Reference
 
 MAX_METRICS = 20
 LOSS_NAMES = ("cross_entropy", "mse", "bce_with_logits")

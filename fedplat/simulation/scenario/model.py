@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedplat import user_code
+from fedplat.config import user_code
 from fedplat.errors import JobFileError
 from fedplat.pytorch.training import Learner
 

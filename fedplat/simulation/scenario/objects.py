@@ -16,9 +16,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from fedplat.config.toml import make_record
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec, Scalar, Selection
-from fedplat.toml import make_record
 
 OF_LEARNER = "learner:initial"
 """The `model.initial` of a job whose initial model is that of a `Learner`."""

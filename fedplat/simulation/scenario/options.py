@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from fedplat.plugin_objects import adopt_fields
+from fedplat.config.plugin_objects import adopt_fields
 from fedplat.simulation.clients import FleetOptions
 from fedplat.simulation.clients.links import LinkOptions
 from fedplat.simulation.data import DataSource, Partition

@@ -14,8 +14,8 @@ from typing import Any, cast
 import msgspec
 from msgspec import Struct
 
+from fedplat.config.plugins import Kind, find_kind, kinds
 from fedplat.job import JobSpec, reference
-from fedplat.plugins import Kind, find_kind, kinds
 from fedplat.simulation.scenario.file import TABLE
 from fedplat.simulation.scenario.options import SimulationOptions
 

@@ -4,8 +4,8 @@ isort:skip_file
 The API for clients. Clients make all calls, so they need no open port.
 
 On the port that requires client certificates, the certificate of the connection identifies the client. On the other
-port, and for RenewCertificate on both, every call is signed with the client's Ed25519 key (fedplat.auth defines the
-signed bytes), and has the metadata
+port, and for RenewCertificate on both, every call is signed with the client's Ed25519 key (fedplat.wire.auth defines
+the signed bytes), and has the metadata
   fedplat-signature-bin   the signature
   fedplat-session         the session id
   fedplat-counter         a number that was not used in the session before.

@@ -4,7 +4,7 @@ isort:skip_file
 The API of a client's listener, for its neighbours in a decentralised exchange.
 
 Both ends present certificates that their server's authority signed. The caller is identified by the URI of its
-certificate (`fedplat:client:<id>/<number>`), the listener by its DNS name, which contains its id (fedplat.auth).
+certificate (`fedplat:client:<id>/<number>`), the listener by its DNS name, which contains its id (fedplat.wire.auth).
 """
 
 from google.protobuf import descriptor as _descriptor

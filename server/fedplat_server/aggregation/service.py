@@ -12,38 +12,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from msgspec import structs
 
-from fedplat import codecs, user_code
+from fedplat import codecs
 from fedplat.codecs.container import Format
+from fedplat.config import user_code
+from fedplat.config.loaded_plugins import PluginReference
 from fedplat.errors import FedplatError, SecureAggregationError
-from fedplat.loaded_plugins import PluginReference
 from fedplat.model import ModelFile
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat_server import crash_points, logs
 from fedplat_server.aggregation.backend import Aggregate, AggregationBackend
-from fedplat_server.aggregation.flower import AppAggregation
 from fedplat_server.aggregation.local import LocalAggregation
-from fedplat_server.aggregation.pooled import WithFallback
-from fedplat_server.aggregation.secure import MaskedAggregation
-from fedplat_server.aggregation.secure_attempts import SecureAttempts
 from fedplat_server.errors import BlobError, BlobUnavailableError, StoreUnavailableError, is_lasting
-from fedplat_server.flower.runs import FlowerRuns
 from fedplat_server.storage.blobs import Blob, BlobStore
 from fedplat_server.storage.spool import Spool
 from fedplat_server.training.server_training import ServerTraining, is_due
 from fedplat_server.workers.attempt_inputs import AttemptInputs, SpooledUpdate
-from fedplat_server.workers.client import WorkerPool
 
 STORE_RETRY_S = 0.5
 FindVersion = Callable[[str, int], Awaitable[ModelVersion | None]]
 Post = Callable[[AttemptAggregated | AggregationFailed], None]
+OpenBackend = Callable[[JobState, Callable[[], JobState], AttemptInputs, BlobStore], AggregationBackend]
+"""A function that opens the backend of an attempt. The second argument returns the job as it is when it commits."""
 
 
 @dataclasses.dataclass
@@ -55,18 +53,22 @@ class _OpenAttempt:
     task: asyncio.Task[None]
 
 
-@dataclasses.dataclass(frozen=True)
-class Accelerators:
-    """The worker pool, the server trainers, the server's plugins, which the ranks import, and its Flower apps.
+def _open_local(
+    job: JobState, find_job: Callable[[], JobState], inputs: AttemptInputs, blobs: BlobStore
+) -> AggregationBackend:
+    return LocalAggregation(inputs, blobs)
 
-    `secure` has the rosters of secure aggregations.
+
+@dataclasses.dataclass(frozen=True)
+class AggregationParts:
+    """The backends of all kinds of jobs, the server's trainers, and its plugins, which ranks import.
+
+    The defaults are for tests: this process aggregates for all jobs, and no job may have server steps.
     """
 
-    pool: WorkerPool
-    training: ServerTraining
+    open_backend: OpenBackend = _open_local
+    training: ServerTraining | None = None
     plugins: tuple[PluginReference, ...] = ()
-    flower: FlowerRuns | None = None
-    secure: SecureAttempts | None = None
 
 
 class Aggregation:
@@ -78,15 +80,12 @@ class Aggregation:
         spool: Spool,
         find_version: FindVersion,
         post: Post,
-        accelerators: Accelerators | None = None,
+        parts: AggregationParts = AggregationParts(),
         on_leftovers: Callable[[Sequence[str]], None] = lambda digests: None,
     ) -> None:
-        """Without `accelerators` this process aggregates for all jobs, and no job may have server steps.
-
-        `on_leftovers` is called with the digests of an attempt's files when it is stored whether a version names them.
-        """
+        """`on_leftovers` gets the digests of an attempt's files when it is stored whether a version names them."""
         self._on_leftovers = on_leftovers
-        self._accelerators = accelerators
+        self._parts = parts
         self._blobs = blobs
         self._spool = spool
         self._find_version = find_version
@@ -172,16 +171,15 @@ class Aggregation:
         blobs: BlobStore,
         stack: contextlib.AsyncExitStack,
     ) -> tuple[Aggregate, ModelVersion]:
-        plugins = self._accelerators.plugins if self._accelerators is not None else ()
-        inputs = AttemptInputs.of(job, blobs, plugins)
+        inputs = AttemptInputs.of(job, blobs, self._parts.plugins)
         from_latest = inputs.build_rule().from_latest
-        backend: AggregationBackend
-        backend, paths = self._choose_backend(job, key, inputs, blobs), list[Path]()
+        find_job = functools.partial(self._find_job, key)
+        backend, paths = self._parts.open_backend(job, find_job, inputs, blobs), list[Path]()
         try:
             while not isinstance(command := await queue.get(), Commit):
                 if isinstance(command, Restart):
                     await backend.close()
-                    backend, paths = self._choose_backend(job, key, inputs, blobs), []
+                    backend, paths = self._parts.open_backend(job, find_job, inputs, blobs), []
                     continue
                 origin_path = await self._find_origin(job, command, stack) if from_latest else ""
                 paths.append(await self._find_update(command))
@@ -199,26 +197,14 @@ class Aggregation:
         if not is_due(job, key.round):
             aggregate = await backend.commit()
             return aggregate, _make_version(job, key, aggregate)
-        assert self._accelerators is not None
+        assert self._parts.training is not None
         with self._blobs.temporary() as draft:
             aggregate = await backend.commit(draft)
             version = _make_version(job, key, aggregate)
-            return aggregate, await self._accelerators.training.step(job, version, draft, updates)
+            return aggregate, await self._parts.training.step(job, version, draft, updates)
 
-    def _choose_backend(
-        self, job: JobState, key: AttemptKey, inputs: AttemptInputs, blobs: BlobStore
-    ) -> AggregationBackend:
-        if job.spec.flower is not None:
-            assert self._accelerators is not None
-            assert self._accelerators.flower is not None
-            return AppAggregation(lambda: self._open[key].job, self._accelerators.flower, blobs)
-        if job.spec.secure_aggregation is not None:
-            assert self._accelerators is not None
-            assert self._accelerators.secure is not None
-            return MaskedAggregation(lambda: self._open[key].job, inputs, blobs, self._accelerators.secure)
-        if job.spec.pool is None or self._accelerators is None:
-            return LocalAggregation(inputs, blobs)
-        return WithFallback(inputs, blobs, self._accelerators.pool.with_backend(job.spec.pool.backend))
+    def _find_job(self, key: AttemptKey) -> JobState:
+        return self._open[key].job
 
     async def _find_origin(self, job: JobState, command: Fold, stack: contextlib.AsyncExitStack) -> str:
         """Return the path of the version that the client trained from, or "" if that is the latest."""

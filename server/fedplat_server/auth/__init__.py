@@ -1,4 +1,4 @@
-"""Client identity: enrollment, sessions, signatures and certificates. `fedplat.auth` has the part shared with clients.
+"""Client identity: enrollment, sessions, signatures and certificates. `fedplat.wire.auth` has what clients share.
 
 `replay_window`, `challenges` and `sessions` are pure: time and randomness are arguments. `client_directory` caches the
 clients, `enrollment` admits new ones, `authentication` identifies the client that makes a call, `certificates` signs

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from fedplat import auth
+from fedplat.wire import auth
 from fedplat_server.auth.audit_limits import BoundedAudit, RecentEntries
 from fedplat_server.auth.challenges import RANDOM_BYTES, Challenges
 from fedplat_server.auth.client_directory import ClientDirectory

@@ -4,7 +4,7 @@
 by its owner only. All TLS keys are ECDSA on P-256: gRPC's TLS library refuses Ed25519 there. Certificates follow RFC
 5280; a client certificate has the client's id and the number of the session that requested it, as the common name
 (`<id>/<number>`) and as a URI (`fedplat:client:<id>/<number>`). One for a client's own listener is for servers too, and
-has the client's DNS name, in a domain that no server is in (`fedplat.auth.peer_host`).
+has the client's DNS name, in a domain that no server is in (`fedplat.wire.auth.peer_host`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fedplat import auth
+from fedplat.wire import auth
 from fedplat_server.errors import ConfigError
 
 AUTHORITY_DAYS = 3650

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedplat import auth
+from fedplat.wire import auth
 from fedplat_server.auth import ca, pki_folder
 from fedplat_server.auth.pki_folder import PkiFolder
 from fedplat_server.auth.tls import utc_now

@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from fedplat.label_expressions import compile_expression
+from fedplat.config.label_expressions import compile_expression
 from fedplat.rounds import JobState
 from fedplat_server.auth.audit_limits import RecentEntries
 from fedplat_server.database.batch_loader import BatchLoader

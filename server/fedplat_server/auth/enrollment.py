@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from uuid import uuid4
 
-from fedplat.auth import Ticket
+from fedplat.wire.auth import Ticket
 from fedplat_server.auth.client_directory import ClientDirectory
 from fedplat_server.auth.tls import Certificates
 from fedplat_server.auth.tokens import hash_secret, new_token
@@ -35,7 +35,7 @@ class Newcomer:
 
 @dataclasses.dataclass(frozen=True)
 class Trust:
-    """How clients authenticate this server: the fields of the same names in `fedplat.auth.Ticket`."""
+    """How clients authenticate this server: the fields of the same names in `fedplat.wire.auth.Ticket`."""
 
     tls: bool = False
     ca: str = ""

@@ -62,10 +62,7 @@ def load(files: TlsFiles, now: datetime.datetime) -> LoadedCertificate:
         raise ConfigError(f"the key {files.key} does not belong to the certificate {files.certificate}")
     expires = chain[0].not_valid_after_utc
     if expires <= now:
-        raise ConfigError(
-            f"the certificate {files.certificate} expired {expires:%Y-%m-%d %H:%M} UTC; renew it with: "
-            "fedplat-server certificates renew"
-        )
+        raise ConfigError(f"the certificate {files.certificate} expired {expires:%Y-%m-%d %H:%M} UTC; {files.advice}")
     return LoadedCertificate(certificate, key, ca, expires)
 
 
@@ -85,6 +82,11 @@ class Certificates:
         self._reported = self._stamp
         self._suspect: _Stamp | None = None
         self.loaded = load(files, clock())
+
+    @property
+    def renewal(self) -> str:
+        """The command that renews the certificate; "" if its files are the owner's own."""
+        return self._files.renewal
 
     @property
     def days_left(self) -> float:
@@ -140,7 +142,7 @@ class Certificates:
                 "the server's certificate has expired" if days < 0 else "the server's certificate expires soon",
                 days=days,
                 file=str(self._files.certificate),
-                mend="fedplat-server certificates renew",
+                mend=self._files.advice,
             )
 
 

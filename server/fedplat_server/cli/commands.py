@@ -13,11 +13,11 @@ import typer
 import typer.core
 from typing_extensions import override
 
-from fedplat import user_code
 from fedplat.claims import check_metrics
+from fedplat.config import user_code
+from fedplat.config.loaded_plugins import LoadedPlugins, PluginVersion, load_plugins, parse_plugins
 from fedplat.errors import FedplatError, PluginError, UserCodeError
 from fedplat.flower.app import check_version, describe_app, read_app
-from fedplat.loaded_plugins import LoadedPlugins, PluginVersion, load_plugins, parse_plugins
 from fedplat.texts import NAME_PATTERN
 from fedplat_server import __version__, dashboard_process
 from fedplat_server.auth import addresses
@@ -38,6 +38,7 @@ from fedplat_server.cli.options import (
     blob_place,
     database_url,
     format_options,
+    locate_data,
     parse_host,
     parse_spool,
     protect,
@@ -313,6 +314,7 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         metrics_listen=metrics,
         job_metrics=job_metrics,
         dashboard_listen=dashboard,
+        place=locate_data(data_dir),
         blobs=place.url,
         blob_cache_bytes=place.cache_bytes,
         spool=parse_spool(spool),
@@ -378,7 +380,7 @@ def _tls_files(data_dir: Path, certificate: Path | None, key: Path | None, ca: P
     if (certificate is None) != (key is None) or (ca is not None and certificate is None):
         raise ConfigError("--tls-certificate and --tls-key (and, if need be, --tls-ca) must be given together")
     if certificate is not None and key is not None:
-        return TlsFiles(certificate, key, ca)
+        return TlsFiles(certificate, key, ca, renewal="")
     files = PkiFolder.of(data_dir.resolve()).files
     if not files.certificate.exists():
         raise ConfigError(
@@ -386,7 +388,7 @@ def _tls_files(data_dir: Path, certificate: Path | None, key: Path | None, ca: P
             f"{repeat_options()}, use your own with --tls-certificate FILE --tls-key FILE, or serve without TLS with "
             "--insecure"
         )
-    return files
+    return dataclasses.replace(files, renewal=f"{files.renewal}{locate_data(data_dir)}")
 
 
 def _parse_references(items: list[str], option: str) -> dict[str, str]:

@@ -18,9 +18,9 @@ import typer
 
 from fedplat import durable
 from fedplat.admin import profile
-from fedplat.auth import Ticket, is_address
 from fedplat.errors import ProfileError, TicketError
 from fedplat.extras import install_command
+from fedplat.wire.auth import Ticket, is_address
 from fedplat_server import dashboard_process
 from fedplat_server.auth.client_directory import ClientDirectory
 from fedplat_server.auth.enrollment import Enrollments, Trust
@@ -34,6 +34,7 @@ from fedplat_server.cli.options import (
     JsonLog,
     LogLevel,
     database_url,
+    locate_data,
     parse_host,
     protect,
     repeat_options,
@@ -115,7 +116,9 @@ def dev(  # noqa: PLR0913 -- one parameter for each option of the command line
 def make_config(listen: str, data_dir: Path, url: str) -> ServerConfig:
     """Return the configuration of a server for development."""
     folder = data_dir.resolve()
-    return ServerConfig(listen=listen, data_dir=folder, database=url, tls=PkiFolder.of(folder).files)
+    return ServerConfig(
+        listen=listen, data_dir=folder, database=url, tls=PkiFolder.of(folder).files, place=locate_data(data_dir)
+    )
 
 
 def _check(listen: str, population: str) -> None:
@@ -214,7 +217,7 @@ def _dashboard(address: str, server: str, admin_path: Path) -> Generator[None]:
     parent_pipe, ours = os.pipe()
     arguments = ["--profile", str(admin_path), "dashboard", "--listen", address, "--server", server, "--no-browser"]
     arguments += ["--parent-pipe", str(parent_pipe)]
-    print("  see the dashboard at", flush=True)
+    print("  see the dashboard at this address:", flush=True)
     process = subprocess.Popen([sys.executable, "-P", "-m", "fedplat.cli", *arguments], pass_fds=[parent_pipe])
     os.close(parent_pipe)
     try:

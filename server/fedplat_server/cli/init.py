@@ -23,6 +23,7 @@ from fedplat_server.cli.options import (
     repeat_options,
     with_store,
 )
+from fedplat_server.config import is_postgres
 from fedplat_server.coordination import owner
 from fedplat_server.database import schema
 from fedplat_server.errors import ConfigError
@@ -61,14 +62,25 @@ def init(
     folder = PkiFolder.of(data_dir.resolve())
     make_certificates(folder, host, url)
     with_store(url, lambda store: owner.claim_data_dir(store, data_dir.resolve(), url))
-    first_host = host[0] if host else "localhost"
-    address = f"[{first_host}]:{port}" if ":" in first_host else f"{first_host}:{port}"
+    address = _address(host, port)
     operator_profile = profile_path or data_dir / "admin.toml"
     make_operator(operator_profile, url, address, folder)
-    listen, shown = "0.0.0.0" if host else "127.0.0.1", shlex.quote(str(operator_profile))
-    print(
-        f"\nnext:\n  fedplat-server run{repeat_options()} --listen {listen}:{port}\n  fedplat --profile {shown} status"
-    )
+    shown = shlex.quote(str(operator_profile))
+    print(f"\nnext:\n  {start_command(host, port, url)}\n  fedplat --profile {shown} status")
+
+
+def start_command(host: list[str] | None, port: int, url: str) -> str:
+    """Return the command line that starts a daemon with these names: on all addresses, or on loopback without any."""
+    if not host:
+        return f"fedplat-server run{repeat_options()} --listen 127.0.0.1:{port}"
+    # Other daemons of a PostgreSQL need an address of this one.
+    advertise = f" --advertise {_address(host, port)}" if is_postgres(url) else ""
+    return f"fedplat-server run{repeat_options()} --listen 0.0.0.0:{port}{advertise}"
+
+
+def _address(host: list[str] | None, port: int) -> str:
+    first_host = host[0] if host else "localhost"
+    return f"[{first_host}]:{port}" if ":" in first_host else f"{first_host}:{port}"
 
 
 def make_certificates(folder: PkiFolder, host: list[str] | None, url: str) -> None:

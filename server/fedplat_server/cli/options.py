@@ -41,6 +41,17 @@ def format_options(context: click.Context) -> str:
     return "".join(f" {option} {shlex.quote(value)}" for option, value in sorted(given.items()))
 
 
+def locate_data(data_dir: Path) -> str:
+    """Return the options that find this data and database, for a command that is typed in any folder of the host."""
+    context = click.get_current_context(silent=True)
+    database: str = context.meta.get(_GIVEN, {}).get("--database", "") if context is not None else ""
+    if database and database != "@FILE" and "://" not in database:
+        sign = "@" * database.startswith("@")
+        database = f"{sign}{Path(database.removeprefix('@')).resolve()}"
+    options = {"--data-dir": str(data_dir.resolve())} | ({"--database": database} if database else {})
+    return "".join(f" {option} {shlex.quote(value)}" for option, value in options.items())
+
+
 def _note_given(context: typer.Context, option: str, value: str) -> None:
     context.meta.setdefault(_GIVEN, {})[option] = value
 

@@ -93,7 +93,9 @@ class AlertMonitor:
         self._now = now
         self._unix_s = unix_s
         self._days_left: Callable[[], float | None] = lambda: None
+        self._renewal = ""
         self._full_writes = FullWrites()
+        self._prune_options = ""
         self._health: StoreHealth | None = None
         self._jobs: dict[str, _JobTimes] = {}
         self._failed_unix_s: dict[str, float] = {}
@@ -103,19 +105,17 @@ class AlertMonitor:
         self.failing_webhooks: Sequence[WebhookFacts] = ()
         self._task: asyncio.Task[None] | None = None
 
-    def watch_certificate(self, days_left: Callable[[], float]) -> None:
-        """Include the server's certificate; `days_left` returns the days until it expires."""
-        self._days_left = days_left
+    def watch_certificate(self, days_left: Callable[[], float], renewal: str) -> None:
+        """Include the server's certificate: the days until it expires, and the command that renews it."""
+        self._days_left, self._renewal = days_left, renewal
 
-    def watch_disk(self, full_writes: FullWrites) -> None:
+    def watch_disk(self, full_writes: FullWrites, prune_options: str) -> None:
         """Include the writes that failed since the start of the daemon, also before it led."""
-        self._full_writes = full_writes
+        self._full_writes, self._prune_options = full_writes, prune_options
 
     def watch_store(self, health: StoreHealth) -> None:
         """Include the object store of the spool."""
         self._health = health
-
-    # --- the past of jobs ------------------------------------------------------------------------------------
 
     async def restore(self, store: Store) -> None:
         """Read the last rounds of open jobs, and the times at which jobs failed."""
@@ -166,8 +166,6 @@ class AlertMonitor:
             self._jobs[job_id] = _JobTimes(self._now(), self._now())
         return self._jobs[job_id]
 
-    # --- evaluation ------------------------------------------------------------------------------------------
-
     def evaluate(self, disk: DiskSpace) -> Sequence[tuple[alerts.Alert, float]]:
         """Return the present alerts, the most severe first, each with the time since which it lasts."""
         self._seen.update(self._find_alerts(disk), self._unix_s())
@@ -188,6 +186,8 @@ class AlertMonitor:
             budgets=self._budgets,
             webhooks=self.failing_webhooks,
             store=self._store_facts(),
+            renewal=self._renewal,
+            prune=f"fedplat-server prune{self._prune_options}",
         )
         jobs = self._coordinator.jobs.values()
         working = Counter[str]()
@@ -235,8 +235,6 @@ class AlertMonitor:
             failed_s=self._unix_s() - self._failed_unix_s[job.job_id] if has_failed else None,
             option="--exchange-models" if spec.gossip is not None else "",
         )
-
-    # --- privacy budgets -------------------------------------------------------------------------------------
 
     def begin(self, store: Store) -> None:
         """Start to compute the spent privacy budgets once a minute."""

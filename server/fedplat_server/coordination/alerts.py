@@ -131,7 +131,8 @@ class ServerFacts:
 
     `certificate_s` is the time until the certificate expires, `full_s` the time since a write failed because storage
     was full; `budgets` are the populations with a budget, `webhooks` those that accept no events; `store` is an object
-    store that fails.
+    store that fails. `renewal` is the command that renews the certificate ("": its files are the owner's own), and
+    `prune` the one that removes old data.
     """
 
     certificate_s: float | None = None
@@ -142,6 +143,8 @@ class ServerFacts:
     budgets: Mapping[str, Spent] = dataclasses.field(default_factory=dict[str, Spent])
     webhooks: Sequence[WebhookFacts] = ()
     store: StoreFacts | None = None
+    renewal: str = "fedplat-server certificates renew"
+    prune: str = "fedplat-server prune"
 
 
 def evaluate(server: ServerFacts, jobs: Iterable[JobFacts]) -> list[Alert]:
@@ -150,9 +153,6 @@ def evaluate(server: ServerFacts, jobs: Iterable[JobFacts]) -> list[Alert]:
     found += [_population_epsilon(name, spent) for name, spent in server.budgets.items() if _is_high(spent)]
     found += [alert for job in jobs for job_rule in JOB_RULES if (alert := job_rule(job)) is not None]
     return sorted(found, key=lambda alert: (-alert.severity, alert.name, alert.population, alert.job_id))
-
-
-# --- rules of jobs -----------------------------------------------------------------------------------------
 
 
 def usual_round_s(job: JobFacts) -> float:
@@ -288,14 +288,12 @@ JOB_RULES: Sequence[Callable[[JobFacts], Alert | None]] = (
 )
 
 
-# --- rules of the server -----------------------------------------------------------------------------------
-
-
 def _check_certificate(server: ServerFacts) -> Alert | None:
     left_s = server.certificate_s
     if left_s is None or left_s >= CERTIFICATE_S:
         return None
-    remedy = "Renew it on the server's host: fedplat-server certificates renew. A restart is not needed."
+    renew = f"Renew it on the server's host: {server.renewal}"
+    remedy = f"{renew if server.renewal else _REPLACE}. A restart is not needed."
     if left_s <= 0.0:
         text = f"The server's certificate expired {duration(-left_s)} ago: clients and operators cannot connect."
         return Alert("certificate_expired", Severity.CRITICAL, text, remedy)
@@ -313,7 +311,7 @@ def _check_disk_low(server: ServerFacts) -> Alert | None:
     if not is_scarce(free, total):
         return None
     text = f"The disk of the data folder has {_size(free)} of {_size(total)} free ({free / total:.0%})."
-    return Alert("disk_low", Severity.WARNING, text, _FREE_SPACE)
+    return Alert("disk_low", Severity.WARNING, text, _free_space(server))
 
 
 def _check_storage_full(server: ServerFacts) -> Alert | None:
@@ -324,7 +322,7 @@ def _check_storage_full(server: ServerFacts) -> Alert | None:
         f"Storage was full {duration(max(server.full_s, 0.0))} ago: {number} failed since the server started, so "
         "rounds could not go on."
     )
-    return Alert("storage_full", Severity.CRITICAL, text, _FREE_SPACE)
+    return Alert("storage_full", Severity.CRITICAL, text, _free_space(server))
 
 
 def _check_object_store(server: ServerFacts) -> Alert | None:
@@ -357,10 +355,15 @@ def _check_webhooks(server: ServerFacts) -> Alert | None:
     return Alert("webhook_failing", Severity.WARNING, text, remedy)
 
 
-_FREE_SPACE = (
-    "Free space, or enlarge the disk or the quota of the object store. Let running jobs keep fewer versions (fedplat "
-    "job set JOB retention.versions=5), and remove old data of ended ones (fedplat-server prune --keep-versions 5)."
-)
+def _free_space(server: ServerFacts) -> str:
+    return (
+        "Free space, or enlarge the disk or the quota of the object store. Let running jobs keep fewer versions "
+        "(fedplat job set JOB retention.versions=5), and remove old data of ended ones on the server's host "
+        f"({server.prune} --keep-versions 5)."
+    )
+
+
+_REPLACE = "Replace the files of --tls-certificate and --tls-key on the server's host"
 SERVER_RULES: Sequence[Callable[[ServerFacts], Alert | None]] = (
     _check_certificate,
     _check_disk_low,
@@ -414,9 +417,6 @@ def _start_clients(job: JobFacts) -> str:
 
 def _short(reason: str) -> str:
     return shorten(reason, _MAX_REASON_BYTES).rstrip(". \n") or "no reason is known"
-
-
-# --- changes -----------------------------------------------------------------------------------------------
 
 
 class AlertChanges(NamedTuple):

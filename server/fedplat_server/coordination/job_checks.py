@@ -10,13 +10,14 @@ import tomllib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from fedplat import bounded_toml, submission_checks
+from fedplat import submission_checks
+from fedplat.config import bounded_toml
+from fedplat.config.plugins import BUILTIN, Plugins
+from fedplat.config.toml_text import change_text
 from fedplat.errors import JobFileError, ModelError, PluginError, UserCodeError
 from fedplat.gossip.topology import describe_edges_problem, describe_unknown
 from fedplat.job import JobSpec, parse_job
 from fedplat.model import Parameters
-from fedplat.plugins import BUILTIN, Plugins
-from fedplat.toml_text import change_text
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.storage import spool_file
 

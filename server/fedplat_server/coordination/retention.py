@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from fedplat.rounds import JobState
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat_server import logs
 from fedplat_server.coordination.availability import KEEP_S
@@ -50,7 +51,7 @@ def find_retained_versions(job: JobState, *, is_low: bool = False) -> RetainedVe
     num_versions = options.versions or (MIN_VERSIONS if is_low and job.status not in ENDED_JOBS else 0)
     # A private job's state may hold seeds of its noise: the states of all versions would reveal all seeds.
     private = latest + (job.status in ENDED_JOBS)
-    states_from = latest + 1 - options.states if job.spec.privacy is None else private
+    states_from = latest + 1 - options.states if disclosure_of(job.spec).keeps_states else private
     models_from = latest + 1 - num_versions if num_versions else 0
     return RetainedVersions(models_from=max(models_from, 0), every=options.every, states_from=max(states_from, 0))
 

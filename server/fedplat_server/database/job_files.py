@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 import sqlalchemy
 
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
+from fedplat.config.loaded_plugins import PluginVersion
+from fedplat.config.plugins import BUILTIN, Plugins
+from fedplat.config.toml import read_record, read_toml
 from fedplat.errors import FedplatError, JobFileError, PluginError, UserCodeError
 from fedplat.job import JobSpec, parse_job, read_newer
-from fedplat.loaded_plugins import PluginVersion
-from fedplat.plugins import BUILTIN, Plugins
 from fedplat.privacy import Privacy
 from fedplat.rounds.invariants.records import JobRow
-from fedplat.toml import read_record, read_toml
 from fedplat_server.errors import StoreError
 
 Row = sqlalchemy.Row[Any]

@@ -6,7 +6,7 @@ import dataclasses
 
 import msgspec
 
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat.privacy import Charge, Mechanism
 from fedplat.rounds.states import ENDED_JOBS, JobStatus
 

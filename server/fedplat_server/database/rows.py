@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,11 +13,10 @@ import msgspec
 import sqlalchemy
 from sqlalchemy.dialects import postgresql, sqlite
 
-from fedplat.gossip.state import GossipState
-from fedplat.gossip.storage import state_from_builtins, state_to_builtins
+from fedplat.config.decoding import require_known
+from fedplat.config.loaded_plugins import PluginVersion, versions_to_builtins
 from fedplat.job import JobSpec, find_mechanism, is_unreadable, read_newer
 from fedplat.job.privacy import find_mechanism_of
-from fedplat.loaded_plugins import PluginVersion, versions_to_builtins
 from fedplat.privacy import Mechanism
 from fedplat.rounds import (
     Assignment,
@@ -29,8 +28,7 @@ from fedplat.rounds import (
     ModelVersion,
     influence,
 )
-from fedplat.rounds.protocols import gossip
-from fedplat.rounds.protocols.clock_set import NO_CLOCKS, ClockSet, clocks_from_builtins, clocks_to_builtins
+from fedplat.rounds.protocols.base import find_training, training_of
 from fedplat.rounds.records import NO_ASSIGNMENTS, Claim, SecureMessages
 from fedplat.rounds.states import AssignmentState, JobStatus
 from fedplat_server.database import job_files, newer_states
@@ -69,9 +67,6 @@ def field_names(record: type[Any]) -> tuple[str, ...]:
     return record._fields  # of a NamedTuple
 
 
-# --- versions ----------------------------------------------------------------------------------------------
-
-
 def version_values(job_id: str, version: ModelVersion, unix_s: float) -> Values:
     """Return a row of `model_versions`."""
     return to_values(version) | {"job_id": job_id, "created_unix_s": unix_s, "metrics": {}}
@@ -103,9 +98,6 @@ def mechanism_of(spec: JobSpec, num_survivors: int) -> Mechanism | None:
     if spec.privacy is not None and spec.privacy.trust == "none" and num_survivors:
         return find_mechanism_of(spec, num_survivors)
     return find_mechanism(spec)
-
-
-# --- attempts and assignments ------------------------------------------------------------------------------
 
 
 def attempt_values(attempt: Attempt, unix_s: float) -> Values:
@@ -270,9 +262,6 @@ def _secure_messages(row: Row, messages: Mapping[str, bytes]) -> SecureMessages 
     return SecureMessages(row.secure_group, row.secure_position, **messages)
 
 
-# --- jobs --------------------------------------------------------------------------------------------------
-
-
 def job_values(state: JobState) -> Values:
     """Return the mutable columns of `jobs`; of a job that was not read as a whole, without those that may be more."""
     values: Values = {
@@ -285,12 +274,8 @@ def job_values(state: JobState) -> Values:
     }
     if is_unreadable(state.spec):
         return values  # what a newer release has written to the others stays there until it is back
-    return values | {
-        "plugins": versions_to_builtins(state.plugins) or None,
-        "cohort": list(state.cohort) or None,
-        "clocks": clocks_to_builtins(state.clocks),
-        "gossip": state_to_builtins(state.gossip) if state.gossip is not None else None,
-    }
+    kind = training_of(state)
+    return values | {"plugins": versions_to_builtins(state.plugins) or None, kind.column: kind.write_state(state)}
 
 
 class ReportHistory(NamedTuple):
@@ -343,9 +328,7 @@ def job_record(
         claims=past.claims if influence.looks_back(spec) else (),
         revision=row.revision,
         plugins=kept.plugins,
-        cohort=kept.cohort,
-        clocks=kept.clocks,
-        gossip=kept.gossip,
+        protocol=kept.protocol,
         unmasked=past.unmasked,
         barred=past.barred if spec.secure_aggregation is not None else (),
     )
@@ -353,60 +336,30 @@ def job_record(
 
 
 class _Kept(NamedTuple):
-    """What a job keeps between its attempts, each in a column of this name."""
+    """What a job keeps between its attempts."""
 
     plugins: tuple[PluginVersion, ...] = ()
-    cohort: tuple[str, ...] = ()
-    clocks: ClockSet = NO_CLOCKS
-    gossip: GossipState | None = None
+    protocol: object = None
 
 
 def _read_kept(row: Row, spec: JobSpec) -> tuple[_Kept, str]:
     """Read what a job keeps, and why the first part of it that a newer release has written cannot be read."""
-    kept, problem = _Kept(), ""
-    for name, read in _READERS.items():
-        try:
-            kept = kept._replace(**{name: read(getattr(row, name), spec)})
-        except msgspec.ValidationError as exc:
-            problem = problem or f"the stored {name} of the job: {exc}"
+    kept, problem, kind = _Kept(), "", find_training(spec)
+    try:
+        kept = kept._replace(plugins=_read_plugins(row.plugins))
+    except msgspec.ValidationError as exc:
+        problem = f"the stored plugins of the job: {exc}"
+    try:
+        kept = kept._replace(protocol=kind.read_state(getattr(row, kind.column), spec))
+    except msgspec.ValidationError as exc:
+        problem = problem or f"the stored {kind.column} of the job: {exc}"
     return kept, problem
 
 
-def _read_plugins(stored: Any, spec: JobSpec) -> tuple[PluginVersion, ...]:
+def _read_plugins(stored: Any) -> tuple[PluginVersion, ...]:
     for version in stored or ():
-        _require_known(version, PluginVersion)
+        require_known(version, PluginVersion)
     return job_files.read_plugins(stored)
-
-
-def _read_cohort(stored: Any, spec: JobSpec) -> tuple[str, ...]:
-    return msgspec.convert(stored or (), tuple[str, ...])
-
-
-def _read_clocks(stored: Any, spec: JobSpec) -> ClockSet:
-    _require_known(stored, ClockSet)
-    return clocks_from_builtins(stored)
-
-
-def _read_gossip(stored: Any, spec: JobSpec) -> GossipState | None:
-    """Read the state of a decentralised job; None for other jobs, and before it begins."""
-    if stored is None or spec.gossip is None:
-        return None
-    _require_known(stored, GossipState)
-    return state_from_builtins(stored, gossip.make_rules(spec))
-
-
-def _require_known(stored: object, record: type[object]) -> None:
-    """Raise `msgspec.ValidationError` for fields that this release does not know, and so would not write again."""
-    if isinstance(stored, dict) and (unknown := stored.keys() - set(field_names(record))):
-        raise msgspec.ValidationError(f"Object contains unknown field `{min(unknown)}`")
-
-
-_READERS: Mapping[str, Callable[[Any, JobSpec], Any]] = {
-    "plugins": _read_plugins,
-    "cohort": _read_cohort,
-    "clocks": _read_clocks,
-    "gossip": _read_gossip,
-}
 
 
 def privacy_values(spec: JobSpec) -> Values:
@@ -428,9 +381,6 @@ def adds_own_noise(row: Row) -> bool:
 def may_be_secure(row: Row) -> bool:
     """Return whether a job may have secure aggregation; without reading its file."""
     return "secure_aggregation" in row.job_file
-
-
-# --- history -----------------------------------------------------------------------------------------------
 
 
 def history_values(job_id: str, row: HistoryRow, unix_s: float) -> Values:

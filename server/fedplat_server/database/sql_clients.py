@@ -42,8 +42,6 @@ class ClientStore:
         self._database = database
         self._clock = clock
 
-    # --- enrollment tokens ------------------------------------------------------------------------------------
-
     async def add_enrollment_token(
         self, token: EnrollmentToken, token_hash: bytes, audit: Sequence[AuditEntry] = ()
     ) -> None:
@@ -81,8 +79,6 @@ class ClientStore:
     async def count_enrollment_tokens(self) -> int:
         """Return the number of tokens."""
         return (await self._database.fetch(select(func.count()).select_from(enrollment_tokens)))[0][0]
-
-    # --- clients ---------------------------------------------------------------------------------------------
 
     async def enroll(self, enrollment: Enrollment, audit: NewEntries = no_entries) -> ClientRecord:
         """Add a client and use its token once.
@@ -233,8 +229,6 @@ class ClientStore:
         if which.without:
             conditions.append(clients.c.client_id.not_in(json_lists.strings(dialect, which.without)))
         return conditions
-
-    # --- idle clients ----------------------------------------------------------------------------------------
 
     async def record_seen(self, seen_unix_s: Mapping[str, float]) -> None:
         """Store the times at which clients were last seen."""

@@ -175,8 +175,6 @@ class JobStore:
 
         return await self._database.write(transaction)
 
-    # --- attempts and assignments ----------------------------------------------------------------------------
-
     async def find_assignment(self, token_hash: bytes) -> Assignment | None:
         """Return the assignment with this token, however old, with times of zero."""
         found = await self._database.fetch(_with_kind().where(assignments.c.token_hash == token_hash))
@@ -248,8 +246,6 @@ class JobStore:
 
         return await self._database.read(transaction)
 
-    # --- versions and history --------------------------------------------------------------------------------
-
     async def find_version(self, job_id: str, version: int) -> ModelVersion | None:
         """Return the version of a job that has this number."""
         mine = (model_versions.c.job_id == job_id) & (model_versions.c.version == version)
@@ -319,8 +315,6 @@ class JobStore:
         mine = (model_versions.c.job_id == jobs.c.job_id) & named & has_file
         found = await self._database.fetch(select(jobs.c.population).where(mine).distinct())
         return frozenset(row.population for row in found)
-
-    # --- reading jobs ----------------------------------------------------------------------------------------
 
     def _load_jobs(
         self, connection: Connection, epoch_unix_s: float, which: sqlalchemy.ColumnElement[bool] | None = None

@@ -43,8 +43,6 @@ class WebhookStore:
         self._database = database
         self._clock = clock
 
-    # --- webhooks ----------------------------------------------------------------------------------------------
-
     async def add_webhook(self, webhook: WebhookRecord, audit: Sequence[AuditEntry] = ()) -> None:
         """Add a webhook, which receives later events only. Raises `WebhookError` if there are `MAX_WEBHOOKS`."""
         origin = parse_url(webhook.url).origin
@@ -116,8 +114,6 @@ class WebhookStore:
         failing = webhooks.c.failing_since_unix_s <= since_unix_s
         found = await self._database.fetch(select(webhooks).where(failing).order_by(webhooks.c.sequence))
         return [_webhook(row) for row in found]
-
-    # --- deliveries --------------------------------------------------------------------------------------------
 
     async def schedule_deliveries(self, limit: int = 250) -> int:
         """Add deliveries of the next `limit` events, due now; return the number of events (0: all are scheduled)."""

@@ -16,7 +16,7 @@ import time
 
 from sqlalchemy import select
 
-from fedplat.plugins import BUILTIN, Plugins
+from fedplat.config.plugins import BUILTIN, Plugins
 from fedplat_server.database import drivers, schema
 from fedplat_server.database.engine import async_url
 from fedplat_server.database.job_files import JobFileReader

@@ -160,10 +160,8 @@ jobs = Table(
     Column("plugins", JSON(none_as_null=True)),
     # The ids of the clients that the job's Flower app has drawn for the next round; NULL: none.
     Column("cohort", JSON(none_as_null=True)),
-    # The clock set of a stale synchronous parallel job (`clocks_to_builtins`); NULL: none.
-    Column("clocks", JSON(none_as_null=True)),
-    # The state of a decentralised job (`state_to_builtins`); NULL: it has none, or has not begun.
-    Column("gossip", JSON(none_as_null=True)),
+    # What the protocol of its training keeps (`RoundProtocol.write_state`); NULL: nothing.
+    Column("protocol", JSON(none_as_null=True)),
 )
 
 attempts = Table(

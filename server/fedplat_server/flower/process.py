@@ -15,7 +15,7 @@ from typing import BinaryIO
 import msgspec
 
 from fedplat import texts
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat.errors import FedplatError
 from fedplat.flower.app import read_app
 from fedplat.flower.grid import NodeReply

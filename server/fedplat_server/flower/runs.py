@@ -23,6 +23,7 @@ from fedplat.errors import FedplatError
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import RunWarmStart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
+from fedplat.rounds.protocols.flower_app import cohort_of
 from fedplat_server import logs
 from fedplat_server.child_environment import child_environment
 from fedplat_server.errors import ConfigError, FlowerRunError, is_lasting
@@ -244,7 +245,7 @@ class FlowerRuns:
             await run.send(request)
             answer = await run.receive(lambda: self._list_clients(job, run))
         assert isinstance(answer, RunStarted)
-        run.seen = dict.fromkeys((*answer.clients, *job.cohort), time.monotonic())
+        run.seen = dict.fromkeys((*answer.clients, *cohort_of(job)), time.monotonic())
         return run, answer.continues
 
     async def _list_clients(self, job: JobState, run: _Run) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from typing_extensions import override
 
 from fedplat.rounds import Coordinator, JobState
-from fedplat.rounds.privacy_rules import hides_sample
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.states import ENDED_JOBS, AttemptKind, JobStatus
 from fedplat_server import __version__
 from fedplat_server.auth.tls import Certificates
@@ -130,7 +130,7 @@ class DaemonCollector(Collector):
             families.add("job_idle_since_timestamp_seconds", series.idle_since, *labels)
             families.add("job_usual_round_seconds", usual_round_s(series, job), *labels)
             # A Flower app draws its own clients, and some private jobs must not reveal how many clients they have.
-            if job.spec.flower is None and not hides_sample(job):
+            if job.spec.flower is None and disclosure_of(job.spec).shows_cohorts:
                 families.add("job_clients_available", _count_available(leader.coordinator, job), *labels)
                 families.add("job_clients_goal", job.spec.selection.goal, *labels)
 

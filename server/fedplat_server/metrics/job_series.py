@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fedplat.rounds import JobState
-from fedplat.rounds.privacy_rules import hides_sample
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.states import ENDED_JOBS, AttemptKind, AttemptPhase, JobStatus
 from fedplat_server.database.jobs import VersionRecord
 from fedplat_server.instruments import Instruments
@@ -123,16 +123,17 @@ class JobSeriesTable:
         self.note_metrics(job_id, "server", metrics)
 
     def _add(self, job: JobState) -> JobSeries:
-        if hides_sample(job):
+        shows_cohorts = disclosure_of(job.spec).shows_cohorts
+        if not shows_cohorts:
             self._instruments.populations.hide(job.spec.population)
         self._instruments.jobs.add(job.job_id, job.spec.name)
         series = self._series[job.job_id] = JobSeries(job.job_id, job.status, self._now())
         labels = self._instruments.jobs.of(job.job_id)
         # A rate needs a first sample before the first event.
-        for outcome in () if hides_sample(job) else ("merged", "late", "failed", "rejected", "surplus", "dropped"):
+        for outcome in ("merged", "late", "failed", "rejected", "surplus", "dropped") if shows_cohorts else ():
             self._instruments.assignments.labels(*labels, outcome)
         for phase in (AttemptPhase.COMMITTED, AttemptPhase.ABANDONED):
             self._instruments.attempts.labels(*labels, AttemptKind.TRAIN.value.lower(), phase.value.lower())
-        if not hides_sample(job):
+        if shows_cohorts:
             self._instruments.update_bytes.labels(*labels)
         return series

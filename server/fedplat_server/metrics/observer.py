@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from fedplat.rounds import Assignment, AttemptKey, Change, HistoryRow
 from fedplat.rounds.commands import Command, Commit
-from fedplat.rounds.privacy_rules import hides_sample
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.states import OPEN_PHASES, OPEN_STATES, AssignmentState, AttemptPhase
 from fedplat_server.coordination.runner import Actor
 from fedplat_server.instruments import Instruments
@@ -51,7 +51,7 @@ class ObservedActor(Actor):
     def _record(self, change: Change) -> None:
         self._table.follow(change.job)
         labels = self._instruments.jobs.of(change.job.job_id)
-        if not hides_sample(change.job):
+        if disclosure_of(change.job.spec).shows_cohorts:
             self._record_clients(change, labels)
         for row in change.history:
             if row.entity == "attempt" and row.to_state not in OPEN_PHASES:

@@ -6,7 +6,7 @@ import time
 
 from typing_extensions import override
 
-from fedplat.auth import is_address
+from fedplat.wire.auth import is_address
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server.coordination.revocation import EnrolledClients
 from fedplat_server.database.clients import ClientRecord, EnrollmentToken

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 
 from msgspec import structs
 
 from fedplat.codecs import container
+from fedplat.config.loaded_plugins import PluginVersion
 from fedplat.job import JobSpec, Scalar
-from fedplat.loaded_plugins import PluginVersion
-from fedplat.rounds import JobState, ModelVersion
+from fedplat.rounds import ModelVersion
 from fedplat.rounds.commands import RetryWindow
-from fedplat.rounds.protocols import ssp
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.states import (
     BUSY_STATES,
     REASON_TEXTS,
@@ -27,9 +26,6 @@ from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
 from fedplat_server.coordination.progress import ProgressSummary
 from fedplat_server.database.jobs import AttemptRecord, HistoryRecord, JobRecord, VersionRecord
 
-MAX_NAMED = 10
-"""Number of clients which a description of a job names: those that wait for slower ones, or are unreachable."""
-
 REASONS: Mapping[Reason, model_pb2.Reason.ValueType] = {
     reason: model_pb2.Reason.Value(f"REASON_{reason.name}") for reason in Reason
 }
@@ -39,7 +35,6 @@ KINDS = {kind: admin_pb2.AttemptKind.Value(f"ATTEMPT_KIND_{kind.name}") for kind
 _PHASES = {phase: admin_pb2.AttemptPhase.Value(f"ATTEMPT_PHASE_{phase.name}") for phase in AttemptPhase}
 _ANNOUNCED_PHASES = frozenset({AttemptPhase.COLLECTING, AttemptPhase.EXCHANGING, AttemptPhase.REDUCING})
 """Phases in which only silos of a decentralised job are ADVERTISED."""
-TASKS = {AttemptKind.TRAIN: fleet_pb2.TASK_TRAIN, AttemptKind.EVALUATE: fleet_pb2.TASK_EVALUATE}
 
 
 def reason_from_wire(value: model_pb2.Reason.ValueType) -> Reason | None:
@@ -85,76 +80,25 @@ def model_delta(version: ModelVersion, spec: JobSpec) -> fleet_pb2.ModelDelta | 
     )
 
 
-def handler_of(spec: JobSpec, kind: AttemptKind) -> str:
-    """Return the name of the trainer or evaluator that an assignment runs."""
-    if kind is AttemptKind.TRAIN:
-        return spec.trainer
-    assert spec.evaluation.clients is not None
-    return spec.evaluation.clients.evaluator
-
-
-def uplink(spec: JobSpec, kind: AttemptKind) -> str:
-    """Return the codec of an attempt's updates, with its options; empty without updates or without a codec."""
-    codec = spec.compression.uplink
-    return container.options_to_text(codec) if codec is not None and kind is AttemptKind.TRAIN else ""
-
-
-def job(record: JobRecord, current: admin_pb2.Round | None) -> admin_pb2.Job:
-    """Encode a job with its last attempt."""
+def job(record: JobRecord, current: admin_pb2.Round | None, shown: admin_pb2.Job) -> admin_pb2.Job:
+    """Encode a job with its last attempt; `shown` has the fields of its kind."""
     state = record.state
-    return admin_pb2.Job(
+    message = admin_pb2.Job(
         job_id=state.job_id,
         name=state.spec.name,
         population=state.spec.population,
         status=STATUSES[state.status],
         reason=shorten(state.reason),
         round=state.round,
-        num_rounds=state.spec.rounds if state.spec.flower is None else 0,
         model=model_ref(state.latest),
         created_unix_s=record.created_unix_s,
         job_file=record.job_file,
         current=current,
         restored_from=state.latest.restored_from,
         plugins=plugins(state.plugins),
-        clocks=clocks(state),
-        exchange=exchange(state),
     )
-
-
-def clocks(state: JobState) -> admin_pb2.Clocks | None:
-    """Encode the clock set of a stale synchronous parallel job; None for the other modes."""
-    if state.spec.stale_synchronous is None:
-        return None
-    found, withheld = state.clocks, ssp.list_withheld(state)
-    return admin_pb2.Clocks(
-        minimum=found.minimum,
-        maximum=found.maximum,
-        num_members=len(found.clocks),
-        num_withheld=len(withheld),
-        withheld=withheld[:MAX_NAMED],
-        num_resting=len(found.list_resting()),
-    )
-
-
-def exchange(state: JobState) -> admin_pb2.Exchange | None:
-    """Encode the exchanges of a decentralised job; None for other jobs, and before it begins."""
-    mode, found = state.spec.gossip, state.gossip
-    if mode is None or found is None:
-        return None
-    relative = found.consensus.relative
-    return admin_pb2.Exchange(
-        topology=mode.topology,
-        kind=mode.exchange,
-        num_silos=len(found.members),
-        num_edges=len(found.edges),
-        num_confirmed=found.confirmed,
-        relative_distance=relative if math.isfinite(relative) else None,
-        tolerance=mode.tolerance,
-        num_unreachable=len(found.away),
-        unreachable=sorted(found.away)[:MAX_NAMED],
-        ring_attempt=found.attempt,
-        excluded=sorted(found.excluded)[:MAX_NAMED],
-    )
+    message.MergeFrom(shown)
+    return message
 
 
 def plugins(versions: Iterable[PluginVersion]) -> list[admin_pb2.Plugin]:
@@ -235,7 +179,7 @@ def version(record: VersionRecord, spec: JobSpec) -> admin_pb2.ModelVersion:
         round=record.version.round,
         created_unix_s=record.created_unix_s,
         num_updates=record.version.num_updates,
-        total_weight=record.version.total_weight if spec.privacy is None else 0.0,
+        total_weight=record.version.total_weight if disclosure_of(spec).shows_clients else 0.0,
         delta_size_bytes=record.version.delta_size_bytes,
         metrics=dict(record.metrics),
         restored_from=record.version.restored_from,

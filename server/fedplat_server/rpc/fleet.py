@@ -14,25 +14,23 @@ from grpc import aio
 from typing_extensions import override
 
 from fedplat import rounds, wire
-from fedplat.rounds import Assignment, AssignmentId, AttemptKey, JobState, ModelVersion
+from fedplat.rounds import Assignment, AssignmentId, JobState, ModelVersion
 from fedplat.rounds.commands import Assign, Refuse, RetryWindow
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.events import AssignmentFailed, ClientCheckedIn
-from fedplat.rounds.privacy_rules import hides_sample
 from fedplat.rounds.states import FAILURES, AssignmentState, Reason
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import __version__, logs
 from fedplat_server.auth.client_directory import Offer
 from fedplat_server.auth.tokens import hash_secret
 from fedplat_server.coordination.check_in import RETRY_SOON, wait_for_work
-from fedplat_server.coordination.silence import MISSED_HEARTBEATS
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
+from fedplat_server.protocols.half import ServerHalf
+from fedplat_server.protocols.silence import MISSED_HEARTBEATS
 from fedplat_server.rpc import convert, streams, validation
 from fedplat_server.rpc.enrollment import EnrollmentService
-from fedplat_server.rpc.exchange_steps import ExchangeSteps
-from fedplat_server.rpc.relay import Relay
 from fedplat_server.rpc.report_intake import ReportIntake
-from fedplat_server.rpc.secure_steps import SecureSteps
 from fedplat_server.rpc.services import Services
 from fedplat_server.tracing import ids
 
@@ -46,9 +44,6 @@ class FleetService(EnrollmentService):
     def __init__(self, services: Services) -> None:
         super().__init__(services)
         self._intake = ReportIntake(services)
-        self._secure_steps = SecureSteps(services)
-        self._exchange_steps = ExchangeSteps(services)
-        self._relay = Relay(services, self._exchange_steps.list_waiting)
         self._report_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by client id
 
     @override
@@ -110,7 +105,7 @@ class FleetService(EnrollmentService):
         if request.sender:
             assignment = await self._find_busy(client, request.token)
             with self._services.quotas.stream(client.client_id):
-                async for message in self._relay.send(assignment, request):
+                async for message in self._half_of(assignment).send_file(assignment, request):
                     yield message
             return
         digest = validation.digest(request.digest)
@@ -136,7 +131,7 @@ class FleetService(EnrollmentService):
             raise RefusedError(Code.INVALID_REQUEST, "an upload must begin with a header")
         with self._services.quotas.stream(client.client_id):
             assignment = await self._find_busy(client, first.header.token)
-            receive = self._relay.receive if first.header.receiver else self._intake.receive_upload
+            receive = self._half_of(assignment).receive_file if first.header.receiver else self._intake.receive_upload
             received = await receive(assignment, first.header, messages)
         return fleet_pb2.UploadResponse(received_bytes=received)
 
@@ -147,7 +142,7 @@ class FleetService(EnrollmentService):
         client = await self._client(context)
         assignment = await self._find_busy(client, request.token)
         if request.receiver:
-            received = await self._relay.count_received(assignment, request)
+            received = await self._half_of(assignment).count_received(assignment, request)
             return fleet_pb2.QueryUploadResponse(received_bytes=received)
         digest = validation.digest(request.digest)
         received = await asyncio.to_thread(self._services.spool.count_received, assignment.id, digest)
@@ -184,7 +179,7 @@ class FleetService(EnrollmentService):
         assignment = await self._find(client, request.token)
         if assignment is None:
             return fleet_pb2.SecureStepResponse(refusal=convert.refusal(Reason.STALE, RETRY_SOON))
-        return await self._secure_steps.take(client, assignment, request)
+        return await self._half_of(assignment).take_secure_step(client, assignment, request)
 
     @override
     async def ExchangeStep(
@@ -194,7 +189,7 @@ class FleetService(EnrollmentService):
         assignment = await self._find(client, request.token)
         if assignment is None:
             return fleet_pb2.ExchangeStepResponse(refusal=convert.refusal(Reason.STALE, RETRY_SOON))
-        return await self._exchange_steps.take(client, assignment, request)
+        return await self._half_of(assignment).take_exchange_step(client, assignment, request)
 
     @override
     async def Fail(self, request: fleet_pb2.FailRequest, context: Context) -> fleet_pb2.FailResponse:
@@ -259,32 +254,28 @@ class FleetService(EnrollmentService):
         if model_bytes:
             self._services.downloads.record(assignment)
             self._count_model_bytes(job, "inline", len(model_bytes))
-        return fleet_pb2.Assignment(
+        message = fleet_pb2.Assignment(
             token=command.token,
             job_id=job.job_id,
             job_name=spec.name,
             round=command.key.round,
             attempt=command.key.number,
-            task=convert.TASKS[command.kind],
-            trainer=convert.handler_of(spec, command.kind),
             model=convert.model_ref(model),
             config={name: convert.value(scalar) for name, scalar in spec.client_config.items()},
             training_timeout_s=command.training_timeout_s,
             upload_timeout_s=command.upload_timeout_s,
             heartbeat_s=spec.deadlines.heartbeat_s,
-            uplink=convert.uplink(spec, command.kind),
             model_bytes=model_bytes,
             delta=None if model_bytes else convert.model_delta(model, spec),
             traceparent=ids.traceparent(assignment, spec.num_wanted) if self._services.is_tracing else "",
-            secure_setup=await self._secure_setup(job, command.key),
-            exchange_setup=self._exchange_steps.setup(job),
         )
+        message.MergeFrom(self._services.halves.of(job, command.kind).make_task(spec))
+        message.MergeFrom(await self._services.halves.training_of(job).set_up(job, command.key))
+        return message
 
-    async def _secure_setup(self, job: JobState, key: AttemptKey) -> bytes:
-        """Return the setup of an attempt with secure aggregation; b"" for other jobs."""
-        if job.spec.secure_aggregation is None:
-            return b""
-        return (await self._services.secure.setup(job, key)).to_bytes()
+    def _half_of(self, assignment: Assignment) -> ServerHalf:
+        """Return the half of the training of an assignment's job."""
+        return self._services.halves.training_of(self._services.jobs.state(assignment.key.job_id))
 
     async def _note_download(self, client: ClientRecord, digest: str) -> None:
         """Record that a client has received a whole file, if it is the model of its assignment or the step to it."""
@@ -314,7 +305,7 @@ class FleetService(EnrollmentService):
 
     def _count_model_bytes(self, job: JobState | None, form: str, num_bytes: int) -> None:
         instruments = self._services.instruments
-        if job is None or not hides_sample(job):
+        if job is None or disclosure_of(job.spec).shows_cohorts:
             labels = instruments.jobs.of(job.job_id if job is not None else "")
             instruments.model_bytes.labels(*labels, form).inc(num_bytes)
 

@@ -19,9 +19,10 @@ from grpc import aio
 from prometheus_client import Histogram
 from typing_extensions import override
 
-from fedplat import auth, wire
+from fedplat import wire
 from fedplat.secure_aggregation import messages
 from fedplat.secure_aggregation.options import MAX_GROUP
+from fedplat.wire import auth
 from fedplat_server import logs
 from fedplat_server.errors import (
     BlobFullError,

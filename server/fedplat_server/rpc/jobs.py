@@ -10,11 +10,13 @@ from typing import TypeVar
 from msgspec import structs
 from typing_extensions import override
 
+from fedplat.config.loaded_plugins import describe_versions
 from fedplat.gossip.steps import MAX_SILOS
 from fedplat.job import JobSpec
-from fedplat.loaded_plugins import describe_versions
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.events import JobAction, OperatorCommand, RollbackOrdered, SpecChanged
+from fedplat.rounds.protocols import gossip
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, model_pb2
 from fedplat_server.auth.audit_limits import RecentEntries
@@ -244,10 +246,11 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         (message,) = await self._rounds(job.job_id, [record])
         outcomes = await store.assignments.list_outcomes(record.key)
         groups = await store.assignments.count_labels(record.key, round_details.MAX_LABEL_SETS)
+        is_private = not disclosure_of(job.spec).shows_clients
         return admin_pb2.RoundDetails(
             round=message,
             reasons=round_details.reasons(outcomes),
-            labels=await asyncio.to_thread(round_details.labels, groups, is_private=job.spec.privacy is not None),
+            labels=await asyncio.to_thread(round_details.labels, groups, is_private=is_private),
             num_attempts=last.key.number,
         )
 
@@ -323,7 +326,8 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         return self._encode(record, next(iter(found.values()), None))
 
     def _encode(self, record: JobRecord, last: AttemptRecord | None) -> admin_pb2.Job:
-        return convert.job(record, self._round(last, {}) if last is not None else None)
+        shown = self._services.halves.training_of(record.state).show(record.state)
+        return convert.job(record, self._round(last, {}) if last is not None else None, shown)
 
     async def _rounds(self, job_id: str, attempts: Sequence[AttemptRecord]) -> list[admin_pb2.Round]:
         """Encode attempts of a job, with the metrics of the versions that they committed."""
@@ -337,7 +341,9 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         attempt = job.open_attempt
         if attempt is None or attempt.key != record.key:
             return convert.round_(record, server_metrics)
-        found = convert.round_(record, server_metrics, self._services.progress.summarize(attempt, job.gossip))
+        found = convert.round_(
+            record, server_metrics, self._services.progress.summarize(attempt, gossip.find_state(job))
+        )
         if (waits := waiting.find(self._services, attempt)) is not None:
             found.waiting.CopyFrom(waits)
         return found
@@ -414,7 +420,7 @@ def _rule_state(job: JobState, version: ModelVersion, record: VersionRecord) -> 
     """Return the source of the rule's state after a rollback, as in `RollbackJobResponse.rule_state`."""
     if not (record.version.state_digest or job.latest.state_digest):
         return "none"
-    if job.spec.privacy is not None:
+    if not disclosure_of(job.spec).keeps_states:
         return "latest"
     return "kept" if version.state_digest else "initial"
 

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import NamedTuple
 
-from fedplat import durable, report_validation
+from fedplat import durable
 from fedplat.errors import PluginError, UserCodeError
 from fedplat.job import build_rule
 from fedplat.rounds import Assignment, AssignmentId, Verdict
 from fedplat.rounds.events import AggregationFailed, AssignmentFailed, UpdateRejected, UpdateReported, UploadStarted
-from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, Reason
-from fedplat.secure_aggregation import encoding
+from fedplat.rounds.protocols.base import protocol_of
+from fedplat.rounds.states import Reason
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import logs
 from fedplat_server.errors import (
@@ -29,15 +28,10 @@ from fedplat_server.errors import (
     SpoolError,
     UploadError,
 )
+from fedplat_server.protocols.half import ServerHalf, Validate
 from fedplat_server.rpc import memory, streams, validation
 from fedplat_server.rpc.services import Services
 from fedplat_server.storage.spool import Spool
-
-Validate = Callable[[Path], float | Verdict | None]
-"""A function that returns the norm of the update in a file, or its refusal. None: it is masked, and has no norm."""
-_IS_GOSSIP = "silos of a decentralised job send no updates to the server; expected ExchangeStep"
-_MASKING_STATES = frozenset({AssignmentState.SHARED, AssignmentState.UPLOADING})
-"""States in which a client of a secure aggregation has the masks for its update."""
 
 
 class ReceivedUpdate(NamedTuple):
@@ -62,9 +56,8 @@ class ReportIntake:
         Raises `RefusedError`.
         """
         services = self._services
-        if services.jobs.state(assignment.key.job_id).spec.gossip is not None:
-            raise RefusedError(Code.INVALID_REQUEST, _IS_GOSSIP)
-        if (refusal := self._refuse_unmasked(assignment)) is not None:
+        refusal = self._half_of(assignment).judge(services.jobs.state(assignment.key.job_id), assignment)
+        if not refusal.accepted:
             await self._reject(assignment, refusal)
             raise RefusedError(Code.STALE_ASSIGNMENT, refusal.text)
         await self._check_size(assignment, header.size_bytes)
@@ -86,30 +79,21 @@ class ReportIntake:
     async def submit_report(self, assignment: Assignment, request: fleet_pb2.ReportRequest) -> Verdict:
         """Validate a report and submit it to the coordinator. Raises `RefusedError` if it must be sent again."""
         services, update_bytes, norm = self._services, 0, None
-        if services.jobs.state(assignment.key.job_id).spec.gossip is not None:
-            raise RefusedError(Code.INVALID_REQUEST, _IS_GOSSIP)
+        job, half = services.jobs.state(assignment.key.job_id), self._half_of(assignment)
+        verdict = half.judge(job, assignment)
         try:
-            rule = build_rule(services.jobs.state(assignment.key.job_id).spec)
+            rule = build_rule(job.spec)
         except (PluginError, UserCodeError) as exc:  # of a plugin, which may fail at any call
             logs.get().error(
                 "an attempt has no aggregation rule", **logs.assignment_fields(assignment.id), error=str(exc)
             )
             await self._abandon(assignment, str(exc))
             return Verdict(Reason.ATTEMPT_ABANDONED)
-        verdict = report_validation.validate_claims(
-            rule,
-            assignment.kind,
-            request.num_examples,
-            request.metrics,
-            request.digest,
-            self._limits.metrics,
-        )
-        if self._is_secure(assignment):
-            masked = report_validation.validate_secure_claims(request.num_examples, request.metrics)
-            verdict = self._refuse_unmasked(assignment) or masked
+        if verdict.accepted:
+            verdict = half.judge_claims(rule, assignment, request)
         if not verdict.accepted:
             return await self._reject(assignment, verdict)
-        if assignment.kind is AttemptKind.TRAIN:
+        if protocol_of(job, assignment.kind).folds:
             received = await self._receive_update(assignment, request)
             if isinstance(received, Verdict):
                 return await self._reject(assignment, received)
@@ -134,15 +118,7 @@ class ReportIntake:
         job = services.jobs.state(assignment.key.job_id)
         try:
             async with services.blobs.local(job.latest.digest) as (base,):
-                validate: Validate = functools.partial(
-                    report_validation.validate_file, base=base, codec=job.spec.compression.uplink
-                )
-                if job.spec.flower is not None:
-                    types = job.spec.flower.array_types
-                    validate = functools.partial(report_validation.validate_message, array_types=types)
-                if job.spec.secure_aggregation is not None:
-                    setup = await services.secure.setup(job, assignment.key)
-                    validate = functools.partial(report_validation.validate_masked, setup=setup)
+                validate = await self._half_of(assignment).validator(job, assignment, base)
                 # One thread call for all steps: for a small update, switching threads costs more than the work.
                 return await services.spool.run_in_thread(
                     assignment.id, receive_update, services.spool, assignment.id, digest, request.update, validate
@@ -164,29 +140,14 @@ class ReportIntake:
         current = self._services.runner.coordinator.find(*assignment.id)
         return current is not None and current.is_busy
 
-    def _is_secure(self, assignment: Assignment) -> bool:
+    def _half_of(self, assignment: Assignment) -> ServerHalf:
         job = self._services.jobs.state(assignment.key.job_id)
-        return job.spec.secure_aggregation is not None and assignment.kind is AttemptKind.TRAIN
-
-    def _refuse_unmasked(self, assignment: Assignment) -> Verdict | None:
-        """Return the refusal of an update of a client that cannot have masked it, so that it is never stored."""
-        attempt = self._services.jobs.state(assignment.key.job_id).open_attempt
-        collects = attempt is not None and attempt.phase is AttemptPhase.COLLECTING
-        if not self._is_secure(assignment) or (collects and assignment.state in _MASKING_STATES):
-            return None
-        return Verdict(
-            Reason.REJECTED_MESSAGE, "the update came before the client had its masks; call SecureStep first"
-        )
+        return self._services.halves.of(job, assignment.kind)
 
     async def _size_limit(self, assignment: Assignment) -> int:
         job = self._services.jobs.state(assignment.key.job_id)
-        if job.spec.flower is not None:
-            return job.spec.flower.max_reply_bytes(job.latest.size_bytes)
-        if job.spec.secure_aggregation is not None:
-            return encoding.file_bytes(await self._services.secure.setup(job, assignment.key))
         try:
-            async with self._services.blobs.local(job.latest.digest) as (base,):
-                return report_validation.size_limit(base, job.spec.compression.uplink)
+            return await self._half_of(assignment).size_limit(job, assignment)
         except (PluginError, UserCodeError) as exc:  # of a plugin, which may fail at any call
             verdict = await self._reject(assignment, Verdict(Reason.REJECTED_SCHEMA, str(exc)))
             raise RefusedError(Code.STALE_ASSIGNMENT, verdict.text) from exc

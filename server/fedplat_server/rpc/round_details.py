@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from fedplat.job import JobSpec
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.states import REASON_TEXTS, AssignmentState
 from fedplat.texts import shorten
 from fedplat.wire.v1 import admin_pb2
@@ -77,6 +78,7 @@ def assignment(record: AssignmentRecord, spec: JobSpec, progress: float | None) 
     """Encode an assignment; in a private job without the claims of the client."""
     mine = record.assignment
     into, is_reported = mine.folded_into, mine.took_s is not None
+    shows_clients = disclosure_of(spec).shows_clients
     message = admin_pb2.AssignmentDetails(
         job_id=mine.key.job_id,
         job_name=spec.name,
@@ -99,10 +101,10 @@ def assignment(record: AssignmentRecord, spec: JobSpec, progress: float | None) 
     )
     if into is not None and into != mine.key:
         message.into_round, message.into_attempt = into.round, into.number
-    if spec.privacy is None and is_reported:
+    if shows_clients and is_reported:
         message.num_examples = mine.num_examples
         message.metrics.update(mine.metrics)
-    if spec.privacy is None and mine.norm is not None:
+    if shows_clients and mine.norm is not None:
         message.norm = mine.norm
     return message
 

@@ -6,10 +6,9 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from fedplat.rounds import AssignmentId, AttemptKey, JobState, Participation
-from fedplat.rounds.protocols import warm_start
-from fedplat.rounds.states import ENDED_JOBS, AttemptKind, Reason
-from fedplat_server.aggregation.secure_attempts import SecureAttempts
+from fedplat.rounds import AssignmentId, JobState, Participation
+from fedplat.rounds.protocols.base import protocol_of
+from fedplat.rounds.states import ENDED_JOBS, Reason
 from fedplat_server.auth.addresses import Origins
 from fedplat_server.auth.audit_limits import BoundedAudit
 from fedplat_server.auth.authentication import Authenticator
@@ -30,25 +29,19 @@ from fedplat_server.coordination.long_polls import LongPolls
 from fedplat_server.coordination.progress import ProgressTracker
 from fedplat_server.coordination.revocation import Revocation
 from fedplat_server.coordination.runner import Runner
-from fedplat_server.coordination.silence import SilenceMonitor
 from fedplat_server.database.jobs import JobRecord
 from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.instruments import Instruments
+from fedplat_server.protocols.registry import ServerHalves
 from fedplat_server.records.lease import Lease
 from fedplat_server.rpc.caller import current_operator
 from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.read_cache import Chunks, InlineModels
-from fedplat_server.storage.relay_store import RelayStore
 from fedplat_server.storage.spool import Spool
 from fedplat_server.training.evaluation import EvaluationScheduler
 from fedplat_server.webhooks.delivery import DeliveryTask
-
-
-def has_pending_warm_start(job: JobState) -> bool:
-    """Return whether a job's warm start is still to run or running."""
-    return warm_start.is_due(job) and job.status not in ENDED_JOBS
 
 
 class JobRegistry:
@@ -126,18 +119,8 @@ class JobRegistry:
     def needed_updates(self) -> list[AssignmentId]:
         """Return the updates that are needed after a restart: those of open assignments."""
         states = [self.state(job_id) for job_id in self._records]
-        with_updates = [state for state in states if state.spec.gossip is None]
-        open_assignments = [assignment for state in with_updates for assignment in state.open_assignments]
-        return [assignment.id for assignment in open_assignments if assignment.kind is AttemptKind.TRAIN]
-
-    def open_exchanges(self) -> list[AttemptKey]:
-        """Return the open attempts of decentralised jobs."""
-        attempts = [self.state(job_id).open_attempt for job_id in self._records]
-        return [each.key for each in attempts if each is not None and self.state(each.key.job_id).spec.gossip]
-
-    def pending_warm_starts(self) -> frozenset[str]:
-        """Return the ids of the jobs whose warm start is still to run or running."""
-        return frozenset(job_id for job_id in self._records if has_pending_warm_start(self.state(job_id)))
+        open_assignments = [(protocol_of(job, each.kind), each) for job in states for each in job.open_assignments]
+        return [each.id for protocol, each in open_assignments if protocol.folds and protocol.keeps_updates]
 
     def notify_watchers(self, job_id: str) -> None:
         """Wake the watchers of a job."""
@@ -183,9 +166,7 @@ class Services:
     chunks: Chunks
     inline_models: InlineModels
     spool: Spool
-    relay: RelayStore
-    silence: SilenceMonitor
-    secure: SecureAttempts
+    halves: ServerHalves
     evaluation: EvaluationScheduler
     quotas: Quotas
     origins: Origins

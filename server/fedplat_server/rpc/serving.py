@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import secrets
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from fedplat_server.auth.addresses import Origins
 from fedplat_server.auth.certificates import CertificateIssuer, PeerCertificates
 from fedplat_server.auth.pki_folder import PkiFolder
 from fedplat_server.auth.tls import Certificates
-from fedplat_server.config import ServerConfig, TlsFiles
+from fedplat_server.config import ServerConfig
 from fedplat_server.errors import ConfigError
 from fedplat_server.instruments import Instruments
 from fedplat_server.rpc import operator_access
@@ -119,7 +120,7 @@ def _mtls_credentials(config: ServerConfig, folder: PkiFolder) -> grpc.ServerCre
             f"--mtls-listen needs the private authority of {folder.folder}, which signs the clients' certificates "
             f"({exc}); fedplat-server init creates one"
         ) from exc
-    files = TlsFiles(config.tls.certificate, config.tls.key, folder.ca)
+    files = dataclasses.replace(config.tls, ca=folder.ca)
     return Certificates(files).credentials(mutual=True)
 
 

@@ -4,7 +4,7 @@ For silos without a port of their own. The sender has encrypted a file for its r
 (`fedplat.secure_aggregation.relay`). It stays in the attempt's folder until the attempt ends; then, and if the server's
 disk is lost, only edges of a round are lost. An upload may be resumed, and replaces one with another digest.
 
-`apply_changes` and `close` run on the event loop; all other methods block, and threads call them.
+`follow` and `close` run on the event loop; all other methods block, and threads call them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import asyncio
 import hashlib
 import shutil
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from fedplat.rounds import AttemptKey, Change
+from fedplat.rounds import Attempt, AttemptKey
 from fedplat_server.errors import UploadError
 from fedplat_server.storage import files, set_aside
 from fedplat_server.storage.spool_file import OpenUpload, SpoolFile
@@ -99,19 +99,15 @@ class RelayStore:
             file.load()
             return None if file.gone or not file.is_complete() else file.path
 
-    def apply_changes(self, changes: Iterable[Change]) -> None:
-        """Accept files of the attempts of decentralised jobs while they are open, and delete them afterwards."""
-        for change in changes:
-            attempt = change.attempt
-            if attempt is None or change.job.spec.gossip is None:
-                continue
-            if attempt.is_open:
-                self._open.add(attempt.key)
-            elif attempt.key in self._open:
-                self._open.discard(attempt.key)
-                task = asyncio.create_task(asyncio.to_thread(self._delete, attempt.key), name="delete relayed files")
-                self._deletions.add(task)
-                task.add_done_callback(self._deletions.discard)
+    def follow(self, attempt: Attempt) -> None:
+        """Accept files of an attempt of a decentralised job while it is open, and delete them afterwards."""
+        if attempt.is_open:
+            self._open.add(attempt.key)
+        elif attempt.key in self._open:
+            self._open.discard(attempt.key)
+            task = asyncio.create_task(asyncio.to_thread(self._delete, attempt.key), name="delete relayed files")
+            self._deletions.add(task)
+            task.add_done_callback(self._deletions.discard)
 
     async def close(self) -> None:
         """Wait for pending deletions."""

@@ -74,8 +74,6 @@ class Spool:
         with files.translate_os_errors(f"making the folder {folder}", "updates"):
             durable.make_folder(folder)
 
-    # --- which updates are needed ---
-
     def expect(self, needed: Iterable[AssignmentId]) -> None:
         """Start to accept uploads for these assignments."""
         for each in needed:
@@ -141,8 +139,6 @@ class Spool:
         threads = None if self._in_memory(key.attempt.job_id) else self._backend.threads
         call = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(threads, call)
-
-    # --- receiving ---
 
     def count_received(self, key: AssignmentId, digest: str) -> int:
         """Return how many bytes of this update were received, where an upload resumes."""
@@ -242,8 +238,6 @@ class Spool:
         ):
             self._remove(key)
 
-    # --- deleting ---
-
     def _forget(self, key: AssignmentId) -> bool:
         """Stop expecting an update; return whether it was expected."""
         clients = self._needed.get(key.attempt, set())
@@ -297,8 +291,6 @@ class Spool:
                 self._leftovers.setdefault(name, []).append(path)
             else:
                 path.unlink()
-
-    # --- files ---
 
     def _fetch(self, key: AssignmentId, digest: str) -> None:
         """Get an update from the backend, which the folder never had, or has lost or damaged."""

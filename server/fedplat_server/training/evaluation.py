@@ -23,7 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from fedplat import aggregate, texts, user_code
+from fedplat import aggregate, texts
+from fedplat.config import user_code
 from fedplat.job import JobSpec
 from fedplat.model import Parameters
 from fedplat.rounds import AttemptKey, JobState, ModelVersion

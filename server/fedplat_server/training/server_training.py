@@ -20,11 +20,11 @@ import msgspec
 from msgspec import structs
 
 from fedplat import texts
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
+from fedplat.config.loaded_plugins import PluginReference, PluginVersion, select_references
+from fedplat.config.plugins import name_of
 from fedplat.errors import FedplatError
 from fedplat.job import JobSpec, PoolOptions
-from fedplat.loaded_plugins import PluginReference, PluginVersion, select_references
-from fedplat.plugins import name_of
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import RunWarmStart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
@@ -103,8 +103,6 @@ class ServerTraining:
         self._open: dict[AttemptKey, asyncio.Task[None]] = {}
         self._removing: set[asyncio.Task[None]] = set()
 
-    # --- warm starts -----------------------------------------------------------------------------------------
-
     def begin(self, job: JobState, command: RunWarmStart) -> None:
         """Start or resume a warm start."""
         self._open[command.key] = asyncio.create_task(self._run(job, command.key), name=f"warm start {command.key}")
@@ -182,8 +180,6 @@ class ServerTraining:
         version = ModelVersion(1, key.round, key.number, blob.digest, blob.size_bytes)
         return AttemptAggregated(key, version, _metrics(reply))
 
-    # --- server steps ----------------------------------------------------------------------------------------
-
     async def step(self, job: JobState, version: ModelVersion, model: Path, updates: Iterable[Path]) -> ModelVersion:
         """Train the aggregate in the file `model` further, store it, and return it as the version.
 
@@ -215,8 +211,6 @@ class ServerTraining:
             raise PoolWorkError(f"the server step failed: {_in_one_line(exc)}") from exc
         return structs.replace(version, digest=blob.digest, size_bytes=blob.size_bytes)
 
-    # --- scores ----------------------------------------------------------------------------------------------
-
     async def score(self, name: str, model: Path, spec: JobSpec) -> EvaluateReply:
         """Evaluate a version of a job on a trainer's held-out examples. Errors are in the reply."""
         wanted = PluginVersion("rules", name_of(spec.aggregation))
@@ -227,8 +221,6 @@ class ServerTraining:
             return await self._run_task(_TaskRequest("evaluate", request, spec.pool), EvaluateReply)
         except FedplatError as exc:
             return EvaluateReply(error=str(exc))
-
-    # --- tasks -----------------------------------------------------------------------------------------------
 
     async def _train(
         self,

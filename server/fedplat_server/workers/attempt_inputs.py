@@ -23,8 +23,8 @@ from fedplat.aggregate import (
 )
 from fedplat.aggregate.state import Columns
 from fedplat.codecs import container
+from fedplat.config.loaded_plugins import PluginReference, select_references
 from fedplat.job import JobSpec, build_rule
-from fedplat.loaded_plugins import PluginReference, select_references
 from fedplat.model import ModelFile, Values
 from fedplat.privacy import KEY_BYTES, Noise
 from fedplat.rounds import JobState

@@ -18,7 +18,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat.pytorch.distributed import Backend, Ranks
 from fedplat_server.workers import protocol
 from fedplat_server.workers.encryption import GroupCipher

@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 import grpc
 import msgspec
 
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat_server.errors import PoolBrokenError, PoolError, PoolMemoryError, PoolUnavailableError, PoolWorkError
 from fedplat_server.workers import protocol
 

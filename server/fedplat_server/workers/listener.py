@@ -14,7 +14,7 @@ from queue import SimpleQueue
 import grpc
 import msgspec
 
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat_server.workers import protocol
 from fedplat_server.workers.broadcast import TaskEvent
 

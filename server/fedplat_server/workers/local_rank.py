@@ -19,6 +19,7 @@ import msgspec
 from fedplat.errors import MissingExtraError
 from fedplat.extras import install_command
 from fedplat_server import logs
+from fedplat_server.child_environment import child_environment
 from fedplat_server.errors import PoolBrokenError, PoolUnavailableError, PoolWorkError
 from fedplat_server.workers import protocol
 from fedplat_server.workers.client import RunningTask, WorkerPool
@@ -107,8 +108,11 @@ class LocalRank:
 
 
 def make_environment(daemon: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a rank that is alone, also if a launcher of several processes started the daemon."""
-    inherited = {name: value for name, value in daemon.items() if name not in _LAUNCHERS}
+    """Return the environment of a rank that is alone, also if a launcher of several processes started the daemon.
+
+    It runs the trainers of the server's owner, which get none of the daemon's secrets.
+    """
+    inherited = {name: value for name, value in child_environment(daemon).items() if name not in _LAUNCHERS}
     return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **inherited, **protocol.RANK_ENVIRONMENT}
 
 

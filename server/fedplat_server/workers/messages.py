@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from fedplat import aggregate, codecs
+from fedplat.config.loaded_plugins import PluginReference
 from fedplat.job.pool import ServerStep, WarmStart
-from fedplat.loaded_plugins import PluginReference
 from fedplat.parallel import Parallel
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedplat import user_code
+from fedplat.config import user_code
 from fedplat.model import Parameters
 from fedplat_client import Task
+from fedplat_client._protocols.gossip.model import SiloModel
 from fedplat_client._state.silo_store import SiloFolder, SiloState
-from fedplat_client._work.silos.model import SiloModel
 from support import silo_fleet
 from support.silo_fleet import Silo, gossip_job, initial_model, pull, simulate
 

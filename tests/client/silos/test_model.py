@@ -21,8 +21,8 @@ from fedplat.gossip import files
 from fedplat.gossip.messages import CommitRow, Delta
 from fedplat.gossip.steps import Contact, ExchangeSetup, Offered
 from fedplat.model import Parameters
+from fedplat_client._protocols.gossip.model import SiloModel
 from fedplat_client._state.silo_store import KEEP_S, RelaySecret, SiloFolder, SiloStore
-from fedplat_client._work.silos.model import SiloModel
 from support.silo_fleet import initial_model, move
 
 SIZE = 40

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fedplat.wire.v1 import model_pb2
+from fedplat_client._protocols.gossip.network import ByteCounter, ChunkName, RemoteFile
 from fedplat_client._state.keys import SigningKey, new_signing_key
-from fedplat_client._work.silos.network import ByteCounter, ChunkName, RemoteFile
 from fedplat_client.cancellation import Stop
 from fedplat_client.errors import Cancelled, PeerError
 from fedplat_client.task import Control

@@ -30,11 +30,11 @@ from fedplat.gossip.steps import (
     Wait,
 )
 from fedplat.model import Parameters
+from fedplat_client._protocols.gossip.calls import StepCalls
+from fedplat_client._protocols.gossip.model import SiloModel
+from fedplat_client._protocols.gossip.silo_round import RoundWork, SiloRound
 from fedplat_client._state.silo_store import RelaySecret, SiloFolder
 from fedplat_client._work.failures import AssignmentFailedError
-from fedplat_client._work.silos.calls import StepCalls
-from fedplat_client._work.silos.model import SiloModel
-from fedplat_client._work.silos.silo_round import RoundWork, SiloRound
 from fedplat_client.task import Control
 from support.silo_networks import NetworkedSilo, Networks, impatient_networks_in, networks_in
 from support.silo_scripts import Phase, Script, adopted, after, mixed

@@ -17,10 +17,10 @@ from fedplat.gossip.steps import Contact
 from fedplat.secure_aggregation.primitives import KeyPair
 from fedplat.secure_aggregation.relay import RelayExchange, RelayMember
 from fedplat_client import ClientOptions
+from fedplat_client._protocols.gossip.network import ByteCounter, PeerNetwork, RemoteFile
+from fedplat_client._protocols.gossip.ring import BrokenRingError, RingRun
 from fedplat_client._work.peers.fetch import PeerFetcher
 from fedplat_client._work.peers.port import PeerPort
-from fedplat_client._work.silos.network import ByteCounter, PeerNetwork, RemoteFile
-from fedplat_client._work.silos.ring import BrokenRingError, RingRun
 from fedplat_client.errors import PeerError
 from fedplat_client.task import Control
 from support.secure_group import enrolled_key, public_key

@@ -19,8 +19,8 @@ from fedplat.aggregate import (
     RuleOptions,
     describe_metrics_problem,
 )
+from fedplat.config.plugins import BUILTIN
 from fedplat.model import Vector, VectorBlocks
-from fedplat.plugins import BUILTIN
 from fedplat.testing import check_rule
 from support.rule_cases import CASES, SIZE, Updates, make_options
 

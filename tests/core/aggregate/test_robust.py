@@ -37,8 +37,8 @@ from fedplat.aggregate.robust import (
     PreAggregator,
 )
 from fedplat.aggregate.state import columns_of, first_columns, read_columns, state_to_bytes
+from fedplat.config.plugins import name_of
 from fedplat.model import WINDOW, ModelFile, Parameters, VectorBlocks
-from fedplat.plugins import name_of
 from fedplat.testing import check_robust_rule
 from support.robust_cases import (
     CASES,

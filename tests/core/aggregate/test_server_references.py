@@ -20,8 +20,8 @@ import pytest
 
 from fedplat.aggregate import Contribution, Partial, Rule, RuleOptions, State, Wrapper, clip_by_quantile
 from fedplat.aggregate.adaptive_clip import AdaptiveClip
+from fedplat.config.plugins import BUILTIN
 from fedplat.model import Vector, VectorBlocks
-from fedplat.plugins import BUILTIN
 
 FOUND: dict[str, Any] = json.loads(Path(__file__).with_name("server_references.json").read_bytes())
 BASE = np.array(FOUND["base"], np.float32)

@@ -195,6 +195,7 @@ def test_job_control(run: Run, job: admin_pb2.Job):
 def test_job_set(run: Run, job: admin_pb2.Job, state: State):
     done = run("job", "set", "digits", "retention.versions=5", "retry.pause_after=0")
     assert done.stdout == f"job digits ({job.job_id}) is RUNNING\n"
+    assert done.stderr == "set retention.versions=5, retry.pause_after=0\n"
     assert state.changes == ["retention.versions=5", "retry.pause_after=0"]
     assert run("job", "set", "digits").exit_code == 2
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fedplat.admin import exchange
 from fedplat.admin.funnel import largest_loss, steps
 from fedplat.cli import client_description, formats, funnel
 from fedplat.wire.v1 import admin_pb2
@@ -289,3 +290,10 @@ def test_what_a_client_does():
     assert "was not seen since the server started" in client_description.explain(client)
     newer = admin_pb2.Job(job_file="unknown = 1")
     assert client_description.explain_selection(client, newer).startswith("unknown: ")
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("ring", "0.0176"), ("neighbours", "0.0176 (tolerance 0.01)")])
+def test_only_an_exchange_between_neighbours_has_a_tolerance(kind: str, expected: str) -> None:
+    """A ring computes the mean, whatever the distance of its members from it."""
+    done = admin_pb2.Exchange(kind=kind, topology="ring", num_silos=4, relative_distance=0.0176, tolerance=0.01)
+    assert exchange.describe(done).endswith(f"4 silos; distance from the mean {expected}")

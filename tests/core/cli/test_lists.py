@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import grpc
 import pytest
 
 from fedplat.admin import AdminClient
-from fedplat.wire.v1 import admin_pb2
+from fedplat.wire.v1 import admin_pb2, events_pb2
 from support.cli.commands import Run, parsed
 from support.cli.fake_state import T0, State
 
@@ -79,3 +80,18 @@ def test_a_page_is_not_asked_for_before_it_is_needed(client: AdminClient, state:
     assert next(rounds).round == 1
     assert len(state.tokens) == 1
     assert len(client.list_rounds("digits")) == 5
+
+
+def test_deliveries_of_webhooks_are_limited_in_tables_only(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [events_pb2.Delivery(webhook_id=f"w-{number}", state="delivered") for number in range(120)]
+
+    def iter_deliveries(client: AdminClient, limit: int | None = None, **filters: str) -> Iterator[events_pb2.Delivery]:
+        return iter(made[:limit])
+
+    monkeypatch.setattr(AdminClient, "iter_deliveries", iter_deliveries)
+    table = run("webhook", "deliveries")
+    assert (len(table.stdout.splitlines()), table.stderr) == (51, "50 rows, and there are more; --limit 0 for all\n")
+    assert len(parsed(run("webhook", "deliveries", "--json"))) == 120
+    assert len(parsed(run("webhook", "deliveries", "--json", "--limit", "7"))) == 7
+    everything = run("webhook", "deliveries", "--limit", "0")
+    assert (len(everything.stdout.splitlines()), everything.stderr) == (121, "")

@@ -66,7 +66,7 @@ def test_a_job_as_people_read_it(run: Run, state: State):
         "clip norm          0.5\n"
         "budget of the job  epsilon 2\n"
         "population         population phones has the budget epsilon 3 at delta 1e-06, of which 1.9 is released or "
-        "planned: 1 private jobs, 2 without noise, which no budget covers\n"
+        "planned: 1 private job, 2 without noise, which no budget covers\n"
         "not covered        this; that\n"
         "more               docs/privacy.md\n"
     )
@@ -80,7 +80,7 @@ def test_metrics_and_adaptive_clips_are_told(run: Run, state: State):
     assert lines["noise multiplier"].strip() == "1.2 per round (1.5 for the model, the rest for metrics)"
     assert lines["clip norm"].strip() == "0.5 at first, then adaptive"
     assert lines["budget of the job"].strip() == "none except its rounds"
-    assert lines["population"].strip().startswith("population phones has no budget: 1 private jobs")
+    assert lines["population"].strip().startswith("population phones has no budget: 1 private job,")
 
 
 def test_a_job_that_is_not_private_is_one_line(run: Run, state: State):

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import pytest
 
 from fedplat.codecs import CODECS, Codec, CodecError, CodecOptions
+from fedplat.config.plugins import BUILTIN
 from fedplat.model import BLOCK, Vector
-from fedplat.plugins import BUILTIN
 from fedplat.testing import check_codec
 from support.codecs import decoded, encoded, normal, round_trip
 

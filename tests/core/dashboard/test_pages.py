@@ -16,6 +16,7 @@ from support.dashboard.fake_server import (
     JOB_ID,
     FakeServer,
     away,
+    make_client,
     make_job,
     make_rounds,
     refused,
@@ -152,6 +153,29 @@ async def test_the_menu_and_the_forms_depend_on_the_role(
     has_forms = role != "viewer"
     assert ('action="/jobs/' in text) == has_forms
     assert ("revoke" in (await visitor.get(f"/clients/{CLIENT_ID}")).text) == has_forms
+
+
+async def test_a_client_whose_trainer_does_not_return_is_not_shown_as_working(
+    visitor: Visitor, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = make_client(CLIENT_ID)
+    client.state, client.job_id = "away", JOB_ID
+
+    def show_client(_: str) -> admin_pb2.Client:
+        return client
+
+    def list_clients(_: admin_pb2.ListClientsRequest) -> admin_pb2.ListClientsResponse:
+        return admin_pb2.ListClientsResponse(clients=[client], total=1)
+
+    monkeypatch.setattr(server, "show_client", show_client)
+    monkeypatch.setattr(server, "list_clients", list_clients)
+    page, table = (await visitor.get(f"/clients/{CLIENT_ID}")).text, (await visitor.get("/clients")).text
+    assert "its trainer has not returned from a task of" in page
+    assert "restart its fedplat-client" in page
+    assert "works for" not in page
+    assert "its trainer has not returned" in table
+    client.state = "busy"
+    assert "works for" in (await visitor.get(f"/clients/{CLIENT_ID}")).text
 
 
 async def test_lists_are_filtered_by_the_server_and_paged(visitor: Visitor, server: FakeServer) -> None:

@@ -25,14 +25,14 @@ from fedplat.aggregate import (
     read_scalars,
     state_to_bytes,
 )
+from fedplat.config.loaded_plugins import load_plugins
+from fedplat.config.plugins import Plugins
 from fedplat.errors import FedplatError, FlowerError, JobFileError, MissingExtraError, PluginError, UserCodeError
 from fedplat.flower import app, identity
 from fedplat.flower.rule import FlowerAggregation
 from fedplat.flower.strategies import FLOWER_STRATEGIES
 from fedplat.job import JobSpec, build_rule, job_file, parse_job
-from fedplat.loaded_plugins import load_plugins
 from fedplat.model import ModelFile, Parameters
-from fedplat.plugins import Plugins
 from support.flower import mark_slow
 from support.jobs import write_job
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from fedplat import user_code
+from fedplat.config import user_code
 from fedplat.model import Parameters
 from fedplat.simulation.api import simulate
 from fedplat.sklearn.learner import ESTIMATORS

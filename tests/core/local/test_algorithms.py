@@ -28,9 +28,9 @@ from fedplat.aggregate import (
     LossContext,
 )
 from fedplat.client_state import ClientState
+from fedplat.config.plugins import Plugins, name_of
 from fedplat.errors import EngineError, JobFileError, PluginError, UserCodeError
 from fedplat.model import Parameters
-from fedplat.plugins import Plugins, name_of
 from fedplat.pytorch.training import (
     Learner,
     LocalOptions,

@@ -13,6 +13,7 @@ from torch import nn
 from fedplat.aggregate import Accumulator, Contribution, Rule, first_columns
 from fedplat.aggregate.state import columns_of
 from fedplat.client_state import ClientState
+from fedplat.config.toml import read_record
 from fedplat.errors import ModelError
 from fedplat.job import JobSpec, Selection, build_rule
 from fedplat.model import Parameters
@@ -21,7 +22,6 @@ from fedplat.pytorch.training import Learner, LocalOptions, LocalTraining, Tenso
 from fedplat.simulation import SimulationOptions, make_job, simulate
 from fedplat.simulation.data import Dataset, partitioners
 from fedplat.simulation.engines.registry import LoopOptions, VmapOptions
-from fedplat.toml import read_record
 
 NUM_CLIENTS = 4
 RNG = np.random.default_rng(11)

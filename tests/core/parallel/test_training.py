@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from fedplat.config.plugins import Plugins
 from fedplat.errors import TrainingError
 from fedplat.model import Parameters
-from fedplat.plugins import Plugins
 from fedplat.pytorch.convert import load_into
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.server import DataParallelGradients, ServerTrainer, TrainingRun

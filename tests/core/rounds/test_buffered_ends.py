@@ -7,7 +7,7 @@ import pytest
 from fedplat.aggregate import Contribution
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.rounds.commands import Abort, Assign, Commit, Fold
-from fedplat.rounds.events import AggregationFailed, ClientLeft, JobAction
+from fedplat.rounds.events import AggregationFailed, ClientLeft, JobAction, UpdateRejected
 from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus, Reason
 from support.rounds.buffers import FIRST, SECOND, buffered, carried, play, staleness
 from support.rounds.driver import Driver, aborted, commands_of, make_client
@@ -233,3 +233,16 @@ def test_the_same_seed_gives_the_same_sequence() -> None:
         return said
 
     assert run() == run()
+
+
+def test_reports_that_wait_have_different_numbers_also_after_a_restart() -> None:
+    """The store has no ended assignments that were carried over, and one of them had been counted."""
+    driver = buffered(6, concurrency=6, goal=2)
+    first, second, rejected, *waiting = driver.attempt.assignments
+    driver.report(first, second)
+    driver.do(UpdateRejected(driver.key_of(rejected), rejected, Reason.REJECTED_NONFINITE, "text"))
+    driver.report(waiting[0])
+    driver.crash()
+    driver.report(*waiting[1:])
+    assert [each.client_id for each in driver.job.carried_over.reported] == waiting
+    assert len({each.report_number for each in driver.job.carried_over.reported}) == len(waiting)

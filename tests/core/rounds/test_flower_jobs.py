@@ -19,6 +19,7 @@ from fedplat.rounds.events import (
     RollbackOrdered,
     ServerRestarted,
 )
+from fedplat.rounds.protocols.flower_app import cohort_of
 from fedplat.rounds.states import AttemptPhase, JobStatus
 from support.rounds.driver import Driver, assigned, commands_of, make_aggregated, make_job, make_spec
 
@@ -130,7 +131,7 @@ def test_a_restart_waits_again_for_those_that_have_not_arrived() -> None:
     driver.report("c1")
     driver.crash()
     driver.do(ServerRestarted("j"))
-    assert driver.job.cohort == COHORT
+    assert cohort_of(driver.job) == COHORT
     driver.check_in("c3", "c5")
     assert [command.num_updates for command in commands_of(driver.report("c3", "c5"), Commit)] == [3]
 

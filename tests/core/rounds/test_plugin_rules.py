@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from msgspec import Struct, structs
 
+from fedplat.config.loaded_plugins import PluginVersion
 from fedplat.errors import UserCodeError
-from fedplat.loaded_plugins import PluginVersion
 from fedplat.rounds import JobState
 from fedplat.rounds.events import JobAction, OperatorCommand, ServerRestarted
 from fedplat.rounds.states import AssignmentState, AttemptPhase, JobStatus

@@ -14,8 +14,8 @@ import pytest
 from fedplat.rounds.events import ClientRevoked, UpdateReported
 from fedplat.rounds.protocols import clock_set
 from fedplat.rounds.protocols.clock_set import CLEAN_CLOCKS, ClockSet, Lapse, clocks_from_builtins, clocks_to_builtins
-from fedplat.rounds.protocols.ssp import list_withheld
-from fedplat.rounds.states import JobStatus, Reason
+from fedplat.rounds.protocols.ssp import clocks_of, list_withheld
+from fedplat.rounds.states import AttemptKind, JobStatus, Reason
 from support.rounds.driver import Driver, assigned, make_job, make_spec
 
 
@@ -33,7 +33,7 @@ def work(driver: Driver, client_id: str) -> list[str]:
 
 
 def clocks(driver: Driver) -> dict[str, int]:
-    return dict(driver.job.clocks.clocks)
+    return dict(clocks_of(driver.job).clocks)
 
 
 def is_at_work(driver: Driver, client_id: str) -> bool:
@@ -47,7 +47,7 @@ def test_a_client_gets_at_most_one_clock_more_than_the_slack_ahead() -> None:
     assert list_withheld(driver.job) == ["c0"]
     driver.report("c1")
     assert assigned(driver.commit()) == ["c0"]
-    assert driver.job.clocks.minimum == 1
+    assert clocks_of(driver.job).minimum == 1
     assert driver.job.latest.version == 4
 
 
@@ -67,6 +67,16 @@ def test_without_slack_all_begin_each_clock_with_the_same_version() -> None:
             driver.check_in(*names)
     assert driver.job.status is JobStatus.COMPLETED
     assert clocks(driver) == dict.fromkeys(("c0", "c1", "c2"), 3)
+
+
+def test_clocks_decide_who_trains_and_not_who_evaluates() -> None:
+    """The clock set is full, so no other client may train; the version is evaluated by those that are free."""
+    driver = begin(2, slack=0, evaluation={"clients": {"evaluator": "digits-eval", "goal": 2}})
+    assert assigned(driver.check_in("c2", "c3")) == []
+    driver.report("c0")
+    assert sorted(assigned(driver.commit())) == ["c2", "c3"]
+    assert driver.attempt.kind is AttemptKind.EVALUATE
+    assert clocks(driver) == {"c0": 1, "c1": 0}
 
 
 def test_the_slowest_dies_and_comes_back_at_the_minimum() -> None:
@@ -158,7 +168,7 @@ def test_an_empty_set_keeps_its_minimum_and_begins_again() -> None:
     driver = begin(1, slack=0)
     assert work(driver, "c0") == ["c0"]
     driver.give_up("c0")
-    assert (clocks(driver), driver.job.clocks.minimum) == ({}, 1)
+    assert (clocks(driver), clocks_of(driver.job).minimum) == ({}, 1)
     assert assigned(driver.check_in("c1")) == ["c1"]
     assert clocks(driver) == {"c1": 1}
 
@@ -171,7 +181,7 @@ def test_one_client_that_only_takes_work_holds_the_others_back_ever_more_rarely(
         while is_at_work(driver, "c0"):
             work(driver, "c0")
         if is_at_work(driver, "c1"):
-            held.append(driver.job.clocks.minimum)
+            held.append(clocks_of(driver.job).minimum)
             driver.crash()  # neither the clocks nor who has left are forgotten
             driver.check_in("c0")
             driver.wait(101.0)
@@ -214,11 +224,11 @@ def test_those_who_have_left_take_bounded_room(monkeypatch: pytest.MonkeyPatch) 
             assert work(driver, name) == [name]
             driver.give_up(name)
     assert joined == 3
-    assert driver.job.clocks.ahead == {"x0": 1, "x1": 1, "x2": 1}
-    assert driver.job.clocks.is_closed
+    assert clocks_of(driver.job).ahead == {"x0": 1, "x1": 1, "x2": 1}
+    assert clocks_of(driver.job).is_closed
     driver.report("c0")
     driver.commit()
-    assert not driver.job.clocks.ahead
+    assert not clocks_of(driver.job).ahead
     driver.check_in("c0")
     assert set(clocks(driver)) > {"c0"}
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec import Struct
 
-from fedplat.plugins import BUILTIN
+from fedplat.config.plugins import BUILTIN
 from fedplat.sampling import POLICIES, Policy
 from fedplat.testing import check_policy
 from fedplat.testing.policies import make_fleet

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from fedplat.cli.app import app
+from fedplat.config.plugins import Kind, kinds
 from fedplat.errors import JobFileError
-from fedplat.plugins import Kind, kinds
 from fedplat.simulation.api import simulate
 from support.cli.runner import CliRunner
 

@@ -9,8 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from fedplat.config.plugins import BUILTIN
+from fedplat.config.toml import read_record, read_toml
 from fedplat.errors import JobFileError
-from fedplat.plugins import BUILTIN
 from fedplat.simulation.clients import Availability, FleetOptions, build_fleet
 from fedplat.simulation.clients.availability import (
     AVAILABILITY_MODELS,
@@ -23,7 +24,6 @@ from fedplat.simulation.clients.availability import (
 )
 from fedplat.simulation.clients.distributions import DISTRIBUTIONS, Distribution, hash_uniform, hashed_normal
 from fedplat.testing import check_availability, check_distribution
-from fedplat.toml import read_record, read_toml
 from support.simulation.cases import make_fleet
 
 

@@ -19,9 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fedplat import codecs, plugins
+from fedplat import codecs
 from fedplat.aggregate import FedAdam, Robust, server_optimizer, weighted_mean
 from fedplat.aggregate.robust import Median
+from fedplat.config import plugins
+from fedplat.config.toml import read_toml
+from fedplat.config.toml_text import write_toml
 from fedplat.errors import DataError, FedplatError, JobFileError, PluginError, ReplayError
 from fedplat.job import Compression, JobSpec, Model, Scalar, Selection, job_file, parse_job
 from fedplat.pytorch.training import Learner
@@ -33,8 +36,6 @@ from fedplat.simulation.recording.result import AttemptResult
 from fedplat.simulation.run_folder import RunFolderOptions
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario import objects
-from fedplat.toml import read_toml
-from fedplat.toml_text import write_toml
 from support.simulation.runs import DIGITS
 
 CONFIG: dict[str, Scalar] = {"epochs": 1, "batch_size": 32, "learning_rate": 0.3}

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from fedplat.cli.app import app
+from fedplat.config.plugins import Plugins, name_of
 from fedplat.errors import DataError, JobFileError, NoProgressError, PluginError, UserCodeError
 from fedplat.metrics import Metric
-from fedplat.plugins import Plugins, name_of
 from fedplat.simulation.api import simulate
 from fedplat.simulation.engines.registry import LoopOptions
 from fedplat.simulation.run_folder import RunFolderOptions

@@ -23,7 +23,7 @@ from fedplat.aggregate import (
     LocalSgd,
     LossContext,
 )
-from fedplat.plugins import Plugins
+from fedplat.config.plugins import Plugins
 from fedplat.pytorch.training import LocalOptions, forward_features
 from fedplat.testing import ConformanceError, check_algorithm
 

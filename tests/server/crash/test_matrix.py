@@ -263,6 +263,6 @@ async def test_killed_between_the_clocks_of_its_clients(world: World, point: str
     await check(world, kept=False)  # what waits when the last version is made is dropped
     job, attempts = await recompute.read(world.order.database)
     assert sorted(attempts) == [(number, 1) for number in range(1, 8)]
-    stored = job.row.clocks
+    stored = job.row.protocol
     assert stored is not None
     assert sum(clocks_from_builtins(stored).clocks.values()) == 7

@@ -12,7 +12,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import pytest
 
-from fedplat import durable, user_code
+from fedplat import durable
+from fedplat.config import user_code
 from fedplat_client import Client
 from support import mtls, silo_clients
 from support.daemons import initial_model

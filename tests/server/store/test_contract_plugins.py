@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from fedplat.config.loaded_plugins import PluginVersion, load_plugins
+from fedplat.config.plugins import BUILTIN, has_absent, name_of
 from fedplat.errors import PluginError
 from fedplat.job import parse_job
-from fedplat.loaded_plugins import PluginVersion, load_plugins
-from fedplat.plugins import BUILTIN, has_absent, name_of
 from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.events import JobAction, OperatorCommand
 from fedplat_server.database.store import Store, open_store

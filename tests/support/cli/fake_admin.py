@@ -11,8 +11,8 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 
+from fedplat.config.plugins import Plugins
 from fedplat.job import parse_job
-from fedplat.plugins import Plugins
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from support.cli.fake_state import ENDED, T0, S, State, Status
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from fedplat.rounds import AssignmentId, Change, JobState
+from fedplat.rounds.protocols.ssp import clocks_of
 from fedplat.rounds.states import AssignmentState, AttemptKind, Reason
 
 
@@ -20,12 +21,12 @@ class Clocks:
         """Check the clocks after one change against the counts."""
         job, mode = change.job, change.job.spec.stale_synchronous
         if mode is None:
-            assert not job.clocks.clocks
+            assert not clocks_of(job).clocks
             return
         joined, merged = self._joined.setdefault(job.job_id, {}), self._merged.setdefault(job.job_id, Counter())
         trained = [row for row in change.assignments if row.kind is AttemptKind.TRAIN]
         merged.update(row.client_id for row in trained if row.state is AssignmentState.MERGED)
-        members, were = job.clocks.clocks, before.clocks
+        members, were = clocks_of(job).clocks, clocks_of(before)
         for name in [name for name in joined if name not in members]:
             del joined[name], merged[name]
         for name in [name for name in members if name not in joined]:
@@ -34,8 +35,8 @@ class Clocks:
         assert members == {name: clock + merged[name] for name, clock in joined.items()}
         assert len(members) <= mode.concurrency
         assert {each.client_id for each in job.open_assignments if each.kind is AttemptKind.TRAIN} <= members.keys()
-        slowest = min(members.values(), default=job.clocks.minimum)
-        assert were.minimum <= job.clocks.minimum == slowest
+        slowest = min(members.values(), default=clocks_of(job).minimum)
+        assert were.minimum <= clocks_of(job).minimum == slowest
         assert all(slowest <= clock <= slowest + mode.slack + 1 for clock in members.values()), "out of bounds"
         for row in trained:
             if row.id not in self._seen:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from fedplat.config.toml import read_record
 from fedplat.job import JobSpec
 from fedplat.rounds import Attempt, AttemptKey, Context, Coordinator, JobState, ModelVersion, Proposal, Verdict
 from fedplat.rounds.commands import Abandon, Abort, Assign, Commit, Fold, NextStep, Refuse, Restart
@@ -26,7 +27,6 @@ from fedplat.rounds.events import (
     UploadStarted,
 )
 from fedplat.rounds.states import JobStatus, Reason
-from fedplat.toml import read_record
 from support.rounds.invariants import Ledger
 
 _Command = TypeVar("_Command", Abandon, Assign, Abort, Commit, Fold, NextStep, Refuse, Restart)

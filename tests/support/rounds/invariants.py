@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from msgspec import structs
 
 from fedplat.gossip.state import GossipPhase
-from fedplat.gossip.storage import state_from_builtins, state_to_builtins
 from fedplat.modes import Buffered
 from fedplat.rounds import (
     Assignment,
@@ -34,8 +33,8 @@ from fedplat.rounds import (
 )
 from fedplat.rounds.commands import Abandon, Assign, Commit, Fold, Refuse, Restart
 from fedplat.rounds.events import ClientCheckedIn, Event, ServerRestarted, TimerFired, UpdateReported
-from fedplat.rounds.protocols.base import read_state, write_state
-from fedplat.rounds.protocols.clock_set import clocks_from_builtins, clocks_to_builtins
+from fedplat.rounds.protocols.base import training_of
+from fedplat.rounds.protocols.gossip import state_of
 from fedplat.rounds.records import NO_ASSIGNMENTS, SecureMessages
 from fedplat.rounds.selection import Demand, make_demand
 from fedplat.rounds.states import (
@@ -156,6 +155,7 @@ class Ledger:
             "closes_at": None,
             "step_ends_at": None,
             "num_awaited": 0,
+            "last_report": 0,
         }
         self.attempts = {key: structs.replace(attempt, **moments) for key, attempt in self.attempts.items()}
         for job_id, job in self.jobs.items():
@@ -165,14 +165,10 @@ class Ledger:
                 self.attempts[last.key] = structs.replace(last, assignments={})
             bare = self.attempts[last.key] if last is not None else None
             self.jobs[job_id] = structs.replace(job, attempt=bare, resume_at=None)
-            stored_clocks = clocks_from_builtins(clocks_to_builtins(job.clocks))
-            exchange = None
-            if job.gossip is not None:
-                exchange = state_from_builtins(json.loads(json.dumps(state_to_builtins(job.gossip))), job.gossip.rules)
-                assert exchange == job.gossip
-            kept = None if job.protocol is None else json.loads(json.dumps(write_state(job.protocol)))
-            kinds = {"clocks": stored_clocks, "gossip": exchange, "protocol": read_state(job.spec, kept)}
-            self.jobs[job_id] = structs.replace(self.jobs[job_id], **kinds)
+            kind = training_of(job)
+            kept = kind.read_state(json.loads(json.dumps(kind.write_state(job))), job.spec)
+            assert job.spec.gossip is None or kept == job.protocol
+            self.jobs[job_id] = structs.replace(self.jobs[job_id], protocol=kept)
             recalled = structs.replace(self.jobs[job_id], attempt=last, carried_over=carried)
             coordinator.add(recalled, self.participations(job_id))
 
@@ -461,8 +457,7 @@ class Ledger:
 
     def _check_exchange(self, job: JobState, attempt: Attempt) -> None:
         """A round of a decentralised job has a deadline, and the silos that announced a model are those at work."""
-        state = job.gossip
-        assert state is not None
+        state = state_of(job)
         assert attempt.key.round == state.round
         if not attempt.is_open:
             return
@@ -476,7 +471,7 @@ class Ledger:
     def _check_deadlines(self, job: JobState, now: float) -> None:
         """Once the timer has fired nothing is open past its deadline."""
         attempt = job.open_attempt
-        if attempt is not None and attempt.awaits_clients:
+        if attempt is not None and attempt.awaits_clients and job.spec.gossip is None:
             assert attempt.selection_ends_at > now
         if attempt is not None and attempt.phase is AttemptPhase.COLLECTING and attempt.closes_at is not None:
             assert attempt.closes_at > now

@@ -10,6 +10,7 @@ from fedplat.gossip.state import GossipState
 from fedplat.gossip.steps import Contact, Instruction, Progress
 from fedplat.rounds import Proposal
 from fedplat.rounds.events import ClientCheckedIn, SiloReported
+from fedplat.rounds.protocols.gossip import state_of
 from support.rounds.driver import Driver, make_client, make_job, make_spec
 
 
@@ -38,8 +39,7 @@ class Silos:
 
     @property
     def state(self) -> GossipState:
-        assert self.driver.job.gossip is not None
-        return self.driver.job.gossip
+        return state_of(self.driver.job)
 
     def start(self) -> Silos:
         self.check_in(*self.names)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import structs
 
-from fedplat.gossip.storage import state_to_builtins
 from fedplat.rounds import Assignment, Attempt, HistoryRow, JobState, ModelVersion, Participation, invariants
 from fedplat.rounds.invariants.records import (
     AssignmentRow,
@@ -19,7 +18,7 @@ from fedplat.rounds.invariants.records import (
     StoredJob,
     VersionRow,
 )
-from fedplat.rounds.protocols.clock_set import clocks_to_builtins
+from fedplat.rounds.protocols.base import training_of
 from fedplat.rounds.states import JobStatus
 
 WITHOUT_FILES = [
@@ -94,10 +93,8 @@ def participation_rounds(job: JobState, participations: Iterable[Participation])
 
 
 def _job_row(job: JobState) -> JobRow:
-    clocks = clocks_to_builtins(job.clocks)
-    gossip = state_to_builtins(job.gossip) if job.gossip is not None else None
     numbers = job.status, job.round, job.latest.version, job.revision
-    return JobRow(job.job_id, "", *numbers, None, clocks=clocks, gossip=gossip)
+    return JobRow(job.job_id, "", *numbers, None, protocol=training_of(job).write_state(job))
 
 
 def _version_row(version: ModelVersion) -> VersionRow:

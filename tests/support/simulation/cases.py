@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from fedplat.config.plugins import BUILTIN
 from fedplat.job import JobSpec
-from fedplat.plugins import BUILTIN
 from fedplat.simulation.clients import Fleet, FleetOptions, build_fleet
 from support.rounds.driver import make_spec
 

@@ -28,7 +28,9 @@ from fedplat.rounds.commands import (
     RunWarmStart,
 )
 from fedplat.rounds.events import Event
-from fedplat.rounds.protocols.gossip import state_of
+from fedplat.rounds.protocols.flower_app import cohort_of
+from fedplat.rounds.protocols.gossip import find_state
+from fedplat.rounds.protocols.ssp import clocks_of
 
 Line = list[Any]
 _encode = msgspec.json.Encoder(order="deterministic").encode
@@ -128,14 +130,13 @@ def _describe_change(change: Change) -> Iterator[Line]:
 
 def _describe_kind(job: JobState) -> Iterator[object]:
     """Yield what jobs of some kinds keep from attempt to attempt: write here where it is now."""
-    clocks = job.clocks
-    yield [sorted(job.cohort), sorted(job.barred), list(job.unmasked)]
+    clocks = clocks_of(job)
+    yield [sorted(cohort_of(job)), sorted(job.barred), list(job.unmasked)]
     yield [clocks.minimum, clocks.clocks, clocks.ahead, _numbers(clocks.expected)]
     yield [[name, lapse.times, lapse.at] for name, lapse in clocks.lapses.items()]
-    if job.spec.gossip is not None and job.attempt is not None:
-        silos = state_of(job)
-        yield [str(silos.phase.value), silos.round, silos.attempt, silos.timer, silos.failures, silos.confirmed]
-        yield [sorted(silos.members), sorted(silos.away), sorted(silos.announced), sorted(map(list, silos.edges))]
+    if (state := find_state(job)) is not None:
+        yield [state.phase.value, state.round, state.attempt, state.timer, state.failures, state.reason]
+        yield [sorted(state.announced), sorted(state.away), sorted(state.members), sorted(state.edges)]
 
 
 def _describe_attempt(attempt: Attempt) -> Iterator[object]:

@@ -1,4 +1,4 @@
-"""Simulations of each kind of job, and the digests of what the coordinator decides in them (`decisions.json`).
+"""Simulations and schedules of each kind of job, and the digests of what the coordinator decides (`decisions.json`).
 
     PYTHONPATH=tests python -m support.simulation.kinds --write
     PYTHONPATH=tests python -m support.simulation.kinds --lines buffered small > lines
@@ -32,6 +32,7 @@ from fedplat.simulation.clients.links import Cut, LinkOptions, Outage
 from fedplat.simulation.federated.interface import NoTraining
 from fedplat.simulation.recording.result import AttemptResult
 from fedplat.simulation.run import Hooks, Simulation, drive, run
+from support.rounds import schedules
 from support.rounds.silos import silo_spec
 from support.simulation.cases import BAD, job, make_fleet
 from support.simulation.decisions import Decisions, RoundedDecisions
@@ -40,6 +41,7 @@ from support.simulation.secure import secure_job
 
 FILE: Final = Path(__file__).resolve().parents[2] / "core" / "simulation" / "decisions.json"
 SIZES: Final = {"small": 1, "large": 4}
+NUM_STEPS: Final = 250
 SEED: Final = 3
 MODEL_BYTES: Final = 1e6
 _EXACT: Final[dict[str, Any]] = BAD | {"speed": {"kind": "uniform", "low": 1.0, "high": 20.0}, "noise": 0.0}
@@ -97,6 +99,12 @@ KINDS: Final[Mapping[str, Callable[[int], JobSpec]]] = {
     "gossip, ring": lambda n: silo_spec(8, 4 * n, selection=_HALF, mode={"exchange": "ring"}),
 }
 """Makes a job of each kind, of a number of rounds that grows with its argument."""
+CASES: Final[Mapping[str, tuple[str, ...]]] = {
+    "small": tuple(KINDS),
+    "large": tuple(KINDS),
+    "schedule": schedules.KINDS,
+}
+"""The kinds that are simulated in each size, and those that have a schedule."""
 _FAULTS: Final = LinkOptions(loss=0.3, cuts=(Cut((0, 1), 2, 5), Cut((4, 5), 2, 5)), dead=(Outage(3, 2, 3),))
 
 
@@ -107,7 +115,11 @@ def summarize(kind: str, size: str) -> dict[str, object]:
 
 
 def decide(kind: str, size_name: str) -> tuple[Decisions, str]:
-    """Run a simulation; return its decisions, and how it has ended."""
+    """Run a simulation or a schedule; return its decisions, and how it has ended."""
+    decisions = Decisions()
+    if size_name == "schedule":
+        job = schedules.play(kind, NUM_STEPS, decisions.record).job
+        return decisions, f"{job.status} {job.round} rounds {job.reason}".strip()
     size = SIZES[size_name]
     spec = KINDS[kind](size)
     if spec.gossip is not None:
@@ -206,18 +218,21 @@ def summarize_in_process(hash_seed: str, *sizes: str) -> str:
 def main() -> None:
     """Print, or write, summaries or decisions."""
     parser = argparse.ArgumentParser(description="What the coordinator decides in simulations of each kind of job.")
-    parser.add_argument("sizes", nargs="*", default=[*SIZES], help="print the summaries of these: small, large")
+    parser.add_argument(
+        "sizes", nargs="*", default=[*CASES], help="print the summaries of these: small, large, schedule"
+    )
     parser.add_argument("--write", action="store_true", help=f"write the summaries into {FILE.name}")
     parser.add_argument("--lines", nargs=2, metavar=("KIND", "SIZE"), help="print the decisions of one simulation")
     arguments = parser.parse_args()
     if arguments.lines:
         print(*(line.decode() for line in decide(*arguments.lines)[0].lines), sep="\n")
     elif arguments.write:
-        found = [summarize_in_process(seed, *SIZES) for seed in ("1", "2")]
-        assert found[0] == found[1], "the decisions depend on the order of a set"
-        FILE.write_text(found[0])
+        one, other = (summarize_in_process(seed, *CASES) for seed in ("1", "2"))
+        assert one == other, "the decisions depend on the order of a set"
+        FILE.write_text(one)
     else:
-        print(json.dumps({size: {kind: summarize(kind, size) for kind in KINDS} for size in arguments.sizes}, indent=1))
+        found = {size: {kind: summarize(kind, size) for kind in CASES[size]} for size in arguments.sizes}
+        print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -105,6 +105,7 @@ def _bare(attempt: Attempt) -> Attempt:
         next_deadline=None,
         assignments={},
         counts={},
+        last_report=0,
     )
 
 
@@ -118,7 +119,7 @@ def without_moments(job: JobState) -> JobState:
 
 def _timeless(crew: _Crew) -> _Crew:
     bare = [structs.replace(one, assigned_at=0.0, deadline_at=0.0) for one in crew.assignments.values()]
-    return structs.replace(crew.with_assignments(bare), next_deadline=None)
+    return structs.replace(crew.with_assignments(bare), next_deadline=None, last_report=0)
 
 
 class Driver:

@@ -52,7 +52,7 @@ def new_charge(name: str, version: int) -> str:
 def clocks(stored: str) -> str:
     """Makes the draft a job with clocks, and gives it these."""
     text = job_file("draft", goal=1, more='[mode]\nkind = "ssp"\nconcurrency = 2\nslack = 1\n').replace("'", "''")
-    return job("draft", f"job_file = '{text}', clocks = '{stored}'".replace("{", "{{").replace("}", "}}"))
+    return job("draft", f"job_file = '{text}', protocol = '{stored}'".replace("{", "{{").replace("}", "}}"))
 
 
 def exchange(stored: str) -> str:
@@ -60,7 +60,7 @@ def exchange(stored: str) -> str:
     more = '[mode]\nkind = "gossip"\n[updates]\nweighting = "uniform"\n'
     selection = {"goal": 3, "over_selection": 1.3, "min_fraction": 0.6}
     text = write_job("draft", selection=selection, more=more).replace("'", "''")
-    return job("draft", f"job_file = '{text}', gossip = '{stored}'".replace("{", "{{").replace("}", "}}"))
+    return job("draft", f"job_file = '{text}', protocol = '{stored}'".replace("{", "{{").replace("}", "}}"))
 
 
 BREAKAGES: Mapping[str, tuple[Callable[..., object], str]] = {
@@ -225,9 +225,9 @@ BREAKAGES: Mapping[str, tuple[Callable[..., object], str]] = {
         jobs.clocks_are_close,
         clocks('{"clocks": {"a": 1, "b": 1, "c": 1}, "ahead": {}, "minimum": 1}'),
     ),
-    "clocks that are none": (jobs.clocks_are_close, clocks('{"clocks": 3}')),
-    "an exchange of another job": (jobs.gossip_agrees, job("done", "gossip = '{{}}'")),
-    "an exchange of no shape": (jobs.gossip_agrees, exchange("3")),
+    "clocks that are none": (jobs.state_is_of_its_kind, clocks('{"clocks": 3}')),
+    "a state of another kind": (jobs.state_is_of_its_kind, job("done", "protocol = '{{}}'")),
+    "an exchange of no shape": (jobs.state_is_of_its_kind, exchange("3")),
     "an exchange in another round": (jobs.gossip_agrees, exchange('{"round": 7}')),
     "a mean without a version": (
         jobs.gossip_agrees,

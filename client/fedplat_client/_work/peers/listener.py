@@ -25,8 +25,8 @@ import grpc
 from cryptography import x509
 from google.protobuf.message import DecodeError
 
-from fedplat import auth, wire
-from fedplat.wire import pieces
+from fedplat import wire
+from fedplat.wire import auth, pieces
 from fedplat.wire.v1 import peer_pb2
 from fedplat_client import transport
 from fedplat_client._auth.peer_access import PeerCredentials

@@ -14,7 +14,7 @@ from typing import cast
 import msgspec
 import torch
 
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat.pytorch.distributed import Backend, join_group, make_file_store
 from fedplat.pytorch.distributed.bench.measure import MakeTrials, make_library_trials, measure
 from fedplat.pytorch.distributed.bench.records import BenchFailed, BenchFinished, BenchPlan, BenchStep

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from fedplat.plugins import Kind, by_name, define
+from fedplat.config.plugins import Kind, by_name, define
 from fedplat.simulation.data.federation import Dataset, Part
 from fedplat.simulation.data.partitioners.classes import Classes
 from fedplat.simulation.data.partitioners.column import Column

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
-from fedplat.plugins import Kind, define
+from fedplat.config.plugins import Kind, define
 from fedplat.simulation.data.federation import Dataset, Federation
 from fedplat.simulation.data.sources.digits import Digits
 from fedplat.simulation.data.sources.function import Function

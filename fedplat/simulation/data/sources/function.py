@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import msgspec
 
-from fedplat import user_code
+from fedplat.config import user_code
 from fedplat.errors import DataError
 from fedplat.randomness import use_seeds
 from fedplat.simulation.data.federation import Dataset, Federation, check_finite

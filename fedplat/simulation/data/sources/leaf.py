@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Array, Dataset
 from fedplat.simulation.data.sources import text

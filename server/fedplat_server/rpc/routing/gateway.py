@@ -15,8 +15,8 @@ import grpc
 from grpc import aio
 from typing_extensions import override
 
-from fedplat import auth, wire
-from fedplat.wire import proxies
+from fedplat import wire
+from fedplat.wire import auth, proxies
 from fedplat_server.auth import forwarding
 from fedplat_server.auth.forwarding import ForwardedCall
 from fedplat_server.config import TlsFiles

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat.pytorch.distributed import Ranks
 from fedplat_server.workers.tasks import train
 from fedplat_server.workers.tasks.aggregate import aggregate

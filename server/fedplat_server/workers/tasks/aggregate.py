@@ -31,9 +31,9 @@ from fedplat.aggregate import (
     scalars_to_bytes,
     state_schema,
 )
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
+from fedplat.config.loaded_plugins import decode_with_plugins
 from fedplat.errors import FedplatError
-from fedplat.loaded_plugins import decode_with_plugins
 from fedplat.model import ModelFile, Values, Vector
 from fedplat.model.shards import ShardReduce, Terms, shards, single_shard
 from fedplat.pytorch.distributed import Ranks, VectorLayout, Vectors, make_vectors

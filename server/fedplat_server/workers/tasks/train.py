@@ -13,12 +13,13 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
-from fedplat import durable, user_code
+from fedplat import durable
 from fedplat.aggregate import ClientRequirements
 from fedplat.aggregate.scaffold import without_control
 from fedplat.codecs import container
+from fedplat.config import user_code
+from fedplat.config.loaded_plugins import decode_with_plugins
 from fedplat.errors import FedplatError, TrainingError
-from fedplat.loaded_plugins import decode_with_plugins
 from fedplat.model import Parameters, Vector, is_finite
 from fedplat.pytorch import server
 from fedplat.pytorch.distributed import STEP_BYTES, Ranks, work_in_steps

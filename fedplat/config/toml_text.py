@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, time
 from typing import Any, cast
 
-from fedplat import bounded_toml
+from fedplat.config import bounded_toml
+from fedplat.config.toml import format_value
 from fedplat.errors import JobFileError
-from fedplat.toml import format_value
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
 _HEADER = re.compile(r"\s*\[([^\[\]]+)\]\s*(#.*)?$")

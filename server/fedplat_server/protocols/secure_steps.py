@@ -6,8 +6,7 @@ changes nothing, so clients repeat a call until it is answered. No message is lo
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
+import functools
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
@@ -22,8 +21,8 @@ from fedplat_server.aggregation.secure_attempts import RosterGroup, has_begun
 from fedplat_server.coordination.check_in import RETRY_SOON
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
+from fedplat_server.protocols.steps import Steps
 from fedplat_server.rpc import convert, validation
-from fedplat_server.rpc.services import Services
 
 Step: TypeAlias = Literal["keys", "shares", "confirmation", "answer"]
 _Event: TypeAlias = KeysAdvertised | SharesSent | SurvivorsConfirmed | MasksAnswered
@@ -52,26 +51,22 @@ _SEND_AGAIN_FACTOR = 8
 """Total size of a client's new messages for an attempt, as a multiple of the largest one."""
 
 
-class SecureSteps:
+class SecureSteps(Steps):
     """Handles the steps of clients for their assignments."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
 
     async def take(
         self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.SecureStepRequest
     ) -> fleet_pb2.SecureStepResponse:
         """Take a step; return the input of the next one once it is there, after at most `request.wait_s`.
 
-        Raises `RefusedError` if the message is too large or out of order, or if the job has no secure aggregation.
+        Raises `RefusedError` if the message is too large or out of order.
         """
-        job = self._services.jobs.state(assignment.key.job_id)
-        if job.spec.secure_aggregation is None:
-            raise RefusedError(Code.INVALID_REQUEST, "the job of this assignment has no secure aggregation")
+        job = self._parts.job(assignment.key.job_id)
         step = request.WhichOneof("message")
         if step is not None and (ended := await self._receive(client, job, assignment, step, request)) is not None:
             return ended
-        return await self._wait(assignment, step, validation.wait_s(request.wait_s, self._services.config.limits))
+        wait_s = validation.wait_s(request.wait_s, self._parts.limits)
+        return await self._wait(assignment, wait_s, functools.partial(self._find_input, step))
 
     async def _receive(
         self,
@@ -91,12 +86,12 @@ class SecureSteps:
             return _refuse(assignment)
         if stored:
             return _refusal(Reason.REJECTED_CONFLICT, f"other {step} were accepted before; they are kept")
-        setup = await self._services.secure.setup(job, assignment.key)
+        setup = await self._parts.secure.setup(job, assignment.key)
         limit = messages.max_bytes(min(setup.encoding.max_clients, messages.MAX_GROUP))
         if len(content) > limit:
             text = f"the {step} have {len(content)} bytes; at most {limit} are accepted in this group"
             raise RefusedError(Code.TOO_LARGE, text)
-        self._services.quotas.step(client.client_id, assignment.key, _SEND_AGAIN_FACTOR * limit, len(content))
+        self._parts.quotas.step(client.client_id, assignment.key, _SEND_AGAIN_FACTOR * limit, len(content))
         if not has_begun(attempt, _PHASES[step]):
             text = f"{step} are expected when the attempt is {_PHASES[step]}; it is {attempt.phase}"
             raise RefusedError(Code.INVALID_REQUEST, text)
@@ -104,7 +99,7 @@ class SecureSteps:
             await self._validate(client, job, assignment, step, content)
         except SecureAggregationError as exc:
             return await self._reject(assignment, str(exc))
-        verdict = await self._services.runner.submit(_EVENTS[step](assignment.key, client.client_id, content))
+        verdict = await self._parts.runner.submit(_EVENTS[step](assignment.key, client.client_id, content))
         if verdict.accepted:
             return None
         return _refusal(verdict.reason or Reason.STALE, verdict.text)
@@ -113,7 +108,7 @@ class SecureSteps:
         self, client: ClientRecord, job: JobState, assignment: Assignment, step: Step, content: bytes
     ) -> None:
         """Raise `SecureAggregationError` for an invalid message. Never shows the message."""
-        secure = self._services.secure
+        secure = self._parts.secure
         if step == "keys":
             keys = KeyAdvertisement.from_bytes(content)
             unmasking.check_keys(await secure.setup(job, assignment.key), client.public_key, keys)
@@ -136,7 +131,7 @@ class SecureSteps:
         """Return the group of an assignment, and its position there."""
         if assignment.secure is None or assignment.secure.group < 0:
             raise SecureAggregationError("the client has no place on the roster; expected its keys first")
-        groups = await self._services.secure.groups(job)
+        groups = await self._parts.secure.groups(job)
         return groups[assignment.secure.group], assignment.secure.position
 
     async def _reject(self, assignment: Assignment, text: str) -> fleet_pb2.SecureStepResponse:
@@ -144,44 +139,29 @@ class SecureSteps:
 
         The update of a client that has reported stays in the sum: it only does not help to remove the masks.
         """
-        text = validation.text(text, self._services.config.limits.max_text)
+        text = validation.text(text, self._parts.limits.max_text)
         if assignment.is_busy:
             event = UpdateRejected(*assignment.id, Reason.REJECTED_MESSAGE, text)
-            verdict = await self._services.runner.submit(event)
+            verdict = await self._parts.runner.submit(event)
             if not verdict.accepted:
                 return _refusal(verdict.reason or Reason.STALE, verdict.text)
         return _refusal(Reason.REJECTED_MESSAGE, text)
 
-    async def _wait(self, assignment: Assignment, step: Step | None, wait_s: float) -> fleet_pb2.SecureStepResponse:
-        """Return the input of the step after this one; `Waiting` if it is not there after `wait_s`."""
-        clock = asyncio.get_running_loop().time
-        ends_at = clock() + wait_s
-        while True:
-            with self._services.long_polls.open_step(*assignment.id) as changed:
-                response = await self._find_input(assignment, step)
-                if not response.HasField("waiting") or clock() >= ends_at:
-                    return response
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), ends_at - clock())
-            await self._services.clients.find(assignment.client_id)  # it may have been revoked meanwhile
-
-    async def _find_input(self, before: Assignment, step: Step | None) -> fleet_pb2.SecureStepResponse:
+    async def _find_input(
+        self, step: Step | None, job: JobState, assignment: Assignment | None
+    ) -> tuple[fleet_pb2.SecureStepResponse, bool]:
         """Return the input of the step after this one, or `Waiting`, or the refusal if the assignment has ended."""
-        job = self._services.jobs.state(before.key.job_id)
-        assignment = job.find(*before.id)
-        if assignment is None:  # another attempt has begun since
-            assignment = await self._services.store.jobs.find_assignment(before.token_hash)
         if assignment is None:
-            return _refusal(Reason.STALE)
+            return _refusal(Reason.STALE), True
         attempt = _open_attempt(job, assignment)
         if attempt is None or assignment.secure is None:
-            return _refuse(assignment)
+            return _refuse(assignment), True
         if has_begun(attempt, AttemptPhase.COMMITTING) or (step == "answer" and assignment.secure.answer):
-            return fleet_pb2.SecureStepResponse(done=fleet_pb2.Done())
+            return fleet_pb2.SecureStepResponse(done=fleet_pb2.Done()), True
         if has_begun(attempt, _INPUT_PHASES[step]):
-            return await self._make_input(job, attempt, assignment, step)
-        remaining_s = max(self._deadline(attempt, assignment) - self._services.runner.now, 0.0)
-        return fleet_pb2.SecureStepResponse(waiting=fleet_pb2.Waiting(remaining_s=remaining_s))
+            return await self._make_input(job, attempt, assignment, step), True
+        remaining_s = max(self._deadline(attempt, assignment) - self._parts.runner.now, 0.0)
+        return fleet_pb2.SecureStepResponse(waiting=fleet_pb2.Waiting(remaining_s=remaining_s)), False
 
     async def _make_input(
         self, job: JobState, attempt: Attempt, assignment: Assignment, step: Step | None

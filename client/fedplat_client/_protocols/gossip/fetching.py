@@ -13,8 +13,8 @@ from typing import NamedTuple
 from fedplat.errors import GossipError
 from fedplat.gossip.steps import Offered
 from fedplat.wire.v1 import model_pb2
-from fedplat_client._work.silos.model import SiloModel
-from fedplat_client._work.silos.network import PeerNetwork, RemoteFile
+from fedplat_client._protocols.gossip.model import SiloModel
+from fedplat_client._protocols.gossip.network import PeerNetwork, RemoteFile
 from fedplat_client.cancellation import Stop
 from fedplat_client.errors import CallError, Cancelled, NotSentYetError, PeerError, TransferError
 from fedplat_client.task import Control

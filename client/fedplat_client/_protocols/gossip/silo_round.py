@@ -27,14 +27,14 @@ from fedplat.gossip.steps import (
 )
 from fedplat.secure_aggregation.primitives import KeyPair
 from fedplat.wire.v1 import model_pb2
+from fedplat_client._protocols.gossip.calls import PhaseWatch, StepCalls, limit_time
+from fedplat_client._protocols.gossip.fetching import Fetched, fetch_models
+from fedplat_client._protocols.gossip.model import SiloModel
+from fedplat_client._protocols.gossip.network import PeerNetwork, RemoteFile
+from fedplat_client._protocols.gossip.offers import Delivery, Offers
+from fedplat_client._protocols.gossip.ring import BrokenRingError, RingRun
 from fedplat_client._state.silo_store import PendingMean
 from fedplat_client._work.failures import AssignmentFailedError
-from fedplat_client._work.silos.calls import PhaseWatch, StepCalls, limit_time
-from fedplat_client._work.silos.fetching import Fetched, fetch_models
-from fedplat_client._work.silos.model import SiloModel
-from fedplat_client._work.silos.network import PeerNetwork, RemoteFile
-from fedplat_client._work.silos.offers import Delivery, Offers
-from fedplat_client._work.silos.ring import BrokenRingError, RingRun
 from fedplat_client.backoff import Backoff
 from fedplat_client.errors import CallError, Cancelled, NotSentYetError, PeerError, TransferError
 

@@ -19,10 +19,19 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from fedplat import user_code
-from fedplat.decoding import prepare_type
+from fedplat.config import user_code
+from fedplat.config.decoding import prepare_type
+from fedplat.config.plugins import (
+    BUILTIN,
+    ENTRY_POINTS,
+    Kind,
+    Plugins,
+    find_entry_points,
+    find_file,
+    find_records,
+    kinds,
+)
 from fedplat.errors import FedplatError, PluginError
-from fedplat.plugins import BUILTIN, ENTRY_POINTS, Kind, Plugins, find_entry_points, find_file, find_records, kinds
 from fedplat.texts import NAME_PATTERN
 
 JOB_KINDS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,35 +13,30 @@ from google.protobuf.message import DecodeError
 from msgspec import structs
 
 from fedplat.codecs import Codec
+from fedplat.config.plugins import build_checked
 from fedplat.errors import CodecError, GossipError, PluginError, UserCodeError
 from fedplat.gossip import steps
 from fedplat.gossip.steps import ExchangeSetup, Progress
-from fedplat.plugins import build_checked
 from fedplat.secure_aggregation.messages import KEY_BYTES
 from fedplat.secure_aggregation.primitives import KeyPair
 from fedplat.secure_aggregation.relay import RelayExchange, RelayMember
 from fedplat.wire.v1 import fleet_pb2, model_pb2
-from fedplat_client import spans
-from fedplat_client._auth.calls import Connection
-from fedplat_client._state.client_state import ClientStateStore
-from fedplat_client._state.keys import SigningKey
+from fedplat_client._protocols.gossip.calls import StepCalls
+from fedplat_client._protocols.gossip.model import SiloModel
+from fedplat_client._protocols.gossip.network import ByteCounter, PeerNetwork
+from fedplat_client._protocols.gossip.offers import Offers, PortOffers, RelayOffers
+from fedplat_client._protocols.gossip.silo_round import RoundWork, SiloRound
 from fedplat_client._state.silo_store import RelaySecret, SiloFolder, SiloStore
 from fedplat_client._state.two_phase import SentReport
 from fedplat_client._work import encoding
 from fedplat_client._work.failures import AssignmentFailedError, CheckInResult
-from fedplat_client._work.heartbeat import Heartbeat
-from fedplat_client._work.model_download import Downloader
 from fedplat_client._work.peers.fetch import PeerFetcher
 from fedplat_client._work.peers.port import PeerPort
-from fedplat_client._work.silos.calls import StepCalls
-from fedplat_client._work.silos.model import SiloModel
-from fedplat_client._work.silos.network import ByteCounter, PeerNetwork
-from fedplat_client._work.silos.offers import Offers, PortOffers, RelayOffers
-from fedplat_client._work.silos.silo_round import RoundWork, SiloRound
-from fedplat_client._work.training import LocalTrainers, fit_model, stage_client_state
+from fedplat_client._work.training import fit_model, stage_client_state
+from fedplat_client._work.work import AssignedWork
 from fedplat_client.errors import ClientError
 from fedplat_client.options import ClientOptions
-from fedplat_client.task import Control, Task, TrainResult
+from fedplat_client.task import Task, TrainResult
 
 _TRAINING_ID_BYTES = 16
 _logger = logging.getLogger(__name__)
@@ -53,16 +48,10 @@ class TrainedLateError(ClientError):
 
 @dataclass(frozen=True, kw_only=True)
 class SiloParts:
-    """What the worker needs of the client. `client_id` returns the id with which the client is enrolled."""
+    """What only silos need of the client. `client_id` returns the id with which the client is enrolled."""
 
-    connection: Connection
-    downloader: Downloader
     store: SiloStore
-    client_states: ClientStateStore
-    trainers: LocalTrainers
     port: PeerPort
-    options: ClientOptions
-    key: SigningKey
     client_id: Callable[[], str]
 
 
@@ -104,20 +93,17 @@ class SiloWorker:
         except OSError as exc:
             _logger.warning("The state of a decentralised job cannot be stored: %s", exc)
 
-    def run(
-        self, assignment: fleet_pb2.Assignment, control: Control, span: spans.Start, fields: Mapping[str, object]
-    ) -> CheckInResult:
+    def run(self, work: AssignedWork) -> CheckInResult:
         """Take part in a round. Raises `AssignmentFailedError`, `Cancelled` or `CallError`."""
-        parts = self._parts
-        setup = _read_setup(assignment, parts.options)
-        control.trained = True  # except while the trainer runs
+        setup = _read_setup(work.assignment, work.options)
+        work.control.trained = True  # except while the trainer runs
         try:
-            with Heartbeat(parts.connection, assignment.token, assignment.heartbeat_s, control):
-                taken = _Part(parts, assignment, setup, control, span)
+            with work.heartbeat():
+                taken = _Part(self._parts, work, setup)
                 taken.run(self._counter, self._means)
-            _logger.info("The silo's part in the round is over.", extra={**fields, **taken.describe()})
+            _logger.info("The silo's part in the round is over.", extra={**work.fields, **taken.describe()})
         except TrainedLateError:
-            _logger.info("The model was trained late, and counts in the next round.", extra=dict(fields))
+            _logger.info("The model was trained late, and counts in the next round.", extra=work.fields)
         except (GossipError, OSError) as exc:
             raise AssignmentFailedError(
                 model_pb2.REASON_TRANSFER_FAILED, f"the silo's files cannot be used: {exc}"
@@ -132,23 +118,17 @@ class SiloWorker:
 class _Part:
     """The silo's part in the round of one assignment."""
 
-    def __init__(
-        self,
-        parts: SiloParts,
-        assignment: fleet_pb2.Assignment,
-        setup: ExchangeSetup,
-        control: Control,
-        span: spans.Start,
-    ) -> None:
+    def __init__(self, parts: SiloParts, work: AssignedWork, setup: ExchangeSetup) -> None:
         self._parts = parts
-        self._assignment = assignment
+        self._client = work.parts
+        self._assignment = assignment = work.assignment
         self._setup = setup
-        self._control = control
-        self._span = span
-        self._trainer = parts.trainers.find_trainer(assignment.trainer)
+        self._control = work.control
+        self._span = work.span
+        self._trainer = work.parts.trainers.find_trainer(assignment.trainer)
         codec = self._make_codec()
-        with span("download"):
-            initial, _ = parts.downloader.load(assignment, control)
+        with work.span("download"):
+            initial, _ = work.parts.downloader.load(assignment, work.control)
         self._folder: SiloFolder = parts.store.open(assignment.job_id)
         self._model = SiloModel(self._folder, initial, setup, codec)
         self._model.begin_round(_encode(assignment))
@@ -163,18 +143,18 @@ class _Part:
             trains=self._setup.trains,
             train=self._train,
             prepare=self._prepare,
-            sign=parts.key.sign,
+            sign=self._client.key.sign,
             draw=os.urandom,
             export=lambda path: parts.store.export(assignment.job_id, path),
         )
-        calls = StepCalls(parts.connection, assignment.token, self._progress, self._control)
+        calls = StepCalls(self._client.connection, assignment.token, self._progress, self._control)
         with contextlib.ExitStack() as stack:
             network = stack.enter_context(self._open_network(counter))
-            models: Offers = PortOffers(listener, counter) if listener else RelayOffers(network, parts.options)
+            models: Offers = PortOffers(listener, counter) if listener else RelayOffers(network, self._client.options)
             stack.callback(models.close)
             means: Offers
             if port_means is None:
-                means = RelayOffers(network, parts.options)
+                means = RelayOffers(network, self._client.options)
                 stack.callback(means.close)
             else:
                 means = port_means
@@ -192,7 +172,7 @@ class _Part:
         }
 
     def _make_codec(self) -> Codec | None:
-        options = encoding.read_codec(self._assignment, self._parts.trainers.plugins)
+        options = encoding.read_codec(self._assignment, self._client.trainers.plugins)
         try:
             return build_checked(options, Codec, "compression.uplink.codec") if options is not None else None
         except (PluginError, UserCodeError) as exc:
@@ -206,21 +186,21 @@ class _Part:
         return RelaySecret(*number, os.urandom(KEY_BYTES))
 
     def _open_network(self, counter: ByteCounter) -> PeerNetwork:
-        parts, assignment = self._parts, self._assignment
+        client, assignment = self._client, self._assignment
         exchange = RelayExchange(assignment.job_id, assignment.round, assignment.attempt)
-        key, client_id = KeyPair(self._relay.secret), parts.client_id()
+        key, client_id = KeyPair(self._relay.secret), self._parts.client_id()
         return PeerNetwork(
-            connection=parts.connection,
+            connection=client.connection,
             token=assignment.token,
             exchange=exchange,
-            own=RelayMember(client_id, parts.key.public, exchange.advertise(client_id, key, parts.key.sign)),
+            own=RelayMember(client_id, client.key.public, exchange.advertise(client_id, key, client.key.sign)),
             key=key,
-            trusted=parts.options.trusted_keys,
-            port=parts.port,
-            fetcher=PeerFetcher(self._folder.received, parts.options),
+            trusted=client.options.trusted_keys,
+            port=self._parts.port,
+            fetcher=PeerFetcher(self._folder.received, client.options),
             folder=self._folder.received,
             counter=counter,
-            max_share=parts.options.max_share,
+            max_share=client.options.max_share,
         )
 
     def _progress(self) -> Progress:
@@ -228,15 +208,15 @@ class _Part:
         return Progress(state.mixed_round, state.adopted_round)
 
     def _prepare(self) -> None:
-        rng = np.random.default_rng(self._parts.options.rng.getrandbits(128))
+        rng = np.random.default_rng(self._client.options.rng.getrandbits(128))
         self._model.prepare(self._assignment.round, self._relay, rng)
 
     def _train(self) -> None:
         """Train the silo's model and store the result. Raises `TrainedLateError` if the round is over meanwhile."""
-        job_id, store, state = self._assignment.job_id, self._parts.client_states, self._model.state
+        job_id, store, state = self._assignment.job_id, self._client.client_states, self._model.state
         client_state = store.open(job_id, lambda sent: sent.token == state.training, training=True)
         base = self._model.to_parameters()
-        task = self._parts.trainers.make_task(self._assignment, base.copy(), client_state, self._control)
+        task = self._client.trainers.make_task(self._assignment, base.copy(), client_state, self._control)
         result = self._run_trainer(task)
         update = fit_model(self._control, lambda: result.to_update(base))
         try:

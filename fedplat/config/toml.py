@@ -19,11 +19,11 @@ from msgspec import Struct
 from msgspec.structs import FieldInfo
 from msgspec.structs import fields as struct_fields
 
-from fedplat import bounded_toml
-from fedplat.decoding import prepare_type
+from fedplat.config import bounded_toml
+from fedplat.config.decoding import prepare_type
+from fedplat.config.plugin_objects import adopt_fields, plugins_in
+from fedplat.config.plugins import BUILTIN, AbsentPlugin, Kind, Plugins, find_kind
 from fedplat.errors import JobFileError, PluginError, UserCodeError
-from fedplat.plugin_objects import adopt_fields, plugins_in
-from fedplat.plugins import BUILTIN, AbsentPlugin, Kind, Plugins, find_kind
 
 MAX_MISTAKES = 20
 """Maximum number of mistakes in one error; about as many fit into a server's reply."""

@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 
 from fedplat.gossip.steps import Contact
 from fedplat.wire.v1 import model_pb2
+from fedplat_client._protocols.gossip.network import ByteCounter, PeerNetwork
 from fedplat_client._work.peers.listener import PeerListener
-from fedplat_client._work.silos.network import ByteCounter, PeerNetwork
 from fedplat_client.cancellation import Stop
 from fedplat_client.errors import CallError, Cancelled, TransferError
 from fedplat_client.options import ClientOptions

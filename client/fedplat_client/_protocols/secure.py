@@ -14,6 +14,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from fedplat.client_state import ClientState
 from fedplat.errors import SecureAggregationError
 from fedplat.model import Parameters
 from fedplat.secure_aggregation import encoding
@@ -21,10 +22,11 @@ from fedplat.secure_aggregation.participant import Participant
 from fedplat.secure_aggregation.setup import Setup, digest_task
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._auth.calls import Connection
-from fedplat_client._state.keys import SigningKey
 from fedplat_client._state.served_attempts import ServedAttempts
-from fedplat_client._work.failures import AssignmentFailedError
+from fedplat_client._work.failures import AssignmentFailedError, CheckInResult
+from fedplat_client._work.training import fit_model, read_config
 from fedplat_client._work.transfer import Content
+from fedplat_client._work.work import AssignedWork
 from fedplat_client.backoff import retry
 from fedplat_client.cancellation import read_stop
 from fedplat_client.errors import CallRefusedError, ServerUnavailableError
@@ -156,26 +158,47 @@ class SecureExchange:
             ) from exc
 
 
-def open_exchange(
-    assignment: fleet_pb2.Assignment,
-    config: Mapping[str, Scalar],
-    key: SigningKey,
-    served: ServedAttempts,
-    connection: Connection,
-    control: Control,
-) -> SecureExchange:
+def train(work: AssignedWork) -> CheckInResult:
+    """Train, send the masked update, report it, and help to remove the masks from the sum."""
+    exchange = _open_exchange(work)
+    request = fleet_pb2.ReportRequest(token=work.assignment.token, num_examples=1)  # the number of examples is masked
+    with work.heartbeat():
+        client_state = _encode(work, exchange)
+        work.control.trained = True
+        with work.span("share"):
+            content = exchange.mask()
+        work.send(request, content, client_state)
+    work.control.signal.check()
+    outcome = work.report(request, content)
+    if not outcome.failed:
+        del request, content  # the update is at the server; the other clients may take long
+        with work.span("unmask"), work.stoppable():
+            exchange.unmask()
+    return outcome
+
+
+def _encode(work: AssignedWork, exchange: SecureExchange) -> ClientState:
+    """Run the trainer. The exchange has the update then, and the copies of the model are freed when this returns."""
+    trained = work.run(work.parts.trainers.find_trainer(work.assignment.trainer), "train", exchange.check_model)
+    update = fit_model(work.control, lambda: trained.result.to_update(trained.base))
+    exchange.encode(update, trained.result)
+    return trained.client_state
+
+
+def _open_exchange(work: AssignedWork) -> SecureExchange:
     """Return the client's part in the secure aggregation of a training.
 
-    `config` is what the trainer gets of the assignment. Raises `AssignmentFailedError` if the client's owner does not
-    allow the assignment, or if the client has sent keys for this attempt before.
+    Raises `AssignmentFailedError` if the client's owner does not allow the assignment, or if the client has sent keys
+    for this attempt before.
     """
-    options = control.options
+    assignment, control, parts = work.assignment, work.control, work.parts
+    options, key = control.options, parts.key
     with _unsafe_messages():
-        setup = _read_setup(assignment, config)
+        setup = _read_setup(assignment, read_config(assignment))
         _check_limits(setup, options)
         participant = Participant(setup, key.public, key.sign, options.secure_limits(key.public))
-    _require_first(setup, served.is_new)
-    return SecureExchange(setup, participant, served, connection, assignment.token, control)
+    _require_first(setup, parts.served.is_new)
+    return SecureExchange(setup, participant, parts.served, parts.connection, assignment.token, control)
 
 
 def _require_first(setup: Setup, is_first: Callable[[str, int, int], bool]) -> None:

@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from fedplat.decoding import prepare_type
+from fedplat.config.decoding import prepare_type
 from fedplat.errors import TicketError
 
 METADATA_SIGNATURE: Final = "fedplat-signature-bin"

@@ -6,12 +6,11 @@ and a restarted server answers as before. No message has a model.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
+import functools
 from collections.abc import Collection, Mapping
 from typing import TypeAlias
 
-from fedplat import auth, claims
+from fedplat import claims
 from fedplat.errors import GossipError, SecureAggregationError
 from fedplat.gossip import ring, steps
 from fedplat.gossip.messages import Announcement
@@ -34,12 +33,14 @@ from fedplat.rounds.states import AssignmentState, Reason
 from fedplat.secure_aggregation.messages import KEY_BYTES, SIGNATURE_BYTES
 from fedplat.secure_aggregation.primitives import is_signature
 from fedplat.secure_aggregation.relay import RelayExchange, RelayKey, RelayMember
+from fedplat.wire import auth
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.coordination.check_in import RETRY_SOON
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
+from fedplat_server.protocols.half import HalfParts
+from fedplat_server.protocols.steps import Steps
 from fedplat_server.rpc import convert, validation
-from fedplat_server.rpc.services import Services
 from fedplat_server.storage import files
 
 _MAX_ROUND_BYTES = 64 * steps.MAX_MESSAGE_BYTES
@@ -51,20 +52,12 @@ _MAX_KNOWN = 100
 _Response: TypeAlias = fleet_pb2.ExchangeStepResponse
 
 
-class ExchangeSteps:
+class ExchangeSteps(Steps):
     """Handles the steps of silos for their assignments."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(self, parts: HalfParts) -> None:
+        super().__init__(parts)
         self._waiting: dict[str, dict[str, Contact]] = {}  # by job: who waits for the mean in the relay
-
-    def setup(self, job: JobState) -> bytes:
-        """Return the setup of a silo's assignment; b"" for jobs that are not decentralised."""
-        mode = job.spec.gossip
-        if mode is None:
-            return b""
-        trains = state_of(job).round <= job.spec.rounds
-        return steps.encode(steps.ExchangeSetup(trains=trains, exchange=mode.exchange, gamma=mode.gamma))
 
     def list_waiting(self, job_id: str) -> Collection[str]:
         """Return the silos of a job that wait for the last mean in the relay."""
@@ -75,10 +68,8 @@ class ExchangeSteps:
     ) -> fleet_pb2.ExchangeStepResponse:
         """Take a step; return what the silo has to do once there is something, after at most `request.wait_s`.
 
-        Raises `RefusedError` if the message is invalid, or if the job is not a decentralised one.
+        Raises `RefusedError` if the message is invalid.
         """
-        if self._services.jobs.state(assignment.key.job_id).spec.gossip is None:
-            raise RefusedError(Code.INVALID_REQUEST, "the job of this assignment is not a decentralised one")
         if len(request.known) > _MAX_KNOWN:
             raise RefusedError(Code.INVALID_REQUEST, f"known has more than {_MAX_KNOWN} characters")
         done = Progress(
@@ -87,26 +78,26 @@ class ExchangeSteps:
         )
         if request.message:
             await self._receive(client, assignment, request.message, done)
-        wait_s = validation.wait_s(request.wait_s, self._services.config.limits)
-        return await self._wait(assignment, done, request.known, wait_s)
+        wait_s = validation.wait_s(request.wait_s, self._parts.limits)
+        return await self._wait(assignment, wait_s, functools.partial(self._find, done, request.known))
 
     # --- what silos report -----------------------------------------------------------------------------------
 
     async def _receive(self, client: ClientRecord, assignment: Assignment, content: bytes, done: Progress) -> None:
         """Validate a message, and submit it if the silo's round is not over."""
-        job, key = self._services.jobs.state(assignment.key.job_id), assignment.key
+        job, key = self._parts.job(assignment.key.job_id), assignment.key
         if not assignment.is_busy:
             return
-        self._services.quotas.step(client.client_id, key, _MAX_ROUND_BYTES, len(content))
+        self._parts.quotas.step(client.client_id, key, _MAX_ROUND_BYTES, len(content))
         try:
             message = steps.decode_message(content)
             self._check(client, job, key, message)
             events = steps.to_events(client.client_id, key.round, done.mixed_round, message)
         except (GossipError, SecureAggregationError) as exc:
-            limit = self._services.config.limits.max_text
+            limit = self._parts.limits.max_text
             raise RefusedError(Code.INVALID_REQUEST, validation.text(str(exc), limit)) from exc
         metrics: Mapping[str, float] = message.metrics if isinstance(message, Announce) else {}
-        await self._services.runner.submit(SiloReported(key, client.client_id, tuple(events), metrics))
+        await self._parts.runner.submit(SiloReported(key, client.client_id, tuple(events), metrics))
         if isinstance(message, Announce):
             self._await_mean(client, job.job_id, message.model, done)
 
@@ -115,7 +106,7 @@ class ExchangeSteps:
         match message:
             case Announce():
                 problem = claims.check_examples(message.model.num_examples)
-                problem = problem or claims.check_metrics(message.metrics, self._services.config.limits.metrics)
+                problem = problem or claims.check_metrics(message.metrics, self._parts.limits.metrics)
                 if problem:
                     raise GossipError(problem)
                 _check_files(message.model, _FILE_FACTOR * job.latest.size_bytes + _FILE_EXTRA)
@@ -129,7 +120,7 @@ class ExchangeSteps:
 
     def _await_mean(self, client: ClientRecord, job_id: str, model: Announcement, done: Progress) -> None:
         """Ask the silos that have the mean for it, if one has announced a model without it and may need the relay."""
-        job = self._services.jobs.state(job_id)
+        job = self._parts.job(job_id)
         state, attempt = state_of(job), job.open_attempt
         found = steps.instruct(state, client.client_id, done, lambda name: Contact(name, client.public_key))
         if not isinstance(found, AdoptMean) or attempt is None:
@@ -137,26 +128,14 @@ class ExchangeSteps:
             return
         own = Contact(client.client_id, client.public_key, model.address, model.relay_key, model.relay_signature)
         self._waiting.setdefault(job_id, {})[client.client_id] = own
-        self._services.long_polls.advance(attempt.key)
+        self._parts.long_polls.advance(attempt.key)
 
     # --- what silos have to do -------------------------------------------------------------------------------
 
-    async def _wait(self, assignment: Assignment, done: Progress, known: str, wait_s: float) -> _Response:
-        clock = asyncio.get_running_loop().time
-        ends_at = clock() + wait_s
-        while True:
-            with self._services.long_polls.open_step(*assignment.id) as changed:
-                response, is_new = await self._find(assignment, done, known)
-                if is_new or clock() >= ends_at:
-                    return response
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), ends_at - clock())
-            await self._services.clients.find(assignment.client_id)  # it may have been revoked meanwhile
-
-    async def _find(self, before: Assignment, done: Progress, known: str) -> tuple[_Response, bool]:
-        """Return what a silo has to do now, and whether it should be told at once."""
-        job = self._services.jobs.state(before.key.job_id)
-        assignment = job.find(*before.id) or await self._services.store.jobs.find_assignment(before.token_hash)
+    async def _find(
+        self, done: Progress, known: str, job: JobState, assignment: Assignment | None
+    ) -> tuple[_Response, bool]:
+        """Return what a silo has to do now, and whether it gets that at once."""
         if assignment is None or not (assignment.is_busy or assignment.state is AssignmentState.MERGED):
             reason = assignment.reason if assignment is not None else None
             return _Response(refusal=convert.refusal(reason or Reason.STALE, RETRY_SOON)), True
@@ -169,7 +148,7 @@ class ExchangeSteps:
     async def _make_step(self, job: JobState, assignment: Assignment, done: Progress) -> SiloStep:
         state, silo = state_of(job), assignment.client_id
         waiting = dict(self._waiting.get(job.job_id, {}))
-        records = await self._services.clients.find_all(sorted({*_list_silos(state), *waiting}))
+        records = await self._parts.clients.find_all(sorted({*_list_silos(state), *waiting}))
         contacts = {name: _make_contact(record, state.announced.get(name)) for name, record in records.items()}
         instruction = steps.instruct(state, silo, done, contacts.__getitem__)
         is_over = not assignment.is_busy and not isinstance(instruction, MixModels | AdoptMean)
@@ -179,7 +158,7 @@ class ExchangeSteps:
             instruction=steps.Leave() if is_over else instruction,
             known=f"{assignment.key.number}.{state.timer}.{len(waiting)}",
             round=assignment.key.round,
-            remaining_s=max(assignment.deadline_at - self._services.runner.now, 0.0) if assignment.is_busy else 0.0,
+            remaining_s=max(assignment.deadline_at - self._parts.runner.now, 0.0) if assignment.is_busy else 0.0,
             model_receivers=tuple(
                 contacts[name] for name in steps.list_model_receivers(state, silo) if name not in revoked
             ),

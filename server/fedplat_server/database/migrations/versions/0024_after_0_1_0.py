@@ -1,11 +1,10 @@
 """What follows release 0.1.0.
 
 The id of the database, with which it owns its models and updates in folders and object stores. What clients send in
-secure aggregations, their places on rosters, and how many updates an unmasked sum has. The clocks of a job's clients
-(stale synchronous parallel training). The state of decentralised jobs, and versions of which the server has the digest
-only.
+secure aggregations, their places on rosters, and how many updates an unmasked sum has. What the protocol of a job keeps
+between its attempts. Versions of which the server has the digest only.
 
-Revision: 0023.
+Revision: 0024.
 """
 
 import uuid
@@ -13,7 +12,7 @@ import uuid
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0023"
+revision = "0024"
 down_revision = "0019"
 compatible_from = "0019"
 
@@ -25,8 +24,7 @@ def upgrade() -> None:
     op.add_column("attempts", sa.Column("num_survivors", sa.Integer(), nullable=False, server_default="0"))
     op.add_column("assignments", sa.Column("secure_group", sa.Integer()))
     op.add_column("assignments", sa.Column("secure_position", sa.Integer()))
-    op.add_column("jobs", sa.Column("clocks", sa.JSON(none_as_null=True)))
-    op.add_column("jobs", sa.Column("gossip", sa.JSON(none_as_null=True)))
+    op.add_column("jobs", sa.Column("protocol", sa.JSON(none_as_null=True)))
     op.add_column(
         "model_versions", sa.Column("is_held_by_clients", sa.Boolean(), nullable=False, server_default=sa.false())
     )

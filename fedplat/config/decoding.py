@@ -7,6 +7,7 @@ its type through `prepare_type`, or has a decoder that was created when its modu
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import Any, TypeVar
 
@@ -27,3 +28,10 @@ def prepare_type(kind: type[_Type]) -> type[_Type]:
             msgspec.json.Decoder(kind)
             _prepared.add(kind)
     return kind
+
+
+def require_known(stored: object, record: type[Any]) -> None:
+    """Raise `msgspec.ValidationError` for fields that this release does not know, and so would not write again."""
+    names = getattr(record, "__struct_fields__", None) or tuple(field.name for field in dataclasses.fields(record))
+    if isinstance(stored, dict) and (unknown := stored.keys() - set(names)):
+        raise msgspec.ValidationError(f"Object contains unknown field `{min(unknown)}`")

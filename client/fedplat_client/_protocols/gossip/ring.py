@@ -16,7 +16,7 @@ from fedplat.gossip.ring import Ring, RingMember, key_payload
 from fedplat.gossip.steps import Contact, chunk_name
 from fedplat.model import Vector
 from fedplat.secure_aggregation.primitives import KeyPair, is_signature
-from fedplat_client._work.silos.network import ChunkName, PeerNetwork
+from fedplat_client._protocols.gossip.network import ChunkName, PeerNetwork
 from fedplat_client.errors import CallError, PeerError
 from fedplat_client.task import Control
 

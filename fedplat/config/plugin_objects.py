@@ -1,7 +1,7 @@
 """Plugins as objects: records that hold options records as their fields, made in Python without a file.
 
-They are adopted (`fedplat.plugins.adopt`), so that a record that was made from objects equals one that was read from a
-file, and can be written to one.
+They are adopted (`fedplat.config.plugins.adopt`), so that a record that was made from objects equals one that was read
+from a file, and can be written to one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, Literal, cast, get_args, get_origin
 import msgspec
 from msgspec import Struct
 
+from fedplat.config.plugins import Kind, Plugins, adopt, find_kind, find_records, name_of
 from fedplat.errors import PluginError
-from fedplat.plugins import Kind, Plugins, adopt, find_kind, find_records, name_of
 
 
 def adopt_fields(record: Struct, prefix: str = "") -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 from fedplat.rounds import Coordinator, JobState
 from fedplat.rounds.events import SilosLost
+from fedplat.rounds.protocols.gossip import find_state, state_of
 from fedplat.rounds.states import JobStatus
 from fedplat_server.auth.client_directory import ClientDirectory
 
@@ -73,12 +74,11 @@ class SilenceMonitor:
 def _list_jobs(coordinator: Coordinator) -> Iterator[JobState]:
     """Yield the decentralised jobs that run."""
     for job in coordinator.jobs.values():
-        if job.gossip is not None and job.status is JobStatus.RUNNING:
+        if find_state(job) is not None and job.status is JobStatus.RUNNING:
             yield job
 
 
 def _list_silos(job: JobState) -> list[str]:
     """Return the silos that a job waits for: those with work, and those that have taken part and not left."""
-    assert job.gossip is not None
     busy = {each.client_id for each in job.open_attempt.busy} if job.open_attempt is not None else set[str]()
-    return sorted(busy | job.gossip.members)
+    return sorted(busy | state_of(job).members)

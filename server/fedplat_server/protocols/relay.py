@@ -11,12 +11,12 @@ from pathlib import Path
 from fedplat import durable
 from fedplat.gossip import steps
 from fedplat.rounds import Assignment
-from fedplat.rounds.protocols.gossip import state_of
+from fedplat.rounds.protocols.gossip import find_state, state_of
 from fedplat.secure_aggregation.relay import sealed_bytes
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.errors import Code, RefusedError
+from fedplat_server.protocols.half import HalfParts
 from fedplat_server.rpc import memory, streams, validation
-from fedplat_server.rpc.services import Services
 from fedplat_server.storage.relay_store import RelayedFile
 
 MAX_NAME = 200
@@ -26,8 +26,8 @@ MAX_NAME = 200
 class Relay:
     """Receives files from silos and sends them to their receivers. `list_waiting` returns who waits for a mean."""
 
-    def __init__(self, services: Services, list_waiting: Callable[[str], Collection[str]]) -> None:
-        self._services = services
+    def __init__(self, parts: HalfParts, list_waiting: Callable[[str], Collection[str]]) -> None:
+        self._parts = parts
         self._list_waiting = list_waiting
         self._waiting: dict[RelayedFile, set[asyncio.Event]] = {}
 
@@ -38,7 +38,7 @@ class Relay:
 
         Raises `RefusedError`, also for a file that the job does not need from this silo.
         """
-        services, key = self._services, _key(assignment, header.receiver, header.name)
+        parts, key = self._parts, _key(assignment, header.receiver, header.name)
         limit = self._find_limit(assignment, key)
         if limit is None:
             raise RefusedError(Code.STALE_ASSIGNMENT, "no silo waits for this file")
@@ -47,16 +47,16 @@ class Relay:
             raise RefusedError(Code.TOO_LARGE, text)
         total_limit = self._find_total_limit(key)
 
-        async def parts() -> AsyncIterator[durable.Bytes]:
+        async def contents() -> AsyncIterator[durable.Bytes]:
             async for part in messages:
-                services.quotas.upload(assignment.client_id, key.attempt, total_limit, len(part.data))
+                parts.quotas.upload(assignment.client_id, key.attempt, total_limit, len(part.data))
                 yield part.data
 
         size_bytes = min(max(header.size_bytes - header.offset, 0), memory.UPLOAD_BYTES)
-        async with services.memory.uploads.share(size_bytes):
-            open_upload = functools.partial(services.relay.open, key)
+        async with parts.memory.uploads.share(size_bytes):
+            open_upload = functools.partial(parts.relay.open, key)
             is_wanted = functools.partial(self._is_wanted, assignment, key)
-            received = await streams.receive(open_upload, header, parts(), is_wanted)
+            received = await streams.receive(open_upload, header, contents(), is_wanted)
         if received == header.size_bytes:
             for event in self._waiting.get(key, ()):
                 event.set()
@@ -65,27 +65,27 @@ class Relay:
     async def count_received(self, assignment: Assignment, request: fleet_pb2.QueryUploadRequest) -> int:
         """Return the number of bytes of a file that were received, where its upload resumes."""
         key, digest = _key(assignment, request.receiver, request.name), validation.digest(request.digest)
-        return await asyncio.to_thread(self._services.relay.count_received, key, digest)
+        return await asyncio.to_thread(self._parts.relay.count_received, key, digest)
 
     async def send(self, assignment: Assignment, request: fleet_pb2.DownloadRequest) -> AsyncIterator[bytes]:
         """Yield a file for a silo, as messages `Chunk`; wait for it at most `request.wait_s`. Raises `RefusedError`."""
         key = RelayedFile(assignment.key, _name(request.sender), assignment.client_id, _name(request.name))
-        path = await self._wait(key, validation.wait_s(request.wait_s, self._services.config.limits))
+        path = await self._wait(key, validation.wait_s(request.wait_s, self._parts.limits))
         size_bytes = (await asyncio.to_thread(path.stat)).st_size
         if request.offset > size_bytes:
             text = f"the offset is {request.offset}, but the file has {size_bytes} bytes"
             raise RefusedError(Code.WRONG_OFFSET, text)
-        async with contextlib.aclosing(self._services.chunks.messages(path, request.offset, size_bytes)) as messages:
+        async with contextlib.aclosing(self._parts.chunks.messages(path, request.offset, size_bytes)) as messages:
             async for message in messages:
                 yield message
 
     async def _wait(self, key: RelayedFile, wait_s: float) -> Path:
         with self._arrival(key) as arrived:
-            path = await asyncio.to_thread(self._services.relay.find, key)
+            path = await asyncio.to_thread(self._parts.relay.find, key)
             if path is None:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(arrived.wait(), wait_s)
-                path = await asyncio.to_thread(self._services.relay.find, key)
+                path = await asyncio.to_thread(self._parts.relay.find, key)
         if path is None:
             raise RefusedError(Code.NOT_SENT_YET)
         return path
@@ -107,13 +107,13 @@ class Relay:
 
     def _find_limit(self, assignment: Assignment, key: RelayedFile) -> int | None:
         """Return the bytes that a file may have; None if the silo may not send it now."""
-        job = self._services.jobs.state(key.attempt.job_id)
-        current = job.find(*assignment.id)
-        if job.gossip is None or current is None or not current.is_busy:
+        job = self._parts.job(key.attempt.job_id)
+        current, state = job.find(*assignment.id), find_state(job)
+        if state is None or current is None or not current.is_busy:
             return None
         waiting = self._list_waiting(job.job_id)
         mean_bytes = job.latest.size_bytes
-        size_bytes = steps.relayed_bytes(job.gossip, key.sender, key.receiver, key.name, waiting, mean_bytes)
+        size_bytes = steps.relayed_bytes(state, key.sender, key.receiver, key.name, waiting, mean_bytes)
         return None if size_bytes is None else sealed_bytes(size_bytes)
 
     def _find_total_limit(self, key: RelayedFile) -> int:
@@ -121,7 +121,7 @@ class Relay:
 
         It depends on no single file: what a silo sends in an attempt is counted together.
         """
-        job = self._services.jobs.state(key.attempt.job_id)
+        job = self._parts.job(key.attempt.job_id)
         state = state_of(job)
         own = state.announced.get(key.sender)
         largest = max(own.size_bytes if own is not None else 0, job.latest.size_bytes)

@@ -1,0 +1,180 @@
+"""The tools for one assignment, which the halves of all kinds of jobs use (`fedplat_client._protocols`)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from fedplat import texts
+from fedplat.client_state import ClientState
+from fedplat.model import Parameters
+from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client import spans
+from fedplat_client._auth.calls import Connection
+from fedplat_client._state.client_state import ClientStateStore
+from fedplat_client._state.keys import SigningKey
+from fedplat_client._state.residuals import Residuals
+from fedplat_client._state.served_attempts import ServedAttempts
+from fedplat_client._state.two_phase import SentReport, WasMerged
+from fedplat_client._work import encoding, transfer
+from fedplat_client._work.failures import AssignmentFailedError, CheckInResult
+from fedplat_client._work.heartbeat import Heartbeat
+from fedplat_client._work.merge_check import make_merge_check
+from fedplat_client._work.model_download import Downloader
+from fedplat_client._work.training import LocalTrainers, stage_client_state
+from fedplat_client._work.transfer import Content
+from fedplat_client.backoff import retry
+from fedplat_client.cancellation import StopSignal, client_stopped, reason_name
+from fedplat_client.errors import CallRefusedError, ServerUnavailableError, TransferError
+from fedplat_client.options import ClientOptions
+from fedplat_client.task import Control, EvaluateResult, Task, TrainResult
+
+# The answer to a report when a crash of the server has lost the end of the upload.
+_BYTES_MISSING = "ABORTED"
+_Result = TypeVar("_Result", TrainResult, EvaluateResult)
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientParts:
+    """The parts of a client that assignments use; `stop` is the client's own signal."""
+
+    connection: Connection
+    downloader: Downloader
+    residuals: Residuals
+    client_states: ClientStateStore
+    served: ServedAttempts
+    trainers: LocalTrainers
+    options: ClientOptions
+    stop: StopSignal
+    key: SigningKey
+
+
+@dataclass(frozen=True)
+class Trained(Generic[_Result]):
+    """The result of a trainer or an evaluator, and the model that it began with."""
+
+    result: _Result
+    base: Parameters
+    client_state: ClientState
+    merged: WasMerged
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssignedWork:
+    """One assignment, with what its half may do for it. Methods raise `AssignmentFailedError` and `Cancelled`."""
+
+    parts: ClientParts
+    assignment: fleet_pb2.Assignment
+    control: Control
+    span: spans.Start
+    fields: dict[str, object]
+    """Fields of the log."""
+
+    @property
+    def options(self) -> ClientOptions:
+        """The options of the client."""
+        return self.parts.options
+
+    def stoppable(self) -> contextlib.AbstractContextManager[None]:
+        """Stop the task if the client is stopped within the block."""
+        return self.parts.stop.attach(lambda: self.control.signal.set(client_stopped()))
+
+    @contextlib.contextmanager
+    def heartbeat(self) -> Generator[None]:
+        """Send heartbeats within the block, in which the task can be stopped."""
+        assignment = self.assignment
+        heartbeat = Heartbeat(self.parts.connection, assignment.token, assignment.heartbeat_s, self.control)
+        with self.stoppable(), heartbeat:
+            yield
+
+    def run(
+        self,
+        function: Callable[[Task], _Result],
+        name: str,
+        check_model: Callable[[Parameters], None] = lambda model: None,
+    ) -> Trained[_Result]:
+        """Get the model and run a trainer or an evaluator, in a span with this name."""
+        parts, assignment, control = self.parts, self.assignment, self.control
+        encoding.read_codec(assignment, parts.trainers.plugins)  # fail before the training if the codec is unknown
+        with self.span("download"):
+            base, working = parts.downloader.load(assignment, control)
+        check_model(base)
+        merged = make_merge_check(parts.connection, parts.options, control)
+        client_state = self._open_client_state(merged)
+        with self.span(name):
+            result = function(parts.trainers.make_task(assignment, working, client_state, control))
+        return Trained(result, base, client_state, merged)
+
+    def send(self, request: fleet_pb2.ReportRequest, content: Content, client_state: ClientState) -> None:
+        """Upload the update of a training, or put a small one into its report."""
+        self.control.trained = True
+        report = SentReport(self.assignment.token, content.digest)
+        stage_client_state(self.parts.client_states, self.assignment.job_id, report, client_state, self.control)
+        with self.span("upload"):
+            request.digest = content.digest
+            if content.size_bytes > self.options.inline_limit_bytes:
+                self._upload(content)
+            else:
+                request.update = content.to_bytes()
+
+    def report(self, request: fleet_pb2.ReportRequest, content: Content | None = None) -> CheckInResult:
+        """Report until the server answers; repeating a report is harmless. `content` is the update, if it has one."""
+        with self.span("report"):
+            return self._report(request, content)
+
+    def _report(self, request: fleet_pb2.ReportRequest, content: Content | None) -> CheckInResult:
+        parts, fields = self.parts, self.fields
+
+        def recover(exc: ServerUnavailableError) -> None:
+            if self.control.remaining_s <= 0:
+                raise exc
+            if exc.code == _BYTES_MISSING and content is not None:
+                with self.stoppable():
+                    self._upload(content)
+
+        try:
+            response = retry(lambda: parts.connection.report(request), parts.options, parts.stop, recover=recover)
+        except ServerUnavailableError as exc:
+            _logger.warning("The task could not be reported: %s", exc, extra=fields)
+            return CheckInResult(failed=True)
+        except CallRefusedError as exc:
+            _logger.warning("The server refused the report: %s", exc, extra=fields)
+            return CheckInResult(failed=True)
+        if not response.HasField("refusal"):
+            name = texts.printable(f"round {fields['round']} of the job {fields['job_name']}")
+            _logger.info("The task is done and reported: %s.", name, extra=fields)
+            return CheckInResult(failed=False)
+        refusal = response.refusal
+        reason = {"reason": reason_name(refusal.reason)}
+        _logger.warning("The server rejected the report: %s", refusal.text, extra={**fields, **reason})
+        return CheckInResult(failed=True, retry=refusal.retry if refusal.HasField("retry") else None)
+
+    def _open_client_state(self, merged: WasMerged) -> ClientState:
+        """Return the client state of a job; its files are unchanged until the server reports which is valid."""
+        training = self.assignment.task != fleet_pb2.TASK_EVALUATE
+        try:
+            return self.parts.client_states.open(self.assignment.job_id, merged, training=training)
+        except ServerUnavailableError as exc:
+            raise AssignmentFailedError(
+                model_pb2.REASON_TRANSFER_FAILED,
+                f"the server did not report whether it has merged the last update, and so which client state is valid: "
+                f"{exc}",
+            ) from exc
+
+    def _upload(self, content: Content) -> None:
+        try:
+            transfer.upload(self.parts.connection, self.assignment.token, content, self.control)
+        except TransferError as exc:
+            self.control.signal.check()
+            raise AssignmentFailedError(model_pb2.REASON_TRANSFER_FAILED, str(exc)) from exc
+
+
+class ClientHalf(NamedTuple):
+    """What a client does with assignments of one kind. `may_be_late`: a training continues after its deadline."""
+
+    run: Callable[[AssignedWork], CheckInResult]
+    may_be_late: bool = False

@@ -1,0 +1,64 @@
+"""The server's half of jobs with a Flower app, whose process is its own and outlives attempts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+from typing_extensions import override
+
+from fedplat import report_validation
+from fedplat.job.sections import Flower
+from fedplat.rounds import Assignment, AttemptKey, Change, JobState
+from fedplat.rounds.commands import RunWarmStart
+from fedplat.rounds.states import ENDED_JOBS
+from fedplat.wire.v1 import admin_pb2
+from fedplat_server.aggregation.flower import AppAggregation
+from fedplat_server.protocols.half import ServerHalf, Validate
+from fedplat_server.storage.blobs import BlobStore
+from fedplat_server.workers.attempt_inputs import AttemptInputs
+
+
+class FlowerAppHalf(ServerHalf):
+    """Jobs with a Flower app: it makes the versions of the replies, and how many rounds there are."""
+
+    @override
+    async def size_limit(self, job: JobState, assignment: Assignment) -> int:
+        return _options(job).max_reply_bytes(job.latest.size_bytes)
+
+    @override
+    async def validator(self, job: JobState, assignment: Assignment, base: Path) -> Validate:
+        return functools.partial(report_validation.validate_message, array_types=_options(job).array_types)
+
+    @override
+    def open_backend(
+        self, job: JobState, find_job: Callable[[], JobState], inputs: AttemptInputs, blobs: BlobStore
+    ) -> AppAggregation:
+        return AppAggregation(find_job, self._parts.flower, blobs)
+
+    @override
+    def begin_alone(self, job: JobState, command: RunWarmStart) -> None:
+        self._parts.flower.begin(job, command)
+
+    @override
+    def end(self, key: AttemptKey) -> None:
+        self._parts.flower.end(key)
+
+    @override
+    def on_stored(self, change: Change) -> None:
+        if change.job.status in ENDED_JOBS:
+            self._parts.flower.forget(change.job.job_id)
+
+    @override
+    async def close(self) -> None:
+        await self._parts.flower.close()
+
+    @override
+    def show(self, job: JobState) -> admin_pb2.Job:
+        return admin_pb2.Job()
+
+
+def _options(job: JobState) -> Flower:
+    assert job.spec.flower is not None
+    return job.spec.flower

@@ -1,0 +1,117 @@
+"""The server's half of decentralised jobs, which never get a model from a silo."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Collection, Sequence
+
+from typing_extensions import override
+
+from fedplat.gossip import steps
+from fedplat.gossip.options import Gossip
+from fedplat.rounds import Assignment, AttemptKey, Change, JobState, Verdict
+from fedplat.rounds.protocols.gossip import find_state, state_of
+from fedplat.wire.v1 import admin_pb2, fleet_pb2
+from fedplat_server.database.clients import ClientRecord
+from fedplat_server.errors import Code, RefusedError
+from fedplat_server.protocols.exchange_steps import ExchangeSteps
+from fedplat_server.protocols.half import HalfParts, ServerHalf
+from fedplat_server.protocols.relay import Relay
+from fedplat_server.protocols.silence import SilenceMonitor
+from fedplat_server.rpc.streams import UploadMessage
+
+MAX_NAMED = 10
+"""Number of silos that are unreachable, or excluded, which a description of a job names."""
+
+
+class GossipHalf(ServerHalf):
+    """Decentralised jobs: silos send each other their models; the server has their steps and encrypted files."""
+
+    def __init__(self, parts: HalfParts) -> None:
+        super().__init__(parts)
+        self._steps = ExchangeSteps(parts)
+        self._relay = Relay(parts, self._steps.list_waiting)
+        self._silence = SilenceMonitor(
+            parts.runner.coordinator, parts.clients, parts.runner.post, asyncio.get_running_loop().time
+        )
+
+    @override
+    async def set_up(self, job: JobState, key: AttemptKey) -> fleet_pb2.Assignment:
+        mode, trains = _mode(job), state_of(job).round <= job.spec.rounds
+        setup = steps.ExchangeSetup(trains=trains, exchange=mode.exchange, gamma=mode.gamma)
+        return fleet_pb2.Assignment(exchange_setup=steps.encode(setup))
+
+    @override
+    def judge(self, job: JobState, assignment: Assignment) -> Verdict:
+        text = "silos of a decentralised job send no updates to the server; expected ExchangeStep"
+        raise RefusedError(Code.INVALID_REQUEST, text)
+
+    @override
+    async def take_exchange_step(
+        self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.ExchangeStepRequest
+    ) -> fleet_pb2.ExchangeStepResponse:
+        return await self._steps.take(client, assignment, request)
+
+    @override
+    async def receive_file(
+        self, assignment: Assignment, header: fleet_pb2.UploadHeader, messages: AsyncIterator[UploadMessage]
+    ) -> int:
+        return await self._relay.receive(assignment, header, messages)
+
+    @override
+    async def count_received(self, assignment: Assignment, request: fleet_pb2.QueryUploadRequest) -> int:
+        return await self._relay.count_received(assignment, request)
+
+    @override
+    def send_file(self, assignment: Assignment, request: fleet_pb2.DownloadRequest) -> AsyncIterator[bytes]:
+        return self._relay.send(assignment, request)
+
+    @override
+    def begin(self) -> None:
+        self._silence.begin()
+
+    @override
+    async def keep(self, jobs: Sequence[JobState], attempts: Collection[str]) -> None:
+        open_attempts = [job.open_attempt.key for job in jobs if job.open_attempt is not None]
+        await asyncio.to_thread(self._parts.relay.keep, open_attempts, attempts)
+
+    @override
+    def on_stored(self, change: Change) -> None:
+        if change.attempt is not None:
+            self._parts.relay.follow(change.attempt)
+
+    @override
+    async def close(self) -> None:
+        await self._silence.close()
+        await self._parts.relay.close()
+
+    @override
+    def show(self, job: JobState) -> admin_pb2.Job:
+        return admin_pb2.Job(num_rounds=job.spec.rounds, exchange=_show_exchange(job))
+
+
+def _mode(job: JobState) -> Gossip:
+    assert job.spec.gossip is not None
+    return job.spec.gossip
+
+
+def _show_exchange(job: JobState) -> admin_pb2.Exchange | None:
+    """Return the exchanges of a job; None before it begins."""
+    mode, found = _mode(job), find_state(job)
+    if found is None:
+        return None
+    relative = found.consensus.relative
+    return admin_pb2.Exchange(
+        topology=mode.topology,
+        kind=mode.exchange,
+        num_silos=len(found.members),
+        num_edges=len(found.edges),
+        num_confirmed=found.confirmed,
+        relative_distance=relative if math.isfinite(relative) else None,
+        tolerance=mode.tolerance,
+        num_unreachable=len(found.away),
+        unreachable=sorted(found.away)[:MAX_NAMED],
+        ring_attempt=found.attempt,
+        excluded=sorted(found.excluded)[:MAX_NAMED],
+    )
