@@ -34,7 +34,7 @@ def turns_of(job: JobState) -> Turns:
 
 
 def _read_state(stored: object, spec: JobSpec) -> Turns:
-    return msgspec.convert(stored or (), Turns)
+    return msgspec.convert(stored or (), tuple[str, ...])
 
 
 def _demand(job: JobState, attempt: Attempt) -> Demand | None:
