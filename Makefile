@@ -6,7 +6,8 @@ STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 # Each worker runs whole modules, whose tests share fixtures; the longest come first (tests/support/costs.py).
 PYTEST := tests/in_memory.sh $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations=25
-WORKERS := auto
+# One more than there are cores: many tests wait.
+WORKERS := $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 # What `make test` runs: .ci/run overrides both.
 MARKS := not slow and not grid and not gpu
 TESTS :=

@@ -264,16 +264,7 @@ def measure(mode: Mode, seed: int, rounds: int, data: Federation, more: Iterable
     run = simulate(mode.file(seed, count_versions(mode, seed, rounds, data), more), data=data, progress=False)
     if run.result.status != "COMPLETED":
         raise RuntimeError(f"the job ended {run.result.status}: {run.result.reason}")
-    points = count_traffic(run.result.attempts)
-    if run.result.attempts[-1].exchange is not None and mode.changes.get("mode.exchange") != '"ring"':
-        assert run.model is not None
-        points.append(add_ring(points[-1], run.model.schema.file_size_bytes, run.result.totals.duration_s))
-    return points
-
-
-def add_ring(last: Point, model_bytes: int, at_s: float) -> Point:
-    """Return the end of a gossip job: the ring that computes the exported mean is no round, and has no record."""
-    return Point(at_s, last.busiest + 2 * 2 * (SILOS - 1) / SILOS * model_bytes, last.accuracy)
+    return count_traffic(run.result.attempts)
 
 
 def make_row(name: str, runs: Sequence[Sequence[Point]]) -> tuple[Cell, ...]:

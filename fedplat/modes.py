@@ -210,3 +210,18 @@ class StaleSynchronous(Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     def may_begin(self, clock: int, minimum: int) -> bool:
         """Return whether a client at `clock` may train while the slowest is at `minimum`."""
         return clock - minimum <= self.slack
+
+
+class Cyclic(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="cyclic"):
+    """Cyclic weight transfer: the model goes from client to client, and each trains it and passes it on.
+
+    Chang et al. 2018, JAMIA 25(8). A round is the turn of one client. The version that it makes is the model that the
+    next one gets, so after a turn that fails another client continues from the same version.
+    """
+
+    clients: Annotated[int, Meta(ge=2, le=10_000)]
+    """Number of clients in a cycle: each has one turn in it."""
+
+    def weight(self, staleness: int) -> float:
+        """Return the weight of an update: 1, because no update is stale."""
+        return 1.0

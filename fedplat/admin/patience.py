@@ -12,12 +12,9 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 from fedplat.errors import ServerUnreachableError
-
-if TYPE_CHECKING:
-    from fedplat.admin import AdminClient
 
 DEFAULT_TIMEOUT_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
@@ -25,6 +22,19 @@ _PROBE_S = 10.0
 _CUT_AFTER_S = 1.0
 """How long a watch has lasted at least if its end counts as that of a load balancer, which ends silent connections."""
 Result = TypeVar("Result")
+
+
+class Reachable(Protocol):
+    """What a retry asks of a client: whether its server answers, and what it is called (`AdminClient`)."""
+
+    @property
+    def server(self) -> str:
+        """Return the server's address."""
+        ...
+
+    def status(self, timeout_s: float | None = None) -> object:
+        """Return the server's status. Raises `ServerUnreachableError`."""
+        ...
 
 
 class Patience:
@@ -44,7 +54,7 @@ class Patience:
         self._now = now
         self._num_pauses, self._ends_at = 0, 0.0
 
-    def run(self, client: AdminClient, call: Callable[[], Result], *, watches: bool = False) -> Result:
+    def run(self, client: Reachable, call: Callable[[], Result], *, watches: bool = False) -> Result:
         """Call `call` until the server answers, and return its result; `call` must be safe to repeat.
 
         A call that `watches` may be silent for long. If one that has lasted ends, and the server then answers, the time
@@ -68,7 +78,7 @@ class Patience:
         """Start again, because the server has answered."""
         self._num_pauses = 0
 
-    def _answers(self, client: AdminClient) -> bool:
+    def _answers(self, client: Reachable) -> bool:
         """Return whether the server answers after a short pause: all watches of a load balancer may end at once."""
         self._pause(_FIRST_PAUSE_S * random.uniform(0.5, 1.0))
         try:
@@ -77,7 +87,7 @@ class Patience:
             return False
         return True
 
-    def _wait(self, client: AdminClient, failure: ServerUnreachableError) -> None:
+    def _wait(self, client: Reachable, failure: ServerUnreachableError) -> None:
         """Wait until the server answers, with exponential random pauses, so that many commands do not retry at once.
 
         Raises the latest failure when the time is over, or at once if it is lasting.

@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import Protocol
 
-from fedplat.admin.patience import Patience
+from fedplat.admin.patience import Patience, Reachable
 from fedplat.admin.transfer import ProgressCallback, chunks
 from fedplat.errors import FedplatError, ServerUnreachableError
 from fedplat.job import JobSpec
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 
-if TYPE_CHECKING:
-    from fedplat.admin import AdminClient
+
+class JobClient(Reachable, Protocol):
+    """The calls that a submission makes (`AdminClient`)."""
+
+    def upload_model(self, chunks: Iterable[bytes]) -> admin_pb2.UploadModelResponse:
+        """Upload a model file."""
+        ...
+
+    def create_job(self, job_file: str, initial_digest: str, idempotency_key: str) -> admin_pb2.Job:
+        """Create a job; for a known key, return the job that has it."""
+        ...
+
+    def show_job(self, job: str) -> admin_pb2.Job:
+        """Return a job."""
+        ...
+
+    def start(self, job: str) -> admin_pb2.Job:
+        """Start a job."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +45,7 @@ class Submission:
 
 
 def submit(
-    client: AdminClient,
+    client: JobClient,
     submission: Submission,
     *,
     start: bool = True,
@@ -61,7 +79,7 @@ def submit(
         raise
 
 
-def _start_draft(client: AdminClient, job_id: str) -> admin_pb2.Job:
+def _start_draft(client: JobClient, job_id: str) -> admin_pb2.Job:
     """Start a draft. It may have been started already, if the answer to an earlier try was lost."""
     job = client.show_job(job_id)
     return client.start(job_id) if job.status == admin_pb2.JOB_STATUS_DRAFT else job

@@ -10,7 +10,7 @@ all-reduce with pairwise masks, which needs the extra `privacy`.
 
 Two shells drive it. The simulator has no messages, so it needs neither `steps.py` nor `RingMember`, whose masks change
 no result. Of a real job, `fedplat.rounds.protocols.gossip` is the coordinator's place among the others,
-`fedplat_server.rpc.exchange_steps` and `relay` are the daemon's calls, and `fedplat_client._work.silos` is the silo.
+`fedplat_server.protocols` has the daemon's calls, and `fedplat_client._protocols.gossip` is the silo.
 `count_turns`, `gap_of`, `spectral_gap`, `choco_gamma`, `choco_rate` and `measure_quality` are for those who choose a
 topology and a step size.
 """

@@ -6,7 +6,7 @@ from fedplat import aggregate, codecs, modes
 from fedplat.aggregate.easgd import NAME as EASGD
 from fedplat.config.plugins import build_checked, has_absent, name_of
 from fedplat.job import combinations, elastic_checks, gossip_checks, privacy_checks, secure_checks
-from fedplat.job.combinations import DISTILL, STALE_SYNCHRONOUS, find_contrary
+from fedplat.job.combinations import CYCLIC, DISTILL, STALE_SYNCHRONOUS, find_contrary
 from fedplat.job.pool import PoolOptions, ServerLearning, ServerStep
 from fedplat.job.secure_checks import RULES_ON_MEAN
 from fedplat.job.tables import JobTables
@@ -36,6 +36,8 @@ def check(spec: JobTables) -> None:
         _check_robust(spec, spec.robust)
     if spec.buffered is not None:
         _check_buffered(spec)
+    if isinstance(spec.mode, modes.Cyclic):
+        _check_cyclic(spec)
     if spec.privacy is not None:
         privacy_checks.check_privacy(spec, spec.privacy)
     if spec.pool is not None and "durability" in find_contrary(spec, "pool"):
@@ -120,6 +122,26 @@ def _check_stale_synchronous(spec: JobTables, mode: modes.StaleSynchronous) -> N
         )
 
 
+def _check_cyclic(spec: JobTables) -> None:
+    """Raise `ValueError` if a job whose clients have turns has options for whole cohorts."""
+    selection = spec.selection
+    if selection.goal != 1:
+        raise ValueError(
+            f'selection.goal = {selection.goal}: with mode.kind = "cyclic" a round is the turn of one client; expected '
+            "goal = 1"
+        )
+    if selection.sampling != Uniform():
+        raise ValueError(
+            f'selection.sampling.policy = "{name_of(selection.sampling)}": each client has one turn in a cycle; '
+            'expected "uniform" with mode.kind = "cyclic"'
+        )
+    if selection.min_separation:
+        raise ValueError(
+            f"selection.min_separation = {selection.min_separation}: the cycle decides when a client trains again; "
+            'expected 0 with mode.kind = "cyclic"'
+        )
+
+
 def _check_flower(spec: JobTables) -> None:
     """Raise `ValueError` if a job with a Flower app has a table for what the app itself decides."""
     if spec.privacy is not None:
@@ -182,9 +204,9 @@ def _check_steps(name: str, table: ServerLearning, parallel: Parallel) -> None:
 
 
 def _check_robust(spec: JobTables, robust: aggregate.Robust) -> None:
-    if STALE_SYNCHRONOUS in find_contrary(spec, "robust"):
+    if alone := {STALE_SYNCHRONOUS, CYCLIC}.intersection(find_contrary(spec, "robust")):
         raise ValueError(
-            'robust: it compares the updates of a version, and with mode.kind = "ssp" a version has one; expected no '
+            f"robust: it compares the updates of a version, and with {alone.pop()} a version has one; expected no "
             'table [robust], or mode.kind = "buffered"'
         )
     if not spec.aggregation.works_on_mean:

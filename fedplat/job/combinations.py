@@ -20,6 +20,7 @@ from fedplat.job.tables import JobTables
 SYNC: Final = 'mode.kind = "sync"'
 BUFFERED: Final = 'mode.kind = "buffered"'
 STALE_SYNCHRONOUS: Final = 'mode.kind = "ssp"'
+CYCLIC: Final = 'mode.kind = "cyclic"'
 GOSSIP: Final = 'mode.kind = "gossip"'
 ELASTIC: Final = f'aggregation.rule = "{_EASGD}"'
 DISTILL: Final = 'server_step.method = "distill"'
@@ -36,6 +37,7 @@ COMBINES: Final[Mapping[str, frozenset[str]]] = {
     SYNC: _BASIC | _OPEN | {ELASTIC, DISTILL, "robust", "privacy", "secure_aggregation", "flower"},
     BUFFERED: _BASIC | _OPEN | {ELASTIC, "robust"},
     STALE_SYNCHRONOUS: _BASIC | _OPEN | {ELASTIC},
+    CYCLIC: _BASIC | {UPLINK, DOWNLINK, OF_CLIENTS, "durability"},
     GOSSIP: frozenset({"updates", "evaluation.every", UPLINK}),
     "flower": frozenset({"retention"}),
     "secure_aggregation": _BASIC | _SERVER_RULE | {"privacy"},

@@ -47,9 +47,9 @@ class JobTables(Struct, frozen=True, forbid_unknown_fields=True):
     """Source of the initial model."""
     selection: Selection
     """Clients that take part, and when an attempt closes."""
-    mode: modes.Sync | modes.Buffered | modes.StaleSynchronous | Gossip = modes.Sync()
-    """Synchronous rounds, asynchronous training with a buffer of updates, stale synchronous parallel training, or an
-    exchange between silos without a server's model."""
+    mode: modes.Sync | modes.Buffered | modes.StaleSynchronous | modes.Cyclic | Gossip = modes.Sync()
+    """Synchronous rounds, asynchronous training with a buffer of updates, stale synchronous parallel training, training
+    by one client after the other, or an exchange between silos without a server's model."""
     config: dict[str, Scalar] = {}
     """Hyper-parameters that the trainer finds in `task.config`."""
     durability: Literal["spool", "memory"] = "spool"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Mapping
@@ -11,75 +10,16 @@ import numpy as np
 
 from fedplat import sampling
 from fedplat.config import label_expressions
-from fedplat.rounds.eligible import EligibleClients, Gate
+from fedplat.rounds.demand import Demand
+from fedplat.rounds.eligible import EligibleClients
 from fedplat.rounds.events import CandidatesDrawn, ClientCheckedIn
 from fedplat.rounds.participation import ParticipationHistory
 from fedplat.rounds.protocols.base import protocol_of, training_of
-from fedplat.rounds.records import Attempt, AttemptKey, JobState
+from fedplat.rounds.records import Attempt, JobState
 from fedplat.rounds.states import AttemptKind, JobStatus
-from fedplat.sampling import Policy
 
 _NAMED = 5
 """Maximum number of trainers that a text names."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Demand:
-    """The demand of an attempt: `target` clients, drawn by `sampling` once `min_eligible` eligible clients wait.
-
-    If others wait that have declined the job, `least` eligible clients are enough. Without `min_eligible` they are
-    drawn when the time for selection is over. `codecs`, `algorithms` and `features` are
-    those that a client must support. Clients in `excluded` are not drawn: they take part already. If there is a
-    `cohort`, only its clients are drawn, and never those in `barred`. `gate` is that of a job with clocks.
-    """
-
-    key: AttemptKey
-    kind: AttemptKind
-    population: str
-    where: str
-    handler: str
-    target: int
-    min_eligible: int | None
-    codecs: frozenset[str]
-    sampling: Policy
-    excluded: Mapping[str, object] = dataclasses.field(default_factory=dict[str, object], compare=False)
-    algorithms: frozenset[str] = frozenset()
-    features: frozenset[str] = frozenset()
-    least: int = 1
-    cohort: frozenset[str] | None = dataclasses.field(default=None, compare=False)
-    barred: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
-    gate: Gate | None = None
-
-    @property
-    def has_requirements(self) -> bool:
-        """True if it depends on more than names and labels whether a client may take part."""
-        return bool(self.codecs or self.algorithms or self.features)
-
-    def accepts(self, client: ClientCheckedIn) -> bool:
-        """Return whether the client may take part."""
-        return self._wants(client) and self._supports(client)
-
-    def misses(self, client: ClientCheckedIn) -> bool:
-        """Return whether the client may not take part only because it lacks a codec, an algorithm or a feature."""
-        return self._wants(client) and not self._supports(client)
-
-    def _supports(self, client: ClientCheckedIn) -> bool:
-        has_plugins = self.codecs <= client.codecs and self.algorithms <= client.algorithms
-        return has_plugins and self.features <= client.features
-
-    def list_installed(self, client: ClientCheckedIn) -> frozenset[str]:
-        """Return what a client has installed for attempts of this kind."""
-        return client.trainers if self.kind is AttemptKind.TRAIN else client.evaluators
-
-    def _wants(self, client: ClientCheckedIn) -> bool:
-        return (
-            client.population == self.population
-            and (self.cohort is None or client.client_id in self.cohort)
-            and client.client_id not in self.barred
-            and (self.gate is None or self.gate.admits(client.client_id))
-            and self.handler in self.list_installed(client)
-            and label_expressions.compile_expression(self.where)(client.labels)
-        )
 
 
 def make_demand(job: JobState) -> Demand | None:

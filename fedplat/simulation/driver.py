@@ -84,7 +84,7 @@ class Driver:
         self._spec, self._training, self._statistics, self._trace = spec, training, statistics, trace
         self._rng, self._tokens = coordinator_rng(seed), Tokens()
         self._deadline_at = np.inf
-        self._work = ClientWork(spec, fleet, training, statistics, seed)
+        self._work = ClientWork(self.coordinator, fleet, training, statistics, seed)
         self._behaviours = make_behaviours(self._work)
         self._planner = Planner(fleet, Load.from_config(spec.config), int(make_rng(seed, PLANS).integers(2**63)))
         self._failing_since = 0.0
@@ -100,7 +100,7 @@ class Driver:
     @property
     def job(self) -> JobState:
         """The current state of the job."""
-        return self.coordinator.jobs[self._spec.name]
+        return self._work.job
 
     def run(self, until_s: float) -> str:
         """Run until the job has ended or paused itself, or cannot progress, or until `until_s`.
@@ -128,14 +128,16 @@ class Driver:
 
         Clients that are offline may be back later, so the job waits for them.
         """
-        if not self.job.failures:
+        failures = self._behaviours[AttemptKind.TRAIN].count_failures(self.job)
+        if not failures:
             self._failing_since = self.now
-        if self.job.failures < MAX_FAILURES or self.now - self._failing_since < self._patience_s:
+        if failures < MAX_FAILURES or self.now - self._failing_since < self._patience_s:
             return ""
         last = self.job.attempt
         assert last is not None
         place = f"round {last.key.round} attempt {last.key.number}"
-        return f"no progress after {self.job.failures} failed attempts in a row; the last one: {place}: {last.reason}"
+        reason = last.reason or self.job.reason
+        return f"no progress after {failures} failed attempts in a row; the last one: {place}: {reason}"
 
     def _step(self) -> None:
         """Process everything due now: first check-ins and departures, then clients at work, then the deadline."""
@@ -226,7 +228,7 @@ class Driver:
                 if (failed := self._training.fold(command)) is not None:
                     self._work.schedule(self.now, self._record, failed)
             case NextStep():
-                self._behaviours[AttemptKind.TRAIN].on_next_step(command, self.job)
+                self._behaviours[AttemptKind.TRAIN].on_next_step(command)
             case Restart():
                 self._training.restart(command)
             case Commit():

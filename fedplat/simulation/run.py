@@ -23,15 +23,13 @@ from fedplat.simulation.driver import Driver, Trace
 from fedplat.simulation.engines.interface import Engine
 from fedplat.simulation.federated.interface import NoTraining, TrainingModel, count_entries
 from fedplat.simulation.federated.training import RealTraining
-from fedplat.simulation.gossip.mixing import mix_without_training
-from fedplat.simulation.gossip.run import GossipRun, run_gossip
+from fedplat.simulation.gossip.training import SiloTraining
 from fedplat.simulation.protocols.registry import kind_of
 from fedplat.simulation.recording.replay_log import ReplayLog
 from fedplat.simulation.recording.result import Result
 from fedplat.simulation.recording.statistics import Observer, RunStatistics, count_staleness, measure_groups
 from fedplat.simulation.scenario import unsupported
 from fedplat.simulation.scenario.options import YEAR_S, SecureMode
-from fedplat.simulation.secure.protocol import ModelledProtocol, SecureProtocol
 from fedplat.simulation.secure.sums import setup_of
 
 MAX_REAL = 1000
@@ -91,23 +89,24 @@ def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
     `ReplayError` if the journal cannot be used, and what training raises.
     """
     spec, fleet, engine = simulation.spec, simulation.fleet, simulation.engine
+    kind = kind_of(spec)
     unsupported.check(spec)
-    unsupported.check_links(spec, simulation.links)
-    if spec.gossip is not None:
-        return _run_gossip(simulation, hooks)
+    kind.check(spec, fleet, simulation.links)
     with contextlib.ExitStack() as stack:
         training: TrainingModel
-        learning: RealTraining | None = None
+        learning: RealTraining | SiloTraining | None = None
         if engine is None:
+            if kind.mix is not None:
+                return kind.mix(simulation, hooks)
             training = NoTraining(_model_bytes(simulation), _masked_bytes(simulation))
         else:
             if simulation.initial is None:
                 raise ValueError("a simulation with an engine needs an initial model")
             fleet = fleet.with_examples([engine.num_examples(client) for client in range(engine.num_clients)])
             first = _extend_initial(spec, simulation.initial)
-            protocol = _build_protocol(simulation)
-            training = learning = RealTraining(spec, engine, first, simulation.seed, protocol)
-            if hooks.journal is not None:
+            training = learning = kind.learn(simulation, engine, first)
+            # No journal has the models of all silos: a stopped run of theirs begins again.
+            if hooks.journal is not None and isinstance(learning, RealTraining):
                 journal = ReplayLog(
                     learning,
                     hooks.journal,
@@ -118,17 +117,6 @@ def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
                 training = stack.enter_context(contextlib.closing(journal))
         result = drive(simulation, fleet, training, hooks)
     return result if learning is None else dataclasses.replace(result, model=learning.model)
-
-
-def _run_gossip(simulation: Simulation, hooks: Hooks) -> Result:
-    """Run a decentralised job; a stopped one begins again, because no journal has the models of all silos."""
-    spec, fleet, engine, initial = simulation.spec, simulation.fleet, simulation.engine, simulation.initial
-    part = GossipRun(spec, fleet, simulation.links, simulation.seed, simulation.until_s, hooks.observe)
-    if engine is None:
-        return mix_without_training(part, simulation.model_bytes)
-    if initial is None:
-        raise ValueError("a simulation with an engine needs an initial model")
-    return run_gossip(part, engine, initial)
 
 
 def drive(simulation: Simulation, fleet: Fleet, training: TrainingModel, hooks: Hooks) -> Result:
@@ -185,15 +173,6 @@ def _extend_initial(spec: JobSpec, initial: Parameters) -> Parameters:
         return build_rule(spec).requirements.extend(initial)
     except ModelError as exc:
         raise ValueError(f"the initial model does not fit the job's rule: {exc}") from exc
-
-
-def _build_protocol(simulation: Simulation) -> SecureProtocol | None:
-    """Return what masks updates; None if clients do not mask them."""
-    if not simulation.runs_protocol:
-        return ModelledProtocol() if kind_of(simulation.spec).has_masks else None
-    from fedplat.simulation.secure.real import RealProtocol
-
-    return RealProtocol(simulation.seed)
 
 
 def _masked_bytes(simulation: Simulation) -> int | None:

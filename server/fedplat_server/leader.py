@@ -141,7 +141,7 @@ class LeaderParts:
         )
         budgets = Budgets(store)
         alerts = AlertMonitor(runner.coordinator, jobs.record, budgets.accountant, loop.time)
-        alerts.watch_disk(metrics.instruments.full_writes, config.prune_options)
+        alerts.watch_disk(metrics.instruments.full_writes, config.prune_options, is_alone=not config.is_shared)
         if (certificates := endpoint.certificates) is not None:
             alerts.watch_certificate(lambda: certificates.days_left, certificates.renewal)
         if health is not None:
@@ -359,7 +359,7 @@ async def _open_blobs(config: ServerConfig, store: Store, instruments: Instrumen
         set_aside.warn(f"{config.blobs or config.data_dir / 'blobs'}/{set_aside.FOLDER}", num_aside)
     if found.missing:
         logs.get().error(
-            "blobs are missing; run fedplat-server verify with the options of this daemon",
+            "models are missing: check --blobs (FEDPLAT_BLOBS), and run fedplat-server verify with the same options",
             missing=len(found.missing),
             first=min(found.missing),
         )

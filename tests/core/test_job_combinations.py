@@ -12,7 +12,17 @@ from msgspec import NODEFAULT, Struct, structs
 from fedplat.config.toml import read_record
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec, checks, combinations
-from fedplat.job.combinations import BUFFERED, COMBINES, DISTILL, ELASTIC, GOSSIP, STALE_SYNCHRONOUS, SYNC, may_combine
+from fedplat.job.combinations import (
+    BUFFERED,
+    COMBINES,
+    CYCLIC,
+    DISTILL,
+    ELASTIC,
+    GOSSIP,
+    STALE_SYNCHRONOUS,
+    SYNC,
+    may_combine,
+)
 from fedplat.job.tables import JobTables
 
 Table = dict[str, Any]
@@ -26,6 +36,7 @@ PARTS: Mapping[str, Table] = {
     SYNC: {},
     BUFFERED: {"mode": {"kind": "buffered", "concurrency": 20, "staleness": "constant"}},
     STALE_SYNCHRONOUS: {"mode": {"kind": "ssp", "concurrency": 8, "slack": 2}, "selection": {"goal": 1}},
+    CYCLIC: {"mode": {"kind": "cyclic", "clients": 3}, "selection": {"goal": 1}},
     GOSSIP: {"mode": {"kind": "gossip"}, "updates": UNIFORM},
     "flower": {"flower": {"app": "a"}},
     "secure_aggregation": {"secure_aggregation": {}, "updates": CLIPPED},
@@ -78,7 +89,7 @@ def list_pairs() -> Iterator[tuple[str, str]]:
 
 def test_every_pair_is_accepted_or_refused_in_one_sentence_as_it_is_listed() -> None:
     pairs = [*list_pairs()]
-    assert len(pairs) == 223
+    assert len(pairs) == 241
     for pair in pairs:
         parts, problem = try_to_read(*pair)
         assert may_combine(*pair) == (not problem), f"{pair}: {problem or 'it is accepted'}"
@@ -109,7 +120,7 @@ def test_each_part_of_a_job_file_is_listed() -> None:
     assert {*COMBINES} == {*PARTS} == named | {ELASTIC, DISTILL}
 
 
-class Cyclic(Struct, frozen=True, tag_field="kind", tag="cyclic"):
+class Relayed(Struct, frozen=True, tag_field="kind", tag="relayed"):
     """A mode that the table does not know."""
 
     clients: int = 3
@@ -131,9 +142,9 @@ def make(kind: type[JobTables], *parts: str, **fields: Any) -> JobTables:
 
 @pytest.mark.parametrize("part", [part for part in PARTS if not combinations.is_mode(part)])
 def test_an_unknown_mode_is_refused_with_everything(part: str) -> None:
-    checks.check(make(JobTables, SYNC, mode=Cyclic()))
+    checks.check(make(JobTables, SYNC, mode=Relayed()))
     with pytest.raises(ValueError, match="expected") as caught:
-        checks.check(make(JobTables, part, mode=Cyclic()))
+        checks.check(make(JobTables, part, mode=Relayed()))
     assert "\n" not in str(caught.value)
 
 

@@ -64,7 +64,7 @@ MISTAKES: Mapping[str, tuple[str, str]] = {
     ),
     "an unknown mode": (
         f"{SMALL}[mode]\nkind = 'fast'\nconcurrency = 3\n",
-        "mode.kind = 'fast': expected one of sync, buffered, ssp, gossip",
+        "mode.kind = 'fast': expected one of sync, buffered, ssp, cyclic, gossip",
     ),
     "an option of another weight": (
         f"{SMALL}[mode]\nkind = 'buffered'\nconcurrency = 3\nstaleness = 'hinge'\nexponent = 0.5\n",

@@ -248,6 +248,8 @@ def test_commands_of_a_remedy_find_the_data_of_this_server() -> None:
     remedies = {alert.name: alert.remedy for alert in alerts.evaluate(facts, [])}
     assert f"server's host: fedplat-server certificates renew{place}. A" in remedies["certificate_expiring"]
     assert f"(fedplat-server prune{place} --keep-versions 5)" in remedies["disk_low"]
+    (alone,) = alerts.evaluate(ServerFacts(disk_total_bytes=GIB, is_alone=True), [])
+    assert "on the server's host, while the server is stopped (fedplat-server prune" in alone.remedy
     (own,) = alerts.evaluate(ServerFacts(certificate_s=1.0, renewal=""), [])
     assert own.remedy.startswith("Replace the files of --tls-certificate and --tls-key")
 

@@ -235,7 +235,7 @@ def simulate(text: str, names: Sequence[str], model: Parameters) -> Generator[Fl
     for number in range(1, spec.rounds + 1):
         yield models.models()
         everyone = range(models.count)
-        models.begin_training(everyone, number)
+        models.begin_training(dict.fromkeys(everyone, 1.0), number)
         for silo in everyone:
             models.finish_training(silo)
             models.publish(silo, number)

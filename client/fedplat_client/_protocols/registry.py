@@ -28,6 +28,7 @@ def make_halves(open_silos: Callable[[], SiloWorker]) -> Mapping[str, ClientHalf
         "sync": averaged,
         "buffered": averaged,
         "ssp": averaged,
+        "cyclic": averaged,
         "flower_app": averaged,
         "secure": ClientHalf(_train_secretly),
         "gossip": ClientHalf(exchange, may_be_late=True),

@@ -1,6 +1,6 @@
 """Synchronous rounds (`[mode] kind = "sync"`): a cohort starts from one version, and its updates make the next.
 
-Its functions are the defaults of the record (`record.RoundProtocol`).
+Other kinds have its functions where they name none of their own (`base.register`).
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import msgspec
 
 from fedplat.job import JobSpec
-from fedplat.rounds import attempts, closing, influence, selection
+from fedplat.rounds import attempts, closing, influence, restart, selection
+from fedplat.rounds.demand import Demand
 from fedplat.rounds.events import AggregationFailed, CandidatesDrawn
-from fedplat.rounds.protocols.base import AttemptSizes, Ending
+from fedplat.rounds.protocols.base import AttemptSizes, Ending, RoundProtocol, register
 from fedplat.rounds.records import Assignment, Attempt, JobState
 from fedplat.rounds.states import WORKING_PHASES, AttemptKind, AttemptPhase, JobStatus
 from fedplat.rounds.transition import Context, Transition
@@ -29,7 +30,7 @@ def size_cohort(job: JobState) -> AttemptSizes:
     return AttemptSizes(selection.goal, selection.minimum, job.spec.num_wanted)
 
 
-def demand_cohort(job: JobState, attempt: Attempt) -> selection.Demand | None:
+def demand_cohort(job: JobState, attempt: Attempt) -> Demand | None:
     """Demand a cohort while the attempt selects.
 
     Trials per client have no target to wait for: only `wait_for` determines when enough clients are waiting.
@@ -82,3 +83,29 @@ def read_no_state(stored: object, spec: JobSpec) -> None:
     """Refuse a state: jobs of this kind keep nothing but their attempts."""
     if stored is not None:
         raise msgspec.ValidationError(f"Expected `null`, got `{type(stored).__name__}`")
+
+
+AVERAGING = register(
+    RoundProtocol(
+        name="sync",
+        read_state=read_no_state,
+        begin=begin,
+        sizes=size_cohort,
+        demand=demand_cohort,
+        count_candidates=count_candidates,
+        on_drawn=attempts.assign_cohort,
+        timeouts=attempts.timeouts,
+        longest_s=longest_s,
+        on_reclaimed=attempts.reassign,
+        on_reported=attempts.take_report,
+        judge_report=attempts.judge_claim,
+        weigh=weigh,
+        on_ended=attempts.go_on,
+        judge_end=judge_end,
+        on_deadline=closing.drop_late,
+        release_busy=closing.release_surplus,
+        on_aggregation_failed=describe_failure,
+        resume=restart.resume,
+        deadlines=list_deadlines,
+    )
+)

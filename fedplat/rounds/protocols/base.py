@@ -1,4 +1,6 @@
-"""Which protocol a job has: the only switch between kinds. `record` has the record itself.
+"""What distinguishes one kind of job or attempt from another, a record of functions, and the only switch between them.
+
+Each function gets the whole state of the job and returns a new one; none has a state, a clock or randomness of its own.
 
 Code that is common to all kinds (`attempts`, `closing`, `selection`, `coordinator`) asks `protocol_of`, always with the
 job in hand and never with a record that it has kept. So a wrapper (`private`) also applies where the functions of the
@@ -10,17 +12,18 @@ averaged in one attempt and evaluated in the next. An assignment that outlives i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fedplat.job import JobSpec
-from fedplat.rounds.records import JobState
-from fedplat.rounds.states import AttemptKind
-from fedplat.rounds.transition import Context, Transition
-
-if TYPE_CHECKING:
-    from fedplat.rounds.protocols.record import RoundProtocol
+from fedplat.rounds.commands import Command
+from fedplat.rounds.demand import Demand
+from fedplat.rounds.events import AggregationFailed, AttemptAggregated, CandidatesDrawn, JobEvent, UpdateReported
+from fedplat.rounds.records import Assignment, Attempt, JobState, SecureMessages
+from fedplat.rounds.states import AttemptKind, AttemptPhase
+from fedplat.rounds.transition import ACCEPTED, Context, Transition, Verdict
 
 Handler = Callable[[JobState, Any, Context], Transition]
 
@@ -52,12 +55,106 @@ class Roll(NamedTuple):
     is_last: bool
 
 
+OF_AVERAGING: Any = None
+"""The default of a function that is the one of synchronous averaging (`averaging.AVERAGING`)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Membership:
+    """The part of a kind whose clients belong to the job between their assignments: silos, or a clock set.
+
+    `awaits`: whether the job waits for a client, which must not stay away. `revoked` returns the event with which a
+    client leaves. `roll` returns whom to call now. `follow` updates the state after each transition.
+    """
+
+    awaits: Callable[[JobState, str], bool] = lambda job, client_id: False
+    revoked: Callable[[JobState, str], JobEvent | None] = lambda job, client_id: None
+    roll: Callable[[JobState, Context], Roll | None] = lambda job, context: None
+    follow: Callable[[JobState, JobState, Context], JobState] = lambda before, after, context: after
+    expect: Callable[[JobState, Context], JobState] = lambda job, context: job
+    next_moment: Callable[[JobState], float | None] = lambda job: None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundProtocol:
+    """One kind of attempts to train, or attempts of another kind. Comments name the callers.
+
+    The constructor is checked by types, `dataclasses.replace` is not.
+
+    `folds`: reports have updates, which are added to a sum, and its commit makes a version. `retries`: an attempt that
+    fails is tried again. `finishes`: a pause lets a version that is being made become durable. `keeps_updates`: the
+    server has the updates. `features` are the parts of the wire protocol that a client must implement.
+    """
+
+    name: str
+    folds: bool = True
+    retries: bool = True
+    finishes: bool = True
+    keeps_updates: bool = True
+    features: frozenset[str] = frozenset()
+    first_phase: AttemptPhase = AttemptPhase.COLLECTING
+    column: str = "protocol"
+    """The column of `jobs` that keeps its state (`JobState.protocol`) between attempts."""
+    write_state: Callable[[JobState], object] = lambda job: None
+    """Return its state in a form for JSON."""
+    read_state: Callable[[object, JobSpec], object] = OF_AVERAGING
+    """Read its state from that form. Raises `msgspec.ValidationError` if it has none, or is of a newer release."""
+    handlers: Mapping[type[Any], Handler] = dataclasses.field(default_factory=dict[type[Any], Handler])
+    membership: Membership = Membership()
+
+    # --- its attempts: sync, attempts ---
+    begin: Callable[[JobState, Context], Transition | None] = OF_AVERAGING
+    """Open the next attempt of this kind or end the job; None if it is not time for one."""
+    sizes: Callable[[JobState], AttemptSizes] = OF_AVERAGING
+    advance: Callable[[JobState, Attempt, Context], Transition | None] = lambda job, attempt, context: None
+    """Go on without an event; None if there is nothing to do."""
+    describe: Callable[[JobState, Attempt], str] = lambda job, attempt: f"round {attempt.key.round}"
+
+    # --- its clients: selection, attempts, coordinator ---
+    demand: Callable[[JobState, Attempt], Demand | None] = OF_AVERAGING
+    num_needed: Callable[[JobState], int] = lambda job: max(job.spec.num_wanted, job.spec.selection.wait_for)
+    """How many clients must wait at the same time."""
+    selects: Callable[[JobState, Attempt], bool] = lambda job, attempt: attempt.awaits_clients
+    """Whether the end of the time for selection completes a draw."""
+    count_candidates: Callable[[JobState, Attempt, CandidatesDrawn], tuple[int, int]] = OF_AVERAGING
+    """How many clients were found, and how many are needed."""
+    on_drawn: Callable[[JobState, Attempt, CandidatesDrawn, Context], Transition] = OF_AVERAGING
+    make_part: Callable[[], SecureMessages | None] = lambda: None
+    timeouts: Callable[[JobState], tuple[float, float]] = OF_AVERAGING
+    longest_s: Callable[[JobState, Assignment], float] = OF_AVERAGING
+    closes_at: Callable[[JobState, float], float | None] = lambda job, now: None
+    """The only moment at which an attempt that begins to collect now may close; None if it may close earlier."""
+    on_reclaimed: Callable[[JobState, Assignment, Context], Transition] = OF_AVERAGING
+
+    # --- its reports: attempts ---
+    judge_upload: Callable[[JobState, Assignment], Verdict] = lambda job, assignment: ACCEPTED
+    on_reported: Callable[[JobState, Assignment, UpdateReported, Context], Transition] = OF_AVERAGING
+    judge_report: Callable[[JobState, Attempt, Assignment, UpdateReported], tuple[JobState, Verdict]] = OF_AVERAGING
+    weigh: Callable[[JobState, Assignment, int], float] = OF_AVERAGING
+    on_ended: Callable[[JobState, Assignment, Context], Transition] = OF_AVERAGING
+    """Go on after a busy assignment has failed, or was rejected or revoked."""
+
+    # --- its ends: closing, restart, rollback ---
+    judge_end: Callable[[JobState, Attempt, Context], Ending] = OF_AVERAGING
+    on_deadline: Callable[[JobState, Context], Transition] = OF_AVERAGING
+    release_busy: Callable[[JobState, Attempt], tuple[JobState, Attempt, tuple[Command, ...]]] = OF_AVERAGING
+    """What becomes of busy clients when the attempt commits."""
+    on_committed: Callable[[JobState, AttemptAggregated], Transition] = lambda job, event: Transition(job)
+    on_aggregation_failed: Callable[[JobState, Attempt, AggregationFailed], tuple[JobState, str]] = OF_AVERAGING
+    resume: Callable[[JobState, Attempt, Context], Transition] = OF_AVERAGING
+    deadlines: Callable[[JobState, Attempt], Iterable[float | None]] = OF_AVERAGING
+    refuse_rollback: Callable[[JobState], str] = lambda job: ""
+
+
 _PROTOCOLS: dict[str, RoundProtocol] = {}
 
 
 def register(protocol: RoundProtocol) -> RoundProtocol:
-    """Add a protocol to the table (`registry` imports all of them)."""
+    """Add a protocol to the table, with the functions of averaging where it has none (`registry` imports all)."""
     assert protocol.name not in _PROTOCOLS
+    missing = [field.name for field in dataclasses.fields(protocol) if getattr(protocol, field.name) is OF_AVERAGING]
+    if missing:
+        protocol = dataclasses.replace(protocol, **{name: getattr(_PROTOCOLS["sync"], name) for name in missing})
     _PROTOCOLS[protocol.name] = protocol
     return protocol
 

@@ -14,9 +14,9 @@ from msgspec import structs
 
 from fedplat.rounds import assignments, attempts, closing, reporting, restart, selection
 from fedplat.rounds.commands import Command
+from fedplat.rounds.demand import Demand
 from fedplat.rounds.events import CandidatesDrawn
-from fedplat.rounds.protocols.base import Ending, register
-from fedplat.rounds.protocols.record import RoundProtocol
+from fedplat.rounds.protocols.base import Ending, RoundProtocol, register
 from fedplat.rounds.records import Assignment, AssignmentSet, Attempt, JobState, make_assignment_set
 from fedplat.rounds.states import ATTEMPT_TRANSITIONS, AssignmentState, AttemptPhase, Reason, require
 from fedplat.rounds.transition import Context, Transition
@@ -31,7 +31,7 @@ def advance(job: JobState, attempt: Attempt, context: Context) -> Transition | N
     return None
 
 
-def demand(job: JobState, attempt: Attempt, min_eligible: int = 1) -> selection.Demand | None:
+def demand(job: JobState, attempt: Attempt, min_eligible: int = 1) -> Demand | None:
     """Demand clients while it collects, and take them in the order of their arrival."""
     free = attempt.target - attempt.num_busy
     if attempt.phase not in (AttemptPhase.SELECTING, AttemptPhase.COLLECTING) or free <= 0:

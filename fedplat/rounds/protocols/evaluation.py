@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from fedplat.job.sections import ClientEvaluation
-from fedplat.rounds import attempts, closing, selection
-from fedplat.rounds.protocols.base import AttemptSizes, Ending, register
-from fedplat.rounds.protocols.record import RoundProtocol
+from fedplat.rounds import attempts, closing
+from fedplat.rounds.demand import Demand
+from fedplat.rounds.protocols.base import AttemptSizes, Ending, RoundProtocol, register
 from fedplat.rounds.records import Assignment, Attempt, JobState
 from fedplat.rounds.states import AttemptKind, AttemptPhase, Reason
 from fedplat.rounds.transition import ACCEPTED, Context, Transition, Verdict
@@ -40,10 +40,10 @@ def _advance(job: JobState, attempt: Attempt, context: Context) -> Transition | 
     return Transition(closing.commit(job, attempt, context)) if is_closed else None
 
 
-def _demand(job: JobState, attempt: Attempt) -> selection.Demand | None:
+def _demand(job: JobState, attempt: Attempt) -> Demand | None:
     if attempt.phase is not AttemptPhase.SELECTING:
         return None
-    return selection.Demand(
+    return Demand(
         attempt.key,
         attempt.kind,
         job.spec.population,

@@ -10,10 +10,10 @@ import msgspec
 from msgspec import structs
 
 from fedplat.rounds import attempts, closing, selection
+from fedplat.rounds.demand import Demand
 from fedplat.rounds.events import CandidatesDrawn
 from fedplat.rounds.protocols import averaging
-from fedplat.rounds.protocols.base import AttemptSizes, Ending, register
-from fedplat.rounds.protocols.record import RoundProtocol
+from fedplat.rounds.protocols.base import AttemptSizes, Ending, RoundProtocol, register
 from fedplat.rounds.records import Attempt, JobState
 from fedplat.rounds.states import AttemptPhase, JobStatus
 from fedplat.rounds.transition import Context, Transition
@@ -46,7 +46,7 @@ def _size(job: JobState) -> AttemptSizes:
     return AttemptSizes(goal, options.minimum_of(goal), target)
 
 
-def _demand(job: JobState, attempt: Attempt) -> selection.Demand | None:
+def _demand(job: JobState, attempt: Attempt) -> Demand | None:
     """Demand the clients that the app has drawn, each of which is assigned when it waits."""
     if attempt.phase is not AttemptPhase.SELECTING and not fills_cohort(attempt):
         return None

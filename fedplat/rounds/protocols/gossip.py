@@ -36,10 +36,10 @@ from fedplat.gossip.storage import state_from_builtins, state_to_builtins
 from fedplat.job import JobSpec
 from fedplat.rounds import assignments, closing, futility, reporting, selection
 from fedplat.rounds.commands import Assign, Command, NextStep
+from fedplat.rounds.demand import Demand
 from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.events import CandidatesDrawn, JobEvent, SiloReported, SilosLost
-from fedplat.rounds.protocols.base import Ending, register
-from fedplat.rounds.protocols.record import Membership, RoundProtocol
+from fedplat.rounds.protocols.base import Ending, Membership, RoundProtocol, register
 from fedplat.rounds.records import NO_FUTILE, Assignment, Attempt, AttemptKey, JobState, ModelVersion
 from fedplat.rounds.states import (
     ASSIGNMENT_TRANSITIONS,
@@ -390,7 +390,7 @@ def _read_state(stored: object, spec: JobSpec) -> GossipState | None:
     return state_from_builtins(stored, make_rules(spec))
 
 
-def _demand(job: JobState, attempt: Attempt) -> selection.Demand | None:
+def _demand(job: JobState, attempt: Attempt) -> Demand | None:
     """Demand silos while models are announced; they are assigned as they arrive."""
     free = attempt.target - attempt.num_busy
     wants = wants_silos(attempt) and free > 0

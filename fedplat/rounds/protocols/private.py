@@ -10,8 +10,7 @@ import dataclasses
 
 from fedplat.rounds import closing, privacy_rules
 from fedplat.rounds.events import CandidatesDrawn
-from fedplat.rounds.protocols.base import AttemptSizes, Ending
-from fedplat.rounds.protocols.record import RoundProtocol
+from fedplat.rounds.protocols.base import AttemptSizes, Ending, RoundProtocol
 from fedplat.rounds.records import Attempt, JobState
 from fedplat.rounds.states import JobStatus
 from fedplat.rounds.transition import Context, Transition

@@ -7,7 +7,8 @@ import dataclasses
 from msgspec import structs
 
 from fedplat.job.secure import require_secure
-from fedplat.rounds import attempts, restart, selection
+from fedplat.rounds import attempts, restart
+from fedplat.rounds.demand import Demand
 from fedplat.rounds.events import (
     AggregationFailed,
     KeysAdvertised,
@@ -17,8 +18,7 @@ from fedplat.rounds.events import (
     UpdateReported,
 )
 from fedplat.rounds.protocols import averaging, secure_messages, secure_phases
-from fedplat.rounds.protocols.base import AttemptSizes, Ending, register
-from fedplat.rounds.protocols.record import RoundProtocol
+from fedplat.rounds.protocols.base import AttemptSizes, Ending, RoundProtocol, register
 from fedplat.rounds.records import Assignment, Attempt, JobState, SecureMessages
 from fedplat.rounds.states import AssignmentState, AttemptPhase
 from fedplat.rounds.transition import Context, Transition
@@ -33,7 +33,7 @@ def _begin(job: JobState, context: Context) -> Transition:
     return structs.replace(begun, job=structs.replace(begun.job, barred=secure_phases.bar_culprits(job)))
 
 
-def _demand(job: JobState, attempt: Attempt) -> selection.Demand | None:
+def _demand(job: JobState, attempt: Attempt) -> Demand | None:
     demand = averaging.demand_cohort(job, attempt)
     return dataclasses.replace(demand, barred=frozenset(job.barred)) if demand is not None else None
 

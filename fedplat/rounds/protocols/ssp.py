@@ -20,14 +20,14 @@ import dataclasses
 from msgspec import structs
 
 from fedplat.job import JobSpec
-from fedplat.rounds import attempts, selection
+from fedplat.rounds import attempts
 from fedplat.rounds.changes import find_changed
+from fedplat.rounds.demand import Demand
 from fedplat.rounds.eligible import Gate
 from fedplat.rounds.events import CandidatesDrawn, JobEvent, RollCalled
 from fedplat.rounds.protocols import buffered
-from fedplat.rounds.protocols.base import Roll, register
+from fedplat.rounds.protocols.base import Membership, Roll, register
 from fedplat.rounds.protocols.clock_set import NO_CLOCKS, ClockSet, clocks_from_builtins, clocks_to_builtins
-from fedplat.rounds.protocols.record import Membership
 from fedplat.rounds.records import Assignment, Attempt, JobState
 from fedplat.rounds.states import AssignmentState, AttemptKind, JobStatus, Reason
 from fedplat.rounds.transition import Context, Transition
@@ -49,7 +49,7 @@ def _read_state(stored: object, spec: JobSpec) -> ClockSet:
     return clocks_from_builtins(stored)
 
 
-def _demand(job: JobState, attempt: Attempt) -> selection.Demand | None:
+def _demand(job: JobState, attempt: Attempt) -> Demand | None:
     """Demand whom the clocks admit; an empty clock set begins with several clients."""
     needed = max(job.spec.selection.wait_for, 1) if not clocks_of(job).clocks else 1
     demand = buffered.demand(job, attempt, needed)

@@ -11,8 +11,7 @@ from msgspec import structs
 
 from fedplat.job import JobSpec
 from fedplat.rounds.commands import RunWarmStart
-from fedplat.rounds.protocols.base import AttemptSizes, Ending, register
-from fedplat.rounds.protocols.record import RoundProtocol
+from fedplat.rounds.protocols.base import AttemptSizes, Ending, RoundProtocol, register
 from fedplat.rounds.records import Attempt, AttemptKey, JobState
 from fedplat.rounds.states import FIRST_PHASES, AttemptKind
 from fedplat.rounds.transition import Context, Transition

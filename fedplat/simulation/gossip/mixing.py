@@ -6,15 +6,28 @@ round takes as long as its slowest silo needs to get the models of its neighbour
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from fedplat.errors import JobFileError
 from fedplat.gossip import Gossip, distance_from_mean, draw_edges, metropolis, mix_all, push_all, push_sum
-from fedplat.simulation.gossip.run import GossipRun, name_silo
-from fedplat.simulation.recording.result import AttemptResult, GossipExchange, Result, describe_end
+from fedplat.job import JobSpec
+from fedplat.simulation.clients import Fleet
+from fedplat.simulation.clients.links import LinkOptions
+from fedplat.simulation.gossip.checks import name_silo
+from fedplat.simulation.recording.result import (
+    AttemptResult,
+    GossipExchange,
+    ParticipationCounts,
+    Result,
+    Totals,
+    describe_end,
+)
+from fedplat.simulation.recording.statistics import Observer, measure_groups
 from fedplat.texts import format_count
 
 ENTRIES = 16
@@ -23,13 +36,28 @@ _START, _LOSS = 0x57A27, 0x10551
 Edges = npt.NDArray[np.int64]
 
 
-def mix_without_training(run: GossipRun, model_bytes: float) -> Result:
-    """Mix random vectors for the rounds of a job, and until the silos agree; models have `model_bytes`.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mixing:
+    """A decentralised job without training, its fleet and the faults of its links; models have `model_bytes`.
 
-    Raises `JobFileError` for a fleet that the job cannot have, and for a job whose mixing depends on real models.
+    `observe` is called with each round.
     """
-    run.check()
-    mode, spec, count = run.spec.gossip, run.spec, run.fleet.num_clients
+
+    spec: JobSpec
+    fleet: Fleet
+    links: LinkOptions
+    seed: int
+    until_s: float
+    model_bytes: float
+    observe: Observer | None = None
+
+
+def mix_without_training(run: Mixing) -> Result:
+    """Mix random vectors for the rounds of a job, and until the silos agree.
+
+    Raises `JobFileError` for a job whose mixing depends on real models.
+    """
+    mode, spec, count, model_bytes = run.spec.gossip, run.spec, run.fleet.num_clients, run.model_bytes
     assert mode is not None
     if mode.exchange == "ring" or spec.compression.uplink is not None:
         name = "mode.exchange" if mode.exchange == "ring" else "compression.uplink"
@@ -94,7 +122,43 @@ def mix_without_training(run: GossipRun, model_bytes: float) -> Result:
     elif not agree:
         rounds = format_count(mode.settle_rounds, "round")
         status, reason = "FAILED", f"the silos do not agree after {rounds} without training"
-    return run.make_result(status=status, reason=reason, records=records, merged=merged, duration_s=now)
+    return _make_result(run, status, reason, records, merged)
+
+
+def _make_result(
+    run: Mixing, status: str, reason: str, records: Sequence[AttemptResult], merged: npt.NDArray[np.int64]
+) -> Result:
+    nothing = np.zeros_like(merged)
+    participation = ParticipationCounts(assigned=merged, merged=merged, late=nothing, failed=nothing)
+    totals = Totals(
+        duration_s=records[-1].ended_at,
+        rounds=len(records),
+        attempts=len(records),
+        abandoned=0,
+        assigned=int(merged.sum()),
+        counts={"MERGED": int(merged.sum())},
+        lost=0,
+        check_ins=0,
+        refused=0,
+        distinct_clients=int(np.count_nonzero(merged)),
+        bytes_down=sum(record.bytes_down for record in records),
+        bytes_up=sum(record.bytes_up for record in records),
+        events=0,
+        batches=0,
+    )
+    return Result(
+        job=run.spec.name,
+        seed=run.seed,
+        num_clients=run.fleet.num_clients,
+        status=status,
+        reason=reason,
+        attempts=tuple(records),
+        totals=totals,
+        staleness={},
+        groups=measure_groups(run.fleet, participation),
+        participation=participation,
+        problem="" if status == "COMPLETED" else reason,
+    )
 
 
 def _draw_edges(mode: Gossip, here: npt.NDArray[np.int64], number: int) -> Edges:
@@ -106,7 +170,7 @@ def _draw_edges(mode: Gossip, here: npt.NDArray[np.int64], number: int) -> Edges
     return np.array(ordered, np.int64)[drawn].reshape(-1, 2)
 
 
-def _confirm(run: GossipRun, number: int, edges: Edges) -> tuple[Edges, Edges]:
+def _confirm(run: Mixing, number: int, edges: Edges) -> tuple[Edges, Edges]:
     """Return the edges whose messages arrive, and the links from sender to receiver over which one arrives."""
     assert run.spec.gossip is not None
     seed = run.seed ^ _LOSS
@@ -118,7 +182,7 @@ def _confirm(run: GossipRun, number: int, edges: Edges) -> tuple[Edges, Edges]:
     return edges[arrives & returns], np.concatenate([edges[arrives], back[returns]])
 
 
-def _exchange_s(run: GossipRun, links: Edges, model_bytes: float) -> float:
+def _exchange_s(run: Mixing, links: Edges, model_bytes: float) -> float:
     """Return the seconds until the last silo has all models, which it gets one after the other."""
     if not len(links):
         return float(run.fleet.latency_s.max())

@@ -64,15 +64,15 @@ class SiloModels:
         """Return all models, shape [silos, entries]."""
         return self.values / self.weights[:, None]
 
-    def begin_training(self, silos: Sequence[int], round_number: int) -> None:
-        """Begin to train silos, each from its own model."""
-        for silo in silos:
+    def begin_training(self, fractions: Mapping[int, float], round_number: int) -> None:
+        """Begin to train silos, each from its own model, with a fraction of their local steps."""
+        for silo, fraction in fractions.items():
             version = next(self._versions)
             self._whole[silo] = replace_entries(self._whole[silo], self.model_of(silo))
             self._engine.publish(version, self._whole[silo])
             seed = training_seed(self._seed, silo, round_number)
-            self._tasks[silo] = ClientTask(silo, version, seed, round_number=round_number)
-        self._engine.begin([self._tasks[silo] for silo in silos])
+            self._tasks[silo] = ClientTask(silo, version, seed, fraction, round_number=round_number)
+        self._engine.begin([self._tasks[silo] for silo in fractions])
 
     def finish_training(self, silo: int) -> Mapping[str, float] | None:
         """Add a silo's update to its model, and return the metrics; None if the update is not finite, and not added."""
@@ -91,6 +91,12 @@ class SiloModels:
                 self._whole[silo] = self._whole[silo].copy()
                 self._whole[silo].segment(run)[:] = trained.update.segment(run)
         return trained.metrics
+
+    def drop_training(self, silo: int) -> None:
+        """End a silo's training without a result."""
+        task = self._tasks.pop(silo)
+        self._engine.drop(task)
+        self._engine.retire(task.version)
 
     def publish(self, silo: int, round_number: int) -> None:
         """Make a silo's model available to neighbours; with a codec, as one more step of its public copy."""

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fedplat.job import JobSpec
-from fedplat.rounds import Attempt, JobState, Verdict
+from fedplat.rounds import Attempt, Coordinator, JobState, Verdict
 from fedplat.rounds.commands import Abort, NextStep
 from fedplat.rounds.events import AssignmentFailed, Event, UploadStarted
 from fedplat.rounds.states import Reason
@@ -37,13 +36,20 @@ class ClientWork:
     """The clients of a job that are at work, by their numbers, and the actions that they have planned."""
 
     def __init__(
-        self, spec: JobSpec, fleet: Fleet, training: TrainingModel, statistics: RunStatistics, seed: int
+        self, coordinator: Coordinator, fleet: Fleet, training: TrainingModel, statistics: RunStatistics, seed: int
     ) -> None:
         self.now = 0.0
-        self.spec, self.fleet, self.training, self.statistics, self.seed = spec, fleet, training, statistics, seed
-        self.idle = IdleClients(fleet, spec, make_rng(seed, CLIENTS))
+        (self._job_id,) = coordinator.jobs
+        self.spec, self._coordinator = coordinator.jobs[self._job_id].spec, coordinator
+        self.fleet, self.training, self.statistics, self.seed = fleet, training, statistics, seed
+        self.idle = IdleClients(fleet, self.spec, make_rng(seed, CLIENTS))
         self.tasks: dict[int, DeviceAssignment] = {}
         self._queue: EventQueue[tuple[Action, Any]] = EventQueue()
+
+    @property
+    def job(self) -> JobState:
+        """The current state of the job."""
+        return self._coordinator.jobs[self._job_id]
 
     def schedule(self, at: float, action: Action, subject: object) -> None:
         """Plan an action: a function of `subject` that returns its event, if it still has one."""
@@ -100,7 +106,7 @@ class ClientBehaviour:
         else:
             self.work.schedule(task.report_at, self._report, task)
 
-    def on_next_step(self, command: NextStep, job: JobState) -> None:
+    def on_next_step(self, command: NextStep) -> None:
         """Plan what clients do in the phase that their attempt has begun."""
         raise AssertionError(command)
 
@@ -118,6 +124,10 @@ class ClientBehaviour:
 
     def on_attempt_ended(self, job: JobState, attempt: Attempt) -> None:
         """Release clients that an attempt had after their reports; its statistics are recorded next."""
+
+    def count_failures(self, job: JobState) -> int:
+        """Return how many attempts, or phases of one, have failed in a row."""
+        return job.failures
 
     def stop(self, task: DeviceAssignment, command: Abort) -> None:
         """Stop a client whose assignment has ended."""

@@ -4,21 +4,76 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from fedplat.job import JobSpec
+from fedplat.model import Parameters
 from fedplat.rounds.protocols.base import training_name
 from fedplat.rounds.states import AttemptKind
+from fedplat.simulation.clients import Fleet
+from fedplat.simulation.clients.links import LinkOptions
+from fedplat.simulation.engines.interface import Engine
+from fedplat.simulation.federated.training import RealTraining
+from fedplat.simulation.gossip.checks import check_silos, refuse_links
+from fedplat.simulation.gossip.mixing import Mixing, mix_without_training
+from fedplat.simulation.gossip.silos import SiloModels
+from fedplat.simulation.gossip.training import SiloTraining
 from fedplat.simulation.protocols.base import ClientBehaviour, ClientWork
 from fedplat.simulation.protocols.buffered import BufferedBehaviour
+from fedplat.simulation.protocols.gossip import SiloBehaviour
 from fedplat.simulation.protocols.secure import SecureBehaviour
+from fedplat.simulation.recording.result import Result
+from fedplat.simulation.secure.protocol import ModelledProtocol, SecureProtocol
+
+if TYPE_CHECKING:
+    from fedplat.simulation.run import Hooks, Simulation
+
+
+def _make_protocol(simulation: Simulation) -> SecureProtocol | None:
+    """Return what masks updates; None if clients do not mask them."""
+    if not simulation.runs_protocol:
+        return ModelledProtocol() if kind_of(simulation.spec).has_masks else None
+    from fedplat.simulation.secure.real import RealProtocol
+
+    return RealProtocol(simulation.seed)
+
+
+def _learn(simulation: Simulation, engine: Engine, initial: Parameters) -> RealTraining:
+    return RealTraining(simulation.spec, engine, initial, simulation.seed, _make_protocol(simulation))
+
+
+def _learn_silos(simulation: Simulation, engine: Engine, initial: Parameters) -> SiloTraining:
+    return SiloTraining(SiloModels(simulation.spec, engine, initial, simulation.seed), simulation.links)
+
+
+def _mix(simulation: Simulation, hooks: Hooks) -> Result:
+    return mix_without_training(
+        Mixing(
+            spec=simulation.spec,
+            fleet=simulation.fleet,
+            links=simulation.links,
+            seed=simulation.seed,
+            until_s=simulation.until_s,
+            model_bytes=simulation.model_bytes,
+            observe=hooks.observe,
+        )
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimulatedKind:
-    """A kind of job in a simulation: what its clients do over time, and whether they mask their updates."""
+    """A kind of job in a simulation: what its clients do over time.
+
+    `check` raises `JobFileError` for a fleet or links that the job cannot have. `learn` makes what clients train with
+    an engine, from the initial model, and `mix` is the whole run of a job without training that no driver runs.
+    """
 
     behave: Callable[[ClientWork], ClientBehaviour] = ClientBehaviour
+    check: Callable[[JobSpec, Fleet, LinkOptions], None] = refuse_links
+    learn: Callable[[Simulation, Engine, Parameters], RealTraining | SiloTraining] = _learn
+    mix: Callable[[Simulation, Hooks], Result] | None = None
     has_masks: bool = False
+    """True if clients mask their updates."""
 
 
 _AVERAGING = SimulatedKind()
@@ -28,11 +83,12 @@ KINDS: Mapping[str, SimulatedKind] = {
     "sync": _AVERAGING,
     "private sync": _AVERAGING,
     "flower_app": _AVERAGING,
+    "cyclic": _AVERAGING,
     "buffered": _BUFFERED,
     "ssp": _BUFFERED,
     "secure": _SECURE,
     "private secure": _SECURE,
-    "gossip": _AVERAGING,  # `fedplat.simulation.gossip.driver` simulates its silos
+    "gossip": SimulatedKind(behave=SiloBehaviour, check=check_silos, learn=_learn_silos, mix=_mix),
 }
 
 

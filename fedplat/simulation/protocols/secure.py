@@ -49,8 +49,8 @@ class SecureBehaviour(ClientBehaviour):
         self.work.schedule(step.at, self._take_step, step)
 
     @override
-    def on_next_step(self, command: NextStep, job: JobState) -> None:
-        attempt = job.attempt
+    def on_next_step(self, command: NextStep) -> None:
+        attempt = self.work.job.attempt
         assert attempt is not None
         if (attempt.key, attempt.phase) != (command.key, command.phase):
             return  # another event of the batch has ended the attempt

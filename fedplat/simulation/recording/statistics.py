@@ -15,7 +15,14 @@ from fedplat.rounds.states import BUSY_STATES, AssignmentState
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.availability import Clients
 from fedplat.simulation.clients.device import DeviceAssignment
-from fedplat.simulation.recording.result import AttemptResult, Group, ParticipationCounts, SecureCosts, Totals
+from fedplat.simulation.recording.result import (
+    AttemptResult,
+    GossipExchange,
+    Group,
+    ParticipationCounts,
+    SecureCosts,
+    Totals,
+)
 from fedplat.simulation.secure.costs import StepCost
 from fedplat.simulation.secure.steps import SecureStep
 
@@ -67,6 +74,7 @@ class RunStatistics:
         self._collecting_at: dict[AttemptKey, float] = {}
         self._bytes = (0.0, 0.0)
         self._secure: SecureStatistics | None = None
+        self._exchange: GossipExchange | None = None
         self.attempts: list[AttemptResult] = []
         self.lost = self.check_ins = self.refused = self.events = self.batches = 0
         self.bytes_down = self.bytes_up = 0.0
@@ -85,6 +93,10 @@ class RunStatistics:
     def on_dropped(self, task: DeviceAssignment) -> None:
         """Count a client that was lost in a secure aggregation."""
         self._of_secure().dropped[task.phase.value] += 1
+
+    def on_exchanged(self, exchange: GossipExchange) -> None:
+        """Record the exchange of models in a round that ends."""
+        self._exchange = exchange
 
     def on_unmasking(self, num_groups: int, server_s: float) -> None:
         """Count the server's part of a secure aggregation, whose survivors are known."""
@@ -135,8 +147,9 @@ class RunStatistics:
             bytes_down=self.bytes_down - self._bytes[0],
             bytes_up=self.bytes_up - self._bytes[1],
             secure=None if self._secure is None else self._secure.costs_of(attempt),
+            exchange=self._exchange,
         )
-        self._secure = None
+        self._secure = self._exchange = None
         self._counts, self._staleness, self._bytes = Counter(), Counter(), (self.bytes_down, self.bytes_up)
         self.attempts.append(record)
         if self._observe is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec
-from fedplat.simulation.clients.links import LinkOptions
 
 
 def check(spec: JobSpec) -> None:
@@ -19,12 +18,4 @@ def check(spec: JobSpec) -> None:
         raise JobFileError(
             f"{' and '.join(unsupported)}: a simulation has no server to train on its own data; leave the table out, "
             "and begin with a model that was trained before (model.initial = a .safetensors file)"
-        )
-
-
-def check_links(spec: JobSpec, links: LinkOptions) -> None:
-    """Raise `JobFileError` for faults of links between silos in a job that has none."""
-    if spec.gossip is None and links != LinkOptions():
-        raise JobFileError(
-            'simulation.links: clients have no links to each other; leave the table out, or set mode.kind = "gossip"'
         )

@@ -97,6 +97,7 @@ class AlertMonitor:
         self._renewal = ""
         self._full_writes = FullWrites()
         self._prune_options = ""
+        self._is_alone = False
         self._health: StoreHealth | None = None
         self._jobs: dict[str, _JobTimes] = {}
         self._failed_unix_s: dict[str, float] = {}
@@ -110,9 +111,9 @@ class AlertMonitor:
         """Include the server's certificate: the days until it expires, and the command that renews it."""
         self._days_left, self._renewal = days_left, renewal
 
-    def watch_disk(self, full_writes: FullWrites, prune_options: str) -> None:
+    def watch_disk(self, full_writes: FullWrites, prune_options: str, *, is_alone: bool) -> None:
         """Include the writes that failed since the start of the daemon, also before it led."""
-        self._full_writes, self._prune_options = full_writes, prune_options
+        self._full_writes, self._prune_options, self._is_alone = full_writes, prune_options, is_alone
 
     def watch_store(self, health: StoreHealth) -> None:
         """Include the object store of the spool."""
@@ -189,6 +190,7 @@ class AlertMonitor:
             store=self._store_facts(),
             renewal=self._renewal,
             prune=f"fedplat-server prune{self._prune_options}",
+            is_alone=self._is_alone,
         )
         jobs = self._coordinator.jobs.values()
         working = Counter[str]()

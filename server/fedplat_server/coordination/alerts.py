@@ -132,7 +132,7 @@ class ServerFacts:
     `certificate_s` is the time until the certificate expires, `full_s` the time since a write failed because storage
     was full; `budgets` are the populations with a budget, `webhooks` those that accept no events; `store` is an object
     store that fails. `renewal` is the command that renews the certificate ("": its files are the owner's own), and
-    `prune` the one that removes old data.
+    `prune` the one that removes old data, for which a daemon on SQLite must be stopped (`is_alone`).
     """
 
     certificate_s: float | None = None
@@ -145,6 +145,7 @@ class ServerFacts:
     store: StoreFacts | None = None
     renewal: str = "fedplat-server certificates renew"
     prune: str = "fedplat-server prune"
+    is_alone: bool = False
 
 
 def evaluate(server: ServerFacts, jobs: Iterable[JobFacts]) -> list[Alert]:
@@ -358,8 +359,8 @@ def _check_webhooks(server: ServerFacts) -> Alert | None:
 def _free_space(server: ServerFacts) -> str:
     return (
         "Free space, or enlarge the disk or the quota of the object store. Let running jobs keep fewer versions "
-        "(fedplat job set JOB retention.versions=5), and remove old data of ended ones on the server's host "
-        f"({server.prune} --keep-versions 5)."
+        "(fedplat job set JOB retention.versions=5), and remove old data of ended ones on the server's host"
+        f"{', while the server is stopped' if server.is_alone else ''} ({server.prune} --keep-versions 5)."
     )
 
 

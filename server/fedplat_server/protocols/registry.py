@@ -19,6 +19,7 @@ HALVES: Mapping[str, type[ServerHalf]] = {
     "sync": ServerHalf,
     "buffered": ServerHalf,
     "ssp": StaleSynchronousHalf,
+    "cyclic": ServerHalf,
     "secure": SecureHalf,
     "gossip": GossipHalf,
     "flower_app": FlowerAppHalf,

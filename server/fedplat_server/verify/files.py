@@ -21,7 +21,10 @@ from fedplat_server.storage.blob_stores import BlobPlace
 from fedplat_server.storage.object_store import ObjectStore
 from fedplat_server.verify.records import Finding
 
-LOST_BLOB = "Copy the file back from a backup of the blobs; without it this version is lost."
+LOST_BLOB = (
+    "If the models are in another place, name it with --blobs. Otherwise copy the file back from a backup of the "
+    "blobs; without it this version is lost."
+)
 LOST_UPDATE = "Restart the daemon: it abandons the attempt and repeats the round. Then check the disk."
 Progress = Callable[[int, int], None]
 """A callback with the number of bytes read so far and in total."""

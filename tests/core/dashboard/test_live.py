@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Mapping
+from unittest.mock import Mock
 
 import grpc
+import pytest
 
-from fedplat.dashboard import sessions
+from fedplat.dashboard import app, rendering, sessions
 from fedplat.dashboard.app import Dashboard
 from fedplat.dashboard.live import LiveUpdates
 from fedplat.dashboard.sessions import BrowserSession
@@ -79,6 +82,33 @@ async def test_a_new_page_never_goes_back_to_what_an_older_one_was_sent(
     dashboard.updates.stop()
     assert "77" in (await newer).split("\n\n")[0]
     assert "77" not in (await older).split("\n\n")[0]
+
+
+async def test_a_session_never_gets_what_was_rendered_for_another_one(
+    visitor: Visitor, server: FakeServer, dashboard: Dashboard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session that has ended may have had the same place in memory, which is its `id`."""
+    sent: list[bytes] = []
+    format_event = rendering.format_event
+
+    def format_and_note(parts: Mapping[str, str]) -> bytes:
+        sent.append(format_event(parts))
+        return sent[-1]
+
+    monkeypatch.setattr(app, "format_event", format_and_note)
+    monkeypatch.setattr(app, "id", Mock(return_value=7), raising=False)
+    first = asyncio.create_task(read_stream(visitor, dashboard, "/"))
+    await until(lambda: len(sent) == 1, "an event")
+    other = FakeServer()
+    other.num_clients = 77
+    visitor.client.cookies.clear()
+    visitor.client.cookies.set(app.COOKIE, dashboard.sessions.open(other))
+    second = asyncio.create_task(read_stream(visitor, dashboard, "/"))
+    await until(lambda: len(sent) == 2, "an event for the other session")
+    dashboard.updates.stop()
+    await asyncio.gather(first, second)
+    assert b"77" in sent[1]
+    assert b"77" not in sent[0]
 
 
 async def test_a_stream_without_a_session_says_so(stranger: Visitor) -> None:

@@ -168,7 +168,7 @@ async def test_a_client_whose_trainer_does_not_return_is_not_shown_as_working(
         return admin_pb2.ListClientsResponse(clients=[client], total=1)
 
     monkeypatch.setattr(server, "show_client", show_client)
-    monkeypatch.setattr(server, "list_clients", list_clients)
+    monkeypatch.setattr(server, "_list_clients", list_clients)
     page, table = (await visitor.get(f"/clients/{CLIENT_ID}")).text, (await visitor.get("/clients")).text
     assert "its trainer has not returned from a task of" in page
     assert "restart its fedplat-client" in page

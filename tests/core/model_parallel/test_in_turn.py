@@ -42,11 +42,13 @@ def of_two(request: pytest.FixtureRequest, zygote: Zygote) -> Generator[Measured
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED)
 def test_shards_in_turn_have_the_bits_of_two_ranks(of_two: Measured[str], name: str) -> None:
     of_two.compare_with_turns(name, SHARDED[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IN_TURN)
 def test_two_processes_compute_the_same_as_one(of_two: Measured[str], name: str) -> None:
     of_two.compare_with_turns(name, IN_TURN[name])
@@ -62,6 +64,7 @@ def test_one_process_computes_the_gradient_of_the_whole_batch(name: str) -> None
     assert found.evaluation == pytest.approx(expected.evaluation, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_more_processes_than_parts_are_refused(of_two: Measured[str]) -> None:
     for found in of_two["refused"]:
         assert found.error.startswith("2 processes for a layout of 4 ranks with 1 parts; expected one for each rank")

@@ -67,6 +67,7 @@ def of_four(request: pytest.FixtureRequest, zygote: Zygote) -> Generator[Measure
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "accumulate", "few rows", "frozen", "sequential", "recompute"])
 def test_the_gradients_have_the_bits_of_one_process(of_two: Measured[str], name: str) -> None:
     expected, (first, second) = piped.by_hand(CASES[name]), of_two[name]
@@ -78,6 +79,7 @@ def test_the_gradients_have_the_bits_of_one_process(of_two: Measured[str], name:
     of_two.compare(name, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["interleaved-1f1b", "zero-bubble", "fewer than stages", "fewer than ranks", "clipped"]
 )
@@ -85,11 +87,13 @@ def test_other_orders_of_the_sums_are_close(of_two: Measured[str], name: str) ->
     of_two.compare(name, piped.by_hand(CASES[name]), rel_of_norms=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name != "stubborn"])
 def test_stages_in_turn_have_the_same_bits(of_two: Measured[str], name: str) -> None:
     of_two.compare_with_turns(name, CASES[name])
 
 
+@pytest.mark.slow
 def test_dropout_is_another_one_in_each_micro_batch_and_step(of_two: Measured[str]) -> None:
     [without] = piped.in_turn(msgspec.structs.replace(CASES["dropout"], model="llama"), backend=of_two.backend)
     found = of_two["dropout"][0]
@@ -99,6 +103,7 @@ def test_dropout_is_another_one_in_each_micro_batch_and_step(of_two: Measured[st
         assert of_two.backend != "gloo" or of_two[name][0].digest == found.digest
 
 
+@pytest.mark.slow
 def test_a_forward_that_needs_removed_parts_is_refused_on_all_ranks(of_two: Measured[str]) -> None:
     for found in of_two["stubborn"]:
         assert found.error.startswith("stage 0 of 2 cannot compute by itself: Stubborn raises TypeError")

@@ -10,9 +10,9 @@ import pytest
 from fedplat.job import JobSpec
 from fedplat.rounds import Assignment, Context, Coordinator, Proposal
 from fedplat.rounds.commands import Assign, Commit, Fold
+from fedplat.rounds.demand import Demand
 from fedplat.rounds.events import ClientCheckedIn, Event, JobAction, OperatorCommand, UpdateReported, UploadStarted
 from fedplat.rounds.persistent_map import PersistentMap
-from fedplat.rounds.selection import Demand
 from fedplat.rounds.states import AttemptPhase, JobStatus
 from support.rounds.cohorts import num_copied
 from support.rounds.driver import Tokens, batches, make_aggregated, make_client, make_job, make_spec

@@ -11,8 +11,8 @@ from fedplat.job.tables import JobTables
 from fedplat.rounds import sync
 from fedplat.rounds.events import JobEvent
 from fedplat.rounds.protocols import base, registry
+from fedplat.rounds.protocols.base import RoundProtocol
 from fedplat.rounds.protocols.private import wrap
-from fedplat.rounds.protocols.record import RoundProtocol
 
 MODES = {mode.__struct_config__.tag for mode in get_args(get_type_hints(JobTables)["mode"])}
 FUNCTIONS = [field.name for field in dataclasses.fields(RoundProtocol)]

@@ -8,12 +8,17 @@ import pytest
 
 from fedplat.job import JobSpec
 from fedplat.rounds import JobState, ModelVersion
+from fedplat.rounds.events import SilosLost
+from fedplat.simulation.clients import FleetOptions, build_fleet
+from fedplat.simulation.clients.distributions import UniformRange
+from fedplat.simulation.clients.links import LinkOptions, Outage
 from fedplat.simulation.driver import Tokens, coordinator_rng
 from fedplat.simulation.run import Simulation
 from support.rounds import driver as rounds
+from support.rounds.silos import silo_spec
 from support.simulation.cases import BAD, job, make_fleet
 from support.simulation.least_squares import LeastSquares, initial
-from support.simulation.recordings import record
+from support.simulation.recordings import Batch, record
 from support.simulation.secure import UPDATES
 
 CASES: dict[str, dict[str, Any]] = {
@@ -33,7 +38,21 @@ def test_the_same_events_give_the_same_changes_and_break_no_invariant(name: str,
     fleet = make_fleet(50, **BAD, batch_s=batch_s)
     batches = record(Simulation(spec=spec, fleet=fleet, engine=LeastSquares(50), initial=initial(), seed=6))
     assert len(batches) > 50
-    replayed = replay(spec, seed=6)
+    play_again(batches, replay(spec, seed=6))
+
+
+@pytest.mark.parametrize("mode", [{}, {"exchange": "push-sum"}, {"exchange": "ring"}])
+def test_the_same_events_of_silos_give_the_same_changes(mode: dict[str, str]) -> None:
+    spec = silo_spec(8, 4, mode=mode | {"tolerance": 0.1}, selection={"min_fraction": 0.5})
+    fleet = build_fleet(FleetOptions(num_clients=8, speed=UniformRange(1.0, 20.0), vanishes=0.1, away_s=200.0), 1)
+    links = LinkOptions(loss=0.2, dead=(Outage(3, 2, 3),))
+    simulation = Simulation(spec=spec, fleet=fleet, engine=LeastSquares(8), initial=initial(), seed=6, links=links)
+    batches = record(simulation)
+    assert any(isinstance(event, SilosLost) for events, _, _ in batches for event in events)
+    play_again(batches, replay(spec, seed=6))
+
+
+def play_again(batches: list[Batch], replayed: rounds.Driver) -> None:
     for events, now, proposal in batches:
         replayed.now = now
         again = replayed.do(*events)  # the ledger checks its invariants here

@@ -57,6 +57,9 @@ def by_name(silos: list[SiloClient]) -> list[SiloClient]:
     return sorted(silos, key=lambda silo: silo.client_id)
 
 
+pytestmark = pytest.mark.slow  # `tests/client/silos` has fast tests of the same silos
+
+
 @pytest.mark.parametrize("way", WAYS)
 async def test_silos_mix_the_models_of_their_neighbours(folder: Path, tmp_path: Path, way: str) -> None:
     mode = Gossip(topology="ring", tolerance=1.0)

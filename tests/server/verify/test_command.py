@@ -24,6 +24,7 @@ def test_the_command(place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert (status, err) == (1, "")
     lines = out.splitlines()
     assert lines[0].startswith(f"broken I2: job {place.jobs['done']} version 2: its model is not there; expected the")
+    assert ". If the models are in another place, name it with --blobs. Otherwise copy" in lines[0]
     assert lines[1].endswith("MiB): 1 findings")
     status, out, err = here(monkeypatch, capsys, *arguments, "--json")
     assert (status, err) == (1, "")

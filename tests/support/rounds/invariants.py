@@ -32,11 +32,12 @@ from fedplat.rounds import (
     rebuild_attempt,
 )
 from fedplat.rounds.commands import Abandon, Assign, Commit, Fold, Refuse, Restart
+from fedplat.rounds.demand import Demand
 from fedplat.rounds.events import ClientCheckedIn, Event, ServerRestarted, TimerFired, UpdateReported
 from fedplat.rounds.protocols.base import training_of
 from fedplat.rounds.protocols.gossip import state_of
 from fedplat.rounds.records import NO_ASSIGNMENTS, SecureMessages
-from fedplat.rounds.selection import Demand, make_demand
+from fedplat.rounds.selection import make_demand
 from fedplat.rounds.states import (
     BUSY_STATES,
     ENDED_JOBS,

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
+from typing_extensions import override
 
 from fedplat.rounds import Assignment, Attempt, AttemptKey, Change, JobState, ModelVersion, Proposal, Verdict
 from fedplat.rounds.changes import HistoryRow
@@ -61,6 +62,20 @@ class Decisions:
     def digest(self) -> str:
         """The first half of the SHA-256 of all lines."""
         return hashlib.sha256(b"\n".join(self.lines)).hexdigest()[:32]
+
+
+class RoundedDecisions(Decisions):
+    """Decisions about models: metrics are sums over their entries, whose last bits depend on the processor."""
+
+    @override
+    def write(self, sort: str, *values: object) -> None:
+        super().write(sort, *map(_round, values))
+
+
+def _round(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: f"{number:.2e}" for name, number in cast(dict[str, float], value).items()}
+    return value
 
 
 def _describe_verdict(verdict: Verdict) -> Line:

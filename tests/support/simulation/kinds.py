@@ -35,7 +35,7 @@ from fedplat.simulation.run import Hooks, Simulation, drive, run
 from support.rounds import schedules
 from support.rounds.silos import silo_spec
 from support.simulation.cases import BAD, job, make_fleet
-from support.simulation.decisions import Decisions
+from support.simulation.decisions import Decisions, RoundedDecisions
 from support.simulation.least_squares import LeastSquares, initial
 from support.simulation.secure import secure_job
 
@@ -80,6 +80,7 @@ KINDS: Final[Mapping[str, Callable[[int], JobSpec]]] = {
         6, 6 * n, mode={"kind": "buffered", "concurrency": 20}, durability="memory", evaluation=_evaluate(5)
     ),
     "ssp": lambda n: job(1, 15 * n, mode={"kind": "ssp", "concurrency": 8, "slack": 2}),
+    "cyclic": lambda n: job(1, 15 * n, mode={"kind": "cyclic", "clients": 10}),
     "secure": lambda n: secure_job(8, 3 * n),
     "secure, groups, confirmation": lambda n: secure_job(12, 2 * n, secure={"confirm": True, "group": 6}),
     "private, fixed": lambda n: _private(3 * n, selection=_AT_DEADLINE),
@@ -123,7 +124,8 @@ def decide(kind: str, size_name: str) -> tuple[Decisions, str]:
     size = SIZES[size_name]
     spec = KINDS[kind](size)
     if spec.gossip is not None:
-        return decisions, _run_silos(spec, decisions)
+        return _run_silos(spec)
+    decisions = Decisions()
     fleet = make_fleet(100 * size, **_EXACT)
     simulation = Simulation(spec=spec, fleet=fleet, seed=SEED, until_s=1e6, model_bytes=MODEL_BYTES)
     hooks = Hooks(trace=decisions.record)
@@ -136,8 +138,9 @@ def decide(kind: str, size_name: str) -> tuple[Decisions, str]:
     return decisions, f"{result.status} {result.reason}".strip()
 
 
-def _run_silos(spec: JobSpec, decisions: Decisions) -> str:
-    """Run a decentralised job, whose simulator has no trace: its rounds are the decisions."""
+def _run_silos(spec: JobSpec) -> tuple[Decisions, str]:
+    """Run a decentralised job, whose silos have models."""
+    decisions = RoundedDecisions()
     fleet = build_fleet(FleetOptions(num_clients=8, speed=UniformRange(1.0, 20.0), fails=0.05), SEED)
 
     def observe(each: AttemptResult) -> None:
@@ -152,11 +155,11 @@ def _run_silos(spec: JobSpec, decisions: Decisions) -> str:
     simulation = Simulation(
         spec=spec, fleet=fleet, engine=LeastSquares(8), initial=initial(), seed=SEED, links=_FAULTS, until_s=1e6
     )
-    result = run(simulation, Hooks(observe=observe))
+    result = run(simulation, Hooks(observe=observe, trace=decisions.record))
     decisions.write("merged", result.participation.merged.tolist())
     if result.model is not None:
         decisions.write("model", [f"{weight:.2e}" for weight in result.model["weight"]])
-    return f"{result.status} {result.reason}".strip()
+    return decisions, f"{result.status} {result.reason}".strip()
 
 
 class WarmTraining(NoTraining):
