@@ -26,6 +26,7 @@ from fedplat.model import Parameters
 from fedplat.privacy.cost import Cost, cost_of, cost_of_charges
 from fedplat.simulation.data import Dataset, Federation
 from fedplat.simulation.engines.registry import AutoOptions
+from fedplat.simulation.protocols.registry import runs_protocol
 from fedplat.simulation.recording import folder as folders
 from fedplat.simulation.recording.result import AttemptResult, Result, describe_end
 from fedplat.simulation.report import frames, page, plots, table
@@ -306,7 +307,7 @@ def execute(
         computed=computed,
         federation=setup.federation,
         privacy=_cost_of(setup, result),
-        secure=summarize_costs(result, runs_protocol=setup.simulation.runs_protocol),
+        secure=summarize_costs(result, runs_protocol=runs_protocol(setup.simulation)),
     )
     if run_folder is not None:
         run.save(run_folder.folder)

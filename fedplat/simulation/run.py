@@ -18,51 +18,17 @@ from fedplat.rounds import AttemptKey, privacy_rules
 from fedplat.rounds.states import JobStatus
 from fedplat.secure_aggregation import encoding
 from fedplat.simulation.clients import Fleet
-from fedplat.simulation.clients.links import LinkOptions
 from fedplat.simulation.driver import Driver, Trace
-from fedplat.simulation.engines.interface import Engine
 from fedplat.simulation.federated.interface import NoTraining, TrainingModel, count_entries
 from fedplat.simulation.federated.training import RealTraining
 from fedplat.simulation.gossip.training import SiloTraining
+from fedplat.simulation.parts import Simulation
 from fedplat.simulation.protocols.registry import kind_of
 from fedplat.simulation.recording.replay_log import ReplayLog
 from fedplat.simulation.recording.result import Result
 from fedplat.simulation.recording.statistics import Observer, RunStatistics, count_staleness, measure_groups
 from fedplat.simulation.scenario import unsupported
-from fedplat.simulation.scenario.options import YEAR_S, SecureMode
 from fedplat.simulation.secure.sums import setup_of
-
-MAX_REAL = 1000
-"""The largest cohort whose secure aggregation is computed with its cryptography, unless the simulation has `"real"`."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Simulation:
-    """A job, its fleet and its training; equal simulations have equal results, bit for bit.
-
-    With an `engine` clients really train: the job begins with the model `initial`, extended by the entries that the
-    job's rule stores in the model. The clients of the engine are those of the fleet, and its numbers of examples
-    replace the fleet's. Without an engine only the schedule is simulated, for a model of `model_bytes`. The run ends
-    with the job, or after `until_s` virtual seconds. `secure_aggregation` and `links` are those of
-    `SimulationOptions`.
-    """
-
-    spec: JobSpec
-    fleet: Fleet
-    engine: Engine | None = None
-    initial: Parameters | None = None
-    seed: int = 0
-    model_bytes: float = 1e6
-    until_s: float = YEAR_S
-    secure_aggregation: SecureMode = "auto"
-    links: LinkOptions = dataclasses.field(default_factory=LinkOptions)
-
-    @property
-    def runs_protocol(self) -> bool:
-        """True if the cryptography of a secure aggregation is computed."""
-        if not kind_of(self.spec).has_masks or self.engine is None or self.secure_aggregation == "model":
-            return False
-        return self.secure_aggregation == "real" or self.spec.selection.target <= MAX_REAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +63,7 @@ def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
         learning: RealTraining | SiloTraining | None = None
         if engine is None:
             if kind.mix is not None:
-                return kind.mix(simulation, hooks)
+                return kind.mix(simulation, hooks.observe)
             training = NoTraining(_model_bytes(simulation), _masked_bytes(simulation))
         else:
             if simulation.initial is None:

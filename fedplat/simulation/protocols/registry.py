@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from fedplat.job import JobSpec
 from fedplat.model import Parameters
@@ -18,20 +17,22 @@ from fedplat.simulation.gossip.checks import check_silos, refuse_links
 from fedplat.simulation.gossip.mixing import Mixing, mix_without_training
 from fedplat.simulation.gossip.silos import SiloModels
 from fedplat.simulation.gossip.training import SiloTraining
+from fedplat.simulation.parts import Simulation
 from fedplat.simulation.protocols.base import ClientBehaviour, ClientWork
 from fedplat.simulation.protocols.buffered import BufferedBehaviour
 from fedplat.simulation.protocols.gossip import SiloBehaviour
 from fedplat.simulation.protocols.secure import SecureBehaviour
 from fedplat.simulation.recording.result import Result
+from fedplat.simulation.recording.statistics import Observer
 from fedplat.simulation.secure.protocol import ModelledProtocol, SecureProtocol
 
-if TYPE_CHECKING:
-    from fedplat.simulation.run import Hooks, Simulation
+MAX_REAL = 1000
+"""The largest cohort whose secure aggregation is computed with its cryptography, unless the simulation has `"real"`."""
 
 
 def _make_protocol(simulation: Simulation) -> SecureProtocol | None:
     """Return what masks updates; None if clients do not mask them."""
-    if not simulation.runs_protocol:
+    if not runs_protocol(simulation):
         return ModelledProtocol() if kind_of(simulation.spec).has_masks else None
     from fedplat.simulation.secure.real import RealProtocol
 
@@ -46,7 +47,7 @@ def _learn_silos(simulation: Simulation, engine: Engine, initial: Parameters) ->
     return SiloTraining(SiloModels(simulation.spec, engine, initial, simulation.seed), simulation.links)
 
 
-def _mix(simulation: Simulation, hooks: Hooks) -> Result:
+def _mix(simulation: Simulation, observe: Observer | None) -> Result:
     return mix_without_training(
         Mixing(
             spec=simulation.spec,
@@ -55,7 +56,7 @@ def _mix(simulation: Simulation, hooks: Hooks) -> Result:
             seed=simulation.seed,
             until_s=simulation.until_s,
             model_bytes=simulation.model_bytes,
-            observe=hooks.observe,
+            observe=observe,
         )
     )
 
@@ -71,7 +72,7 @@ class SimulatedKind:
     behave: Callable[[ClientWork], ClientBehaviour] = ClientBehaviour
     check: Callable[[JobSpec, Fleet, LinkOptions], None] = refuse_links
     learn: Callable[[Simulation, Engine, Parameters], RealTraining | SiloTraining] = _learn
-    mix: Callable[[Simulation, Hooks], Result] | None = None
+    mix: Callable[[Simulation, Observer | None], Result] | None = None
     has_masks: bool = False
     """True if clients mask their updates."""
 
@@ -100,3 +101,10 @@ def kind_of(spec: JobSpec) -> SimulatedKind:
 def make_behaviours(work: ClientWork) -> Mapping[AttemptKind, ClientBehaviour]:
     """Return what clients do in the attempts of each kind: those to train have the behaviour of the job."""
     return {kind: ClientBehaviour(work) for kind in AttemptKind} | {AttemptKind.TRAIN: kind_of(work.spec).behave(work)}
+
+
+def runs_protocol(simulation: Simulation) -> bool:
+    """Return whether the cryptography of a secure aggregation is computed."""
+    if not kind_of(simulation.spec).has_masks or simulation.engine is None or simulation.secure_aggregation == "model":
+        return False
+    return simulation.secure_aggregation == "real" or simulation.spec.selection.target <= MAX_REAL
