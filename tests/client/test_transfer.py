@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -400,3 +401,26 @@ class TestModelCache:
         state.put("a", Parameters.from_arrays({"w": np.ones(2, np.float32)}))
         assert states.stage("job-1", SentReport("token", "digest"), state)
         assert len(list((tmp_path / "models").iterdir())) == 1
+
+
+@pytest.mark.parametrize("call", ["open", "utime"])
+def test_a_file_that_is_taken_while_it_is_found_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """A silo moves the file of a neighbour away while another thread looks for one with the same content."""
+    cache, content = ModelCache(tmp_path, 1000), b"a model"
+    digest = hashlib.sha256(content).hexdigest()
+    path = tmp_path / f"{digest}.safetensors"
+    path.write_bytes(content)
+    assert cache.find(digest) == path
+    owner = Path if call == "open" else os
+    original = getattr(owner, call)
+
+    def take_first(*arguments: Any, **options: Any) -> Any:
+        path.unlink()
+        return original(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, call, take_first)
+        assert cache.find(digest) is None
+    assert list(tmp_path.iterdir()) == []

@@ -81,14 +81,15 @@ class ModelCache:
     def find(self, digest: str) -> Path | None:
         """Return the model's file after verifying it, or None if the cache does not have it. Deletes a damaged file."""
         path = self._path(digest, "safetensors")
-        if not path.exists():
-            return None
-        if _digest_of(path) != digest:
-            _logger.warning("A cached model is damaged and is downloaded again.", extra={"digest": digest})
-            path.unlink()
+        try:
+            if _digest_of(path) != digest:
+                _logger.warning("A cached model is damaged and is downloaded again.", extra={"digest": digest})
+                path.unlink()
+                return None
+            os.utime(path)  # eviction orders by modification time, since access times are often disabled
+        except FileNotFoundError:  # perhaps taken at this moment: a silo moves the files of its neighbours away
             return None
         self._in_use = (digest,)
-        os.utime(path)  # eviction orders by modification time, since access times are often disabled
         return path
 
     @contextlib.contextmanager

@@ -119,7 +119,7 @@ class ClientBehaviour:
         raise AssertionError(event)
 
     def on_lost(self, task: DeviceAssignment) -> None:
-        """Process that a client has not done its work: it failed, was refused, went offline or was late."""
+        """Process the end of work without a report: the client failed, was refused, went offline or was late."""
         self.work.training.drop(task)
 
     def on_attempt_ended(self, job: JobState, attempt: Attempt) -> None:
