@@ -127,28 +127,32 @@ def assign(job: JobState, attempt: Attempt, client_ids: Iterable[str], context: 
     assigned: list[Assignment] = []
     commands: list[Command] = []
     for client_id in client_ids:
-        secret, token_hash = context.new_token()
-        assigned.append(
-            Assignment(
-                key=attempt.key,
-                client_id=client_id,
-                kind=attempt.kind,
-                token_hash=token_hash,
-                state=AssignmentState.TRAINING,
-                base_version=attempt.base_version,
-                assigned_at=context.now,
-                deadline_at=context.now + training_s,
-                secure=protocol.make_part(),
-            )
-        )
-        commands.append(
-            Assign(attempt.key, client_id, attempt.kind, attempt.base_version, secret, training_s, upload_s)
-        )
+        assignment, command = make_assignment(attempt, client_id, training_s, upload_s, context)
+        assigned.append(structs.replace(assignment, secure=protocol.make_part()))
+        commands.append(command)
     if attempt.phase is AttemptPhase.SELECTING:
         phase = require(ATTEMPT_TRANSITIONS, attempt.phase, protocol.first_phase)
         attempt = structs.replace(attempt, phase=phase, closes_at=protocol.closes_at(job, context.now))
     after = structs.replace(job, attempt=attempt.with_assignments(assigned), reason="")
     return Transition(after, tuple(commands))
+
+
+def make_assignment(
+    attempt: Attempt, client_id: str, training_s: float, upload_s: float, context: Context
+) -> tuple[Assignment, Assign]:
+    """Return a new assignment of a client, and the command that gives it to the client."""
+    secret, token_hash = context.new_token()
+    assignment = Assignment(
+        key=attempt.key,
+        client_id=client_id,
+        kind=attempt.kind,
+        token_hash=token_hash,
+        state=AssignmentState.TRAINING,
+        base_version=attempt.base_version,
+        assigned_at=context.now,
+        deadline_at=context.now + training_s,
+    )
+    return assignment, Assign(attempt.key, client_id, attempt.kind, attempt.base_version, secret, training_s, upload_s)
 
 
 def timeouts(job: JobState) -> tuple[float, float]:
@@ -173,10 +177,17 @@ def reassign(job: JobState, assignment: Assignment, context: Context) -> Transit
     if assignment.deadline_at <= context.now:  # the timer is about to fire, and no time remains
         late = closing.drop_late(job, context)
         return structs.replace(late, verdict=Verdict(Reason.STALE))
-    secret, token_hash = context.new_token()
     _, upload_s = protocol_of(job, assignment.kind).timeouts(job)
-    left, client_id = assignment.deadline_at - context.now, assignment.client_id
-    again = Assign(assignment.key, client_id, assignment.kind, assignment.base_version, secret, left, upload_s)
+    return issue_again(job, assignment, assignment.deadline_at - context.now, upload_s, context)
+
+
+def issue_again(
+    job: JobState, assignment: Assignment, training_s: float, upload_s: float, context: Context
+) -> Transition:
+    """Give a client its open assignment again, with a new token and the time that is left."""
+    secret, token_hash = context.new_token()
+    key, client_id, kind, base = assignment.key, assignment.client_id, assignment.kind, assignment.base_version
+    again = Assign(key, client_id, kind, base, secret, training_s, upload_s)
     return Transition(assignments.put(job, structs.replace(assignment, token_hash=token_hash)), (again,))
 
 

@@ -34,8 +34,8 @@ from fedplat.gossip.messages import (
 from fedplat.gossip.state import GossipPhase, GossipRules, GossipState
 from fedplat.gossip.storage import state_from_builtins, state_to_builtins
 from fedplat.job import JobSpec
-from fedplat.rounds import assignments, closing, futility, reporting, selection
-from fedplat.rounds.commands import Assign, Command, NextStep
+from fedplat.rounds import assignments, attempts, closing, futility, reporting, selection
+from fedplat.rounds.commands import Command, NextStep
 from fedplat.rounds.demand import Demand
 from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.events import CandidatesDrawn, JobEvent, SiloReported, SilosLost
@@ -115,20 +115,9 @@ def assign(job: JobState, attempt: Attempt, event: CandidatesDrawn, context: Con
     made: list[Assignment] = []
     commands: list[Command] = []
     for client_id in event.client_ids:
-        secret, token_hash = context.new_token()
-        made.append(
-            Assignment(
-                key=attempt.key,
-                client_id=client_id,
-                kind=attempt.kind,
-                token_hash=token_hash,
-                state=AssignmentState.TRAINING,
-                base_version=attempt.base_version,
-                assigned_at=context.now,
-                deadline_at=context.now + left,
-            )
-        )
-        commands.append(Assign(attempt.key, client_id, attempt.kind, attempt.base_version, secret, left, 0.0))
+        assignment, command = attempts.make_assignment(attempt, client_id, left, 0.0, context)
+        made.append(assignment)
+        commands.append(command)
     if made and attempt.phase is AttemptPhase.SELECTING:
         phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COLLECTING)
         attempt = structs.replace(attempt, phase=phase)
@@ -142,10 +131,7 @@ def reassign(job: JobState, assignment: Assignment, context: Context) -> Transit
     """Give a silo that lost the reply or was restarted its open assignment again, with a new token."""
     attempt = job.open_attempt
     assert attempt is not None
-    secret, token_hash = context.new_token()
-    left = _remaining_s(attempt, context)
-    again = Assign(assignment.key, assignment.client_id, assignment.kind, assignment.base_version, secret, left, 0.0)
-    return Transition(assignments.put(job, structs.replace(assignment, token_hash=token_hash)), (again,))
+    return attempts.issue_again(job, assignment, _remaining_s(attempt, context), 0.0, context)
 
 
 def on_reported(job: JobState, event: SiloReported, context: Context) -> Transition:

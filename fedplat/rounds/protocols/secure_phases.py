@@ -39,7 +39,7 @@ def minimum(spec: JobSpec) -> int:
 
 def bar_culprits(job: JobState) -> tuple[str, ...]:
     """Return the clients that the next attempts do not draw: their messages could make each of them fail."""
-    group = job.attempt.assignments.values() if job.attempt is not None and job.spec.secure_aggregation else ()
+    group = job.attempt.assignments.values() if job.attempt is not None else ()
     return _bar(job, [each.client_id for each in group if each.reason is Reason.REJECTED_MESSAGE])
 
 

@@ -20,6 +20,7 @@ import dataclasses
 from msgspec import structs
 
 from fedplat.job import JobSpec
+from fedplat.modes import StaleSynchronous
 from fedplat.rounds import attempts
 from fedplat.rounds.changes import find_changed
 from fedplat.rounds.demand import Demand
@@ -39,6 +40,12 @@ _ENDED_BY_SERVER = frozenset({AssignmentState.DROPPED, AssignmentState.SURPLUS})
 def clocks_of(job: JobState) -> ClockSet:
     """Return the clock set of a job; an empty one before it begins."""
     return job.protocol if isinstance(job.protocol, ClockSet) else NO_CLOCKS
+
+
+def _mode(job: JobState) -> StaleSynchronous:
+    mode = job.spec.stale_synchronous
+    assert mode is not None
+    return mode
 
 
 def _write_state(job: JobState) -> object:
@@ -77,11 +84,9 @@ def _roll(job: JobState, context: Context) -> Roll | None:
     return Roll(clocks_of(job).clocks, is_last) if is_time else None
 
 
-def make_gate(job: JobState) -> Gate | None:
-    """Return who may be drawn by the clocks of a job; None in the other modes."""
-    mode, clocks = job.spec.stale_synchronous, clocks_of(job)
-    if mode is None:
-        return None
+def make_gate(job: JobState) -> Gate:
+    """Return who may be drawn by the clocks of a job."""
+    mode, clocks = _mode(job), clocks_of(job)
     known = {**clocks.ahead, **clocks.clocks}
     withheld = {name for name, clock in known.items() if not mode.may_begin(clock, clocks.minimum)}
     withheld.update(clocks.list_resting())
@@ -95,9 +100,7 @@ def make_gate(job: JobState) -> Gate | None:
 
 def admit(job: JobState, client_ids: tuple[str, ...]) -> tuple[str, ...]:
     """Return the drawn clients that are members, and as many others as the set has places."""
-    mode, members = job.spec.stale_synchronous, clocks_of(job).clocks
-    if mode is None:
-        return client_ids
+    mode, members = _mode(job), clocks_of(job).clocks
     others = [name for name in client_ids if name not in members]
     refused = frozenset(others[max(mode.concurrency - len(members), 0) :])
     return tuple(name for name in client_ids if name not in refused)
@@ -105,14 +108,12 @@ def admit(job: JobState, client_ids: tuple[str, ...]) -> tuple[str, ...]:
 
 def list_withheld(job: JobState) -> list[str]:
     """Return the members that wait for slower ones, in the order of their names."""
-    gate = make_gate(job)
-    return [] if gate is None else sorted(name for name in clocks_of(job).clocks if name in gate.withheld)
+    withheld = make_gate(job).withheld
+    return sorted(name for name in clocks_of(job).clocks if name in withheld)
 
 
 def follow(before: JobState, after: JobState, context: Context) -> JobState:
     """Update the clocks after a transition from one state to another."""
-    if after.spec.stale_synchronous is None:
-        return after
     clocks, until = clocks_of(after), context.now + after.spec.deadlines.selection_s
     for each in find_changed(before, after):
         if each.kind is not AttemptKind.TRAIN:
