@@ -31,11 +31,11 @@ from fedplat_server.errors import (
 )
 from fedplat_server.leader import LeaderParts
 from fedplat_server.leadership.election import Election, open_election
+from fedplat_server.messages.memory import UploadMemory
 from fedplat_server.metrics.service import MetricsService
 from fedplat_server.records import audit
 from fedplat_server.records.lease import Candidate, HeldLease
 from fedplat_server.rpc import serving
-from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.rpc.routing.follower import Follower
 from fedplat_server.rpc.routing.gateway import GatewayOptions
 from fedplat_server.rpc.services import Services

@@ -57,12 +57,12 @@ from fedplat_server.database.sql_jobs import recall_participations
 from fedplat_server.database.store import Store
 from fedplat_server.flower.runs import FlowerRuns
 from fedplat_server.instruments import Instruments
+from fedplat_server.messages.memory import UploadMemory
 from fedplat_server.metrics.service import MetricsService
 from fedplat_server.protocols.half import HalfParts
 from fedplat_server.protocols.registry import ServerHalves
 from fedplat_server.records.lease import Lease
 from fedplat_server.rpc import serving
-from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.rpc.services import JobRegistry, Services
 from fedplat_server.storage import set_aside
 from fedplat_server.storage.blob_stores import BlobPlace, reconcile

@@ -38,9 +38,9 @@ from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.coordination.check_in import RETRY_SOON
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
+from fedplat_server.messages import convert, validation
 from fedplat_server.protocols.half import HalfParts
 from fedplat_server.protocols.steps import Steps
-from fedplat_server.rpc import convert, validation
 from fedplat_server.storage import files
 
 _MAX_ROUND_BYTES = 64 * steps.MAX_MESSAGE_BYTES

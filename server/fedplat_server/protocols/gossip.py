@@ -17,12 +17,12 @@ from fedplat.rounds.protocols.gossip import find_state, state_of
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
+from fedplat_server.messages import validation
+from fedplat_server.messages.streams import UploadMessage
 from fedplat_server.protocols.exchange_steps import ExchangeSteps
 from fedplat_server.protocols.half import HalfParts, ServerHalf
 from fedplat_server.protocols.relay import Relay
 from fedplat_server.protocols.silence import SilenceMonitor
-from fedplat_server.rpc import validation
-from fedplat_server.rpc.streams import UploadMessage
 
 MAX_NAMED = 10
 """Number of silos that are unreachable, or excluded, which a description of a job names."""

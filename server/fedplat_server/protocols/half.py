@@ -28,8 +28,8 @@ from fedplat_server.database.clients import ClientRecord
 from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.flower.runs import FlowerRuns
-from fedplat_server.rpc.memory import UploadMemory
-from fedplat_server.rpc.streams import UploadMessage
+from fedplat_server.messages.memory import UploadMemory
+from fedplat_server.messages.streams import UploadMessage
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.read_cache import Chunks
 from fedplat_server.storage.relay_store import RelayStore

@@ -15,8 +15,8 @@ from fedplat.rounds.protocols.gossip import find_state, state_of
 from fedplat.secure_aggregation.relay import sealed_bytes
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.errors import Code, RefusedError
+from fedplat_server.messages import memory, streams, validation
 from fedplat_server.protocols.half import HalfParts
-from fedplat_server.rpc import memory, streams, validation
 from fedplat_server.storage.relay_store import RelayedFile
 
 MAX_NAME = 200

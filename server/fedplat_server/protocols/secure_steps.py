@@ -21,8 +21,8 @@ from fedplat_server.aggregation.secure_attempts import RosterGroup, has_begun
 from fedplat_server.coordination.check_in import RETRY_SOON
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
+from fedplat_server.messages import convert, validation
 from fedplat_server.protocols.steps import Steps
-from fedplat_server.rpc import convert, validation
 
 Step: TypeAlias = Literal["keys", "shares", "confirmation", "answer"]
 _Event: TypeAlias = KeysAdvertised | SharesSent | SurvivorsConfirmed | MasksAnswered

@@ -11,7 +11,8 @@ from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server.coordination.revocation import EnrolledClients
 from fedplat_server.database.clients import ClientRecord, EnrollmentToken
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.rpc import client_filters, fleet_view, pages, validation
+from fedplat_server.messages import validation
+from fedplat_server.rpc import client_filters, fleet_view, pages
 from fedplat_server.rpc.caller import current_operator
 from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.services import Services

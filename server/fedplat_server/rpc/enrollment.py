@@ -18,8 +18,9 @@ from fedplat_server.auth.enrollment import Newcomer
 from fedplat_server.database.batch_loader import BatchLoader
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
+from fedplat_server.messages import validation
 from fedplat_server.records.audit import AuditAction, AuditEntry
-from fedplat_server.rpc import interceptor, validation
+from fedplat_server.rpc import interceptor
 from fedplat_server.rpc.services import Services
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only

@@ -26,9 +26,9 @@ from fedplat_server.auth.tokens import hash_secret
 from fedplat_server.coordination.check_in import RETRY_SOON, wait_for_work
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
+from fedplat_server.messages import convert, streams, validation
 from fedplat_server.protocols.half import ServerHalf
 from fedplat_server.protocols.silence import MISSED_HEARTBEATS
-from fedplat_server.rpc import convert, streams, validation
 from fedplat_server.rpc.enrollment import EnrollmentService
 from fedplat_server.rpc.report_intake import ReportIntake
 from fedplat_server.rpc.services import Services

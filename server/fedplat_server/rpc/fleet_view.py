@@ -10,7 +10,7 @@ from fedplat.wire.v1 import admin_pb2
 from fedplat_server.coordination.availability import HOUR_S, KEEP_S
 from fedplat_server.coordination.fleet_counts import FleetCounts
 from fedplat_server.database.fleet import AvailabilityHour
-from fedplat_server.rpc import validation
+from fedplat_server.messages import validation
 from fedplat_server.rpc.services import Services
 
 MAX_LABELS = 20

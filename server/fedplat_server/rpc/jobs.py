@@ -23,9 +23,10 @@ from fedplat_server.coordination import job_checks
 from fedplat_server.database.assignments import AssignmentRecord
 from fedplat_server.database.jobs import AttemptFilter, AttemptRecord, JobRecord, VersionRecord
 from fedplat_server.errors import Code, RefusedError
+from fedplat_server.messages import convert, streams, validation
 from fedplat_server.records import audit
 from fedplat_server.records.audit import AuditEntry
-from fedplat_server.rpc import convert, job_filters, pages, round_details, streams, validation, waiting
+from fedplat_server.rpc import job_filters, pages, round_details, waiting
 from fedplat_server.rpc.caller import current_operator
 from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.progress_events import ProgressEvents

@@ -19,10 +19,11 @@ from fedplat_server.coordination.alert_monitor import DiskSpace
 from fedplat_server.coordination.alerts import Alert, Severity
 from fedplat_server.database.engine import async_url
 from fedplat_server.errors import Code, ConfigError, LastAdminError, OperatorError, RefusedError
+from fedplat_server.messages import convert, validation
 from fedplat_server.records import operators
 from fedplat_server.records.audit import AuditAction, AuditEntry, AuditFilter, AuditRow
 from fedplat_server.records.operators import OperatorRecord
-from fedplat_server.rpc import convert, pages, validation
+from fedplat_server.rpc import pages
 from fedplat_server.rpc.caller import current_operator, current_role
 from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.services import Services

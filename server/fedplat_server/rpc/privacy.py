@@ -15,8 +15,9 @@ from fedplat_server.coordination import accountant
 from fedplat_server.database.jobs import JobRecord
 from fedplat_server.database.ledger import Account, Budget, Population
 from fedplat_server.errors import Code, RefusedError
+from fedplat_server.messages import convert, validation
 from fedplat_server.records.audit import AuditAction, AuditEntry
-from fedplat_server.rpc import convert, pages, validation
+from fedplat_server.rpc import pages
 from fedplat_server.rpc.caller import current_operator
 from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.services import Services

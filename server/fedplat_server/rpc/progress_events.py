@@ -10,7 +10,8 @@ import time
 from fedplat.rounds import Attempt
 from fedplat.rounds.states import AttemptPhase
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server.rpc import convert, waiting
+from fedplat_server.messages import convert
+from fedplat_server.rpc import waiting
 from fedplat_server.rpc.services import Services
 
 WAITING_AFTER_S = 3.0

@@ -28,8 +28,8 @@ from fedplat_server.errors import (
     SpoolError,
     UploadError,
 )
+from fedplat_server.messages import memory, streams, validation
 from fedplat_server.protocols.half import ServerHalf, Validate
-from fedplat_server.rpc import memory, streams, validation
 from fedplat_server.rpc.services import Services
 from fedplat_server.storage.spool import Spool
 

@@ -33,10 +33,10 @@ from fedplat_server.database.jobs import JobRecord
 from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.instruments import Instruments
+from fedplat_server.messages.memory import UploadMemory
 from fedplat_server.protocols.registry import ServerHalves
 from fedplat_server.records.lease import Lease
 from fedplat_server.rpc.caller import current_operator
-from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.read_cache import Chunks, InlineModels
 from fedplat_server.storage.spool import Spool

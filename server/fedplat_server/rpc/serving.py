@@ -23,6 +23,7 @@ from fedplat_server.auth.tls import Certificates
 from fedplat_server.config import ServerConfig
 from fedplat_server.errors import ConfigError
 from fedplat_server.instruments import Instruments
+from fedplat_server.messages.streams import UploadMessage
 from fedplat_server.rpc import operator_access
 from fedplat_server.rpc.admission import FLEET, Admission, OpenAdmission, Reads
 from fedplat_server.rpc.clients import ClientsService
@@ -38,7 +39,6 @@ from fedplat_server.rpc.privacy import PrivacyService
 from fedplat_server.rpc.routing.router import Collector, LocalRoute, Router
 from fedplat_server.rpc.routing.shared_port import PortReservation
 from fedplat_server.rpc.services import Services
-from fedplat_server.rpc.streams import UploadMessage
 from fedplat_server.rpc.webhooks import WebhooksService
 
 if TYPE_CHECKING:
