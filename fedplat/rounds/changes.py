@@ -12,6 +12,7 @@ from fedplat.rounds.records import (
     Assignment,
     AssignmentId,
     Attempt,
+    AttemptKey,
     JobState,
     ModelVersion,
     SecureMessages,
@@ -65,6 +66,13 @@ class Change:
     version: ModelVersion | None
     history: tuple[HistoryRow, ...]
     messages: tuple[SentMessage, ...] = ()
+
+    @property
+    def committed(self) -> AttemptKey | None:
+        """The attempt whose version is stored with this change; None if there is no version, or it was restored."""
+        if self.version is None or self.attempt is None or self.version.restored_from is not None:
+            return None
+        return self.attempt.key
 
 
 def difference(before: JobState, after: JobState) -> Change:

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 
 from msgspec import structs
@@ -25,7 +25,7 @@ from fedplat.config import user_code
 from fedplat.config.loaded_plugins import PluginReference
 from fedplat.errors import FedplatError, SecureAggregationError
 from fedplat.model import ModelFile
-from fedplat.rounds import AttemptKey, JobState, ModelVersion
+from fedplat.rounds import AttemptKey, Change, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat_server import crash_points, logs
@@ -83,8 +83,8 @@ class Aggregation:
         parts: AggregationParts = AggregationParts(),
         on_leftovers: Callable[[Sequence[str]], None] = lambda digests: None,
     ) -> None:
-        """`on_leftovers` gets the digests of an attempt's files when it is stored whether a version names them."""
-        self._on_leftovers = on_leftovers
+        self.on_leftovers = on_leftovers
+        """It gets the digests of an attempt's files when it is stored whether a version names them."""
         self._parts = parts
         self._blobs = blobs
         self._spool = spool
@@ -105,6 +105,12 @@ class Aggregation:
             while not attempt.queue.empty():  # the restart discards what these would fold
                 attempt.queue.get_nowait()
         attempt.queue.put_nowait(command)
+
+    def on_stored(self, changes: Iterable[Change]) -> None:
+        """Drop the attempts whose versions are stored."""
+        for change in changes:
+            if change.committed is not None:
+                self.end(change.committed)
 
     def end(self, key: AttemptKey) -> None:
         """Drop an attempt that has ended, after it is stored whether a version names its files."""
@@ -146,7 +152,7 @@ class Aggregation:
         """Settle an attempt's files: either a stored version names them, or no version ever will."""
         if made:
             self._blobs.settle(made)
-            self._on_leftovers(made)
+            self.on_leftovers(made)
 
     async def _aggregate(
         self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Restart | Commit], blobs: BlobStore

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
-from fedplat.rounds import JobState
+from fedplat.job.sections import Retention
+from fedplat.rounds import Change, JobState
 from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat_server import logs
@@ -79,6 +80,7 @@ class RetentionTask:
         self._drain_last_seen, self._is_low = drain_last_seen, is_low
         self._set_asides = set_asides
         self._jobs: dict[str, None] = {}
+        self._options: dict[str, Retention] = {}
         self._leftovers: set[str] = set()
         self._limited_history: set[str] = set()
         self._scheduled = asyncio.Event()
@@ -89,8 +91,17 @@ class RetentionTask:
         """Start the task."""
         self._task = asyncio.create_task(self._run(), name="retention")
 
+    def on_stored(self, changes: Iterable[Change]) -> None:
+        """Apply soon the policies of jobs that have a new version, another policy, or have ended."""
+        for change in changes:
+            job_id, options = change.job.job_id, change.job.spec.retention
+            is_other = options is not self._options.get(job_id)
+            if change.version is not None or change.job.status in ENDED_JOBS or is_other:
+                self._options[job_id] = options
+                self.schedule_job(job_id)
+
     def schedule_job(self, job_id: str) -> None:
-        """Apply a job's policy soon: it has a new version, or has ended."""
+        """Apply a job's policy soon."""
         self._jobs[job_id] = None
         self._scheduled.set()
 

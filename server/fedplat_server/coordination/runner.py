@@ -77,15 +77,19 @@ class Clock(Protocol):
         ...
 
 
-class Actor(Protocol):
+class StoredObserver(Protocol):
+    """A part that follows stored changes. It must not block or fail."""
+
+    def on_stored(self, changes: Sequence[Change]) -> None:
+        """Handle changes after they are stored and before their commands are executed."""
+        ...
+
+
+class Actor(StoredObserver, Protocol):
     """The executor of commands, which also observes stored changes. Its methods must not block or fail."""
 
     def act(self, command: Command) -> None:
         """Execute a command."""
-        ...
-
-    def on_stored(self, changes: Sequence[Change]) -> None:
-        """Handle changes after they are stored and before their commands are executed."""
         ...
 
 

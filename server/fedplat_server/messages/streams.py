@@ -72,7 +72,7 @@ async def enforce_min_rate(messages: AsyncIterator[Message], limits: Limits) -> 
         yield message
 
 
-async def send(chunks: Chunks, blobs: BlobStore, digest: str, offset: int) -> AsyncIterator[bytes]:
+async def send(chunks: Chunks, blobs: BlobStore, digest: str, offset: int) -> AsyncGenerator[bytes]:
     """Yield a model file from an offset on, as messages `Chunk`. Raises `RefusedError` if the offset is beyond it."""
     async with contextlib.AsyncExitStack() as stack:
         try:

@@ -39,8 +39,7 @@ from fedplat_server.coordination.check_in import RETRY_SOON
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, validation
-from fedplat_server.protocols.half import HalfParts
-from fedplat_server.protocols.steps import Steps
+from fedplat_server.protocols.steps import StepParts, Steps
 from fedplat_server.storage import files
 
 _MAX_ROUND_BYTES = 64 * steps.MAX_MESSAGE_BYTES
@@ -55,7 +54,7 @@ _Response: TypeAlias = fleet_pb2.ExchangeStepResponse
 class ExchangeSteps(Steps):
     """Handles the steps of silos for their assignments."""
 
-    def __init__(self, parts: HalfParts) -> None:
+    def __init__(self, parts: StepParts) -> None:
         super().__init__(parts)
         self._waiting: dict[str, dict[str, Contact]] = {}  # by job: who waits for the mean in the relay
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import AsyncIterator, Collection, Sequence
 
@@ -16,6 +15,7 @@ from fedplat.rounds import Assignment, AttemptKey, Change, JobState, Verdict
 from fedplat.rounds.protocols.gossip import find_state, state_of
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from fedplat_server.database.clients import ClientRecord
+from fedplat_server.database.sql_clients import ClientStore
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import validation
 from fedplat_server.messages.streams import UploadMessage
@@ -31,13 +31,14 @@ MAX_NAMED = 10
 class GossipHalf(ServerHalf):
     """Decentralised jobs: silos send each other their models; the server has their steps and encrypted files."""
 
-    def __init__(self, parts: HalfParts) -> None:
+    def __init__(
+        self, parts: HalfParts, steps: ExchangeSteps, relay: Relay, silence: SilenceMonitor, clients: ClientStore
+    ) -> None:
         super().__init__(parts)
-        self._steps = ExchangeSteps(parts)
-        self._relay = Relay(parts, self._steps.list_waiting)
-        self._silence = SilenceMonitor(
-            parts.runner.coordinator, parts.clients, parts.runner.post, asyncio.get_running_loop().time
-        )
+        self._steps = steps
+        self._relay = relay
+        self._silence = silence
+        self._clients = clients
 
     @override
     async def check_job(self, spec: JobSpec) -> None:
@@ -58,7 +59,7 @@ class GossipHalf(ServerHalf):
     async def _find_silos(self, spec: JobSpec, names: Sequence[str]) -> set[str]:
         """Return those of the named silos that can take part in a job."""
         known = [name for name in names if validation.is_client_id(name)]
-        found = await self._parts.store.clients.find_clients(known) if known else {}
+        found = await self._clients.find_clients(known) if known else {}
         able = (each for each in found.values() if each.population == spec.population and each.revoked_unix_s is None)
         return {each.client_id for each in able}
 
@@ -100,17 +101,17 @@ class GossipHalf(ServerHalf):
     @override
     async def keep(self, jobs: Sequence[JobState], attempts: Collection[str]) -> None:
         open_attempts = [job.open_attempt.key for job in jobs if job.open_attempt is not None]
-        await asyncio.to_thread(self._parts.relay.keep, open_attempts, attempts)
+        await self._relay.keep(open_attempts, attempts)
 
     @override
     def on_stored(self, change: Change) -> None:
         if change.attempt is not None:
-            self._parts.relay.follow(change.attempt)
+            self._relay.follow(change.attempt)
 
     @override
     async def close(self) -> None:
         await self._silence.close()
-        await self._parts.relay.close()
+        await self._relay.close()
 
     @override
     def show(self, job: JobState) -> admin_pb2.Job:

@@ -16,6 +16,7 @@ from fedplat.rounds.transition import ACCEPTED
 from fedplat.secure_aggregation import encoding
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.aggregation.secure import MaskedAggregation
+from fedplat_server.aggregation.secure_attempts import SecureAttempts
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.protocols.half import HalfParts, ServerHalf, Validate
 from fedplat_server.protocols.secure_steps import SecureSteps
@@ -29,13 +30,14 @@ _MASKING_STATES = frozenset({AssignmentState.SHARED, AssignmentState.UPLOADING})
 class SecureHalf(ServerHalf):
     """Jobs with secure aggregation: updates are masked, and the server learns their sum only."""
 
-    def __init__(self, parts: HalfParts) -> None:
+    def __init__(self, parts: HalfParts, steps: SecureSteps, secure: SecureAttempts) -> None:
         super().__init__(parts)
-        self._steps = SecureSteps(parts)
+        self._secure = secure
+        self._steps = steps
 
     @override
     async def set_up(self, job: JobState, key: AttemptKey) -> fleet_pb2.Assignment:
-        setup = await self._parts.secure.setup(job, key)
+        setup = await self._secure.setup(job, key)
         return fleet_pb2.Assignment(secure_setup=setup.to_bytes())
 
     @override
@@ -51,7 +53,7 @@ class SecureHalf(ServerHalf):
 
     @override
     async def size_limit(self, job: JobState, assignment: Assignment) -> int:
-        return encoding.file_bytes(await self._parts.secure.setup(job, assignment.key))
+        return encoding.file_bytes(await self._secure.setup(job, assignment.key))
 
     @override
     def judge_claims(self, rule: Rule, assignment: Assignment, request: fleet_pb2.ReportRequest) -> Verdict:
@@ -59,7 +61,7 @@ class SecureHalf(ServerHalf):
 
     @override
     async def validator(self, job: JobState, assignment: Assignment, base: Path) -> Validate:
-        setup = await self._parts.secure.setup(job, assignment.key)
+        setup = await self._secure.setup(job, assignment.key)
         return functools.partial(report_validation.validate_masked, setup=setup)
 
     @override
@@ -72,4 +74,4 @@ class SecureHalf(ServerHalf):
     def open_backend(
         self, job: JobState, find_job: Callable[[], JobState], inputs: AttemptInputs, blobs: BlobStore
     ) -> MaskedAggregation:
-        return MaskedAggregation(find_job, inputs, blobs, self._parts.secure)
+        return MaskedAggregation(find_job, inputs, blobs, self._secure)

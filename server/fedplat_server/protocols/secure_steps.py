@@ -17,12 +17,12 @@ from fedplat.rounds.states import AssignmentState, AttemptPhase, Reason
 from fedplat.secure_aggregation import messages, unmasking
 from fedplat.secure_aggregation.messages import Confirmation, KeyAdvertisement, SealedShares, UnmaskAnswer
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_server.aggregation.secure_attempts import RosterGroup, has_begun
+from fedplat_server.aggregation.secure_attempts import RosterGroup, SecureAttempts, has_begun
 from fedplat_server.coordination.check_in import RETRY_SOON
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, validation
-from fedplat_server.protocols.steps import Steps
+from fedplat_server.protocols.steps import StepParts, Steps
 
 Step: TypeAlias = Literal["keys", "shares", "confirmation", "answer"]
 _Event: TypeAlias = KeysAdvertised | SharesSent | SurvivorsConfirmed | MasksAnswered
@@ -53,6 +53,10 @@ _SEND_AGAIN_FACTOR = 8
 
 class SecureSteps(Steps):
     """Handles the steps of clients for their assignments."""
+
+    def __init__(self, parts: StepParts, secure: SecureAttempts) -> None:
+        super().__init__(parts)
+        self._secure = secure
 
     async def take(
         self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.SecureStepRequest
@@ -86,7 +90,7 @@ class SecureSteps(Steps):
             return _refuse(assignment)
         if stored:
             return _refusal(Reason.REJECTED_CONFLICT, f"other {step} were accepted before; they are kept")
-        setup = await self._parts.secure.setup(job, assignment.key)
+        setup = await self._secure.setup(job, assignment.key)
         limit = messages.max_bytes(min(setup.encoding.max_clients, messages.MAX_GROUP))
         if len(content) > limit:
             text = f"the {step} have {len(content)} bytes; at most {limit} are accepted in this group"
@@ -108,7 +112,7 @@ class SecureSteps(Steps):
         self, client: ClientRecord, job: JobState, assignment: Assignment, step: Step, content: bytes
     ) -> None:
         """Raise `SecureAggregationError` for an invalid message. Never shows the message."""
-        secure = self._parts.secure
+        secure = self._secure
         if step == "keys":
             keys = KeyAdvertisement.from_bytes(content)
             unmasking.check_keys(await secure.setup(job, assignment.key), client.public_key, keys)
@@ -131,7 +135,7 @@ class SecureSteps(Steps):
         """Return the group of an assignment, and its position there."""
         if assignment.secure is None or assignment.secure.group < 0:
             raise SecureAggregationError("the client has no place on the roster; expected its keys first")
-        groups = await self._parts.secure.groups(job)
+        groups = await self._secure.groups(job)
         return groups[assignment.secure.group], assignment.secure.position
 
     async def _reject(self, assignment: Assignment, text: str) -> fleet_pb2.SecureStepResponse:

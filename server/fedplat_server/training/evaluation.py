@@ -16,7 +16,7 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -27,7 +27,7 @@ from fedplat import aggregate, texts
 from fedplat.config import user_code
 from fedplat.job import JobSpec
 from fedplat.model import Parameters
-from fedplat.rounds import AttemptKey, JobState, ModelVersion
+from fedplat.rounds import AttemptKey, Change, JobState, ModelVersion
 from fedplat_server import logs
 from fedplat_server.child_environment import child_environment
 from fedplat_server.errors import BlobError, StoreError, StoreUnavailableError
@@ -200,6 +200,17 @@ class EvaluationScheduler:
         self._queue.put_nowait(_PendingScore(job.job_id, version, job.spec.evaluation.server, job.spec))
         if self._worker is None:
             self._worker = asyncio.create_task(self._work(), name="evaluation")
+
+    def schedule_if_due(self, job: JobState, version: ModelVersion) -> None:
+        """Queue the evaluation of a version, unless it is the initial one or the server is not to evaluate it."""
+        if version.version > 0 and self.is_due(job, version):
+            self.schedule(job, version)
+
+    def on_stored(self, changes: Iterable[Change]) -> None:
+        """Queue the evaluations of new versions."""
+        for change in changes:
+            if change.version is not None:
+                self.schedule_if_due(change.job, change.version)
 
     def is_pending(self, job_id: str) -> bool:
         """Return whether a version of the job is waiting for its evaluation, or is being evaluated."""
