@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from fedplat import forks
-from fedplat_server import __version__, dashboard_process, logs
+from fedplat_server import __version__, dashboard_process, logs, retries
 from fedplat_server.auth import tls
 from fedplat_server.config import ServerConfig
-from fedplat_server.coordination.runner import STORE_RETRY_S
 from fedplat_server.database.engine import async_url, sqlite_path
 from fedplat_server.database.store import Store
 from fedplat_server.database.store import open_store as _open_store
@@ -65,7 +64,7 @@ class Daemon:
         config: ServerConfig,
         open_store: OpenStore | None = None,
         utc_now: Callable[[], datetime.datetime] = tls.utc_now,
-        store_retry_s: float = STORE_RETRY_S,
+        store_retry_s: float = retries.STORE_RETRY_S,
         count_dropped_lines: Callable[[], int] = lambda: 0,
         tracing: Tracing | None = None,
     ) -> None:

@@ -15,7 +15,7 @@ from fedplat.job.sections import Retention
 from fedplat.rounds import Change, JobState
 from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.states import ENDED_JOBS
-from fedplat_server import logs
+from fedplat_server import logs, retries
 from fedplat_server.coordination.availability import KEEP_S
 from fedplat_server.database.jobs import RetainedVersions
 from fedplat_server.database.sql_events import EVENTS_BATCH
@@ -24,7 +24,6 @@ from fedplat_server.database.store import Store
 from fedplat_server.errors import BlobError, LeadershipLostError, StoreError
 from fedplat_server.storage.blobs import BlobStore
 
-RETRY_S = 1.0
 CLOSE_S = 10.0
 """The time limit of `close` for the removal in progress."""
 INTERVAL_S = 600.0
@@ -218,6 +217,6 @@ class RetentionTask:
             logs.get().warning("old files could not be removed", error=str(exc))
             self._scheduled.set()
             if not self._is_closing:
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(retries.BACKGROUND_RETRY_S)
             return isinstance(exc, BlobError)  # the rows are stored: the next start removes the files
         return True

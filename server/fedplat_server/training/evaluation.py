@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import multiprocessing
 import os
@@ -28,7 +29,7 @@ from fedplat.config import user_code
 from fedplat.job import JobSpec
 from fedplat.model import Parameters
 from fedplat.rounds import AttemptKey, Change, JobState, ModelVersion
-from fedplat_server import logs
+from fedplat_server import logs, retries
 from fedplat_server.child_environment import child_environment
 from fedplat_server.errors import BlobError, StoreError, StoreUnavailableError
 from fedplat_server.storage.blobs import BlobStore
@@ -36,7 +37,6 @@ from fedplat_server.workers.messages import EvaluateReply
 
 Note = Callable[[str, int, Mapping[str, float]], Awaitable[None]]
 Score = Callable[[str, Path, JobSpec], Awaitable[EvaluateReply]]
-NOTE_RETRY_S = 1.0
 MAX_METRICS_BYTES = 32 * 2**10
 """The largest size of a version's metrics as JSON, which the database can read back."""
 _NUMBER_BYTES = 30
@@ -265,9 +265,6 @@ class EvaluationScheduler:
         return Failure(reply.error, "") if reply.error else reply.metrics
 
     async def _store(self, pending: _PendingScore, metrics: Mapping[str, float]) -> None:
-        while True:
-            try:
-                return await self._note(pending.job_id, pending.version.version, metrics)
-            except StoreUnavailableError:
-                # Retry, since scores are expensive. The runner logs that the database does not answer.
-                await asyncio.sleep(NOTE_RETRY_S)
+        note = partial(self._note, pending.job_id, pending.version.version, metrics)
+        # Scores are expensive. The runner logs that the database does not answer.
+        await retries.retry(note, StoreUnavailableError, itertools.repeat(retries.BACKGROUND_RETRY_S))
