@@ -11,7 +11,7 @@ from fedplat import report_validation
 from fedplat.aggregate import Rule
 from fedplat.codecs import container
 from fedplat.job import JobSpec
-from fedplat.rounds import Assignment, AttemptKey, Change, JobState, Verdict
+from fedplat.rounds import Assignment, Attempt, AttemptKey, Change, JobState, Verdict
 from fedplat.rounds.commands import RunWarmStart
 from fedplat.rounds.transition import ACCEPTED
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
@@ -23,6 +23,7 @@ from fedplat_server.auth.client_directory import ClientDirectory
 from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.config import Limits
 from fedplat_server.coordination.long_polls import LongPolls
+from fedplat_server.coordination.progress import PhaseProgress
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.database.store import Store
@@ -113,17 +114,11 @@ class ServerHalf:
 
     # --- its steps and files between clients: fleet. Asked for the kind of the job's training. ---
 
-    async def take_secure_step(
-        self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.SecureStepRequest
-    ) -> fleet_pb2.SecureStepResponse:
-        """Take a step of a secure aggregation."""
-        raise RefusedError(Code.INVALID_REQUEST, "the job of this assignment has no secure aggregation")
-
-    async def take_exchange_step(
-        self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.ExchangeStepRequest
-    ) -> fleet_pb2.ExchangeStepResponse:
-        """Take a step of a silo."""
-        raise RefusedError(Code.INVALID_REQUEST, "the job of this assignment is not a decentralised one")
+    async def take_step(
+        self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.StepRequest
+    ) -> fleet_pb2.StepResponse:
+        """Take a step of a client; see `steps`. Raises `RefusedError`."""
+        raise RefusedError(Code.INVALID_REQUEST, "clients of this job take no steps; expected Report or Fail")
 
     async def receive_file(
         self, assignment: Assignment, header: fleet_pb2.UploadHeader, messages: AsyncIterator[UploadMessage]
@@ -175,6 +170,10 @@ class ServerHalf:
         """End what the half has started."""
 
     # --- what is shown of it: convert ---
+
+    def find_step(self, job: JobState, attempt: Attempt) -> PhaseProgress | None:
+        """Return how many clients have done their part of the step that an open attempt is in; None without one."""
+        return None
 
     def show(self, job: JobState) -> admin_pb2.Job:
         """Return the fields of a job that only some kinds have."""

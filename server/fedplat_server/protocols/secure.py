@@ -10,15 +10,16 @@ from typing_extensions import override
 
 from fedplat import report_validation
 from fedplat.aggregate import Rule
-from fedplat.rounds import Assignment, AttemptKey, JobState, Verdict
+from fedplat.rounds import Assignment, Attempt, AttemptKey, JobState, Verdict
 from fedplat.rounds.states import AssignmentState, AttemptPhase, Reason
 from fedplat.rounds.transition import ACCEPTED
 from fedplat.secure_aggregation import encoding
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.aggregation.secure import MaskedAggregation
+from fedplat_server.coordination.progress import PhaseProgress
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.protocols.half import HalfParts, ServerHalf, Validate
-from fedplat_server.protocols.secure_steps import SecureSteps
+from fedplat_server.protocols.secure_steps import SecureSteps, find_progress
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.workers.attempt_inputs import AttemptInputs
 
@@ -45,9 +46,7 @@ class SecureHalf(ServerHalf):
         collects = attempt is not None and attempt.phase is AttemptPhase.COLLECTING
         if collects and assignment.state in _MASKING_STATES:
             return ACCEPTED
-        return Verdict(
-            Reason.REJECTED_MESSAGE, "the update came before the client had its masks; call SecureStep first"
-        )
+        return Verdict(Reason.REJECTED_MESSAGE, "the update came before the client had its masks; take its steps first")
 
     @override
     async def size_limit(self, job: JobState, assignment: Assignment) -> int:
@@ -63,10 +62,14 @@ class SecureHalf(ServerHalf):
         return functools.partial(report_validation.validate_masked, setup=setup)
 
     @override
-    async def take_secure_step(
-        self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.SecureStepRequest
-    ) -> fleet_pb2.SecureStepResponse:
+    async def take_step(
+        self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.StepRequest
+    ) -> fleet_pb2.StepResponse:
         return await self._steps.take(client, assignment, request)
+
+    @override
+    def find_step(self, job: JobState, attempt: Attempt) -> PhaseProgress | None:
+        return find_progress(attempt)
 
     @override
     def open_backend(

@@ -116,7 +116,7 @@ def progress(summary: ProgressSummary) -> admin_pb2.AttemptProgress:
         median=summary.median,
         minimum=summary.minimum,
         slowest_client_id=summary.slowest_client_id,
-        step=admin_pb2.SecureStepProgress(phase=_PHASES[step.phase], num_done=step.num_done, num_wanted=step.num_wanted)
+        step=admin_pb2.StepProgress(phase=_PHASES[step.phase], num_done=step.num_done, num_wanted=step.num_wanted)
         if step is not None
         else None,
     )

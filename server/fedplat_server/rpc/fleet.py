@@ -26,6 +26,7 @@ from fedplat_server.auth.tokens import hash_secret
 from fedplat_server.coordination.check_in import RETRY_SOON, wait_for_work
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
+from fedplat_server.protocols import steps
 from fedplat_server.protocols.half import ServerHalf
 from fedplat_server.protocols.silence import MISSED_HEARTBEATS
 from fedplat_server.rpc import convert, streams, validation
@@ -174,22 +175,12 @@ class FleetService(EnrollmentService):
         )
 
     @override
-    async def SecureStep(self, request: fleet_pb2.SecureStepRequest, context: Context) -> fleet_pb2.SecureStepResponse:
+    async def Step(self, request: fleet_pb2.StepRequest, context: Context) -> fleet_pb2.StepResponse:
         client = await self._client(context)
         assignment = await self._find(client, request.token)
         if assignment is None:
-            return fleet_pb2.SecureStepResponse(refusal=convert.refusal(Reason.STALE, RETRY_SOON))
-        return await self._half_of(assignment).take_secure_step(client, assignment, request)
-
-    @override
-    async def ExchangeStep(
-        self, request: fleet_pb2.ExchangeStepRequest, context: Context
-    ) -> fleet_pb2.ExchangeStepResponse:
-        client = await self._client(context)
-        assignment = await self._find(client, request.token)
-        if assignment is None:
-            return fleet_pb2.ExchangeStepResponse(refusal=convert.refusal(Reason.STALE, RETRY_SOON))
-        return await self._half_of(assignment).take_exchange_step(client, assignment, request)
+            return steps.refuse()
+        return await self._half_of(assignment).take_step(client, assignment, request)
 
     @override
     async def Fail(self, request: fleet_pb2.FailRequest, context: Context) -> fleet_pb2.FailResponse:
