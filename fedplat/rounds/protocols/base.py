@@ -84,6 +84,8 @@ class RoundProtocol:
     `folds`: reports have updates, which are added to a sum, and its commit makes a version. `retries`: an attempt that
     fails is tried again. `finishes`: a pause lets a version that is being made become durable. `keeps_updates`: the
     server has the updates. `features` are the parts of the wire protocol that a client must implement.
+    `makes_versions`: each committed round makes one. `may_be_empty`: it needs no report. `carries_over`: clients may
+    continue to work after the end of their attempt. `has_masks`: clients mask their updates, with their weights inside.
     """
 
     name: str
@@ -91,6 +93,10 @@ class RoundProtocol:
     retries: bool = True
     finishes: bool = True
     keeps_updates: bool = True
+    makes_versions: bool = True
+    may_be_empty: bool = False
+    carries_over: bool = False
+    has_masks: bool = False
     features: frozenset[str] = frozenset()
     first_phase: AttemptPhase = AttemptPhase.COLLECTING
     column: str = "protocol"
@@ -120,6 +126,10 @@ class RoundProtocol:
     """How many clients were found, and how many are needed."""
     on_drawn: Callable[[JobState, Attempt, CandidatesDrawn, Context], Transition] = OF_AVERAGING
     make_part: Callable[[], SecureMessages | None] = lambda: None
+    list_messages: Callable[[Assignment], Mapping[str, bytes]] = lambda assignment: {}
+    """Return the messages in a client's part by their kinds, without those that it has not sent: `changes`."""
+    forget_messages: Callable[[Attempt], Attempt] = lambda attempt: attempt
+    """Remove them from an attempt that ends: `closing`."""
     timeouts: Callable[[JobState], tuple[float, float]] = OF_AVERAGING
     longest_s: Callable[[JobState, Assignment], float] = OF_AVERAGING
     closes_at: Callable[[JobState, float], float | None] = lambda job, now: None
@@ -183,6 +193,16 @@ _OTHERS: Mapping[AttemptKind, str] = {AttemptKind.EVALUATE: "evaluation", Attemp
 def protocol_of(job: JobState, kind: AttemptKind) -> RoundProtocol:
     """Return the protocol of a job's attempts, or assignments, of a kind."""
     return training_of(job) if kind is AttemptKind.TRAIN else _PROTOCOLS[_OTHERS[kind]]
+
+
+def find_protocol(spec: JobSpec | None, kind: str) -> RoundProtocol:
+    """Return the protocol of stored attempts of a kind, of a job whose file cannot be read if `spec` is None.
+
+    An unknown kind is not one to train.
+    """
+    if kind == AttemptKind.TRAIN:
+        return find_training(spec) if spec is not None else _PROTOCOLS["sync"]
+    return _PROTOCOLS["warm_start" if kind == AttemptKind.WARM_START else "evaluation"]
 
 
 def list_protocols(job: JobState) -> tuple[RoundProtocol, ...]:

@@ -131,6 +131,7 @@ def _open(group: AssignmentSet) -> list[Assignment]:
 BUFFERED = register(
     RoundProtocol(
         name="buffered",
+        carries_over=True,
         advance=advance,
         demand=demand,
         on_drawn=on_drawn,

@@ -400,6 +400,7 @@ GOSSIP = register(
         write_state=_write_state,
         read_state=_read_state,
         keeps_updates=False,
+        makes_versions=False,
         features=frozenset({steps.FEATURE}),
         handlers={SiloReported: on_reported, SilosLost: on_lost},
         begin=begin,

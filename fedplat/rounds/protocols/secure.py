@@ -75,6 +75,7 @@ def _resume(job: JobState, attempt: Attempt, context: Context) -> Transition:
 SECURE = register(
     RoundProtocol(
         name="secure",
+        has_masks=True,
         features=frozenset({FEATURE}),
         first_phase=AttemptPhase.ADVERTISING,
         handlers={
@@ -88,6 +89,8 @@ SECURE = register(
         advance=secure_phases.advance,
         demand=_demand,
         make_part=SecureMessages,
+        list_messages=secure_messages.list_sent,
+        forget_messages=secure_messages.forget,
         longest_s=_longest_s,
         on_reclaimed=_on_reclaimed,
         judge_upload=secure_messages.judge_upload,
