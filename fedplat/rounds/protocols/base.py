@@ -48,6 +48,14 @@ class Ending(Enum):
     FAIL = auto()
 
 
+class PhaseProgress(NamedTuple):
+    """How many clients have done their part of a phase, and how many are to."""
+
+    phase: AttemptPhase
+    num_done: int
+    num_wanted: int
+
+
 class Roll(NamedTuple):
     """The members whose presence is asked for now; `is_last`: those that are absent have no more time."""
 
@@ -84,8 +92,6 @@ class RoundProtocol:
     `folds`: reports have updates, which are added to a sum, and its commit makes a version. `retries`: an attempt that
     fails is tried again. `finishes`: a pause lets a version that is being made become durable. `keeps_updates`: the
     server has the updates. `features` are the parts of the wire protocol that a client must implement.
-    `makes_versions`: each committed round makes one. `may_be_empty`: it needs no report. `carries_over`: clients may
-    continue to work after the end of their attempt. `has_masks`: clients mask their updates, with their weights inside.
     """
 
     name: str
@@ -94,9 +100,17 @@ class RoundProtocol:
     finishes: bool = True
     keeps_updates: bool = True
     makes_versions: bool = True
+    """Each committed round makes one."""
     may_be_empty: bool = False
+    """An attempt may commit without a report."""
     carries_over: bool = False
+    """Clients may continue to work after the end of their attempt."""
     has_masks: bool = False
+    """Clients mask their updates, and the weights are inside."""
+    draws: bool = True
+    """Its clients are drawn from those that wait."""
+    client_option: str = ""
+    """The option without which a client refuses to take part."""
     features: frozenset[str] = frozenset()
     first_phase: AttemptPhase = AttemptPhase.COLLECTING
     column: str = "protocol"
@@ -108,12 +122,22 @@ class RoundProtocol:
     handlers: Mapping[type[Any], Handler] = dataclasses.field(default_factory=dict[type[Any], Handler])
     membership: Membership = Membership()
 
+    # --- its job file: what can be known before a job begins ---
+    list_needs: Callable[[JobSpec], list[tuple[str, int]]] = OF_AVERAGING
+    """Return the numbers of clients that there must be, with the keys that demand them; empty without a bound."""
+    describe_cohort: Callable[[JobSpec], str] = OF_AVERAGING
+    """Return how many clients take part in a round: the end of `5 rounds for population p, ...`."""
+    refuse_server: Callable[[JobSpec], str] = lambda spec: ""
+    """Return why no server can run a job, although a simulation may; empty if one can."""
+
     # --- its attempts: sync, attempts ---
     begin: Callable[[JobState, Context], Transition | None] = OF_AVERAGING
     """Open the next attempt of this kind or end the job; None if it is not time for one."""
     sizes: Callable[[JobState], AttemptSizes] = OF_AVERAGING
     advance: Callable[[JobState, Attempt, Context], Transition | None] = lambda job, attempt, context: None
     """Go on without an event; None if there is nothing to do."""
+    count_phase: Callable[[JobState, Attempt], PhaseProgress | None] = lambda job, attempt: None
+    """Return how many clients have done their part of an open attempt's phase; None if they train and report only."""
     describe: Callable[[JobState, Attempt], str] = lambda job, attempt: f"round {attempt.key.round}"
 
     # --- its clients: selection, attempts, coordinator ---

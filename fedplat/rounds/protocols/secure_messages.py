@@ -17,6 +17,7 @@ from fedplat.job.secure import require_secure
 from fedplat.rounds import assignments, reporting
 from fedplat.rounds.changes import MESSAGE_KINDS
 from fedplat.rounds.events import KeysAdvertised, MasksAnswered, SharesSent, SurvivorsConfirmed, UpdateReported
+from fedplat.rounds.protocols.base import PhaseProgress
 from fedplat.rounds.protocols.secure_phases import messages_of
 from fedplat.rounds.records import Assignment, Attempt, JobState, SecureMessages
 from fedplat.rounds.states import (
@@ -73,6 +74,37 @@ def forget(attempt: Attempt) -> Attempt:
             if bare != each.secure:
                 changed.append(structs.replace(each, secure=bare))
     return attempt.with_assignments(changed) if changed else attempt
+
+
+def count_phase(job: JobState, attempt: Attempt) -> PhaseProgress | None:
+    """Count the clients that have sent their messages of a phase."""
+    counts, phase = attempt.counts, attempt.phase
+    advertised, shared, uploading, reported = (
+        counts.get(state, 0)
+        for state in (
+            AssignmentState.ADVERTISED,
+            AssignmentState.SHARED,
+            AssignmentState.UPLOADING,
+            AssignmentState.REPORTED,
+        )
+    )
+    match phase:
+        case AttemptPhase.ADVERTISING:
+            return PhaseProgress(phase, advertised, attempt.goal)
+        case AttemptPhase.SHARING:
+            return PhaseProgress(phase, shared, advertised + shared)
+        case AttemptPhase.COLLECTING:
+            return PhaseProgress(phase, reported, shared + uploading + reported)
+        case AttemptPhase.CONFIRMING:
+            return PhaseProgress(phase, _count_sent(attempt, "confirmation"), reported)
+        case AttemptPhase.UNMASKING:
+            return PhaseProgress(phase, _count_sent(attempt, "answer"), reported)
+        case _:
+            return None
+
+
+def _count_sent(attempt: Attempt, kind: str) -> int:
+    return sum(kind in list_sent(each) for each in attempt.assignments.values())
 
 
 def on_keys(job: JobState, event: KeysAdvertised, context: Context) -> Transition:

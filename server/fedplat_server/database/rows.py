@@ -17,7 +17,6 @@ from fedplat.config.decoding import require_known
 from fedplat.config.loaded_plugins import PluginVersion, versions_to_builtins
 from fedplat.job import JobSpec, find_mechanism, is_unreadable, read_newer
 from fedplat.job.privacy import find_mechanism_of
-from fedplat.privacy import Mechanism
 from fedplat.rounds import (
     Assignment,
     AssignmentSet,
@@ -81,7 +80,7 @@ def version_record(row: Row) -> VersionRecord:
 def ledger_values(job: JobState, version: ModelVersion, unix_s: float) -> Values | None:
     """Return the row of `ledger` for a version that a job's last attempt made; None if it is no private release."""
     num_survivors = job.attempt.num_survivors if job.attempt is not None else 0
-    mechanism = mechanism_of(job.spec, num_survivors)
+    mechanism = find_mechanism_of(job.spec, num_survivors)
     if mechanism is None or not version.is_aggregate:
         return None
     return {
@@ -91,13 +90,6 @@ def ledger_values(job: JobState, version: ModelVersion, unix_s: float) -> Values
         "mechanism": encode_mechanism(mechanism),
         "unix_s": unix_s,
     }
-
-
-def mechanism_of(spec: JobSpec, num_survivors: int) -> Mechanism | None:
-    """Return the mechanism of an attempt; with the noise of clients it depends on the survivors of its secure sum."""
-    if spec.privacy is not None and spec.privacy.trust == "none" and num_survivors:
-        return find_mechanism_of(spec, num_survivors)
-    return find_mechanism(spec)
 
 
 def attempt_values(attempt: Attempt, unix_s: float) -> Values:
@@ -330,7 +322,7 @@ def job_record(
         plugins=kept.plugins,
         protocol=kept.protocol,
         unmasked=past.unmasked,
-        barred=past.barred if spec.secure_aggregation is not None else (),
+        barred=past.barred,
     )
     return JobRecord(state, row.job_file, row.created_unix_s, problem)
 

@@ -20,6 +20,7 @@ from sqlalchemy import Connection, distinct, func, or_, select
 from fedplat.job import JobSpec
 from fedplat.rounds import AttemptKey, Change
 from fedplat.rounds.changes import SentMessage
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat_server import crash_points
 from fedplat_server.database import rows, sql_messages, tables
 from fedplat_server.database.rows import Values
@@ -128,7 +129,7 @@ class Batch:
         self.events.extend(list_events(change))
 
     def _add_limits(self, change: Change) -> None:
-        limits = ParticipationLimits.of(change.job.spec) if change.job.spec.privacy is not None else None
+        limits = ParticipationLimits.of(change.job.spec) if disclosure_of(change.job.spec).is_charged else None
         if limits is not None:
             for row in change.history:
                 if row.entity == "assignment" and not row.from_state:

@@ -103,9 +103,7 @@ class ServerHalf:
     def judge_claims(self, rule: Rule, assignment: Assignment, request: fleet_pb2.ReportRequest) -> Verdict:
         """Judge the numbers of a report."""
         limits = self._parts.limits.metrics
-        return report_validation.validate_claims(
-            rule, assignment.kind, request.num_examples, request.metrics, request.digest, limits
-        )
+        return report_validation.validate_claims(rule, request.num_examples, request.metrics, limits)
 
     async def validator(self, job: JobState, assignment: Assignment, base: Path) -> Validate:
         """Return the function that validates the file of an update; `base` is that of the job's latest version."""

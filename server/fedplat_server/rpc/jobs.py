@@ -15,7 +15,6 @@ from fedplat.job import JobSpec
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.events import JobAction, OperatorCommand, RollbackOrdered, SpecChanged
-from fedplat.rounds.protocols import gossip
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, model_pb2
 from fedplat_server.auth.audit_limits import RecentEntries
@@ -329,9 +328,7 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         attempt = job.open_attempt
         if attempt is None or attempt.key != record.key:
             return convert.round_(record, server_metrics)
-        found = convert.round_(
-            record, server_metrics, self._services.progress.summarize(attempt, gossip.find_state(job))
-        )
+        found = convert.round_(record, server_metrics, self._services.progress.summarize(job, attempt))
         if (waits := waiting.find(self._services, attempt)) is not None:
             found.waiting.CopyFrom(waits)
         return found

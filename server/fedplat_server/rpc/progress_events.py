@@ -65,7 +65,7 @@ class ProgressEvents:
         return event if self._is_new(attempt.key.round, event.reason) else None
 
     def _add_progress(self, event: admin_pb2.JobEvent, attempt: Attempt) -> admin_pb2.JobEvent | None:
-        summary = self._services.progress.summarize(attempt)
+        summary = self._services.progress.summarize(self._services.jobs.state(self._job_id), attempt)
         if summary is None or not self._is_new(attempt.key, (summary, *event.waiting.silent_client_ids)):
             return None
         event.progress.CopyFrom(convert.progress(summary))
