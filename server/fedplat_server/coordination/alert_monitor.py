@@ -297,11 +297,11 @@ class AlertMonitor:
         return any(disclosure_of(job.spec).is_charged for job in self._coordinator.jobs.values())
 
 
-def _is_round(attempt: AttemptRecord) -> bool:
-    return attempt.kind in HAVE_UPDATES and attempt.phase is AttemptPhase.COMMITTED
+def _is_round(record: AttemptRecord) -> bool:
+    return record.attempt.kind in HAVE_UPDATES and record.attempt.phase is AttemptPhase.COMMITTED
 
 
-def _round_facts(attempt: AttemptRecord) -> RoundFacts:
-    assert attempt.ended_unix_s is not None
-    seconds = attempt.ended_unix_s - attempt.opened_unix_s
-    return RoundFacts(seconds, sum(attempt.counts.values()), attempt.counts.get(AssignmentState.LATE, 0))
+def _round_facts(record: AttemptRecord) -> RoundFacts:
+    assert record.ended_unix_s is not None
+    seconds, counts = record.ended_unix_s - record.opened_unix_s, record.tally.counts
+    return RoundFacts(seconds, sum(counts.values()), counts.get(AssignmentState.LATE, 0))

@@ -27,10 +27,7 @@ from fedplat_server.database.rows import Values
 from fedplat_server.errors import ParticipationError, StaleRevisionError, StoreError
 from fedplat_server.records.events import EventEntry, list_events
 
-_MUTABLE_OF_ATTEMPTS = (
-    *("phase", "reason", "goal", "minimum", "target", "metrics"),
-    *("num_checked_in", "num_eligible", "num_survivors"),
-)
+_MUTABLE_OF_ATTEMPTS = tuple(name for name in rows.ATTEMPT_COLUMNS if name not in ("kind", "base_version"))
 _FIRST_KEPT = ("reported_revision", "uploading_unix_s", "ended_unix_s")
 """Columns of an assignment whose first value is kept."""
 # Sets the columns of the values that it is executed with.
