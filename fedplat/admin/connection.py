@@ -114,7 +114,7 @@ class AdminConnection:
             return ServerRefusedError(details + retry, code=str(trailers[METADATA_CODE]))
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
             return self._unreachable(f"no answer within {timeout_s:g} s")
-        if code in _GONE:
+        if code in _GONE or proxies.is_cut(details):
             return self._unreachable(proxies.shorten(details))
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return ServerRefusedError(

@@ -75,6 +75,14 @@ def explain_status(details: str) -> str:
     return text + ": raise its limit on requests (nginx: client_max_body_size 0)" * (int(found[1]) == _TOO_LARGE)
 
 
+def is_cut(details: str) -> bool:
+    """Return whether gRPC's text of an error reports a call that was ended between here and the server.
+
+    nginx ends a stream that was silent for too long in this way, with the status INTERNAL of a server that failed.
+    """
+    return "RST_STREAM" in details
+
+
 def shorten(details: str) -> str:
     """Return the part of gRPC's text of a failed connection that helps a reader.
 
@@ -83,7 +91,7 @@ def shorten(details: str) -> str:
     """
     if "lookup failed" in details or "resolution failed" in details:
         return "the host name is not known"
-    if details in ("Cancelling all calls", "Socket closed", "CANCELLED"):
+    if details in ("Cancelling all calls", "Socket closed", "CANCELLED") or is_cut(details):
         return "the connection was closed"
     if (explained := explain_status(details)) != details:
         return explained

@@ -68,3 +68,11 @@ def test_a_run_with_slow_tests_is_not_judged() -> None:
     found = costs.check_budget([slow, fast], 1400.0, 1.0)
     assert found.summary.startswith("500 CPU seconds for 1 fast tests")
     assert found.excesses == []
+
+
+def test_a_run_beside_other_programs_is_not_judged() -> None:
+    test = Cost("tests/a.py::one", False, cpu_s=9.0, own_cpu_s=9.0, wall_s=1.0)
+    assert len(costs.check_budget([test], 421.0, 1.0, others_cpu_s=80.0).excesses) == 2
+    found = costs.check_budget([test], 421.0, 1.0, others_cpu_s=900.0)
+    assert found.summary.endswith("; not judged, as other programs took 900 CPU seconds beside it")
+    assert found.excesses == []

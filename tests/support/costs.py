@@ -31,6 +31,8 @@ ROOT = Path(__file__).parents[2]
 FILE: Final = ROOT / "tests" / "durations.json"
 BUDGET_CPU_S = 420.0
 """Of all tests that are not slow."""
+BESIDE_CPU_S = 0.2
+"""Of other programs for each CPU second of the run: beside more, caches and shared cores make each test dearer."""
 LONGEST_CPU_S = 1.5
 """Of one test that is not slow, without the fixtures that it shares with others."""
 _PROPERTY = "cost"
@@ -103,6 +105,12 @@ def tree_cpu_s() -> float:
     """Return the CPU seconds of this process, of all processes that it has started, and of theirs."""
     of_ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + of_ended.ru_utime + of_ended.ru_stime + sum(map(_cpu_s, _children(os.getpid())))
+
+
+def machine_cpu_s() -> float:
+    """Return the CPU seconds of all processes of this machine since its start, as far as Linux tells."""
+    user, nice, system, _idle, _waiting, *others = Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]
+    return sum(map(int, [user, nice, system, *others])) * _TICK_S
 
 
 def _children(process: int) -> list[int]:
@@ -227,12 +235,13 @@ class Verdict(NamedTuple):
     excesses: list[str]
 
 
-def check_budget(costs: Iterable[Cost], run_cpu_s: float, slow: float) -> Verdict:
+def check_budget(costs: Iterable[Cost], run_cpu_s: float, slow: float, others_cpu_s: float = 0.0) -> Verdict:
     """Compare a whole run with the budget, on a machine that is `slow` times as slow as the recorded one.
 
     Only a run without slow tests can exceed it: it is charged all its CPU seconds, with the collection of its tests. In
     another run, processes that slow tests have started take part of the seconds of fast ones. One test may have twice
-    its limit, since noise must not fail a run: `tests/suite/test_budget.py` checks the recorded seconds.
+    its limit, and a run beside other programs, which took `others_cpu_s`, is not judged, since noise must not fail a
+    run: `tests/suite/test_budget.py` checks the recorded seconds.
     """
     costs = list(costs)
     fast = [cost for cost in costs if not cost.is_slow]
@@ -249,6 +258,8 @@ def check_budget(costs: Iterable[Cost], run_cpu_s: float, slow: float) -> Verdic
         f"{total_s:.0f} CPU seconds for {len(fast)} fast tests; the budget is {BUDGET_CPU_S:.0f} on the recorded "
         f"machine, which is {slow:.2f} times as fast as this one is now"
     )
+    if is_fast and others_cpu_s > BESIDE_CPU_S * run_cpu_s:
+        return Verdict(f"{summary}; not judged, as other programs took {others_cpu_s:.0f} CPU seconds beside it", [])
     return Verdict(summary, excesses if is_fast else [])
 
 
@@ -258,6 +269,7 @@ class Accountant:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._lines: list[str] = []
+        self._begin_others_s = machine_cpu_s() - tree_cpu_s()
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -267,7 +279,8 @@ class Accountant:
         if self._config.getoption("record_durations"):
             self._record(costs, is_whole)
         elif is_whole and costs:
-            found = check_budget(costs, tree_cpu_s(), slowness())
+            run_s = tree_cpu_s()
+            found = check_budget(costs, run_s, slowness(), machine_cpu_s() - run_s - self._begin_others_s)
             self._lines += [found.summary, *found.excesses]
             if found.excesses and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
