@@ -9,17 +9,9 @@ import dataclasses
 import statistics
 from collections.abc import Iterable
 
-from fedplat.rounds import Assignment, Attempt, AttemptKey, Change
-from fedplat.rounds.states import AssignmentState, AttemptPhase
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PhaseProgress:
-    """How many clients have done their part of a step, and how many are to."""
-
-    phase: AttemptPhase
-    num_done: int
-    num_wanted: int
+from fedplat.rounds import Assignment, Attempt, AttemptKey, Change, JobState
+from fedplat.rounds.protocols.base import PhaseProgress, protocol_of
+from fedplat.rounds.states import AssignmentState
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,7 +19,8 @@ class ProgressSummary:
     """The progress of an attempt's clients: fractions of the work, 0 to 1, of those that train and sent a heartbeat.
 
     `median` and `minimum` are None, and `slowest_client_id` is empty, while no such client is known. Of several clients
-    with the least fraction the slowest is the one that began first. `step` is the one that the kind of the job is in.
+    with the least fraction the slowest is the one that began first. `step` is that of a secure aggregation, or of the
+    exchange of a decentralised job.
     """
 
     num_training: int
@@ -82,8 +75,9 @@ class ProgressTracker:
                 if not assignment.is_busy:
                     self._fractions.pop((assignment.key, assignment.client_id), None)
 
-    def summarize(self, attempt: Attempt, step: PhaseProgress | None = None) -> ProgressSummary | None:
-        """Return the progress of an attempt's clients, with that of its step; None if the attempt waits for none."""
+    def summarize(self, job: JobState, attempt: Attempt) -> ProgressSummary | None:
+        """Return the progress of the clients of a job's open attempt; None if the attempt waits for none."""
+        step = protocol_of(job, attempt.kind).count_phase(job, attempt)
         if not attempt.num_busy and step is None:
             return None
         training = [each for each in attempt.busy if each.state is AssignmentState.TRAINING]

@@ -12,13 +12,12 @@ from fedplat.gossip import steps
 from fedplat.gossip.options import Gossip
 from fedplat.gossip.topology import describe_edges_problem, describe_unknown
 from fedplat.job import JobSpec
-from fedplat.rounds import Assignment, Attempt, AttemptKey, Change, JobState, Verdict
+from fedplat.rounds import Assignment, AttemptKey, Change, JobState, Verdict
 from fedplat.rounds.protocols.gossip import find_state, state_of
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, gossip_pb2
-from fedplat_server.coordination.progress import PhaseProgress
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.protocols.gossip_steps import GossipSteps, find_progress
+from fedplat_server.protocols.gossip_steps import GossipSteps
 from fedplat_server.protocols.half import HalfParts, ServerHalf
 from fedplat_server.protocols.relay import Relay
 from fedplat_server.protocols.silence import SilenceMonitor
@@ -112,10 +111,6 @@ class GossipHalf(ServerHalf):
     async def close(self) -> None:
         await self._silence.close()
         await self._parts.relay.close()
-
-    @override
-    def find_step(self, job: JobState, attempt: Attempt) -> PhaseProgress | None:
-        return find_progress(state_of(job))
 
     @override
     def show(self, job: JobState) -> admin_pb2.Job:

@@ -14,7 +14,7 @@ from fedplat import claims
 from fedplat.errors import GossipError, SecureAggregationError
 from fedplat.gossip import ring, steps
 from fedplat.gossip.messages import Announcement
-from fedplat.gossip.state import GossipPhase, GossipState
+from fedplat.gossip.state import GossipState
 from fedplat.gossip.steps import (
     AdoptMean,
     Announce,
@@ -31,13 +31,12 @@ from fedplat.gossip.steps import (
 from fedplat.rounds import Assignment, AttemptKey, JobState
 from fedplat.rounds.events import SiloReported
 from fedplat.rounds.protocols.gossip import state_of
-from fedplat.rounds.states import AssignmentState, AttemptPhase
+from fedplat.rounds.states import AssignmentState
 from fedplat.secure_aggregation.messages import KEY_BYTES, SIGNATURE_BYTES
 from fedplat.secure_aggregation.primitives import is_signature
 from fedplat.secure_aggregation.relay import RelayExchange, RelayKey, RelayMember
 from fedplat.wire import auth, records
 from fedplat.wire.v1 import fleet_pb2, gossip_pb2
-from fedplat_server.coordination.progress import PhaseProgress
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.protocols.half import HalfParts
@@ -161,19 +160,6 @@ class GossipSteps(Steps[SiloMessage]):
                 receivers[name] for name in steps.list_mean_receivers(state, silo, waiting) if name not in revoked
             ),
         )
-
-
-def find_progress(state: GossipState) -> PhaseProgress | None:
-    """Return how many silos have the models of their neighbours, or the mean; None while models are announced."""
-    match state.phase:
-        case GossipPhase.EXCHANGING:
-            num_silos = len(state.announced)
-            return PhaseProgress(AttemptPhase.EXCHANGING, num_silos - len(state.awaited), num_silos)
-        case GossipPhase.OFFERING_KEYS | GossipPhase.REDUCING:
-            num_silos = len(state.offers) or len(state.candidates)
-            return PhaseProgress(AttemptPhase.REDUCING, len(state.completed), num_silos)
-        case _:
-            return None
 
 
 def _list_silos(state: GossipState) -> list[str]:

@@ -11,7 +11,7 @@ from fedplat import report_validation
 from fedplat.aggregate import Rule
 from fedplat.codecs import container
 from fedplat.job import JobSpec
-from fedplat.rounds import Assignment, Attempt, AttemptKey, Change, JobState, Verdict
+from fedplat.rounds import Assignment, AttemptKey, Change, JobState, Verdict
 from fedplat.rounds.commands import RunWarmStart
 from fedplat.rounds.transition import ACCEPTED
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
@@ -23,7 +23,6 @@ from fedplat_server.auth.client_directory import ClientDirectory
 from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.config import Limits
 from fedplat_server.coordination.long_polls import LongPolls
-from fedplat_server.coordination.progress import PhaseProgress
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.database.store import Store
@@ -104,9 +103,7 @@ class ServerHalf:
     def judge_claims(self, rule: Rule, assignment: Assignment, request: fleet_pb2.ReportRequest) -> Verdict:
         """Judge the numbers of a report."""
         limits = self._parts.limits.metrics
-        return report_validation.validate_claims(
-            rule, assignment.kind, request.num_examples, request.metrics, request.digest, limits
-        )
+        return report_validation.validate_claims(rule, request.num_examples, request.metrics, limits)
 
     async def validator(self, job: JobState, assignment: Assignment, base: Path) -> Validate:
         """Return the function that validates the file of an update; `base` is that of the job's latest version."""
@@ -170,10 +167,6 @@ class ServerHalf:
         """End what the half has started."""
 
     # --- what is shown of it: convert ---
-
-    def find_step(self, job: JobState, attempt: Attempt) -> PhaseProgress | None:
-        """Return how many clients have done their part of the step that an open attempt is in; None without one."""
-        return None
 
     def show(self, job: JobState) -> admin_pb2.Job:
         """Return the fields of a job that only some kinds have."""

@@ -10,16 +10,15 @@ from typing_extensions import override
 
 from fedplat import report_validation
 from fedplat.aggregate import Rule
-from fedplat.rounds import Assignment, Attempt, AttemptKey, JobState, Verdict
+from fedplat.rounds import Assignment, AttemptKey, JobState, Verdict
 from fedplat.rounds.states import AssignmentState, AttemptPhase, Reason
 from fedplat.rounds.transition import ACCEPTED
 from fedplat.secure_aggregation import encoding
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.aggregation.secure import MaskedAggregation
-from fedplat_server.coordination.progress import PhaseProgress
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.protocols.half import HalfParts, ServerHalf, Validate
-from fedplat_server.protocols.secure_steps import SecureSteps, find_progress
+from fedplat_server.protocols.secure_steps import SecureSteps
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.workers.attempt_inputs import AttemptInputs
 
@@ -66,10 +65,6 @@ class SecureHalf(ServerHalf):
         self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.StepRequest
     ) -> fleet_pb2.StepResponse:
         return await self._steps.take(client, assignment, request)
-
-    @override
-    def find_step(self, job: JobState, attempt: Attempt) -> PhaseProgress | None:
-        return find_progress(attempt)
 
     @override
     def open_backend(

@@ -18,7 +18,6 @@ from fedplat.secure_aggregation import messages, unmasking
 from fedplat.secure_aggregation.messages import Confirmation, KeyAdvertisement, SealedShares, UnmaskAnswer
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.aggregation.secure_attempts import RosterGroup, has_begun
-from fedplat_server.coordination.progress import PhaseProgress
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.protocols.steps import Steps, refuse
@@ -174,34 +173,3 @@ def _refuse_ended(assignment: Assignment) -> fleet_pb2.StepResponse:
     if assignment.state is AssignmentState.MERGED:
         return fleet_pb2.StepResponse(done=fleet_pb2.Done())
     return refuse(assignment.reason, assignment.text)
-
-
-def find_progress(attempt: Attempt) -> PhaseProgress | None:
-    """Return the progress of the step that an attempt is in; None if it is in no step."""
-    counts, phase = attempt.counts, attempt.phase
-    advertised, shared, uploading, reported = (
-        counts.get(state, 0)
-        for state in (
-            AssignmentState.ADVERTISED,
-            AssignmentState.SHARED,
-            AssignmentState.UPLOADING,
-            AssignmentState.REPORTED,
-        )
-    )
-    match phase:
-        case AttemptPhase.ADVERTISING:
-            return PhaseProgress(phase, advertised, attempt.goal)
-        case AttemptPhase.SHARING:
-            return PhaseProgress(phase, shared, advertised + shared)
-        case AttemptPhase.COLLECTING:
-            return PhaseProgress(phase, reported, shared + uploading + reported)
-        case AttemptPhase.CONFIRMING:
-            return PhaseProgress(phase, _count_messages(attempt, "confirmation"), reported)
-        case AttemptPhase.UNMASKING:
-            return PhaseProgress(phase, _count_messages(attempt, "answer"), reported)
-        case _:
-            return None
-
-
-def _count_messages(attempt: Attempt, kind: _Kind) -> int:
-    return sum(each.secure is not None and bool(getattr(each.secure, kind)) for each in attempt.assignments.values())

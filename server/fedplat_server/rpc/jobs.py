@@ -328,7 +328,7 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         attempt = job.open_attempt
         if attempt is None or attempt.key != record.key:
             return convert.round_(record, server_metrics)
-        found = convert.round_(record, server_metrics, self._services.summarize(job, attempt))
+        found = convert.round_(record, server_metrics, self._services.progress.summarize(job, attempt))
         if (waits := waiting.find(self._services, attempt)) is not None:
             found.waiting.CopyFrom(waits)
         return found

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from fedplat.job import JobSpec
 from fedplat.privacy import Charge, descriptions
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server.coordination import accountant
 from fedplat_server.database.jobs import JobRecord
@@ -41,7 +42,7 @@ class PrivacyService(admin_pb2_grpc.PrivacyServicer):
             records, populations = [record], [await services.store.ledger.load_population(record.state.spec.population)]
         else:
             records, populations = services.jobs.all(), await services.store.ledger.load_populations()
-            records = [record for record in records if record.state.spec.privacy is not None]
+            records = [record for record in records if disclosure_of(record.state.spec).is_charged]
         token = pages.token(request.page_token, _TOKEN)
         size = pages.size(request.page_size)
         return await services.budgets.accountant.run(_page, records, populations, token, size)

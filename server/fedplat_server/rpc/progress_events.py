@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 
-from fedplat.rounds import Attempt, JobState
+from fedplat.rounds import Attempt
 from fedplat.rounds.states import AttemptPhase
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.rpc import convert, waiting
@@ -35,8 +35,7 @@ class ProgressEvents:
         now = self._clock()
         if now < self._due_at:
             return None
-        job = self._services.jobs.state(self._job_id)
-        attempt = job.open_attempt
+        attempt = self._services.jobs.state(self._job_id).open_attempt
         is_waiting = attempt is not None and attempt.phase is AttemptPhase.SELECTING
         if not is_waiting and now < self._progress_due_at:
             self._due_at = self._progress_due_at
@@ -54,7 +53,7 @@ class ProgressEvents:
         )
         if (waits := waiting.find(self._services, attempt)) is not None:
             event.waiting.CopyFrom(waits)
-        return self._describe_waiting(event, attempt) if is_waiting else self._add_progress(event, job, attempt)
+        return self._describe_waiting(event, attempt) if is_waiting else self._add_progress(event, attempt)
 
     def _describe_waiting(self, event: admin_pb2.JobEvent, attempt: Attempt) -> admin_pb2.JobEvent | None:
         room = self._services.runner.coordinator.room
@@ -65,8 +64,8 @@ class ProgressEvents:
         event.reason += f"; {unlike}" if unlike else ""
         return event if self._is_new(attempt.key.round, event.reason) else None
 
-    def _add_progress(self, event: admin_pb2.JobEvent, job: JobState, attempt: Attempt) -> admin_pb2.JobEvent | None:
-        summary = self._services.summarize(job, attempt)
+    def _add_progress(self, event: admin_pb2.JobEvent, attempt: Attempt) -> admin_pb2.JobEvent | None:
+        summary = self._services.progress.summarize(self._services.jobs.state(self._job_id), attempt)
         if summary is None or not self._is_new(attempt.key, (summary, *event.waiting.silent_client_ids)):
             return None
         event.progress.CopyFrom(convert.progress(summary))

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from fedplat.rounds import AssignmentId, Attempt, JobState, Participation
+from fedplat.rounds import AssignmentId, JobState, Participation
 from fedplat.rounds.protocols.base import protocol_of
 from fedplat.rounds.states import ENDED_JOBS, Reason
 from fedplat_server.auth.addresses import Origins
@@ -26,7 +26,7 @@ from fedplat_server.coordination.downloads import Downloads
 from fedplat_server.coordination.event_feed import EventFeed
 from fedplat_server.coordination.fleet_counts import FleetCounter
 from fedplat_server.coordination.long_polls import LongPolls
-from fedplat_server.coordination.progress import ProgressSummary, ProgressTracker
+from fedplat_server.coordination.progress import ProgressTracker
 from fedplat_server.coordination.revocation import Revocation
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.jobs import JobRecord
@@ -187,7 +187,3 @@ class Services:
     def refuse_if_draining(self) -> Reason | None:
         """Return `Reason.DRAINING` if the daemon is draining, so that clients get no assignments; else None."""
         return Reason.DRAINING if self.draining else None
-
-    def summarize(self, job: JobState, attempt: Attempt) -> ProgressSummary | None:
-        """Return the progress of the clients of an open attempt; None if it waits for none."""
-        return self.progress.summarize(attempt, self.halves.of(job, attempt.kind).find_step(job, attempt))
